@@ -1,0 +1,36 @@
+# Two commands do everything: `make train` and `make test`. Both begin with `install`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install train test lint types test-crash clean
+
+install: $(STAMP)
+
+# torch goes first and by its pin, so that nothing pulls in another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+train: install
+	$(BIN)/holdfast train examples/first-light.toml
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/pyrefly check
+
+test: install lint types
+	$(BIN)/pytest -n 2 -m "not crash and not gpu"
+
+test-crash: install
+	$(BIN)/pytest -m crash
+
+clean:
+	rm -rf $(VENV) runs

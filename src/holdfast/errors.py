@@ -1,0 +1,88 @@
+"""What can go wrong, each with a way out.
+
+An error says what happened, to which thing, the numbers, and what to do. ``exit_code`` is what the
+command line returns for it: 1 the thing asked about is not so, 2 bad usage or configuration,
+3 the world failed (and the state on disk is recoverable).
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """The root of every error of this library about the state of the world."""
+
+    exit_code = 3
+
+
+class BadInput(HoldfastError, ValueError):
+    """The caller asked for something that cannot be done. Nothing was written."""
+
+    exit_code = 2
+
+
+class ConfigError(BadInput):
+    """A configuration key or value is wrong."""
+
+
+class ModelNotSupported(BadInput):
+    """The model has no repeated blocks, or its blocks cannot be run out of core."""
+
+
+class BlockInputChanged(BadInput):
+    """A block changed one of its inputs while it ran, so its recomputation would differ."""
+
+
+class OptimizerNotSupported(BadInput):
+    """The optimizer is not elementwise, so its update cannot be cut into slices."""
+
+
+class DoesNotFit(BadInput):
+    """A memory budget or a disk is too small. The text names the smallest that works."""
+
+
+class RunMismatch(BadInput):
+    """The run directory holds another model, optimizer or text than the one given."""
+
+
+class RunLocked(BadInput):
+    """Another process writes to the run directory."""
+
+
+class StaleCommit(HoldfastError):
+    """Another writer published in a newer timeline; this writer is fenced off."""
+
+
+class DiskFailed(HoldfastError):
+    """A read, a write or a sync failed. What was acknowledged before is still durable."""
+
+
+class DiskFull(DiskFailed):
+    """No space left. The text names the directory, the bytes needed and the bytes free."""
+
+
+class Damaged(HoldfastError):
+    """Stored bytes are not those that were written."""
+
+    exit_code = 1
+
+
+class ChunkCorrupt(Damaged):
+    """A checksum block of a file does not match the manifest."""
+
+
+class ManifestCorrupt(Damaged):
+    """A manifest or an index file fails its own digest, or cannot be parsed."""
+
+
+class FileMissing(Damaged):
+    """A file that a manifest names is absent or has another size."""
+
+
+class NoCommit(HoldfastError):
+    """The run has no commit, or none at the step asked for."""
+
+    exit_code = 2
+
+
+class EngineFailed(HoldfastError):
+    """An earlier step failed; the engine is closed. Resume from the newest commit."""

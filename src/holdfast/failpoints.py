@@ -1,0 +1,49 @@
+"""Named places at which a test can end the process, as a failing machine would.
+
+``HOLDFAST_FAILPOINT=after_manifest_rename`` kills at the first arrival, ``...:3`` at the third.
+In a process that forks its children a test sets ``armed`` instead of the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+NAMES: list[str] = [
+    "before_data_sync",
+    "after_data_sync",
+    "after_manifest_write",
+    "after_manifest_sync",
+    "after_manifest_rename",
+    "after_directory_sync",
+    "before_retire",
+    "after_retire_unlink",
+    "after_retire_sync",
+    "after_timeline_opened",
+]
+"""In the order of the commit protocol."""
+
+armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
+_arrivals: dict[str, int] = {}
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+action: Callable[[], None] = kill
+"""What happens at the armed point; a power-cut test replaces it."""
+
+
+def reach(name: str) -> None:
+    """Called by the code when it arrives at the point ``name``."""
+    assert name in NAMES, name
+    if not armed:
+        return
+    wanted, _, count = armed.partition(":")
+    if wanted != name:
+        return
+    _arrivals[name] = _arrivals.get(name, 0) + 1
+    if _arrivals[name] == int(count or 1):
+        action()

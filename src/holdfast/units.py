@@ -1,0 +1,62 @@
+"""Bytes and seconds, read and written the way people do."""
+
+from __future__ import annotations
+
+import re
+
+PAGE = 4096
+"""Bytes. Offsets, lengths and addresses of direct I/O are multiples of it."""
+
+KiB, MiB, GiB = 1024, 1024**2, 1024**3
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": 1000, "kb": 1000, "m": 1000**2, "mb": 1000**2, "g": 1000**3, "gb": 1000**3, "t": 1000**4, "tb": 1000**4,
+    "ki": KiB, "kib": KiB, "mi": MiB, "mib": MiB, "gi": GiB, "gib": GiB, "ti": 1024**4, "tib": 1024**4,
+}  # fmt: skip
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of ``"20GiB"``, ``"1.5 GB"``, ``"4096"`` or a number.
+
+    >>> parse_bytes("1.5KiB")
+    1536
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*?)(?:/s)?\s*", text)
+    if not match or match[2].lower() not in _FACTORS:
+        raise ValueError(f"{text!r} is not a number of bytes; write it like 20GiB, 1.5GB or 4096")
+    return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(count: float) -> str:
+    """``count`` bytes for a person.
+
+    >>> format_bytes(20 * 1024**3), format_bytes(999)
+    ('20.0 GiB', '999 B')
+    """
+    for unit, size in (("TiB", 1024**4), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` for a person.
+
+    >>> format_seconds(0.25), format_seconds(75), format_seconds(7500)
+    ('0.2 s', '1 min 15 s', '2 h 5 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def round_up(count: int, multiple: int = PAGE) -> int:
+    """The smallest multiple of ``multiple`` that is >= ``count``."""
+    return -(-count // multiple) * multiple

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,8 +107,12 @@ class Disk:
             raise _failure("remove", self.root / path, error, 0) from error
 
     def makedirs(self, path: str) -> None:
-        """Make the directory ``path`` and what is missing above it, the root included. All are durable."""
-        missing = []
+        """Make the directory ``path`` and what is missing above it, the root included. All are durable.
+
+        The name of a directory that is there already is synced as well: whoever made it may have been
+        killed before.
+        """
+        missing: list[Path] = []
         directory = self.root / path
         while not directory.is_dir():
             missing.append(directory)
@@ -118,6 +123,9 @@ class Disk:
             except OSError as error:
                 raise _failure("make", directory, error, 0) from error
             _sync_directory(directory.parent)
+        if not missing:
+            with suppress(PermissionError):
+                _sync_directory((self.root / path).absolute().parent)
 
     def listdir(self, path: str) -> list[str]:
         """The names in ``path``, sorted; none if it is absent."""

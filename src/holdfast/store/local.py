@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import EngineFailed, NoCommit, StaleCommit
+from holdfast.errors import Damaged, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, write_durably
 from holdfast.store.generations import Unit
@@ -97,7 +97,8 @@ class LocalStore(RunReader):
     def begin(self, fork: Manifest | None) -> int:
         """Open a timeline that continues ``fork`` (None: from nothing); durable before this returns.
 
-        Retires what an earlier process had no time to retire. Verify ``fork`` before.
+        Retires what an earlier process had no time to retire, and repairs timeline records. Verify
+        ``fork`` before.
         """
         self._check_writer()
         record = Timeline(
@@ -111,7 +112,8 @@ class LocalStore(RunReader):
             write_durably(self.disk, record.path, record.encode(), why="timeline")
             failpoints.reach("after_timeline_opened")
             self.timeline, self._fork = record.id, record
-            self._timelines, _ = self.timelines()
+            self._timelines, damaged = self.timelines()
+            self._repair(damaged)
             self._retire()
         return record.id
 
@@ -270,6 +272,13 @@ class LocalStore(RunReader):
         with self._lock:
             manifests = list(self._retained.values())
         return {file.path for manifest in manifests if manifest for file in manifest.files.values()}
+
+    def _repair(self, damaged: list[Damaged]) -> None:
+        """Write the timeline records anew that are damaged and that manifests say as well."""
+        lost = {error.path for error in damaged}
+        for record in self._timelines.values():
+            if record.path in lost:
+                write_durably(self.disk, record.path, record.encode(), why="timeline")
 
     def _sweep(self) -> None:
         """Remove what an earlier process left half-made: our temporary files and our scratch."""

@@ -116,9 +116,9 @@ class SimDisk:
 
     def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> SimFile:
         directory, name = self._place(path)
-        inode = self._state.directories[directory].get(name)
+        inode = self._state.directories.get(directory, {}).get(name)
         if inode is None:
-            if not create:
+            if not create or directory not in self._state.directories:
                 raise FileNotFoundError(path)
             inode = self._create(directory, name)
         return SimFile(self, self.root / path, inode)

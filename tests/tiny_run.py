@@ -50,15 +50,13 @@ def index_of(tensors: dict) -> dict:
 class TinyRun:
     """Opens ``root`` (resuming if it has commits), takes steps, checks what is recovered."""
 
-    def __init__(
-        self, root, *, retain=2, copies=3, disk=None, tensors=None, frozen=None, threads=2, fork=None
-    ):
+    def __init__(self, root, *, copies=3, tensors=None, frozen=None, threads=2, fork=None, **options):
         self.tensors = TENSORS if tensors is None else tensors
         self.frozen = FROZEN if frozen is None else frozen
         self.queue = IOQueue(threads)
         self.pool = BufferPool()
         try:
-            self.store = LocalStore.open(root, retain=retain, disk=disk, queue=self.queue)
+            self.store = LocalStore.open(root, queue=self.queue, **options)
             self._begin(copies, fork)
         except BaseException:
             self.close()

@@ -283,7 +283,7 @@ class _Account:
             yield {other: None for other in everything if other != index}
             if self.pending[index].tearable:
                 yield {**everything, index: self._tear(rng, index)}
-        for _ in range(samples if len(self.pending) > 1 else 0):
+        for _ in range(samples if self.pending else 0):
             kept = [index for index in everything if rng.random() < 0.5]
             yield {
                 index: self._tear(rng, index) if self.pending[index].tearable and rng.random() < 0.3 else None

@@ -71,13 +71,15 @@ class Timeline:
         return timeline_path(self.id)
 
     def encode(self) -> bytes:
-        return seal({"format": FORMAT, "version": VERSION, **asdict(self)})
+        table = asdict(self)
+        return seal({"format": FORMAT, "version": VERSION, "timeline": table.pop("id"), **table})
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Timeline:
         table = unseal(data, path)
         with _reading(path):
-            record = cls(table["id"], table["parent"], table["fork_step"], table["created"], table["writer"])
+            names = ("parent", "fork_step", "created", "writer")
+            record = cls(table["timeline"], **{name: table[name] for name in names})
         if record.path != path:
             raise _corrupt(path, f"it is the record of timeline {record.id}", len(data))
         return record

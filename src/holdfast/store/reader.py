@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from holdfast.errors import Damaged, FileMissing, ManifestCorrupt, NoCommit
 from holdfast.io.queue import IOQueue
@@ -31,6 +31,9 @@ class RunReader:
 
     def close(self) -> None:
         """Nothing stays open; for symmetry with ``LocalStore``."""
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

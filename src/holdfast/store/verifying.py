@@ -66,6 +66,8 @@ def newest_whole(
         except ManifestCorrupt as error:
             damaged.append(error)
             continue
+        except NoCommit:  # retired meanwhile by a writer at work
+            continue
         found = verify(store, manifest, queue=queue, report=report)
         damaged += found
         if all(error.path == timeline_path(ref.timeline) for error in found):  # the manifest says it too

@@ -100,7 +100,7 @@ def test_the_lock_names_its_holder_and_goes_with_it(disk):
 
 
 def test_a_lock_left_by_a_killed_process_is_taken_over(disk):
-    (disk.root / "lock").write_text(json.dumps({"pid": 1, "host": "gone"}))
+    (disk.root / "lock").write_text(json.dumps({"pid": 1, "host": "gone" * 9}))
     release = disk.lock("lock", {"pid": 124, "host": "here"})
     assert json.loads((disk.root / "lock").read_text()) == {"pid": 124, "host": "here"}
     release()

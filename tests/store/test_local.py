@@ -95,7 +95,12 @@ def test_a_unit_has_a_free_generation_between_steps_and_none_beyond_its_copies(r
 def test_unknown_files_are_left_alone(tmp_path):
     root = tmp_path / "run"
     (root / "commits").mkdir(parents=True)
-    strangers = [root / "notes.txt", root / "commits" / "mine.json", root / "commits" / "step-1.t1.json"]
+    strangers = [
+        root / "notes.txt",
+        root / "commits" / "mine.json",
+        root / "commits" / "step-1.t1.json",
+        root / "commits" / "x.json.tmp",
+    ]
     for path in strangers:
         path.write_text("mine")
     with TinyRun(root) as run:
@@ -234,3 +239,13 @@ def test_a_disk_that_fills_up_stops_the_run_and_an_emptied_one_resumes_it(tmp_pa
             check_content(run.store, run.take_step())
     finally:
         subprocess.run(["umount", mount], check=True)
+
+
+def test_half_made_files_of_a_killed_process_are_removed(tmp_path):
+    with TinyRun(tmp_path / "run") as run:
+        manifest = run.take_step()
+    leftovers = [f"{path}.tmp" for path in (manifest.path, "timelines/t0009.json", manifest.index["path"])]
+    for path in leftovers:
+        (tmp_path / "run" / path).write_text("half")
+    with TinyRun(tmp_path / "run"):
+        assert not any((tmp_path / "run" / path).exists() for path in leftovers)

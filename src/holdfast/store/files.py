@@ -20,6 +20,9 @@ from typing import Any, Protocol
 from holdfast.errors import DiskFailed, RunLocked
 from holdfast.io.threads import File, disk_full, open_file
 
+TEMPORARY = ".tmp"
+"""What a file's name ends with until its content is durable."""
+
 _data_sync = getattr(os, "fdatasync", os.fsync)
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves the bytes in the drive's cache
 
@@ -171,7 +174,7 @@ class Disk:
         The lock is an ``flock``, which the system drops with the process; what an ended one left in the
         file is overwritten.
         """
-        fd = os.open(self.root / path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_file(self.root / path, write=True, create=True, direct=False).fd
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -204,7 +207,7 @@ def write_durably(disk: AnyDisk, path: str, data: bytes, *, why: str) -> None:
 
     Order on disk: temporary file, sync, rename, sync of the directory.
     """
-    temporary = path + ".tmp"
+    temporary = path + TEMPORARY
     disk.write_bytes(temporary, data)
     disk.sync(temporary, why=why)
     disk.rename(temporary, path)

@@ -19,10 +19,10 @@ import xxhash
 from holdfast import failpoints
 from holdfast.errors import Damaged, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
-from holdfast.store.files import AnyDisk, write_durably
+from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.generations import Unit
 from holdfast.store.layout import Layout
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index
 from holdfast.store.retention import dropped
@@ -233,7 +233,7 @@ class LocalStore(RunReader):
         return ref
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        temporary = manifest.path + ".tmp"
+        temporary = manifest.path + TEMPORARY
         self.disk.write_bytes(temporary, manifest.encode())
         failpoints.reach("after_manifest_write")
         self.disk.sync(temporary, why="manifest")
@@ -284,7 +284,7 @@ class LocalStore(RunReader):
         """Remove what an earlier process left half-made: our temporary files and our scratch."""
         for directory in ("commits", "index", "timelines"):
             for name in self.disk.listdir(directory):
-                if name.endswith(".json.tmp"):
+                if name.endswith(TEMPORARY) and is_ours(directory, name.removesuffix(TEMPORARY)):
                     self.disk.unlink(f"{directory}/{name}")
         for name in self.disk.listdir("scratch"):
             if name.endswith(".bin"):

@@ -232,18 +232,21 @@ class Schedule:
                 needs=(updated,),
                 gives=(out,),
             )
-        if on_host and not self.shape.commit:
-            return
-        stored = self.add(
+        if not on_host:
+            self.stored_state.append(self.store_state(block, updated, gives=(image,)))
+        elif self.shape.commit:
+            self.store_state(block, updated)
+
+    def store_state(self, block: int, *after: Key, gives: tuple[tuple, ...] = ()) -> Key:
+        """Write a block's state to a file that no kept commit names: the last commit has freed one."""
+        return self.add(
             Key("store_state", block),
             ops.SSD_WRITE,
-            nbytes=b.state_bytes,
-            needs=(updated,),
-            needs_previous=(Key("commit"),),
-            gives=() if on_host else (image,),
+            nbytes=self.work.blocks[block].state_bytes,
+            needs=after,
+            needs_previous=(Key("commit"),) if after else (Key("update", block), Key("commit")),
+            gives=gives,
         )
-        if not on_host:
-            self.stored_state.append(stored)
 
     def update_resident(self, *after: Key) -> None:
         """Update the prologue and epilogue after ``after``."""
@@ -255,13 +258,17 @@ class Schedule:
             needs_previous=(Key("store_resident"),),
         )
         if self.shape.commit:
-            self.add(
-                Key("store_resident"),
-                ops.SSD_WRITE,
-                nbytes=self.work.resident_state_bytes,
-                needs=(updated,),
-                needs_previous=(Key("commit"),),
-            )
+            self.store_resident(updated)
+
+    def store_resident(self, *after: Key) -> None:
+        """Write the state of the prologue and epilogue."""
+        self.add(
+            Key("store_resident"),
+            ops.SSD_WRITE,
+            nbytes=self.work.resident_state_bytes,
+            needs=after,
+            needs_previous=(Key("commit"),) if after else (Key("update_resident"), Key("commit")),
+        )
 
     def commit(self) -> None:
         if self.shape.commit:

@@ -58,6 +58,17 @@ def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]
     return schedule.ops
 
 
+def commit_only(work: Work, placement: Placement) -> list[Op]:
+    """The operations that make the present state a commit: what stays in host memory is written."""
+    schedule = Schedule(work, placement, StepShape(micro_batches=1), keeps_grads=False)
+    for block in range(schedule.count):
+        if placement.optimizer[block]:
+            schedule.store_state(block)
+    schedule.store_resident()
+    schedule.commit()
+    return schedule.ops
+
+
 def _forward(schedule: Schedule, block: int, phase: str, uploaded: Key) -> None:
     """All micro-batches of ``block`` without a graph. An evaluation keeps an input only until it is used."""
     work, count = schedule.work, schedule.shape.micro_batches

@@ -21,6 +21,8 @@ def folder(tmp_path):
     (tmp_path / "b" / "empty.txt").write_bytes(b"")
     (tmp_path / "b" / "z.txt").write_bytes(bytes(range(100, 157)))
     (tmp_path / ".hidden").write_bytes(b"no")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"no")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     return tmp_path
 
@@ -64,6 +66,14 @@ def test_training_and_validation_share_no_window_and_leave_none_out(folder, frac
     training, validation = firsts(corpus.training), firsts(corpus.validation)
     assert sorted(training + validation) == list(range(0, 156, 4))
     assert training == sorted(training)
+
+
+@pytest.mark.parametrize("size, windows", [(9, 2), (10, 2), (12, 2), (13, 3)])
+def test_a_window_needs_one_byte_more_than_its_context(tmp_path, size, windows):
+    (tmp_path / "text").write_bytes(bytes(size))
+    corpus = Corpus(str(tmp_path / "text"), context=4)
+    assert corpus.num_windows == windows
+    assert len(corpus.window(windows - 1)["targets"]) == 4
 
 
 def test_an_index_past_the_end_ends_iteration(folder):

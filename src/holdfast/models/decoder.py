@@ -181,7 +181,6 @@ def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x_BHTK.dtype)
 
 
-@torch.no_grad()
 def init_weights(module: nn.Module) -> None:
     """Give the parameters that ``module`` itself owns, not its children, their initial values.
 

@@ -137,6 +137,8 @@ class Schedule:
         """Bring a kept input back to the device."""
         size, name = self.work.input_bytes, ("input", block, micro_batch)
         needs: tuple[Key, ...] = (Key("download_input", block, micro_batch),)
+        if phase == "backward" and block < self.count - 1:  # until then it is the forward pass's to use
+            needs += (Key("forward", block, micro_batch),)
         if phase == "backward" and self.on_ssd(block):
             slot_free = _earlier(self.loaded_inputs, len(self.loaded_inputs), INPUT_SLOTS)
             self.loaded_inputs.append(Key("backward", block, micro_batch))

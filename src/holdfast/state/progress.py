@@ -61,9 +61,9 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "__tensor__" in value:
-        raw = torch.frombuffer(bytearray(base64.b64decode(value["bytes"])) or bytearray(1), dtype=torch.uint8)
-        dtype = FROM_NAME[value["__tensor__"]]
-        return raw[: len(raw) // dtype.itemsize * dtype.itemsize].view(dtype).reshape(value["shape"])
+        dtype, raw = FROM_NAME[value["__tensor__"]], bytearray(base64.b64decode(value["bytes"]))
+        made = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return made.reshape(value["shape"])
     if "__array__" in value:
         return decode(value["__array__"]).numpy()
     if "__tuple__" in value:

@@ -63,7 +63,7 @@ class Schedule:
         self.uploads.append(key)
         slot_free = _earlier(self.pass_ends, len(self.uploads) - 1, PARAM_SLOTS)
         name = ("params", phase, block, micro_batch)
-        first_use = phase == "forward" and micro_batch <= 0
+        first_use = phase != "backward" and micro_batch <= 0
         if self.placement.params[block]:
             before = (Key("update", block),) if first_use or self._only_pass(block, micro_batch) else ()
             needs, taken, given = slot_free, (), ()

@@ -75,8 +75,9 @@ def decode(value: Any) -> Any:
 
 def random_state() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's global generators (and of every CUDA device in use)."""
-    state = {
-        "python": random.getstate(),
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
     }
@@ -87,7 +88,8 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Set the global generators to ``state``; CUDA states go to as many devices as there are."""
-    random.setstate(state["python"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     for device, cuda_state in enumerate(state.get("cuda", ())):

@@ -1,0 +1,322 @@
+"""Configuration: one TOML file, every key optional, every value checked before anything is written.
+
+A key is declared once, as a dataclass field with its default, its unit and its meaning; the checks, the
+``--print-config`` output and the error for a mistyped key are all made from that declaration. Sizes are
+text such as ``"20GiB"``, rates are bytes per second, fractions lie between 0 and 1.
+
+A key marked ``fixed`` is part of what a run *is*: continuing a run with another value is refused, because
+the result would be neither the old run nor a new one.
+"""
+
+# ruff: noqa: RUF009  (the calls in the defaults make dataclass fields)
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from .errors import ConfigError
+from .units import parse_bytes
+
+Fraction = float | Literal["auto"]
+"""A share between 0 and 1, or "auto": as much as the budget allows."""
+
+
+def _key(default: Any, doc: str, *, fixed: bool = False) -> Any:
+    return field(default=default, metadata={"doc": doc, "fixed": fixed})
+
+
+def _require(holds: bool, key: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise ConfigError(f"{key} = {_literal(value)}: {wanted}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    dir: str = _key("runs/default", "where the run lives: commits, events, this configuration")
+    seed: int = _key(0, "of initial weights, dropout, sample order and the generated text", fixed=True)
+
+    def __post_init__(self) -> None:
+        _require(self.dir != "", "run.dir", self.dir, "name a directory")
+        _require(0 <= self.seed < 2**63, "run.seed", self.seed, "must lie between 0 and 2**63 - 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    text: str = _key("stdlib", "Python's own library, or a file, a folder, a glob; read as bytes", fixed=True)
+    validation_fraction: float = _key(0.02, "of the text, never trained on; 0 is none", fixed=True)
+
+    def __post_init__(self) -> None:
+        _require(self.text != "", "data.text", self.text, 'name a file, a folder, a glob or "stdlib"')
+        fraction = self.validation_fraction
+        _require(0 <= fraction <= 0.5, "data.validation_fraction", fraction, "must lie between 0 and 0.5")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    blocks: int = _key(8, "transformer layers", fixed=True)
+    width: int = _key(256, "of the residual stream", fixed=True)
+    heads: int = _key(8, "of attention; divides width into an even head size", fixed=True)
+    kv_heads: int = _key(4, "of keys and values; divides heads", fixed=True)
+    context: int = _key(256, "tokens (bytes of text) per sample", fixed=True)
+    dropout: float = _key(0.0, "probability, on what each layer adds to the stream", fixed=True)
+
+    def __post_init__(self) -> None:
+        for key in ("blocks", "width", "heads", "kv_heads", "context"):
+            _require(getattr(self, key) >= 1, f"model.{key}", getattr(self, key), "must be at least 1")
+        even = self.width % (2 * self.heads) == 0
+        _require(even, "model.width", self.width, f"must be a multiple of 2 * model.heads = {2 * self.heads}")
+        divides = self.heads % self.kv_heads == 0
+        _require(divides, "model.kv_heads", self.kv_heads, f"must divide model.heads = {self.heads}")
+        _require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: int = _key(100, "optimizer steps in all; raise it to continue a finished run")
+    micro_batches: int = _key(4, "per step; their gradients are averaged")
+    micro_batch_size: int = _key(4, "samples per micro-batch")
+    learning_rate: float = _key(3e-4, "at its highest, after the warm-up", fixed=True)
+    warmup_steps: int = _key(10, "then cosine to a tenth", fixed=True)
+    weight_decay: float = _key(0.1, "on matrices; none on norms and embeddings", fixed=True)
+    clip_norm: float = _key(1.0, "global gradient norm; 0 is off", fixed=True)
+    dtype: Literal["bf16", "fp32"] = _key("bf16", "to compute in; the stored state is fp32", fixed=True)
+
+    def __post_init__(self) -> None:
+        for key in ("steps", "micro_batches", "micro_batch_size"):
+            _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "must be at least 1")
+        for key in ("warmup_steps", "weight_decay", "clip_norm"):
+            _require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "must not be negative")
+        _require(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    schedule: Literal["vertical", "horizontal"] = _key(
+        "vertical", "all micro-batches per block, or one by one"
+    )
+    order: Literal["plain"] = _key("plain", "sums gradients as an ordinary accumulation loop does")
+    params_on_host: Fraction = _key(0.0, 'share in host memory, the rest on the SSD; or "auto"')
+    optimizer_on_host: Fraction = _key(0.0, 'likewise, of the optimizer state; or "auto"')
+    activations_on_host: Fraction = _key(1.0, 'likewise, of the block inputs; or "auto"')
+    delayed_fraction: float = _key(0.0, "of the update left to the next forward; only 0 in this version")
+    host_budget: str = _key("auto", 'bytes, like "64GiB"; "auto" is what the machine has free')
+    device_budget: str = _key("auto", "bytes")
+    device: str = _key("auto", '"cpu", "cuda" or "cuda:1"; "auto" is CUDA where there is one')
+    ssd: str = _key("", 'directory of the state; "" is the run directory')
+
+    def __post_init__(self) -> None:
+        for key in ("params_on_host", "optimizer_on_host", "activations_on_host"):
+            value = getattr(self, key)
+            fits = value == "auto" or 0 <= value <= 1
+            _require(fits, f"offload.{key}", value, 'must lie between 0 and 1, or be "auto"')
+        delayed = self.delayed_fraction
+        _require(delayed == 0, "offload.delayed_fraction", delayed, "is not built yet; set it to 0")
+        for key in ("host_budget", "device_budget"):
+            _check_size(f"offload.{key}", getattr(self, key), nothing="auto")
+
+    @property
+    def host_budget_bytes(self) -> int | None:
+        return None if self.host_budget == "auto" else parse_bytes(self.host_budget)
+
+    @property
+    def device_budget_bytes(self) -> int | None:
+        return None if self.device_budget == "auto" else parse_bytes(self.device_budget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class IOConfig:
+    direct: bool = _key(True, "O_DIRECT, past the page cache; buffered with a warning where refused")
+    threads: int = _key(4, "for reads and writes")
+    read_limit: str = _key("", 'bytes/s, like "500MB"; "" is none')
+    write_limit: str = _key("", "bytes/s")
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.threads <= 256, "io.threads", self.threads, "must lie between 1 and 256")
+        for key in ("read_limit", "write_limit"):
+            _check_size(f"io.{key}", getattr(self, key), nothing="")
+
+    @property
+    def read_limit_bytes_per_second(self) -> int | None:
+        return None if self.read_limit == "" else parse_bytes(self.read_limit)
+
+    @property
+    def write_limit_bytes_per_second(self) -> int | None:
+        return None if self.write_limit == "" else parse_bytes(self.write_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DurabilityConfig:
+    every: int = _key(1, "a commit every so many steps; 0 is off")
+    retain: int = _key(2, "newest whole steps kept")
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 0, "durability.every", self.every, "must not be negative")
+        _require(self.retain >= 1, "durability.retain", self.retain, "must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All of it. ``Config()`` is the default run; sections are built by keyword.
+
+    >>> Config(train=TrainConfig(steps=7)).train.steps
+    7
+    """
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    io: IOConfig = field(default_factory=IOConfig)
+    durability: DurabilityConfig = field(default_factory=DurabilityConfig)
+
+
+def load_config(path: Path | None = None, sets: Sequence[str] = ()) -> Config:
+    """The configuration of file ``path``, with each ``"section.key=value"`` of ``sets`` put over it.
+
+    Raises ``ConfigError`` naming the key (and the nearest known one), the value and what is allowed.
+    """
+    values = {} if path is None else dict(_flatten(_read_toml(path)))
+    for text in sets:
+        key, separator, value = text.partition("=")
+        if not separator:
+            raise ConfigError(f"--set {text}: write it as --set section.key=value, such as train.steps=200")
+        values[key.strip()] = _parse_value(value.strip())
+    return from_values(values)
+
+
+def from_values(values: Mapping[str, object]) -> Config:
+    """A configuration from ``{"section.key": value}``; what is absent keeps its default."""
+    known = _known()
+    sections: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(_unknown(key, list(known)))
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = _convert(key, known[key], value)
+    return Config(**{section: _SECTIONS[section](**chosen) for section, chosen in sections.items()})
+
+
+def to_values(config: Config) -> dict[str, Any]:
+    """``{"section.key": value}`` of every key, in the order of declaration."""
+    return {
+        f"{section}.{key.name}": getattr(getattr(config, section), key.name)
+        for section, kind in _SECTIONS.items()
+        for key in fields(kind)
+    }
+
+
+def to_toml(config: Config) -> str:
+    """``config`` as a file that ``load_config`` reads back equal, each key with its meaning."""
+    lines = []
+    for section, kind in _SECTIONS.items():
+        lines.append(f"[{section}]")
+        for key in fields(kind):
+            text = f"{key.name} = {_literal(getattr(getattr(config, section), key.name))}"
+            lines.append(f"{text:<30} # {key.metadata['doc']}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def first_difference(old: Config, new: Config) -> tuple[str, Any, Any] | None:
+    """The first ``fixed`` key in which two configurations differ: (key, old value, new value)."""
+    before, after = to_values(old), to_values(new)
+    for section, kind in _SECTIONS.items():
+        for key in fields(kind):
+            name = f"{section}.{key.name}"
+            if key.metadata["fixed"] and before[name] != after[name]:
+                return name, before[name], after[name]
+    return None
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+_SECTIONS: dict[str, Any] = {
+    "run": RunConfig, "data": DataConfig, "model": ModelConfig, "train": TrainConfig,
+    "offload": OffloadConfig, "io": IOConfig, "durability": DurabilityConfig,
+}  # fmt: skip
+
+
+def _known() -> dict[str, Any]:
+    return {
+        f"{section}.{name}": hint
+        for section, kind in _SECTIONS.items()
+        for name, hint in get_type_hints(kind).items()
+    }
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"configuration {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # broken TOML, or not UTF-8
+        raise ConfigError(f"configuration {path} is not TOML: {error}") from error
+
+
+def _flatten(document: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    for section, content in document.items():
+        if isinstance(content, dict):
+            for name, value in content.items():
+                yield f"{section}.{name}", value
+        else:
+            yield section, content
+
+
+def _parse_value(text: str) -> object:
+    """``text`` as a TOML value, or as plain text when it is none: paths need no quotes on a command line."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    same_name = [candidate for candidate in known if candidate.split(".")[1] == key.split(".")[-1]]
+    nearest = same_name or get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else "`holdfast train --print-config` prints all keys"
+    return f"unknown configuration key {key}; {hint}"
+
+
+def _convert(key: str, hint: Any, value: object) -> object:
+    """``value`` as the declared type, or ``ConfigError``: TOML's 1 is a float where one is wanted."""
+    if get_origin(hint) is Literal:
+        _require(value in get_args(hint), key, value, "must be " + " or ".join(map(_literal, get_args(hint))))
+    elif isinstance(hint, UnionType) or hint == Fraction:
+        return value if value == "auto" else _convert(key, float, value)
+    elif hint is float:
+        number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+        _require(math.isfinite(number), key, value, "must be a number")
+        return float(number)
+    elif hint is str and type(value) is int:
+        return str(value)  # a size without a unit
+    else:
+        nouns = {int: "a whole number", bool: "true or false", str: 'text in quotes, like "this"'}
+        _require(type(value) is hint, key, value, f"must be {nouns[hint]}")
+    return value
+
+
+def _check_size(key: str, value: str, *, nothing: str) -> None:
+    if value == nothing:
+        return
+    try:
+        positive = parse_bytes(value) > 0
+    except ValueError as error:
+        raise ConfigError(f"{key} = {_literal(value)}: {error}, or {_literal(nothing)}") from error
+    _require(positive, key, value, f"must be above 0, or {_literal(nothing)}")
+
+
+def _literal(value: object) -> str:
+    """``value`` as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return repr(value)
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'

@@ -1,0 +1,78 @@
+"""Events: what happened in a run, one JSON object per line of ``RUN/events.jsonl``.
+
+Times are unix seconds, sizes bytes. The log is for people and tools, never for recovery: writing it may
+fail without harm to the training, and a line torn by a crash is skipped by the reader. A line is one
+``write`` to a file opened for appending, so a killed process leaves at most its last line torn.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class EventLog:
+    """Appends events to ``path``; with ``None`` it keeps nothing. Any thread may call ``emit``.
+
+    >>> EventLog(None).emit("step", step=12, loss=2.31)
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._file = -1
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._close_torn_line()
+
+    def emit(self, event: str, **fields: Any) -> None:
+        """Append ``{"event": event, "time": now, **fields}``. Never raises: a failure is one warning."""
+        if self._file < 0:
+            return
+        try:
+            line = json.dumps(_plain({"event": event, "time": time.time(), **fields}), allow_nan=False)
+            os.write(self._file, line.encode() + b"\n")
+        except (OSError, TypeError, ValueError) as error:
+            self.close()
+            warnings.warn(f"no more events are written to {self.path}: {error}", stacklevel=2)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _close_torn_line(self) -> None:
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The events of ``path``, oldest first; torn lines are skipped."""
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as strict JSON: what is not a number is ``null``, what has no form in JSON is its text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):  # a scalar of numpy or torch
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

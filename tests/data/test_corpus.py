@@ -1,0 +1,159 @@
+"""Any text as windows of bytes: nothing lost between files, nothing trained on that is held out."""
+
+import itertools
+import os
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.data.corpus import Corpus, find_files
+from holdfast.errors import BadInput, DiskFailed
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three files of 100, 0 and 57 bytes, and what must be left out."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    (tmp_path / "b" / "empty.txt").write_bytes(b"")
+    (tmp_path / "b" / "z.txt").write_bytes(bytes(range(100, 157)))
+    (tmp_path / ".hidden").write_bytes(b"no")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_bytes(b"no")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    return tmp_path
+
+
+def test_a_folder_is_its_files_in_sorted_order_end_to_end(folder):
+    corpus = Corpus(str(folder), context=4)
+    assert [path.name for path in corpus.paths] == ["a.txt", "z.txt"]
+    assert corpus.read(0, 157) == bytes(range(157))
+    assert corpus.num_windows == 39
+
+
+@given(start=st.integers(0, 156), length=st.integers(0, 157))
+def test_any_stretch_reads_as_one_string(tmp_path_factory, start, length):
+    folder = tmp_path_factory.getbasetemp() / "stretches"
+    folder.mkdir(exist_ok=True)
+    text, ends = bytes(range(157)), [0, 1, 50, 51, 157]
+    for begin, end in itertools.pairwise(ends):
+        (folder / f"{begin:03}").write_bytes(text[begin:end])
+    length = min(length, 157 - start)
+    assert Corpus(str(folder), context=4).read(start, length) == text[start : start + length]
+
+
+def test_targets_are_the_tokens_one_byte_later_and_windows_meet(folder):
+    corpus = Corpus(str(folder), context=10)
+    windows = [corpus.window(k) for k in range(corpus.num_windows)]
+    tokens = torch.cat([window["tokens"] for window in windows])
+    targets = torch.cat([window["targets"] for window in windows])
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == list(range(150))
+    assert targets.tolist() == list(range(1, 151))
+
+
+@pytest.mark.parametrize("fraction, held_out", [(0.0, 0), (0.02, 1), (0.1, 3), (0.25, 9), (0.5, 19)])
+def test_training_and_validation_share_no_window_and_leave_none_out(folder, fraction, held_out):
+    corpus = Corpus(str(folder), context=4, validation_fraction=fraction)
+    assert len(corpus.validation) == held_out
+
+    def firsts(part):
+        return [part[index]["tokens"][0].item() for index in range(len(part))]
+
+    training, validation = firsts(corpus.training), firsts(corpus.validation)
+    assert sorted(training + validation) == list(range(0, 156, 4))
+    assert training == sorted(training)
+
+
+@pytest.mark.parametrize("size, windows", [(9, 2), (10, 2), (12, 2), (13, 3)])
+def test_a_window_needs_one_byte_more_than_its_context(tmp_path, size, windows):
+    (tmp_path / "text").write_bytes(bytes(size))
+    corpus = Corpus(str(tmp_path / "text"), context=4)
+    assert corpus.num_windows == windows
+    assert len(corpus.window(windows - 1)["targets"]) == 4
+
+
+def test_an_index_past_the_end_ends_iteration(folder):
+    corpus = Corpus(str(folder), context=4)
+    assert len(list(corpus.training)) == 38
+    with pytest.raises(IndexError):
+        corpus.training[38]
+
+
+def test_a_file_and_a_glob_name_the_same_text(folder, monkeypatch):
+    by_name = Corpus(str(folder / "a.txt"), context=4)
+    by_glob = Corpus(str(folder / "*.txt"), context=4)
+    monkeypatch.chdir(folder)
+    relative = Corpus("*.txt", context=4)
+    assert by_name.fingerprint == by_glob.fingerprint == relative.fingerprint
+    both = Corpus("**/*.txt", context=4)
+    assert both.fingerprint == Corpus(str(folder), context=4).fingerprint
+
+
+def test_the_fingerprint_follows_names_and_sizes_not_the_place(folder, tmp_path_factory):
+    first = Corpus(str(folder), context=4).fingerprint
+    moved = tmp_path_factory.mktemp("elsewhere") / "text"
+    os.rename(folder, moved)
+    assert Corpus(str(moved), context=4).fingerprint == first
+    os.rename(moved / "a.txt", moved / "c.txt")
+    assert Corpus(str(moved), context=4).fingerprint["xxh3"] != first["xxh3"]
+    (moved / "c.txt").write_bytes(bytes(99))
+    assert Corpus(str(moved), context=4).fingerprint["bytes"] == 156
+
+
+def test_the_standard_library_is_always_there_and_holds_nobody_elses_code():
+    root, paths = find_files("stdlib")
+    names = {path.relative_to(root).as_posix() for path in paths}
+    assert {"argparse.py", "json/decoder.py"} <= names
+    assert not any(part in ("site-packages", "test") for name in names for part in name.split("/"))
+    assert Corpus("stdlib", context=256).num_bytes > 3_000_000
+
+
+def test_opening_reads_no_text(monkeypatch):
+    monkeypatch.setattr(os, "pread", None)
+    start = time.perf_counter()
+    Corpus("stdlib", context=256)
+    assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("nowhere", "does not exist; name a file, a folder"),
+        ("*.nothing", "names no files"),
+        ("bare", "names no files"),
+        ("short", "has 8 bytes in 1 files; with a context of 4 at least 9 are needed"),
+        ("empty", "has 0 bytes in 0 files; with a context of 4 at least 9 are needed"),
+    ],
+)
+def test_missing_and_empty_texts_are_refused_in_one_line(tmp_path, name, expected):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "short").write_bytes(bytes(8))
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(BadInput) as caught:
+        Corpus(str(tmp_path / name), context=4)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_smallest_text_that_is_accepted_has_a_window_on_each_side(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(9)))
+    corpus = Corpus(str(tmp_path / "text"), context=4)
+    assert (len(corpus.training), len(corpus.validation)) == (1, 1)
+    assert corpus.validation[0]["targets"].tolist() == [5, 6, 7, 8]
+
+
+def test_a_file_that_became_shorter_is_named(folder):
+    corpus = Corpus(str(folder), context=4)
+    os.truncate(folder / "a.txt", 50)
+    with pytest.raises(DiskFailed, match=r"a\.txt gave 2 of 5 bytes at offset 48"):
+        corpus.window(12)
+
+
+def test_an_unreadable_file_is_refused_before_training(folder, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path.name != "z.txt")
+    with pytest.raises(BadInput, match=r"z\.txt, which may not be read"):
+        Corpus(str(folder), context=4)

@@ -1,0 +1,137 @@
+"""The house's walls: which room may import which, who may touch the disk's order, and what costs torch."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src"
+
+FLOORS = [
+    {"errors", "units", "failpoints", "events", "config"},
+    {"state", "io", "plan"},
+    {"store", "update"},
+    {"offload", "delta", "universal"},
+    {"checkpointer", "watch"},
+    {"models", "data", "adapters"},
+    {"cli"},
+]
+"""From the ground up. A room imports from floors below; on the ground floor also from beside."""
+
+WITHOUT_TORCH = {"io", "plan", "store"}
+
+ORDERING_CALLS = {
+    "fsync",
+    "fdatasync",
+    "rename",
+    "replace",
+    "renames",
+    "unlink",
+    "remove",
+    "rmdir",
+    "truncate",
+}
+"""Of the ``os`` module: what durability depends on, so that only ``store`` calls it."""
+
+MODULES = sorted(path for path in (SOURCE / "holdfast").rglob("*.py") if path.parent.name != "holdfast")
+MODULES += sorted(path for path in (SOURCE / "holdfast").glob("*.py") if path.name != "__init__.py")
+
+
+def room_of(module: str) -> str:
+    """``"io"`` of ``"holdfast.io.queue"``; nothing of the package itself, whose names are lazy."""
+    return module.split(".")[1] if module.startswith("holdfast.") else ""
+
+
+def floor_of(room: str) -> int:
+    [floor] = [number for number, rooms in enumerate(FLOORS) if room in rooms]
+    return floor
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+
+
+def imports_of(tree: ast.AST, module: str) -> set[str]:
+    """Full names of all that a module imports, at any depth, under TYPE_CHECKING too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*package, *filter(None, [node.module])])
+            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def wrong_arrows(source: str, module: str) -> list[str]:
+    here = room_of(module)
+    there = {room_of(name) for name in imports_of(ast.parse(source), module)} - {"", here}
+    rooms = there & set.union(*FLOORS)
+    beside = floor_of(here) == 0
+    return [room for room in sorted(rooms) if floor_of(room) >= floor_of(here) + beside]
+
+
+def ordering_calls(source: str) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            found += [alias.name for alias in node.names if alias.name in ORDERING_CALLS]
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            found += [node.attr] if node.attr in ORDERING_CALLS else []
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_no_arrow_points_up_or_sideways(path):
+    assert wrong_arrows(path.read_text(), name_of(path)) == []
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if room_of(name_of(p)) in WITHOUT_TORCH], ids=name_of)
+def test_rooms_without_torch_import_none(path):
+    assert not any(
+        name.split(".")[0] == "torch" for name in imports_of(ast.parse(path.read_text()), name_of(path))
+    )
+
+
+@pytest.mark.parametrize("path", [p for p in MODULES if room_of(name_of(p)) != "store"], ids=name_of)
+def test_only_the_store_orders_the_disk(path):
+    assert ordering_calls(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "module, line, wrong",
+    [
+        ("holdfast.io.queue", "from ..state.atoms import Atom", ["state"]),
+        ("holdfast.io.queue", "from holdfast import plan", ["plan"]),
+        ("holdfast.plan.ops", "import holdfast.store.local", ["store"]),
+        ("holdfast.store.local", "from ..io import queue", []),
+        ("holdfast.offload.engine", "from ..delta.tap import Tap", ["delta"]),
+        ("holdfast.offload.engine", "def f():\n    from ..models import decoder", ["models"]),
+        ("holdfast.offload.ops.load", "from ...cli import main", ["cli"]),
+        ("holdfast.offload.ops.load", "from ..blocks import find", []),
+        ("holdfast.config", "from .errors import ConfigError", []),
+        ("holdfast.config", "from .state import atoms", ["state"]),
+        ("holdfast.cli.train", "from ..models.decoder import Decoder", []),
+    ],
+)
+def test_the_walls_are_seen(module, line, wrong):
+    assert wrong_arrows(line, module) == wrong
+
+
+@pytest.mark.parametrize(
+    "source", ["import os\nos.replace(a, b)", "from os import fsync", "import os\nf = os.unlink"]
+)
+def test_calls_that_order_the_disk_are_seen(source):
+    assert len(ordering_calls(source)) == 1
+    assert ordering_calls("text.replace('a', 'b'); disk.rename(a, b)") == []
+
+
+@pytest.mark.parametrize("module", ["holdfast", "holdfast.config", "holdfast.events"])
+def test_importing_costs_no_torch(module):
+    check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    assert subprocess.run([sys.executable, "-c", check], env=environment, timeout=60).returncode == 0

@@ -17,12 +17,13 @@ from typing import Any
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import Damaged, EngineFailed, NoCommit, StaleCommit
+from holdfast.errors import EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.generations import Unit
+from holdfast.store.housekeeping import restore, sweep
 from holdfast.store.layout import Layout
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, is_ours, this_writer
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index
 from holdfast.store.retention import dropped
@@ -78,7 +79,7 @@ class LocalStore(RunReader):
         try:
             for directory in DIRECTORIES:
                 store.disk.makedirs(directory)
-            store._sweep()
+            sweep(store.disk)
             store.disk.sync_dir("commits", why="reopen")
             store._retained = {ref: store._load_or_none(ref) for ref in store.commits()}
         except BaseException:
@@ -113,7 +114,7 @@ class LocalStore(RunReader):
             failpoints.reach("after_timeline_opened")
             self.timeline, self._fork = record.id, record
             self._timelines, damaged = self.timelines()
-            self._repair(damaged)
+            restore(self.disk, self._timelines, damaged)
             self._retire()
         return record.id
 
@@ -272,23 +273,6 @@ class LocalStore(RunReader):
         with self._lock:
             manifests = list(self._retained.values())
         return {file.path for manifest in manifests if manifest for file in manifest.files.values()}
-
-    def _repair(self, damaged: list[Damaged]) -> None:
-        """Write the timeline records anew that are damaged and that manifests say as well."""
-        lost = {error.path for error in damaged}
-        for record in self._timelines.values():
-            if record.path in lost:
-                write_durably(self.disk, record.path, record.encode(), why="timeline")
-
-    def _sweep(self) -> None:
-        """Remove what an earlier process left half-made: our temporary files and our scratch."""
-        for directory in ("commits", "index", "timelines"):
-            for name in self.disk.listdir(directory):
-                if name.endswith(TEMPORARY) and is_ours(directory, name.removesuffix(TEMPORARY)):
-                    self.disk.unlink(f"{directory}/{name}")
-        for name in self.disk.listdir("scratch"):
-            if name.endswith(".bin"):
-                self.disk.unlink(f"scratch/{name}")
 
     def _check_writer(self) -> None:
         if self._release is None:

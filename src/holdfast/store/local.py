@@ -166,9 +166,10 @@ class LocalStore(RunReader):
         """
         self._check_writer()
         manifest = self._manifest(step, files, index, progress)
+        data = manifest.encode()
         self._check_fence()
         with self._failing():
-            self._write_manifest(manifest)
+            self._write_manifest(manifest, data)
             self._keep({**self._retained, manifest.ref: manifest})
             for unit, (generation, _) in files.items():
                 self._units[unit].published(generation)
@@ -229,9 +230,9 @@ class LocalStore(RunReader):
             raise ValueError(f"{ref.path} was not written and synced with these checksums; await the write")
         return ref
 
-    def _write_manifest(self, manifest: Manifest) -> None:
+    def _write_manifest(self, manifest: Manifest, data: bytes) -> None:
         temporary = manifest.path + TEMPORARY
-        self.disk.write_bytes(temporary, manifest.encode())
+        self.disk.write_bytes(temporary, data)
         failpoints.reach("after_manifest_write")
         self.disk.sync(temporary, why="manifest")
         failpoints.reach("after_manifest_sync")

@@ -61,9 +61,15 @@ class DiskFull(DiskFailed):
 
 
 class Damaged(HoldfastError):
-    """Stored bytes are not those that were written."""
+    """Stored bytes are not those written: ``nbytes`` at ``offset`` of ``path``, which hold ``atoms``."""
 
     exit_code = 1
+
+    def __init__(
+        self, text: str, *, path: str = "", offset: int = 0, nbytes: int = 0, atoms: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(text)
+        self.path, self.offset, self.nbytes, self.atoms = path, offset, nbytes, atoms
 
 
 class ChunkCorrupt(Damaged):
@@ -86,3 +92,11 @@ class NoCommit(HoldfastError):
 
 class EngineFailed(HoldfastError):
     """An earlier step failed; the engine is closed. Resume from the newest commit."""
+
+
+class PoolExhausted(HoldfastError):
+    """A pool of buffers or of generation files has none left. The text names what holds them."""
+
+
+class QueueClosed(HoldfastError):
+    """The I/O queue was closed before this transfer was done."""

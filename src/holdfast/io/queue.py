@@ -1,0 +1,288 @@
+"""One queue for one device: all of a run's transfers, by priority, on a few threads.
+
+Sizes are bytes, times are seconds. A *group* is a list of requests with one future; groups go by
+(priority, arrival), their requests in order. Reads and writes are two lanes over the same threads, and
+neither lane may take the last thread, so that a read that somebody waits for never queues behind a
+throttled or syncing writer. Bytes in flight are bounded by threads x request size.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from holdfast.errors import QueueClosed
+from holdfast.units import MiB
+
+REQUEST_BYTES = 4 * MiB
+"""The most one request moves, and so the granularity of priorities."""
+
+
+class ReadWrite(Protocol):
+    """What a request needs of a file."""
+
+    def read(self, view: memoryview, offset: int) -> None: ...
+    def write(self, view: memoryview, offset: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One transfer. ``before`` runs on the I/O thread before a write, ``after`` after a read has landed."""
+
+    file: ReadWrite
+    view: memoryview
+    offset: int
+    write: bool
+    before: Callable[[], None] | None = None
+    after: Callable[[], None] | None = None
+
+
+class Throttle:
+    """A device of ``bytes_per_second`` (None: as fast as it goes): a token bucket of one request's size."""
+
+    def __init__(
+        self,
+        bytes_per_second: int | None,
+        *,
+        burst_bytes: int = REQUEST_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if bytes_per_second is not None and bytes_per_second <= 0:
+            raise ValueError(f"a throttle needs a positive rate in bytes per second, got {bytes_per_second}")
+        self.bytes_per_second = bytes_per_second
+        self._burst_seconds = burst_bytes / bytes_per_second if bytes_per_second else 0.0
+        self._clock, self._sleep = clock, sleep
+        self._free_at = clock()
+        self._lock = threading.Lock()
+
+    def reserve(self, nbytes: int) -> float:
+        """Take the device for ``nbytes``: the time at which it will be done with them."""
+        if self.bytes_per_second is None:
+            return 0.0
+        with self._lock:
+            start = max(self._free_at, self._clock() - self._burst_seconds)
+            self._free_at = start + nbytes / self.bytes_per_second
+            return self._free_at
+
+    def wait(self, until: float) -> None:
+        """Return at the time ``until`` that ``reserve`` gave."""
+        if self.bytes_per_second is not None and (seconds := until - self._clock()) > 0:
+            self._sleep(seconds)
+
+
+class _Group:
+    __slots__ = ("active", "error", "finish", "future", "kind", "next", "phase", "requests", "started")
+
+    def __init__(self, requests: Sequence[Request], kind: str, phase: str, finish: Callable[[], Any] | None):
+        self.requests = requests
+        self.kind, self.phase = kind, phase
+        self.finish = finish
+        self.future: Future = Future()
+        self.next = self.active = 0
+        self.started = False
+        self.error: BaseException | None = None
+
+
+class _Lane:
+    """Groups that wait, and how long the device was busy with this direction."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, int, _Group]] = []
+        self.workers = self.transfers = 0
+        self.busy_seconds = self.busy_since = 0.0
+
+
+class IOQueue:
+    """Moves bytes on ``threads`` threads. Safe to use from several threads; ``close`` it at the end."""
+
+    def __init__(
+        self, threads: int = 4, read_limit: int | None = None, write_limit: int | None = None
+    ) -> None:
+        if threads < 1:
+            raise ValueError(f"an I/O queue needs at least one thread, got {threads}")
+        self._lanes = {False: _Lane(), True: _Lane()}
+        self._throttles = {False: Throttle(read_limit), True: Throttle(write_limit)}
+        self._lane_cap = max(1, threads - 1)
+        self._counters: Counter[tuple[str, str, str]] = Counter()
+        self._wake = threading.Condition()
+        self._arrivals = self._idle = 0
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"holdfast-io-{index}", daemon=True)
+            for index in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(
+        self,
+        requests: Sequence[Request],
+        *,
+        kind: str,
+        phase: str,
+        priority: int,
+        finish: Callable[[], Any] | None = None,
+    ) -> Future:
+        """Queue ``requests`` (all reads or all writes) as one group; a smaller ``priority`` goes first.
+
+        The future is done when no request touches its memory any more. Its result is that of ``finish``,
+        which runs on an I/O thread after the last request; its exception is the first one, after which
+        the rest of the group is dropped. ``Future.cancel`` works until the first request has begun.
+        """
+        write = requests[0].write if requests else True
+        if any(request.write != write for request in requests):
+            raise ValueError("a group is either all reads or all writes")
+        group = _Group(requests, kind, phase, finish)
+        with self._wake:
+            if self._closed:
+                raise QueueClosed("the I/O queue is closed; nothing can be read or written through it")
+            self._arrivals += 1
+            heapq.heappush(self._lanes[write].heap, (priority, self._arrivals, group))
+            self._wake.notify(max(1, len(requests)))
+        return group.future
+
+    def call(self, fn: Callable[[], Any], *, priority: int) -> Future:
+        """Run ``fn`` on an I/O thread, in the write lane. It must not wait for this queue."""
+        return self.submit([], kind="call", phase="", priority=priority, finish=fn)
+
+    def counters(self) -> dict[tuple[str, str, str], int]:
+        """Bytes that really moved, by ("read" or "write", kind, phase)."""
+        with self._wake:
+            return dict(self._counters)
+
+    def busy_seconds(self, direction: str) -> float:
+        """Seconds in which at least one transfer ("read" or "write") was under way, throttle included."""
+        with self._wake:
+            lane = self._lanes[direction == "write"]
+            running = time.perf_counter() - lane.busy_since if lane.transfers else 0.0
+            return lane.busy_seconds + running
+
+    def close(self) -> None:
+        """Finish the transfers under way, fail what has not begun with ``QueueClosed``, join the threads."""
+        with self._wake:
+            self._closed = True
+            waiting = [item[2] for lane in self._lanes.values() for item in lane.heap]
+            for lane in self._lanes.values():
+                lane.heap.clear()
+            dropped = [group for group in waiting if self._drop(group)]
+            self._wake.notify_all()
+        for group in dropped:
+            self._fail(group)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _drop(self, group: _Group) -> bool:
+        """Fail ``group`` as closed; True if nothing of it is under way, so that it ends now."""
+        group.error = group.error or QueueClosed("the I/O queue was closed before this transfer was done")
+        return group.active == 0
+
+    @staticmethod
+    def _fail(group: _Group) -> None:
+        assert group.error is not None
+        if group.started or group.future.set_running_or_notify_cancel():
+            group.future.set_exception(group.error)
+
+    def _work(self) -> None:
+        """A thread: take the most urgent request that may run, move it, end its group if it was the last."""
+        while True:
+            with self._wake:
+                while (taken := self._take()) is None:
+                    if self._closed:
+                        return
+                    self._idle += 1
+                    self._wake.wait()
+                    self._idle -= 1
+                write, group, request = taken
+                if self._idle and any(lane.heap for lane in self._lanes.values()):
+                    self._wake.notify()
+            error = self._move(write, group, request) if request is not None else None
+            with self._wake:
+                group.active -= 1
+                group.error = group.error or error
+                ended = group.active == 0 and (group.error is not None or group.next >= len(group.requests))
+                if ended:
+                    group.active = 1  # nobody else ends it
+            if ended:
+                self._end(group)
+            with self._wake:
+                self._lanes[write].workers -= 1
+
+    def _take(self) -> tuple[bool, _Group, Request | None] | None:
+        """The next request with its lane, or None if there is nothing that may run. Called with the lock."""
+        while True:
+            open_lanes = [
+                (lane.heap[0][:2], write)
+                for write, lane in self._lanes.items()
+                if lane.heap and lane.workers < self._lane_cap
+            ]
+            if not open_lanes:
+                return None
+            write = min(open_lanes)[1]
+            lane = self._lanes[write]
+            group = lane.heap[0][2]
+            if group.error is None and not group.started:
+                group.started = group.future.set_running_or_notify_cancel()
+            if group.error is not None or not group.started:  # failed meanwhile, or cancelled
+                heapq.heappop(lane.heap)
+                continue
+            request = group.requests[group.next] if group.requests else None
+            group.next += 1
+            group.active += 1
+            if group.next >= len(group.requests):
+                heapq.heappop(lane.heap)
+            lane.workers += 1
+            return write, group, request
+
+    def _move(self, write: bool, group: _Group, request: Request) -> BaseException | None:
+        """Do one transfer. Returns what went wrong with it."""
+        try:
+            if write and request.before is not None:
+                request.before()
+            self._transfer(write, group, request)
+            if not write and request.after is not None:
+                request.after()
+        except BaseException as error:
+            return error
+        return None
+
+    def _transfer(self, write: bool, group: _Group, request: Request) -> None:
+        lane, throttle, nbytes = self._lanes[write], self._throttles[write], len(request.view)
+        with self._wake:
+            if lane.transfers == 0:
+                lane.busy_since = time.perf_counter()
+            lane.transfers += 1
+        moved = 0
+        try:
+            until = throttle.reserve(nbytes)
+            (request.file.write if write else request.file.read)(request.view, request.offset)
+            throttle.wait(until)
+            moved = nbytes
+        finally:
+            with self._wake:
+                lane.transfers -= 1
+                if lane.transfers == 0:
+                    lane.busy_seconds += time.perf_counter() - lane.busy_since
+                if moved:
+                    self._counters["write" if write else "read", group.kind, group.phase] += moved
+
+    @staticmethod
+    def _end(group: _Group) -> None:
+        """Give the group's future its result. Called once, by the thread that did the last request."""
+        result = None
+        if group.error is None:
+            try:
+                result = group.finish() if group.finish is not None else None
+            except BaseException as error:
+                group.error = error
+        if group.error is not None:
+            group.future.set_exception(group.error)
+        else:
+            group.future.set_result(result)

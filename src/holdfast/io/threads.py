@@ -1,0 +1,171 @@
+"""Files for direct I/O from threads: ``preadv`` and ``pwritev`` that transfer all or fail with a name.
+
+Offsets and lengths are bytes; in direct mode they and the memory are multiples of a page. A transfer
+loops over short ones and interrupted ones. Where a file system refuses O_DIRECT (at open or at the
+first transfer) the file is used buffered, with one warning per directory. Nothing is synced here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.errors import DiskFailed, DiskFull
+from holdfast.units import PAGE, format_bytes
+
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""0 where the system has none (macOS)."""
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_STALLS = 16  # short transfers in a row that do not advance by a page
+_warned_directories: set[str] = set()
+
+
+class BufferedIOWarning(UserWarning):
+    """Direct I/O was asked for and the file system refused it; the page cache is used instead."""
+
+
+class File:
+    """An open file. ``read`` and ``write`` may be called from several threads at once."""
+
+    def __init__(self, path: Path, fd: int, direct: bool) -> None:
+        self.path = path
+        self.fd = fd
+        self.direct = direct
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill ``view`` from ``offset``: all of it, or ``DiskFailed``. An EIO is tried once more."""
+        self._transfer(os.preadv, view, offset, "read")
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of ``view`` at ``offset``, or raise ``DiskFull`` or ``DiskFailed``. Not durable yet."""
+        self._transfer(os.pwritev, view, offset, "write")
+
+    def close(self) -> None:
+        """Close the descriptor; a second call does nothing."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _transfer(self, call: Callable, view: memoryview, offset: int, verb: str) -> None:
+        if self.direct and (offset % PAGE or len(view) % PAGE):
+            raise ValueError(
+                f"direct I/O needs multiples of {PAGE}, got offset {offset} and {len(view)} bytes"
+            )
+        done = stalls = 0
+        retries = 1 if verb == "read" else 0
+        while done < len(view):
+            direct = self.direct
+            try:
+                count = call(self.fd, [view[done:]], offset + done)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                if error.errno == errno.EINVAL and direct:
+                    self._leave_direct(view, error)
+                elif error.errno == errno.EIO and retries:
+                    retries -= 1
+                else:
+                    raise self._failure(verb, offset + done, len(view) - done, error) from error
+                continue
+            if done + count == len(view):
+                return
+            advanced = count - count % PAGE if self.direct else count  # direct I/O goes on from a whole page
+            stalls = 0 if advanced else stalls + 1
+            if count == 0 or stalls > _STALLS or self._ended(verb, offset + done + count):
+                raise self._short(verb, offset, len(view), done + count)
+            done += advanced
+
+    def _ended(self, verb: str, position: int) -> bool:
+        return verb == "read" and position >= os.fstat(self.fd).st_size
+
+    def _leave_direct(self, view: memoryview, error: OSError) -> None:
+        if not view.readonly and ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE:
+            raise ValueError(f"direct I/O needs memory aligned to {PAGE} bytes; take it from a BufferPool")
+        flags = fcntl.fcntl(self.fd, fcntl.F_GETFL)
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, flags & ~O_DIRECT)
+        self.direct = False
+        _warn_buffered(self.path, error)
+
+    def _short(self, verb: str, offset: int, wanted: int, got: int) -> DiskFailed:
+        return DiskFailed(
+            f"short {verb}: {self.path} at offset {offset}: wanted {wanted} bytes, got {got};"
+            f" the file has {os.fstat(self.fd).st_size} bytes. It was truncated or the device is failing:"
+            f" check with `holdfast verify` and resume from the newest whole step."
+        )
+
+    def _failure(self, verb: str, offset: int, nbytes: int, error: OSError) -> DiskFailed:
+        if error.errno in _NO_SPACE:
+            return disk_full(self.path, nbytes, error)
+        return DiskFailed(
+            f"{verb} failed: {self.path} at offset {offset}, {nbytes} bytes: {error.strerror or error}."
+            f" What was acknowledged before is still durable: check the device, then run again to resume."
+        )
+
+
+def open_file(path: str | Path, *, write: bool, create: bool = False, direct: bool = True) -> File:
+    """Open ``path`` for reading, or for both; ``create`` makes it if it is absent.
+
+    Raises ``FileNotFoundError`` if it is absent and ``DiskFailed`` if it cannot be opened otherwise.
+    """
+    path = Path(path)
+    flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0) | os.O_CLOEXEC
+    if direct and not O_DIRECT:
+        _warn_buffered(path, OSError(errno.EINVAL, "this system has no O_DIRECT"))
+    if direct and O_DIRECT:
+        try:
+            return File(path, os.open(path, flags | O_DIRECT, 0o644), True)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise _open_failure(path, error) from error
+            _warn_buffered(path, error)
+    try:
+        return File(path, os.open(path, flags, 0o644), False)
+    except OSError as error:
+        raise _open_failure(path, error) from error
+
+
+def disk_full(path: Path, nbytes: int, error: OSError) -> DiskFull:
+    """The error for ``nbytes`` that did not fit at ``path``."""
+    try:
+        status = os.statvfs(path.parent)
+        free = status.f_bavail * status.f_frsize
+    except OSError:
+        free = 0
+    return DiskFull(
+        f"no space left in {path.parent}: {nbytes} bytes ({format_bytes(nbytes)}) are needed for {path.name},"
+        f" {free} ({format_bytes(free)}) are free ({error.strerror}). Nothing that was acknowledged is lost:"
+        f" make room, or set durability.retain lower, and run again to resume."
+    )
+
+
+def _open_failure(path: Path, error: OSError) -> OSError | DiskFailed:
+    if isinstance(error, FileNotFoundError):
+        return error
+    if error.errno in _NO_SPACE:
+        return disk_full(path, PAGE, error)
+    return DiskFailed(f"cannot open {path}: {error.strerror}. Check its owner, its mode and the device.")
+
+
+def _warn_buffered(path: Path, error: OSError) -> None:
+    directory = str(path.parent)
+    if directory in _warned_directories:
+        return
+    _warned_directories.add(directory)
+    warnings.warn(
+        f"{directory} does not take direct I/O ({error.strerror}); using the page cache there, which costs"
+        f" memory and speed. Put the run on ext4 or xfs, or set io.direct = false to accept it.",
+        BufferedIOWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,107 @@
+"""Blocks: the repeated units of a model, and which parameter belongs to which.
+
+Blocks are the longest ``nn.ModuleList`` of one class, or one that the user names. A parameter belongs to a
+block if every module that holds it lies in that block; what the prologue, the epilogue or several blocks
+hold is resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import ModelNotSupported
+from ..state.capture import Captured, CapturedParameter, plain_name
+
+Place = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model, in order, with their names."""
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """A parameter with every place that holds it."""
+
+    captured: CapturedParameter
+    places: tuple[Place, ...]
+
+
+def find_blocks(model: nn.Module, chosen: nn.ModuleList | None = None) -> Blocks:
+    """The repeated blocks of ``model``. Raises ``ModelNotSupported`` if there are none."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and (module is chosen if chosen is not None else _repeats(module))
+    ]
+    if not lists:
+        raise ModelNotSupported(
+            f"{type(model).__name__} has no nn.ModuleList of blocks of one class"
+            + (" that is the one given" if chosen is not None else "")
+            + ". Pass blocks=model.path.to.the.list: out-of-core training streams repeated blocks."
+        )
+    name, module = max(lists, key=lambda item: len(item[1]))
+    prefix = plain_name(name + ".")
+    return Blocks(tuple(module), tuple(f"{prefix}{i}" for i in range(len(module))))
+
+
+def _repeats(module: nn.ModuleList) -> bool:
+    return len(module) > 0 and len({type(child) for child in module}) == 1
+
+
+def owned_parameters(model: nn.Module, captured: Captured, blocks: Blocks) -> tuple[list[list[Owned]], list[Owned]]:
+    """The parameters of each block, and the resident ones, in the model's order."""
+    block_of = {id(m): index for index, block in enumerate(blocks.modules) for m in block.modules()}
+    places: dict[int, list[Place]] = {}
+    owners: dict[int, set[int | None]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+                owners.setdefault(id(parameter), set()).add(block_of.get(id(module)))
+    by_block: list[list[Owned]] = [[] for _ in blocks.modules]
+    resident: list[Owned] = []
+    for parameter in captured.parameters:
+        holders = owners[id(parameter.parameter)]
+        (block,) = holders if len(holders) == 1 else (None,)
+        owned = Owned(parameter, tuple(places[id(parameter.parameter)]))
+        (resident if block is None else by_block[block]).append(owned)
+    return by_block, resident
+
+
+def install(owned: Owned, parameter: nn.Parameter) -> None:
+    """Let every place of ``owned`` hold ``parameter``."""
+    for module, name in owned.places:
+        module._parameters[name] = parameter
+
+
+@contextmanager
+def empty_parameters() -> Iterator[None]:
+    """Modules built inside have their parameters on ``meta`` and their buffers real.
+
+    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block.
+    """
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta:
+            empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+            empty.__dict__.update(param.__dict__)
+            module._parameters[name] = empty
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

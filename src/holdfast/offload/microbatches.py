@@ -1,0 +1,215 @@
+"""Micro-batches as coroutines: the model's ordinary forward, suspended at every block.
+
+Each micro-batch runs ``model(...)`` on a thread of its own, and one thread runs at a time. Where the model
+calls a block, the thread hands over the call and waits; the engine runs the block when the schedule says so
+and hands the output back. Models therefore need no rewriting.
+
+A thread takes the caller's grad mode, autocast, default device, device, stream, intra-op thread count and
+context variables with it. Cancelling raises inside the thread, which is then joined.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelNotSupported
+from .blocks import Blocks
+
+_running = threading.local()
+
+
+class _Cancelled(BaseException):
+    """Raised inside a waiting thread to unwind the model's forward."""
+
+
+@dataclass
+class BlockCall:
+    """The model called block ``block``."""
+
+    block: int
+    args: tuple
+    kwargs: dict[str, Any]
+
+
+@dataclass
+class Returned:
+    """The model's forward returned ``value``."""
+
+    value: Any
+
+
+class Coroutine:
+    """One micro-batch's forward. ``resume`` runs it to its next block call or its end."""
+
+    def __init__(self, run: Callable[[], Any]) -> None:
+        self._run = run
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._reply: Any = None
+        self._event: BlockCall | Returned | None = None
+        self._error: BaseException | None = None
+        self._cancelled = self.finished = False
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> BlockCall | Returned:
+        enter = _thread_state()
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._main, enter), name="holdfast-micro-batch", daemon=True
+        )
+        self._thread.start()
+        return self._switch()
+
+    def resume(self, reply: Any) -> BlockCall | Returned:
+        """Let the waiting block call return ``reply``."""
+        self._reply = reply
+        return self._switch()
+
+    def cancel(self) -> None:
+        """Unwind the thread, wherever it waits, and join it."""
+        if self._thread is None:
+            return
+        if not self.finished:
+            self._cancelled = True
+            self._go.release()
+        self._thread.join()
+        self._thread = None
+
+    def call_block(self, block: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """On the coroutine's thread: hand the call over and wait for its output."""
+        self._event = BlockCall(block, args, kwargs)
+        del args, kwargs
+        self._back.release()
+        self._go.acquire()
+        if self._cancelled:
+            raise _Cancelled
+        reply, self._reply = self._reply, None
+        return reply
+
+    def _switch(self) -> BlockCall | Returned:
+        self._go.release()
+        self._back.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        event, self._event = self._event, None
+        assert event is not None
+        return event
+
+    def _main(self, enter: Callable[[ExitStack], None]) -> None:
+        self._go.acquire()
+        try:
+            if not self._cancelled:
+                with ExitStack() as stack:
+                    enter(stack)
+                    _running.coroutine = self
+                    self._event = Returned(self._run())
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.finished = True
+            self._back.release()
+
+
+def _thread_state() -> Callable[[ExitStack], None]:
+    """The caller's thread-local settings of torch, to be entered by another thread."""
+    grad, threads, device = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_device()
+    autocast = [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    stream = torch.cuda.current_stream() if cuda else None
+
+    def enter(stack: ExitStack) -> None:
+        torch.set_num_threads(threads)
+        stack.enter_context(torch.set_grad_enabled(grad))
+        if device != torch.device("cpu"):
+            stack.enter_context(device)
+        for kind, dtype in autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        if stream is not None:
+            torch.cuda.set_device(stream.device)
+            stack.enter_context(torch.cuda.stream(stream))
+
+    return enter
+
+
+class Patch:
+    """Replaces the forward of every block by one that hands over to the running coroutine."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.modules = blocks.modules
+        self.forwards = [module.forward for module in blocks.modules]
+        self._names = blocks.names
+        self._own = ["forward" in module.__dict__ for module in blocks.modules]
+
+    def apply(self) -> None:
+        for index, module in enumerate(self.modules):
+            module.forward = self._hand_over(index)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Leave every block as it was."""
+        for module, forward, own in zip(self.modules, self.forwards, self._own, strict=True):
+            if own:
+                module.forward = forward  # type: ignore[method-assign]
+            else:
+                module.__dict__.pop("forward", None)
+
+    def _hand_over(self, index: int) -> Callable[..., Any]:
+        name = self._names[index]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            coroutine = getattr(_running, "coroutine", None)
+            if coroutine is None:
+                raise ModelNotSupported(
+                    f"{name} was called directly, but its parameters are on the SSD. Call engine.step, "
+                    "engine.evaluate or engine.generate, or engine.close() first."
+                )
+            return coroutine.call_block(index, args, kwargs)
+
+        return forward
+
+
+@contextmanager
+def all_cancelled(coroutines: list[Coroutine]) -> Iterator[None]:
+    """Whatever happens inside, no thread of ``coroutines`` is left when this ends."""
+    try:
+        yield
+    finally:
+        for coroutine in coroutines:
+            coroutine.cancel()
+
+
+def extract_loss(value: Any) -> torch.Tensor:
+    """The loss in what a model returned: a scalar tensor, ``.loss``, ``["loss"]`` or the first of a tuple."""
+    loss = value
+    if isinstance(value, dict) and "loss" in value:
+        loss = value["loss"]
+    elif not isinstance(value, torch.Tensor):
+        loss = getattr(value, "loss", value[0] if isinstance(value, tuple) and value else None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise ModelNotSupported(
+            f"the model returned {type(value).__name__} without a scalar loss. Pass labels in the micro-batch, "
+            "or tuples (inputs..., target) with loss_fn=."
+        )
+    return loss
+
+
+def module_call(model: nn.Module, inputs: Any, loss_fn: Callable[..., Any] | None) -> Callable[[], Any]:
+    """``model(**inputs)`` for a dict; ``loss_fn(model(*inputs[:-1]), inputs[-1])`` for a tuple."""
+    if isinstance(inputs, dict):
+        return lambda: model(**inputs)
+    if loss_fn is None:
+        return lambda: model(*inputs)
+    return lambda: loss_fn(model(*inputs[:-1]), inputs[-1])

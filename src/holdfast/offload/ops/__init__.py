@@ -1,0 +1,45 @@
+"""Handlers: how each kind of operation is carried out. One file per concern, one function per kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from ...plan.ops import Op
+from ..runtime import Runtime, Step
+from . import commit, compute, gradients, inputs, params, state
+
+KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
+    "load_params": params.load,
+    "upload_params": params.upload,
+    "store_params": params.store,
+    "forward": compute.forward,
+    "evaluate": compute.evaluate,
+    "backward": compute.backward,
+    "check_losses": compute.check_losses,
+    "download_input": inputs.download,
+    "upload_input": inputs.upload,
+    "store_input": inputs.store,
+    "load_input": inputs.load,
+    "download_input_grad": inputs.download_grad,
+    "upload_input_grad": inputs.upload_grad,
+    "download_grads": gradients.download,
+    "upload_grads": gradients.upload,
+    "store_grads": gradients.store,
+    "load_grads": gradients.load,
+    "norm_block": gradients.norm_block,
+    "norm": gradients.norm,
+    "load_state": state.load,
+    "update": state.update,
+    "store_state": state.store,
+    "update_resident": state.update_resident,
+    "store_resident": state.store_resident,
+    "commit": commit.commit,
+}
+
+
+def handlers(runtime: Runtime) -> dict[str, Callable[[Op, Any], Future | None]]:
+    """The handler of every kind, bound to ``runtime``."""
+    return {kind: partial(function, runtime) for kind, function in KINDS.items()}

@@ -1,0 +1,179 @@
+"""Computations: a block's forward, its recomputation with backward, and the loss.
+
+All run on the engine's own thread. A block's parameters are installed for one pass: each place in the
+modules holds a leaf that shares the memory of the working copy, and whose gradient is added to the fp32 sum
+the moment it is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...errors import ModelNotSupported
+from ...plan.ops import Op
+from .. import rng
+from ..blocks import install
+from ..boundaries import Boundary, Delivery, fingerprint, refuse_changes
+from ..microbatches import BlockCall, Returned, extract_loss
+from ..residency import Gradients
+from ..runtime import Runtime, Step
+from ..units import leaf
+from . import inputs, params
+
+
+def forward(run: Runtime, op: Op, step: Step) -> None:
+    """Run a block for one micro-batch without a graph, and keep its input for the backward pass."""
+    block, m = op.key.block, op.key.micro_batch
+    with _installed(run, op, step, None):
+        boundary = _reach(run, step, m, block)
+        args, kwargs, _ = boundary.inputs()
+        with torch.no_grad():
+            output = _run_block(run, step, m, boundary, args, kwargs)
+    _deliver(run, step, m, boundary, output)
+    if block:
+        boundary.device = None
+
+
+def evaluate(run: Runtime, op: Op, step: Step) -> None:
+    """Run a block for one micro-batch without gradients; after the last block also the epilogue."""
+    block, m = op.key.block, op.key.micro_batch
+    batch = step.micro_batches[m]
+    with _installed(run, op, step, None):
+        boundary = _reach(run, step, m, block)
+        del batch.boundaries[block]
+        args, kwargs, _ = boundary.inputs()
+        output = run.patch.forwards[block](*args, **kwargs)
+    _deliver(run, step, m, boundary, output)
+    if block == len(run.blocks) - 1:
+        batch.result = _finish(run, step, m, batch.deliveries[block].reply())
+
+
+def backward(run: Runtime, op: Op, step: Step) -> None:
+    """Run a block again, with a graph, and its backward; for the last block, epilogue and loss between."""
+    block, m = op.key.block, op.key.micro_batch
+    batch, is_last = step.micro_batches[m], block == len(run.blocks) - 1
+    grads = run.residency.start_grads(block, run.device.torch_device)
+    with _installed(run, op, step, grads), torch.enable_grad():
+        boundary = _reach(run, step, m, block) if is_last else batch.boundaries[block]
+        args, kwargs, leaves = boundary.inputs()
+        output = _run_block(run, step, m, boundary, args, kwargs)
+        del args, kwargs
+        if is_last:
+            _loss_and_backward(run, step, m, output)
+        else:
+            batch.deliveries.pop(block).backward(output, boundary.constants)
+        del output
+        boundary.send_back(leaves)
+    del leaves, batch.boundaries[block], boundary
+    inputs.used(run, block, m)
+    if m == step.shape.micro_batches - 1:
+        step.touched[block] = grads.touched
+
+
+def check_losses(run: Runtime, op: Op, step: Step) -> None:
+    """Skip the step if a loss is not finite: no update has started yet."""
+    bad = [m for m, batch in enumerate(step.micro_batches) if not math.isfinite(batch.loss or 0.0)]
+    if bad:
+        step.skipped = True
+        step.reason = f"the loss of micro-batch {bad[0]} is {step.micro_batches[bad[0]].loss}"
+
+
+def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
+    """Let the thread of micro-batch ``m`` run to its call of ``block``, and describe the call."""
+    batch = step.micro_batches[m]
+    if block == 0:
+        _enter(run, step, m, rng.PROLOGUE)
+        event = batch.coroutine.start()
+    else:
+        _enter(run, step, m, rng.after(block - 1))
+        event = batch.coroutine.resume(batch.deliveries[block - 1].reply())
+    if not isinstance(event, BlockCall) or event.block != block:
+        got = f"called block {event.block}" if isinstance(event, BlockCall) else "returned"
+        raise ModelNotSupported(
+            f"after block {block - 1} the model {got}, where block {block} was to come. Every micro-batch must "
+            "call every block once, in order (no early exit, no layer drop)."
+        )
+    boundary = batch.boundaries[block] = batch.tracker.boundary(event)
+    if block:
+        inputs.hand_on(run, batch.deliveries[block - 1], boundary)
+    return boundary
+
+
+def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:
+    """The block's own forward, with its random numbers, and a check that it left its inputs alone."""
+    flat = pytree.tree_leaves((args, kwargs))
+    before = [fingerprint(value) for value in flat]
+    _enter(run, step, m, rng.inside(boundary.block))
+    output = run.patch.forwards[boundary.block](*args, **kwargs)
+    refuse_changes(before, flat, boundary.names, run.blocks[boundary.block].name)
+    return output
+
+
+def _deliver(run: Runtime, step: Step, m: int, boundary: Boundary, output: Any) -> None:
+    """Keep a block's output for the thread, which gets it when the next block's turn comes."""
+    batch = step.micro_batches[m]
+    needs_grad = step.training and bool(run.blocks[boundary.block].trained or boundary.moving)
+    delivery = Delivery(output, boundary.constants, needs_grad)
+    batch.deliveries[boundary.block] = delivery
+    batch.tracker.delivered(delivery)
+
+
+def _finish(run: Runtime, step: Step, m: int, output: Any) -> Any:
+    """Let the thread run from the last block's output to the model's return; returns what it returned."""
+    _enter(run, step, m, rng.after(len(run.blocks) - 1))
+    event = step.micro_batches[m].coroutine.resume(output)
+    if not isinstance(event, Returned):
+        raise ModelNotSupported(f"the model called block {event.block} after its last block.")
+    return event.value
+
+
+def _loss_and_backward(run: Runtime, step: Step, m: int, output: Any) -> None:
+    """Epilogue, loss, and the backward of both with the last block's."""
+    batch = step.micro_batches[m]
+    loss = extract_loss(_finish(run, step, m, output))
+    batch.loss = float(loss.detach())
+    (loss / len(step.micro_batches) if batch.weight is None else loss * batch.weight).backward()
+
+
+def _enter(run: Runtime, step: Step, m: int, place: str) -> None:
+    if step.training:
+        rng.seed_generators(rng.key_seed(run.seed, step.number, m, place), run.device.torch_device)
+
+
+@contextmanager
+def _installed(run: Runtime, op: Op, step: Step, grads: Gradients | None) -> Iterator[None]:
+    """The block's parameters in their places, for the duration of one computation. After the pass's last
+    computation they leave the device."""
+    block, phase = op.key.block, op.key.phase or op.key.kind
+    unit = run.blocks[block]
+    for micro_batch in (op.key.micro_batch, -1):
+        if (phase, block, micro_batch) in run.residency.on_device:
+            break
+    copy = run.residency.on_device[phase, block, micro_batch]
+    try:
+        for member in unit.members:
+            parameter = leaf(unit.copy_view(copy, member), member.trained and grads is not None)
+            if parameter.requires_grad and grads is not None:
+                parameter.register_post_accumulate_grad_hook(_accumulator(run, unit, grads, member))
+            install(member.owned, parameter)
+        yield
+    finally:
+        for member in unit.members:
+            install(member.owned, member.owned.captured.parameter)
+    if micro_batch >= 0 or op.key.micro_batch == step.shape.micro_batches - 1:
+        params.release(run, phase, block, micro_batch)
+
+
+def _accumulator(run: Runtime, unit, grads: Gradients, member):
+    def accumulate(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        run.residency.accumulate(unit, grads, member, parameter.grad)
+        parameter.grad = None
+
+    return accumulate

@@ -1,0 +1,107 @@
+"""What flows between blocks: outputs that become inputs, and their gradients on the way back.
+
+A block's output is a ``Delivery`` until the model's thread has received it, and the next block's input, a
+``Boundary``, from then to that block's backward. The input of block 0 comes from the prologue.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+
+from ...plan.ops import Op
+from .. import runtime as rt
+from ..boundaries import Boundary, Delivery
+from ..residency import packed_bytes
+from ..runtime import Runtime, Step
+
+
+def download(run: Runtime, op: Op, step: Step) -> None:
+    """Keep the input of a block on the host: the output of the block before, or the prologue's."""
+    block, batch = op.key.block, step.micro_batches[op.key.micro_batch]
+    held = batch.deliveries[block - 1] if block else batch.boundaries[0]
+    assert held.device is not None
+    held.host = [run.device.download(tensor) for tensor in held.device]
+    if block == 0 or not step.horizontal:
+        held.device = None
+    _count(run, op, held.host)
+
+
+def upload(run: Runtime, op: Op, step: Step) -> None:
+    """Bring the input of a block back to the device, for its forward or its backward."""
+    block, batch = op.key.block, step.micro_batches[op.key.micro_batch]
+    held = batch.boundaries.get(block) or batch.deliveries[block - 1]
+    assert held.host is not None
+    held.device = [run.device.upload(tensor) for tensor in held.host]
+    _count(run, op, held.device)
+
+
+def hand_on(run: Runtime, delivery: Delivery, boundary: Boundary) -> None:
+    """The thread has called the next block: what was kept of the delivery is now the boundary's. An input
+    that code between the blocks made is kept besides."""
+    assert boundary.device is not None
+    if delivery.host is not None:
+        boundary.host = []
+        for source, tensor in zip(boundary.moving.values(), boundary.device, strict=True):
+            if source.delivery is delivery:
+                boundary.host.append(delivery.host[source.index])
+            else:
+                boundary.host.append(run.device.download(tensor))
+                run.moved["download", "between"] += tensor.nbytes
+    delivery.host = delivery.device = None
+
+
+def store(run: Runtime, op: Op, step: Step) -> Future:
+    """Write the moving inputs of a block to the SSD."""
+    place = (op.key.block, op.key.micro_batch)
+    boundary = step.micro_batches[op.key.micro_batch].boundaries[op.key.block]
+    assert boundary.host is not None
+    buffer, boundary.shapes = run.residency.pack_input(boundary.host)
+    boundary.host = None
+    more = len(run.blocks) * len(step.micro_batches)
+    scratch, offset = run.input_scratch.slot(place, buffer.nbytes, more)
+    future = scratch.write(offset, buffer.view, kind="inputs", phase="forward", priority=rt.WRITE_INPUTS)
+    future.add_done_callback(lambda _: run.residency.pool.give(buffer))
+    return future
+
+
+def load(run: Runtime, op: Op, step: Step) -> Future:
+    """Read the moving inputs of a block back."""
+    place = (op.key.block, op.key.micro_batch)
+    boundary = step.micro_batches[op.key.micro_batch].boundaries[op.key.block]
+    nbytes = packed_bytes([torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in boundary.shapes])
+    buffer = run.residency.pool.take(nbytes, "block inputs")
+    run.residency.inputs[place] = buffer
+    boundary.host = run.residency.unpack_input(buffer, boundary.shapes)
+    scratch, offset = run.input_scratch.slot(place, nbytes)
+    return scratch.read(offset, buffer.view, kind="inputs", phase="backward", priority=rt.READ_INPUTS)
+
+
+def used(run: Runtime, block: int, micro_batch: int) -> None:
+    """The backward of a block is over: its input is no longer needed."""
+    buffer = run.residency.inputs.pop((block, micro_batch), None)
+    if buffer is not None:
+        run.residency.pool.give(buffer)
+
+
+def download_grad(run: Runtime, op: Op, step: Step) -> None:
+    """Keep the gradient of a block's input on the host until the block before it runs backward."""
+    _move_grads(run, op, step, run.device.download)
+
+
+def upload_grad(run: Runtime, op: Op, step: Step) -> None:
+    """Bring it to the device."""
+    _move_grads(run, op, step, run.device.upload)
+
+
+def _move_grads(run: Runtime, op: Op, step: Step, move) -> None:
+    delivery = step.micro_batches[op.key.micro_batch].deliveries[op.key.block - 1]
+    delivery.grads = [grad if grad is None else move(grad) for grad in delivery.grads]
+    _count(run, op, [grad for grad in delivery.grads if grad is not None])
+
+
+def _count(run: Runtime, op: Op, tensors: list[torch.Tensor]) -> None:
+    run.moved[op.lane, op.key.kind] += sum(tensor.nbytes for tensor in tensors)
+
+

@@ -1,0 +1,113 @@
+"""State: a unit's master parameters and optimizer state come to the host, are updated, and go to a new file."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+
+from ...plan.ops import Op
+from ...store.generations import Unit as StoredUnit
+from .. import runtime as rt
+from ..residency import Gradients
+from ..runtime import Runtime, Step, Stored
+from ..units import Unit, as_tensor
+
+
+def load(run: Runtime, op: Op, step: Step) -> Future:
+    """Read a state image from the unit's newest file, every byte verified."""
+    block = op.key.block
+    unit, stored = run.block_units[block], run.newest[run.blocks[block].name]
+    buffer = run.residency.pool.take(unit.layout.file_bytes, "optimizer state")
+    run.residency.images[block] = buffer
+    return unit.read(
+        stored.generation, buffer.view, stored.checksums, kind="state", phase="update", priority=rt.READ_STATE
+    )
+
+
+def update(run: Runtime, op: Op, step: Step) -> None:
+    """Apply the optimizer to a block: its state image in place, and its working copy."""
+    block = op.key.block
+    grads = run.residency.grads[block]
+    if not step.skipped:
+        unit = run.blocks[block]
+        if run.placement.params[block]:
+            copy = as_tensor(run.residency.copies[block])
+        else:
+            buffer = run.residency.pool.take(unit.trained_copy_bytes, "updated parameters")
+            run.residency.outgoing[block] = buffer
+            copy = as_tensor(buffer)
+        apply(run, step, unit, as_tensor(run.residency.images[block]), grads, copy)
+    run.residency.free_grads(block)
+
+
+def apply(
+    run: Runtime, step: Step, unit: Unit, image: torch.Tensor, grads: Gradients, copy: torch.Tensor
+) -> None:
+    """One optimizer step of every parameter that has a gradient."""
+    assert step.hyper is not None
+    for member in unit.trained:
+        state = unit.parameter_state(member, image, grads.flat, copy)
+        if member.name in grads.touched:
+            run.optimizer.update(state, step.hyper, step.scale)
+        elif state.copy is not None:
+            state.copy.copy_(state.param)
+
+
+def store(run: Runtime, op: Op, step: Step) -> Future | None:
+    """Write an updated state image to a file that no kept commit names, and sync it."""
+    block = op.key.block
+    stays = run.placement.optimizer[block]
+    buffer = run.residency.images[block] if stays else run.residency.images.pop(block)
+    if step.skipped and not stays:  # what stays may have changed since it was last written
+        run.residency.pool.give(buffer)
+        return None
+    future = write_image(run, run.block_units[block], run.blocks[block].name, buffer.view)
+    if not stays:
+        future.add_done_callback(lambda _: run.residency.pool.give(buffer))
+    return future
+
+
+def write_image(run: Runtime, unit: StoredUnit, name: str, image: memoryview) -> Future:
+    """Write ``image`` as the newest generation of a unit. The future is done when it is synced."""
+    generation = unit.acquire()
+    done: Future = Future()
+
+    def written(future: Future) -> None:
+        error = future.exception()
+        if error is not None:
+            done.set_exception(error)
+            return
+        before = run.newest.get(name)
+        run.newest[name] = Stored(generation, tuple(future.result()))
+        if before is not None:
+            unit.release(before.generation)
+        done.set_result(None)
+
+    unit.write(generation, image, kind="state", phase="update", priority=rt.WRITE_STATE).add_done_callback(
+        written
+    )
+    return done
+
+
+def update_resident(run: Runtime, op: Op, step: Step) -> None:
+    """Apply the optimizer to the prologue and epilogue, and refresh what the device computes with."""
+    assert step.resident_grads is not None
+    if not step.skipped:
+        held = step.resident_grads
+        if not run.device.unified:
+            held = Gradients(run.device.download(held.flat), None, held.touched)
+        apply(run, step, run.resident, as_tensor(run.resident_buffer), held, run.resident_copy)
+        for member in run.resident.trained:
+            leaf = run.resident_leaves[member.name]
+            if not run.device.unified:
+                leaf.data.copy_(run.resident.copy_view(run.resident_copy, member))
+    run.resident.write_buffers(as_tensor(run.resident_buffer))
+    if step.resident_grads.buffer is not None:
+        run.residency.pool.give(step.resident_grads.buffer)
+    step.resident_grads = None
+
+
+def store_resident(run: Runtime, op: Op, step: Step) -> Future:
+    """Write the resident state image."""
+    return write_image(run, run.resident_unit, run.resident.name, run.resident_buffer.view)

@@ -1,0 +1,50 @@
+"""Preflight: what a run will take, known before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import DoesNotFit
+from ..plan.ops import SSD_READ, SSD_WRITE, Op, lane_bytes
+from ..units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """What the run needs; bytes. Block inputs are counted when their size is known beforehand."""
+
+    directory: str
+    parameters: int
+    """Trained and frozen, each once."""
+    state_bytes: int
+    """Master parameters and optimizer state."""
+    needed_bytes: int
+    """Space that the run still has to take from the file system."""
+    free_bytes: int
+    read_bytes_per_step: int
+    written_bytes_per_step: int
+    host_bytes_predicted: int | None
+    """Host memory beyond what the process held when the engine was built; None if not predicted."""
+    host_budget: int | None
+    block_names: tuple[str, ...]
+
+    def check(self) -> None:
+        """Raises ``DoesNotFit`` if the disk or the budget is too small."""
+        if self.needed_bytes > self.free_bytes:
+            raise DoesNotFit(
+                f"{self.directory} needs {format_bytes(self.needed_bytes)} more ({self.needed_bytes} bytes), "
+                f"and {format_bytes(self.free_bytes)} are free. Free some, choose another directory, or set "
+                "durability.retain=1 (two files per block instead of three)."
+            )
+        if self.host_budget is not None and (self.host_bytes_predicted or 0) > self.host_budget:
+            raise DoesNotFit(
+                f"the run needs {format_bytes(self.host_bytes_predicted or 0)} of host memory and its budget is "
+                f"{format_bytes(self.host_budget)}. Lower params_on_host or optimizer_on_host, or give it "
+                f"{self.host_bytes_predicted} bytes, the smallest that works."
+            )
+
+
+def ssd_bytes(operations: list[Op]) -> tuple[int, int]:
+    """Bytes read and written on the SSD by a step."""
+    moved = lane_bytes(operations)
+    return moved[SSD_READ], moved[SSD_WRITE]

@@ -1,0 +1,115 @@
+"""Residency: where every tensor is, and how long its buffer lives. Nobody else takes or gives a buffer.
+
+For each block it knows the working copy (kept on the host, or loaded for one pass), the state image (kept,
+or loaded for one update) and the gradients; for each block and micro-batch the moving inputs. Buffers come
+from one pool of exact sizes; tensors are views of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..io.buffers import Buffer, BufferPool
+from ..units import round_up
+from .units import Member, Unit, as_tensor
+
+
+@dataclass
+class Gradients:
+    """The accumulated gradients of one unit: one flat buffer, and which members have one this step."""
+
+    flat: torch.Tensor
+    buffer: Buffer | None
+    touched: set[str]
+
+
+class Residency:
+    """The places of one engine's bytes. Handlers of different lanes touch different keys."""
+
+    def __init__(self, pool: BufferPool, blocks: list[Unit], resident: Unit) -> None:
+        self.pool, self.blocks, self.resident = pool, blocks, resident
+        self.copies: dict[int, Buffer] = {}
+        """Working copies that stay on the host."""
+        self.images: dict[int, Buffer] = {}
+        """State images that stay on the host; during an update also those that do not."""
+        self.loaded: dict[tuple[str, int, int], Buffer] = {}
+        """Working copies loaded for one pass, by (phase, block, micro-batch)."""
+        self.on_device: dict[tuple[str, int, int], torch.Tensor] = {}
+        self.outgoing: dict[int, Buffer] = {}
+        """Updated working copies on their way to the SSD."""
+        self.grads: dict[int, Gradients] = {}
+        self.host_grads: dict[int, Buffer] = {}
+        """Buffers of gradients on the host while the sum is on a separate device."""
+        self.resident_grads: Gradients | None = None
+        """Where the prologue's and epilogue's gradients of the present step go."""
+        self.inputs: dict[tuple[int, int], Buffer] = {}
+        """Block inputs read back from the SSD."""
+
+    # Gradients
+
+    def start_grads(self, block: int, device: torch.device) -> Gradients:
+        """Gradients of ``block`` on the device; their buffer is taken the first time in a step."""
+        held = self.grads.get(block)
+        if held is None:
+            unit = self.blocks[block]
+            if device.type == "cpu":
+                buffer = self.pool.take(unit.grad_bytes, "gradients")
+                held = Gradients(as_tensor(buffer), buffer, set())
+            else:
+                flat = torch.empty(unit.grad_bytes, dtype=torch.uint8, device=device)
+                held = Gradients(flat, None, set())
+            self.grads[block] = held
+        return held
+
+    def free_grads(self, block: int) -> None:
+        held = self.grads.pop(block)
+        if held.buffer is not None:
+            self.pool.give(held.buffer)
+
+    def accumulate(self, unit: Unit, held: Gradients, member: Member, grad: torch.Tensor) -> None:
+        """Add ``grad`` to the sum, in fp32; the first of a step starts it."""
+        view = unit.grad_view(held.flat, member)
+        if member.name in held.touched:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            held.touched.add(member.name)
+
+    # Block inputs on the SSD
+
+    def pack_input(self, tensors: list[torch.Tensor]) -> tuple[Buffer, list[tuple[torch.dtype, torch.Size]]]:
+        """A buffer with the bytes of ``tensors`` one after another, and what is needed to unpack it."""
+        buffer = self.pool.take(packed_bytes(tensors), "block inputs")
+        flat, offset = as_tensor(buffer), 0
+        for tensor in tensors:
+            end = offset + tensor.numel() * tensor.element_size()
+            flat[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            offset = end
+        return buffer, [(tensor.dtype, tensor.shape) for tensor in tensors]
+
+    @staticmethod
+    def unpack_input(buffer: Buffer, shapes: list[tuple[torch.dtype, torch.Size]]) -> list[torch.Tensor]:
+        """The tensors that ``pack_input`` packed, as views of the buffer."""
+        flat, offset, tensors = as_tensor(buffer), 0, []
+        for dtype, shape in shapes:
+            end = offset + shape.numel() * dtype.itemsize
+            tensors.append(flat[offset:end].view(dtype).view(shape))
+            offset = end
+        return tensors
+
+    def give_all(self) -> None:
+        """Give back what a failed step left behind."""
+        for held in (self.loaded, self.outgoing, self.inputs):
+            for buffer in held.values():
+                self.pool.give(buffer)
+            held.clear()
+        self.on_device.clear()
+        for block in list(self.grads):
+            self.free_grads(block)
+
+
+def packed_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of a packed input, whole pages."""
+    return round_up(sum(t.numel() * t.element_size() for t in tensors))

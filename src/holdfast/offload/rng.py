@@ -1,0 +1,92 @@
+"""Random numbers keyed by (seed, step, micro-batch, place in the model).
+
+Dropout then does not depend on the order in which blocks and micro-batches run, and the recomputation of a
+block draws what its forward pass drew. ``keyed_rng`` gives the same keys to an ordinary training loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .blocks import find_blocks
+
+PROLOGUE = "prologue"
+
+
+def key_seed(seed: int, step: int, micro_batch: int, place: str) -> int:
+    """A 63-bit seed for one place of one micro-batch of one step."""
+    text = f"{seed}/{step}/{micro_batch}/{place}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def inside(block: int) -> str:
+    """The place "in block ``block``"."""
+    return f"block {block}"
+
+
+def after(block: int) -> str:
+    """The place between block ``block`` and the next; the epilogue, after the last."""
+    return f"after {block}"
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the default generators that modules on ``device`` draw from."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+@contextmanager
+def preserved_generators(device: torch.device) -> Iterator[None]:
+    """Leave the default generators as they were."""
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+
+
+class Keys:
+    """Says which step and micro-batch the next call of the model belongs to."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
+        self.step = self.micro_batch = 0
+
+    def at(self, step: int, micro_batch: int) -> None:
+        """Steps and micro-batches count from 0."""
+        self.step, self.micro_batch = step, micro_batch
+
+    def enter(self, place: str) -> None:
+        seed_generators(key_seed(self.seed, self.step, self.micro_batch, place), self.device)
+
+
+@contextmanager
+def keyed_rng(
+    model: nn.Module, seed: int = 0, blocks: nn.ModuleList | None = None, device: str = "cpu"
+) -> Iterator[Keys]:
+    """Give a plain training loop the random numbers of an offloaded run.
+
+    Inside, call ``keys.at(step, micro_batch)`` before each ``model(...)``. Hooks are removed and the
+    generators restored on exit.
+    """
+    keys = Keys(seed, torch.device(device))
+    found = find_blocks(model, blocks)
+    hooks = [model.register_forward_pre_hook(lambda *_: keys.enter(PROLOGUE))]
+    for index, block in enumerate(found.modules):
+        hooks.append(block.register_forward_pre_hook(lambda *_, i=index: keys.enter(inside(i))))
+        hooks.append(block.register_forward_hook(lambda *_, i=index: keys.enter(after(i))))
+    try:
+        with preserved_generators(keys.device):
+            yield keys
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,140 @@
+"""What the handlers of operations share: the model's units, the places of bytes, the store, the device.
+
+``Runtime`` lives as long as the engine, ``Step`` as long as one step's operations: since a step's updates
+and commit go on beside the next step, everything that belongs to a step is in its ``Step``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..io.buffers import Buffer
+from ..plan.work import Placement, StepShape
+from ..store.generations import Unit as StoredUnit
+from ..store.local import LocalStore
+from ..store.scratch import Scratch
+from ..update.optimizer import HostOptimizer, HyperParameters
+from .boundaries import Boundary, Delivery, Tracker
+from .device import Device
+from .microbatches import Coroutine, Patch
+from .residency import Gradients, Residency
+from .units import Unit
+
+# Priorities on the SSD's queue: what a computation waits for first.
+READ_PARAMS, READ_INPUTS, READ_GRADS, READ_STATE = 0, 1, 2, 3
+WRITE_PARAMS, WRITE_INPUTS, WRITE_GRADS, WRITE_STATE = 2, 2, 2, 4
+
+
+@dataclass
+class Stored:
+    """The newest generation of a unit: which file, and its checksums."""
+
+    generation: int
+    checksums: tuple[str, ...]
+
+
+@dataclass
+class Runtime:
+    """The engine's parts."""
+
+    model: nn.Module
+    device: Device
+    dtype: torch.dtype
+    seed: int
+    blocks: list[Unit]
+    resident: Unit
+    placement: Placement
+    optimizer: HostOptimizer
+    residency: Residency
+    store: LocalStore
+    patch: Patch
+    block_units: list[StoredUnit]
+    resident_unit: StoredUnit
+    newest: dict[str, Stored]
+    """By unit name: what the next commit refers to."""
+    frozen: dict[str, Stored]
+    """By unit name: files that never change."""
+    param_scratch: Scratch | None
+    param_offsets: list[int]
+    grad_scratch: Scratch | None
+    grad_offsets: list[int]
+    input_scratch: InputScratch
+    resident_buffer: Buffer
+    """The resident state image, in host memory."""
+    resident_copy: torch.Tensor
+    """The resident working copy, in host memory; on a unified device the leaves are views of it."""
+    resident_leaves: dict[str, nn.Parameter]
+    parameter_order: list[str]
+    publish: Callable[[Step], None]
+    moved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Bytes handed between host and device, by (lane, kind of operation)."""
+
+
+class InputScratch:
+    """The SSD's room for block inputs: a slot for each block and micro-batch, given at its first use and
+    again when an input has grown. ``open_extent(nbytes)`` makes another scratch file."""
+
+    def __init__(self, open_extent: Callable[[int], Scratch]) -> None:
+        self._open_extent = open_extent
+        self._extent: Scratch | None = None
+        self._end = 0
+        self._slots: dict[tuple[int, int], tuple[Scratch, int, int]] = {}
+        self._lock = threading.Lock()
+
+    def slot(self, place: tuple[int, int], nbytes: int, more: int = 1) -> tuple[Scratch, int]:
+        """The file and offset for ``place``. A new file has room for ``more`` inputs of this size."""
+        with self._lock:
+            scratch, offset, capacity = self._slots.get(place, (None, 0, 0))
+            if scratch is None or capacity < nbytes:
+                if self._extent is None or self._end + nbytes > self._extent.nbytes:
+                    self._extent, self._end = self._open_extent(nbytes * more), 0
+                scratch, offset = self._extent, self._end
+                self._slots[place] = (scratch, offset, nbytes)
+                self._end += nbytes
+            return scratch, offset
+
+
+@dataclass
+class MicroBatch:
+    """One micro-batch of one step."""
+
+    coroutine: Coroutine
+    weight: float | None
+    """What its loss is multiplied by; None divides it by the number of micro-batches."""
+    tracker: Tracker = field(default_factory=Tracker)
+    boundaries: dict[int, Boundary] = field(default_factory=dict)
+    deliveries: dict[int, Delivery] = field(default_factory=dict)
+    """By the block that made it."""
+    loss: float | None = None
+    result: Any = None
+
+
+@dataclass
+class Step:
+    """One step (or evaluation) under way."""
+
+    number: int
+    """Counted from 0; also the key of its random numbers."""
+    shape: StepShape
+    training: bool
+    horizontal: bool
+    micro_batches: list[MicroBatch]
+    hyper: HyperParameters | None = None
+    clip_norm: float | None = None
+    progress: dict[str, Any] = field(default_factory=dict)
+    resident_grads: Gradients | None = None
+    skipped: bool = False
+    reason: str = ""
+    norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Norm of each parameter's gradient, by name."""
+    total_norm: float | None = None
+    scale: torch.Tensor | None = None
+    touched: dict[int, set[str]] = field(default_factory=dict)
+    committed: bool = False

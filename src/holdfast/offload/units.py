@@ -1,0 +1,206 @@
+"""Units: the bytes of one block (or of the resident rest) in each of their forms.
+
+A unit has a *state image* (fp32 master, optimizer state and counters of its trained parameters, exactly the
+bytes of its generation file), a *frozen image* (parameters that never change), a *working copy* (every
+parameter in the compute dtype: what the device reads) and *gradients* (fp32). All four are flat, with fixed
+offsets; tensors are views. A change of micro-batches, fractions or schedule changes none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..io.buffers import Buffer
+from ..state.atoms import Atom
+from ..state.capture import FROM_NAME, TO_NAME
+from ..store.layout import Layout
+from ..units import round_up
+from ..update.optimizer import STEP, HostOptimizer, ParameterState, Slots
+from .blocks import Owned
+
+ALIGN = 64
+"""Bytes. Tensors in working copies and gradients start at multiples of it."""
+
+
+def as_tensor(buffer: Buffer | memoryview) -> torch.Tensor:
+    """The bytes of a buffer as a uint8 tensor that shares them."""
+    view = buffer.view if isinstance(buffer, Buffer) else buffer
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One parameter of a unit, with its offsets in bytes. ``grad_offset`` is -1 for a frozen one."""
+
+    owned: Owned
+    copy_offset: int
+    grad_offset: int
+
+    @property
+    def name(self) -> str:
+        return self.owned.captured.name
+
+    @property
+    def trained(self) -> bool:
+        return self.owned.captured.trained
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.owned.captured.shape
+
+    @property
+    def elements(self) -> int:
+        return self.owned.captured.parameter.numel()
+
+    @property
+    def group(self) -> int:
+        assert self.owned.captured.group is not None
+        return self.owned.captured.group
+
+
+class Unit:
+    """The forms of one unit's bytes."""
+
+    def __init__(
+        self,
+        name: str,
+        owned: Sequence[Owned],
+        optimizer: HostOptimizer,
+        dtype: torch.dtype,
+        buffers: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.name, self.dtype, self.slots = name, dtype, optimizer.slots
+        self.buffers = buffers or {}
+        self.members: list[Member] = []
+        copy_end = grad_end = 0
+        for trained in (True, False):
+            for one in owned:
+                if one.captured.trained != trained:
+                    continue
+                elements = one.captured.parameter.numel()
+                self.members.append(Member(one, copy_end, grad_end if trained else -1))
+                copy_end = round_up(copy_end + elements * dtype.itemsize, ALIGN)
+                grad_end = round_up(grad_end + elements * 4, ALIGN) if trained else grad_end
+            copy_end = round_up(copy_end)
+            if trained:
+                self.trained_copy_bytes = copy_end
+        self.copy_bytes = copy_end
+        self.grad_bytes = round_up(grad_end)
+        self.trained = [m for m in self.members if m.trained]
+        self.frozen = [m for m in self.members if not m.trained]
+        self.state_atoms = self._state_atoms()
+        self.frozen_atoms = [Atom(m.name, "param", m.shape, "F32") for m in self.frozen]
+        self.layout = _layout(self.state_atoms)
+        self.frozen_layout = _layout(self.frozen_atoms)
+
+    @property
+    def elements(self) -> int:
+        """Trained elements."""
+        return sum(m.elements for m in self.trained)
+
+    def member_slots(self, member: Member) -> Slots:
+        slots = self.slots[member.group]
+        return Slots(slots.tensors, tuple(dict.fromkeys((*slots.scalars, STEP))))
+
+    def _state_atoms(self) -> list[Atom]:
+        """Parameters first, then slot after slot, then the small counters and buffers."""
+        atoms = [Atom(m.name, "param", m.shape, "F32") for m in self.trained]
+        slots = [(m, self.member_slots(m)) for m in self.trained]
+        names = dict.fromkeys(name for _, s in slots for name in s.tensors)
+        atoms += [Atom(m.name, name, m.shape, "F32") for name in names for m, s in slots if name in s.tensors]
+        atoms += [Atom(m.name, name, (), "F32") for m, s in slots for name in s.scalars]
+        atoms += [Atom(name, "buffer", tuple(b.shape), TO_NAME[b.dtype]) for name, b in self.buffers.items()]
+        return atoms
+
+    # Views
+
+    def state_view(self, image: torch.Tensor, name: str, slot: str) -> torch.Tensor:
+        """An atom inside a state image, in its own shape."""
+        return _view(self.layout, image, f"{name}/{slot}")
+
+    def frozen_view(self, image: torch.Tensor, name: str) -> torch.Tensor:
+        return _view(self.frozen_layout, image, f"{name}/param")
+
+    def copy_view(self, copy: torch.Tensor, member: Member) -> torch.Tensor:
+        """A parameter inside a working copy."""
+        end = member.copy_offset + member.elements * self.dtype.itemsize
+        return copy[member.copy_offset : end].view(self.dtype).view(member.shape)
+
+    def grad_view(self, grads: torch.Tensor, member: Member) -> torch.Tensor:
+        """A gradient inside the gradients."""
+        end = member.grad_offset + member.elements * 4
+        return grads[member.grad_offset : end].view(torch.float32).view(member.shape)
+
+    def parameter_state(
+        self, member: Member, image: torch.Tensor, grads: torch.Tensor, copy: torch.Tensor | None
+    ) -> ParameterState:
+        """What the host optimizer needs of one parameter: flat views."""
+        slots = self.member_slots(member)
+
+        def view(slot: str) -> torch.Tensor:
+            return self.state_view(image, member.name, slot)
+
+        return ParameterState(
+            param=view("param").flatten(),
+            grad=self.grad_view(grads, member).flatten(),
+            tensors={slot: view(slot).flatten() for slot in slots.tensors},
+            scalars={slot: view(slot) for slot in slots.scalars},
+            copy=None if copy is None else self.copy_view(copy, member).flatten(),
+            group=member.group,
+        )
+
+    # Whole-unit conversions, used when a run begins or resumes
+
+    def write_copy(self, state: torch.Tensor | None, frozen: torch.Tensor | None, copy: torch.Tensor) -> None:
+        """Derive the working copy from the images."""
+        for member in self.members:
+            if member.trained:
+                assert state is not None
+                source = self.state_view(state, member.name, "param")
+            else:
+                assert frozen is not None
+                source = self.frozen_view(frozen, member.name)
+            self.copy_view(copy, member).copy_(source)
+
+    def write_images(self, values: dict[str, torch.Tensor], state: torch.Tensor, frozen: torch.Tensor) -> None:
+        """Fill fresh images: parameters from ``values`` by name, everything else zero."""
+        for layout, image in ((self.layout, state), (self.frozen_layout, frozen)):
+            image.zero_()
+            header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+            image[: len(header)].copy_(header)
+        for member in self.members:
+            view = (
+                self.state_view(state, member.name, "param")
+                if member.trained
+                else self.frozen_view(frozen, member.name)
+            )
+            view.copy_(values[member.name].detach())
+        self.write_buffers(state)
+
+    def write_buffers(self, state: torch.Tensor) -> None:
+        """Copy the model's persistent buffers into the state image."""
+        for name, buffer in self.buffers.items():
+            self.state_view(state, name, "buffer").copy_(buffer)
+
+    def read_buffers(self, state: torch.Tensor) -> None:
+        """Set the model's persistent buffers from the state image."""
+        for name, buffer in self.buffers.items():
+            buffer.copy_(self.state_view(state, name, "buffer"))
+
+
+def leaf(view: torch.Tensor, trained: bool) -> nn.Parameter:
+    """A parameter that shares the memory of ``view``."""
+    return nn.Parameter(view, requires_grad=trained)
+
+
+def _layout(atoms: Sequence[Atom]) -> Layout:
+    return Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms])
+
+
+def _view(layout: Layout, image: torch.Tensor, key: str) -> torch.Tensor:
+    entry = layout[key]
+    return image[entry.offset : entry.offset + entry.nbytes].view(FROM_NAME[entry.dtype]).view(entry.shape)

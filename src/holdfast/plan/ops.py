@@ -1,0 +1,94 @@
+"""Operations: a training step as data.
+
+A schedule is a list of ``Op``. The same list is executed by the engine, timed by the simulator, counted
+against the traffic formulas and drawn as a timeline. An operation names what it waits for by key, in this
+step (``needs``) or in an earlier one (``needs_previous``: the latest earlier step that had the key, nothing
+if none had). The list is in topological order, and its order is the priority among operations that are
+ready for the same lane.
+
+Bytes are exact. ``takes`` and ``gives`` say which buffers live from where to where, so memory is counted
+from the same list.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+COMPUTE, SSD_READ, SSD_WRITE = "compute", "ssd_read", "ssd_write"
+UPLOAD, DOWNLOAD = "upload", "download"  # host to device, device to host
+UPDATE, COMMIT = "update", "commit"
+LANES = (COMPUTE, SSD_READ, SSD_WRITE, UPLOAD, DOWNLOAD, UPDATE, COMMIT)
+"""What an operation occupies. Lanes run side by side."""
+
+
+class Key(NamedTuple):
+    """Names one operation of a step. ``micro_batch`` is -1 for what happens once per block."""
+
+    kind: str
+    block: int = -1
+    micro_batch: int = -1
+    phase: str = ""
+
+
+class Hold(NamedTuple):
+    """A buffer of ``nbytes`` at ``place`` ("host" or "device")."""
+
+    name: tuple
+    nbytes: int
+    place: str = "host"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. ``nbytes`` is what it moves, ``work`` what it computes: floating-point operations on
+    the compute lane, elements on the update lane."""
+
+    key: Key
+    lane: str
+    nbytes: int = 0
+    work: float = 0.0
+    needs: tuple[Key, ...] = ()
+    needs_previous: tuple[Key, ...] = ()
+    takes: tuple[Hold, ...] = ()
+    gives: tuple[tuple, ...] = ()
+
+
+def traffic(ops: Iterable[Op]) -> Counter[tuple[str, str]]:
+    """Bytes moved, by (lane, kind of operation)."""
+    moved: Counter[tuple[str, str]] = Counter()
+    for op in ops:
+        if op.nbytes:
+            moved[op.lane, op.key.kind] += op.nbytes
+    return moved
+
+
+def lane_bytes(ops: Iterable[Op]) -> Counter[str]:
+    """Bytes moved, by lane."""
+    moved: Counter[str] = Counter()
+    for op in ops:
+        if op.nbytes:
+            moved[op.lane] += op.nbytes
+    return moved
+
+
+def check(ops: list[Op]) -> None:
+    """Assert what every schedule must satisfy: keys are unique, needs come earlier in the list,
+    previous needs do not, and every buffer that is taken is given back exactly once."""
+    seen: set[Key] = set()
+    held: set[tuple] = set()
+    for op in ops:
+        assert op.key not in seen, f"{op.key} twice"
+        missing = [key for key in op.needs if key not in seen]
+        assert not missing, f"{op.key} needs {missing}, which come later or never"
+        assert not set(op.needs_previous) & seen, f"{op.key} waits for an earlier step's {op.needs_previous}"
+        seen.add(op.key)
+        for hold in op.takes:
+            assert hold.name not in held, f"{op.key} takes {hold.name} again"
+            held.add(hold.name)
+        for name in op.gives:
+            assert name in held, f"{op.key} gives {name}, which nobody holds"
+            held.remove(name)
+    assert not held, f"never given back: {held}"

@@ -1,0 +1,108 @@
+"""Work: what a model's step consists of, as numbers; and where its bytes live.
+
+Sizes are bytes as they are moved, page-rounded where the SSD is concerned, so that traffic computed from
+them is exact. ``Work`` is what the engine measures from a model; the planner can also make one from a
+model's dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GRAD_BYTES = 4
+"""Bytes of an accumulated gradient element: always fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockWork:
+    """One block of the model."""
+
+    elements: int
+    """Trained parameters."""
+    param_bytes: int
+    """The whole working copy in the compute dtype: what a forward or backward pass reads."""
+    trained_param_bytes: int
+    """The part of it that an update rewrites."""
+    state_bytes: int
+    """Master parameters and optimizer state as read and written per step, without the file's header."""
+    image_bytes: int
+    """The buffer that holds them: the whole file."""
+    grad_bytes: int
+    """Accumulated gradients, fp32."""
+    forward_flop: float = 0.0
+    """Floating-point operations of one forward pass of one micro-batch; a backward pass with its
+    recomputation takes three times as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One step of one model with micro-batches of one shape."""
+
+    blocks: tuple[BlockWork, ...]
+    input_bytes: int
+    """What flows between two blocks for one micro-batch."""
+    resident_image_bytes: int
+    """Master parameters and optimizer state of the prologue and epilogue, in host memory: the whole file."""
+    resident_state_bytes: int
+    """The same without the file's header: what a commit writes."""
+    resident_param_bytes: int
+    """Their working copy, on the device."""
+    resident_elements: int
+    unified: bool
+    """The device computes in host memory (a CPU): moves between the two hand a buffer over."""
+    head_flop: float = 0.0
+    """Prologue, epilogue and loss of one micro-batch, forward and backward."""
+
+    @property
+    def elements(self) -> int:
+        return self.resident_elements + sum(block.elements for block in self.blocks)
+
+
+def spread(count: int, fraction: float) -> tuple[bool, ...]:
+    """Which of ``count`` blocks make up ``fraction`` of them, spread evenly so that every lane sees an even load.
+
+    >>> spread(4, 0.5)
+    (False, True, False, True)
+    """
+    chosen = round(fraction * count)
+    return tuple((i + 1) * chosen // count > i * chosen // count for i in range(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Per block: what stays in host memory. The rest lives on the SSD."""
+
+    params: tuple[bool, ...]
+    optimizer: tuple[bool, ...]
+    activations: tuple[bool, ...]
+    gradients: tuple[bool, ...]
+    """Matters only while gradients wait for the end of the backward pass (clipping, horizontal order)."""
+
+    @classmethod
+    def fractions(
+        cls,
+        count: int,
+        *,
+        params: float = 0.0,
+        optimizer: float = 0.0,
+        activations: float = 1.0,
+        gradients: float = 1.0,
+    ) -> Placement:
+        """Whole blocks, as near to each fraction as ``count`` blocks allow."""
+        return cls(
+            params=spread(count, params),
+            optimizer=spread(count, optimizer),
+            activations=spread(count, activations),
+            gradients=spread(count, gradients),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShape:
+    """What varies from step to step."""
+
+    micro_batches: int
+    clip: bool = False
+    """Updates wait for the global gradient norm."""
+    commit: bool = True
+    """The step ends in a commit."""

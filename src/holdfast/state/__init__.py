@@ -1,0 +1,1 @@
+"""What the training state is: names, shapes, regions, progress. No files, no network."""

@@ -1,0 +1,44 @@
+"""Atoms: the tensors of a training state in consolidated form.
+
+An atom is named by the model's own fully-qualified name and a slot (``param``, ``exp_avg``, ``step``,
+``buffer``, ...). Shapes are global; dtypes are spelled as in safetensors. ``param`` is the fp32 master
+where there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+DTYPE_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+    "U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
+}  # fmt: skip
+"""Bytes per element."""
+
+
+@dataclass(frozen=True, order=True)
+class Atom:
+    """One tensor of the state.
+
+    >>> Atom("head.weight", "param", (256, 64), "F32").nbytes
+    65536
+    """
+
+    name: str
+    slot: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        """Its key in a payload file."""
+        return f"{self.name}/{self.slot}"
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * DTYPE_BYTES[self.dtype]

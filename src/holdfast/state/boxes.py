@@ -1,0 +1,60 @@
+"""Boxes: axis-aligned regions of a tensor, half-open, in elements.
+
+A scalar has the box with no axes, which holds one element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """The elements ``start[d] <= index[d] < stop[d]`` of every axis ``d``."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop) or any(
+            not 0 <= a <= b for a, b in zip(self.start, self.stop, strict=True)
+        ):
+            raise ValueError(f"no box from {self.start} to {self.stop}")
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        """The box of a whole tensor of ``shape``."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common region, or None where there is none.
+
+        >>> Box((0, 0), (4, 4)).intersect(Box((2, 1), (6, 3)))
+        Box(start=(2, 1), stop=(4, 3))
+        """
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        return None if any(a >= b for a, b in zip(start, stop, strict=True)) else Box(start, stop)
+
+    def moved(self, offset: tuple[int, ...]) -> Box:
+        """This box moved by ``offset`` elements along each axis."""
+        return Box(
+            tuple(a + o for a, o in zip(self.start, offset, strict=True)),
+            tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
+        )
+
+    def to_json(self) -> list[list[int]]:
+        return [list(self.start), list(self.stop)]
+
+    @classmethod
+    def from_json(cls, value: list[list[int]]) -> Box:
+        return cls(tuple(value[0]), tuple(value[1]))

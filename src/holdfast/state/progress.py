@@ -1,0 +1,95 @@
+"""Progress: the part of the training state that is not tensors of the model.
+
+Step, random number generators, data position and learning-rate schedule, as plain JSON: any object with
+``state_dict`` is stored by value, tensors inside as base64. There is no pickle, so an object whose state
+is code is refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..errors import BadInput
+from .capture import FROM_NAME, TO_NAME
+
+
+class Stateful(Protocol):
+    """Anything whose position can be saved and restored."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def encode(value: Any, where: str = "progress") -> Any:
+    """``value`` as JSON-able data. Raises ``BadInput`` naming the first thing that cannot be stored."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return {
+            "__tensor__": TO_NAME[value.dtype],
+            "shape": list(value.shape),
+            "bytes": base64.b64encode(raw).decode(),
+        }
+    if isinstance(value, np.ndarray):
+        return {"__array__": encode(torch.from_numpy(np.ascontiguousarray(value)), where)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, tuple):
+        return {"__tuple__": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
+        return dict(items) if plain else {"__dict__": items}
+    raise BadInput(
+        f"{where} holds a {type(value).__name__}, which cannot be stored by value. "
+        "Leave it out of state_dict() and rebuild it on resume."
+    )
+
+
+def decode(value: Any) -> Any:
+    """The inverse of ``encode``."""
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "__tensor__" in value:
+        raw = torch.frombuffer(bytearray(base64.b64decode(value["bytes"])) or bytearray(1), dtype=torch.uint8)
+        dtype = FROM_NAME[value["__tensor__"]]
+        return raw[: len(raw) // dtype.itemsize * dtype.itemsize].view(dtype).reshape(value["shape"])
+    if "__array__" in value:
+        return decode(value["__array__"]).numpy()
+    if "__tuple__" in value:
+        return tuple(decode(item) for item in value["__tuple__"])
+    if "__dict__" in value:
+        return {decode(key): decode(item) for key, item in value["__dict__"]}
+    return {key: decode(item) for key, item in value.items()}
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's global generators (and of every CUDA device in use)."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set the global generators to ``state``; CUDA states go to as many devices as there are."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    for device, cuda_state in enumerate(state.get("cuda", ())):
+        if device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(cuda_state, device)

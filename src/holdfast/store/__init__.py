@@ -1,0 +1,1 @@
+"""Durability: the only room that syncs, renames and unlinks."""

@@ -1,0 +1,243 @@
+"""The file system as the store sees it: every sync, rename, unlink and allocation is made here.
+
+Paths are relative to the disk's root, ``/``-separated, "" is the root itself; sizes are bytes. The calls
+are few and plain so that ``io.simdisk.SimDisk``, which has the same ones, can say of each what a power
+cut would leave of it. ``why`` names a sync, so that a test can take that one away.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from holdfast.errors import DiskFailed, RunLocked
+from holdfast.io.threads import File, disk_full, open_file
+
+_data_sync = getattr(os, "fdatasync", os.fsync)
+_F_FULLFSYNC = 51  # macOS: fsync alone leaves the bytes in the drive's cache
+
+
+class OpenFile(Protocol):
+    """An open file of any disk."""
+
+    @property
+    def path(self) -> Path: ...
+    def read(self, view: memoryview, offset: int) -> None: ...
+    def write(self, view: memoryview, offset: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class AnyDisk(Protocol):
+    """What the store needs of a disk. ``Disk`` and ``io.simdisk.SimDisk`` have it."""
+
+    @property
+    def root(self) -> Path: ...
+    def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> Any: ...
+    def allocate(self, path: str, nbytes: int) -> None: ...
+    def sync(self, target: Any, *, why: str) -> None: ...
+    def sync_dir(self, path: str, *, why: str) -> None: ...
+    def rename(self, src: str, dst: str) -> None: ...
+    def unlink(self, path: str) -> None: ...
+    def makedirs(self, path: str) -> None: ...
+    def listdir(self, path: str) -> list[str]: ...
+    def exists(self, path: str) -> bool: ...
+    def size(self, path: str) -> int: ...
+    def read_bytes(self, path: str) -> bytes: ...
+    def write_bytes(self, path: str, data: bytes) -> None: ...
+    def free_bytes(self) -> int: ...
+    def lock(self, path: str, owner: dict) -> Callable[[], None]: ...
+
+
+class Disk:
+    """The directory ``root`` on a real file system. The root itself is made by ``makedirs("")``."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+
+    def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> File:
+        """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent and not to be made."""
+        return open_file(self.root / path, write=write, create=create, direct=direct)
+
+    def allocate(self, path: str, nbytes: int) -> None:
+        """Make ``path`` a file of exactly ``nbytes`` whose space is reserved. Its content is undefined."""
+        target = self.root / path
+        with open_file(target, write=True, create=True, direct=False) as file:
+            try:
+                os.ftruncate(file.fd, nbytes)
+                _reserve(file.fd, nbytes)
+            except OSError as error:
+                os.ftruncate(file.fd, 0)
+                raise _failure("allocate", target, error, nbytes) from error
+
+    def sync(self, target: File | str, *, why: str) -> None:
+        """When this returns, the content and the size of ``target`` survive power loss; its name may not."""
+        if not isinstance(target, str):
+            return self._sync_fd(target.fd, target.path, _data_sync)
+        fd = os.open(self.root / target, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._sync_fd(fd, self.root / target, _data_sync)
+        finally:
+            os.close(fd)
+
+    def sync_dir(self, path: str, *, why: str) -> None:
+        """When this returns, the names made, changed and removed in ``path`` survive power loss."""
+        _sync_directory(self.root / path)
+
+    def rename(self, src: str, dst: str) -> None:
+        """Give ``src`` the name ``dst`` in one step. Both are in one directory; ``dst`` is replaced."""
+        try:
+            os.replace(self.root / src, self.root / dst)
+        except OSError as error:
+            raise _failure("rename", self.root / src, error, 0) from error
+
+    def unlink(self, path: str) -> None:
+        """Remove ``path``; nothing happens if it is absent."""
+        try:
+            os.unlink(self.root / path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _failure("remove", self.root / path, error, 0) from error
+
+    def makedirs(self, path: str) -> None:
+        """Make the directory ``path`` and what is missing above it, the root included. All are durable."""
+        missing = []
+        directory = self.root / path
+        while not directory.is_dir():
+            missing.append(directory)
+            directory = directory.parent
+        for directory in reversed(missing):
+            try:
+                directory.mkdir(exist_ok=True)
+            except OSError as error:
+                raise _failure("make", directory, error, 0) from error
+            _sync_directory(directory.parent)
+
+    def listdir(self, path: str) -> list[str]:
+        """The names in ``path``, sorted; none if it is absent."""
+        try:
+            return sorted(os.listdir(self.root / path))
+        except FileNotFoundError:
+            return []
+
+    def exists(self, path: str) -> bool:
+        return (self.root / path).exists()
+
+    def size(self, path: str) -> int:
+        """Bytes of ``path``; ``FileNotFoundError`` if it is absent."""
+        return os.stat(self.root / path).st_size
+
+    def read_bytes(self, path: str) -> bytes:
+        """All of a small file. ``FileNotFoundError`` if it is absent."""
+        try:
+            return (self.root / path).read_bytes()
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _failure("read", self.root / path, error, 0) from error
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Make ``path`` a file of ``data``. Not durable until it is synced."""
+        try:
+            (self.root / path).write_bytes(data)
+        except OSError as error:
+            raise _failure("write", self.root / path, error, len(data)) from error
+
+    def free_bytes(self) -> int:
+        """Bytes that this process may still write to the file system of the root."""
+        directory = self.root
+        while not directory.exists():
+            directory = directory.parent
+        status = os.statvfs(directory)
+        return status.f_bavail * status.f_frsize
+
+    def lock(self, path: str, owner: dict) -> Callable[[], None]:
+        """Take the lock file ``path`` for ``owner`` (JSON), or raise ``RunLocked``. Returns how to let go.
+
+        The lock is an ``flock``, which the system drops with the process; what an ended one left in the
+        file is overwritten.
+        """
+        fd = os.open(self.root / path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(fd, 4096, 0)
+            os.close(fd)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise _failure("lock", self.root / path, error, 0) from error
+            raise RunLocked(_locked_text(self.root, holder)) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(owner).encode() + b"\n", 0)
+
+        def release() -> None:
+            os.ftruncate(fd, 0)
+            os.close(fd)
+
+        return release
+
+    @staticmethod
+    def _sync_fd(fd: int, path: Path, call: Callable[[int], None]) -> None:
+        try:
+            call(fd)
+            if sys.platform == "darwin":
+                fcntl.fcntl(fd, _F_FULLFSYNC)
+        except OSError as error:
+            raise _failure("sync", path, error, 0) from error
+
+
+def write_durably(disk: AnyDisk, path: str, data: bytes, *, why: str) -> None:
+    """Make ``path`` a file of ``data`` that survives power loss, and never anything in between.
+
+    Order on disk: temporary file, sync, rename, sync of the directory.
+    """
+    temporary = path + ".tmp"
+    disk.write_bytes(temporary, data)
+    disk.sync(temporary, why=why)
+    disk.rename(temporary, path)
+    disk.sync_dir(path.rpartition("/")[0], why=f"{why} directory")
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Reserve the space of the file, so that a later write into it finds room."""
+    if not nbytes or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot reserve
+            raise
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        Disk._sync_fd(fd, directory, os.fsync)
+    finally:
+        os.close(fd)
+
+
+def _locked_text(root: Path, holder: bytes) -> str:
+    try:
+        owner = json.loads(holder)
+        who = f"process {owner['pid']} on {owner['host']}"
+    except (ValueError, KeyError, TypeError):
+        who = "another process"
+    return (
+        f"{root} is being written by {who}. Wait for it or stop it; `holdfast ls`, `show` and `verify`"
+        f" read a run that is being written."
+    )
+
+
+def _failure(verb: str, path: Path, error: OSError, nbytes: int) -> DiskFailed:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return disk_full(path, nbytes, error)
+    return DiskFailed(
+        f"cannot {verb} {path}: {error.strerror or error}. What was acknowledged before is still durable:"
+        f" check the device, then run again to resume."
+    )

@@ -1,0 +1,244 @@
+"""Generations: a unit of state lives in several files in turn, so that the newest steps stay whole.
+
+Sizes and offsets are bytes. Each step writes a unit to a file that no retained manifest names; the manifest
+then names that one. A whole file is written, header and filler included: nothing in a published file is
+older than its commit, and each request is one checksum block.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from functools import partial
+
+import xxhash
+
+from holdfast import failpoints
+from holdfast.errors import ChunkCorrupt, PoolExhausted, RunMismatch
+from holdfast.io.queue import IOQueue, Request
+from holdfast.store.files import AnyDisk, OpenFile
+from holdfast.store.layout import Layout, block_spans
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+
+
+class Unit:
+    """The files ``data/<name>.<k>.safetensors``, k = 0..copies-1. Made by ``LocalStore.unit``.
+
+    ``retained`` gives the paths that retained manifests name; ``way_out`` says what to do about a path
+    that is damaged. Safe to use from several threads; different generations may be written at once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        copies: int,
+        *,
+        disk: AnyDisk,
+        queue: IOQueue,
+        retained: Callable[[], Collection[str]],
+        way_out: Callable[[str], str],
+        direct: bool = True,
+    ) -> None:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"a unit's name is letters, digits, '_', '-' and '.', not {name!r}")
+        self.name, self.layout, self.copies = name, layout, copies
+        self._disk, self._queue, self._direct = disk, queue, direct
+        self._retained, self._way_out = retained, way_out
+        self._spans = list(block_spans(layout.file_bytes))
+        self._lock = threading.Lock()
+        self._acquired: set[int] = set()
+        self._synced: dict[int, tuple[str, ...]] = {}
+        self._files: dict[int, OpenFile] = {}
+
+    def path(self, generation: int) -> str:
+        return f"data/{self.name}.{generation}.safetensors"
+
+    def generation_of(self, path: str) -> int:
+        """The generation that lies at ``path``, as a manifest names it."""
+        match = re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
+        if not match:
+            raise ValueError(f"{path} is no generation of the unit {self.name!r}")
+        return int(match[1])
+
+    def create(self) -> None:
+        """Reserve the space of all generations. Durable in name; called before the first ``acquire``.
+
+        Files that a retained manifest names are left alone and must have this layout's size.
+        """
+        missing = [path for path in map(self.path, range(self.copies)) if not self._usable(path)]
+        for path in missing:
+            self._disk.allocate(path, self.layout.file_bytes)
+        if missing:
+            self._disk.sync_dir("data", why="unit directory")
+
+    def missing_bytes(self) -> int:
+        """What ``create`` will take from the file system."""
+        paths = map(self.path, range(self.copies))
+        return sum(self.layout.file_bytes for path in paths if not self._usable(path))
+
+    def acquire(self) -> int:
+        """A generation to write: no retained manifest names it and nobody has it. Never waits."""
+        retained = self._retained()
+        with self._lock:
+            for generation in range(self.copies):
+                if generation not in self._acquired and self.path(generation) not in retained:
+                    self._acquired.add(generation)
+                    self._synced.pop(generation, None)
+                    return generation
+            raise PoolExhausted(
+                f"unit {self.name!r} has no free file: {self.copies} exist, {len(self._acquired)} are being"
+                f" written, the others belong to retained commits. Publish or release a step first, or keep"
+                f" one more copy than durability.retain."
+            )
+
+    def release(self, generation: int) -> None:
+        """Give back what was acquired and will not be published: a step that was skipped or failed."""
+        with self._lock:
+            self._acquired.discard(generation)
+
+    def write(
+        self, generation: int, image: memoryview, *, kind: str, phase: str, priority: int
+    ) -> Future[tuple[str, ...]]:
+        """Write ``image``, the whole file, and sync it. The result is the checksums of its blocks.
+
+        The header and the filler in ``image`` are set here. ``image`` must not change until the future
+        is done.
+        """
+        if generation not in self._acquired:
+            raise ValueError(f"generation {generation} of unit {self.name!r} was not acquired")
+        self._check(image)
+        image[: len(self.layout.header)] = self.layout.header
+        for pad in self.layout.pads:
+            image[pad.offset : pad.end] = bytes(pad.nbytes)
+        self._synced.pop(generation, None)
+        file = self._file(generation)
+        checksums = [""] * len(self._spans)
+        requests = [
+            Request(
+                file, view := image[start:stop], start, True, partial(_digest_into, checksums, block, view)
+            )
+            for block, (start, stop) in enumerate(self._spans)
+        ]
+        finish = partial(self._sync, generation, file, checksums)
+        return self._queue.submit(requests, kind=kind, phase=phase, priority=priority, finish=finish)
+
+    def read(
+        self,
+        generation: int,
+        image: memoryview,
+        checksums: tuple[str, ...],
+        *,
+        kind: str,
+        phase: str,
+        priority: int,
+    ) -> Future[None]:
+        """Fill ``image`` with the whole file and verify every block of it. Raises ``ChunkCorrupt``."""
+        self._check(image)
+        if len(checksums) != len(self._spans):
+            raise RunMismatch(
+                f"{self.path(generation)} was written with {len(checksums)} blocks, this layout has"
+                f" {len(self._spans)}: the run holds another model"
+            )
+        file = self._file(generation)
+        requests = [
+            Request(
+                file,
+                view := image[start:stop],
+                start,
+                False,
+                after=partial(self._verify, generation, start, view, checksums[block]),
+            )
+            for block, (start, stop) in enumerate(self._spans)
+        ]
+        return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
+
+    def close(self) -> None:
+        """Close the files. Nothing may be under way."""
+        with self._lock:
+            files, self._files = list(self._files.values()), {}
+        for file in files:
+            file.close()
+
+    def published(self, generation: int) -> None:
+        """Called by the store when a retained manifest names ``generation``."""
+        self.release(generation)
+
+    def is_synced(self, generation: int, checksums: tuple[str, ...]) -> bool:
+        """Whether a ``write`` with this result has ended since ``generation`` was acquired."""
+        return self._synced.get(generation) == checksums
+
+    def _check(self, image: memoryview) -> None:
+        if len(image) != self.layout.file_bytes:
+            raise ValueError(
+                f"unit {self.name!r} has {self.layout.file_bytes} bytes, the image given has {len(image)}"
+            )
+
+    def _usable(self, path: str) -> bool:
+        """Whether ``path`` is there with the right size; ``RunMismatch`` if it is another model's."""
+        try:
+            size = self._disk.size(path)
+        except FileNotFoundError:
+            return False
+        if size != self.layout.file_bytes and path in self._retained():
+            raise RunMismatch(
+                f"{path} has {size} bytes and belongs to a commit, unit {self.name!r} has"
+                f" {self.layout.file_bytes}: the run holds another model. Give this one its own directory."
+            )
+        return size == self.layout.file_bytes
+
+    def _file(self, generation: int) -> OpenFile:
+        """The open file of ``generation``; it stays open until ``close``."""
+        file = self._files.get(generation)
+        if file is None:
+            opened = self._disk.open(self.path(generation), direct=self._direct)
+            with self._lock:
+                file = self._files.setdefault(generation, opened)
+            if file is not opened:
+                opened.close()
+        return file
+
+    def _sync(self, generation: int, file: OpenFile, checksums: list[str]) -> tuple[str, ...]:
+        failpoints.reach("before_data_sync")
+        self._disk.sync(file, why="unit data")
+        failpoints.reach("after_data_sync")
+        self._synced[generation] = tuple(checksums)
+        return tuple(checksums)
+
+    def _verify(self, generation: int, start: int, view: memoryview, expected: str) -> None:
+        got = xxhash.xxh3_64_hexdigest(view)
+        if got != expected:
+            path = self.path(generation)
+            atoms = self.layout.keys_between(start, start + len(view))
+            raise corrupt(path, start, len(view), atoms, expected, got, self._way_out(path))
+
+
+def corrupt(
+    path: str, offset: int, nbytes: int, atoms: Collection[str], expected: str, got: str, way_out: str
+) -> ChunkCorrupt:
+    """The error for a checksum block whose bytes are not those that were written."""
+    return ChunkCorrupt(
+        f"{name_atoms(atoms)} fails its checksum: expected xxh3:{expected}, read xxh3:{got}"
+        f" at {path} offset {offset}, {nbytes} bytes. {way_out}",
+        path=path,
+        offset=offset,
+        nbytes=nbytes,
+        atoms=tuple(atoms),
+    )
+
+
+def name_atoms(atoms: Collection[str]) -> str:
+    """``atoms`` for a person: the first few by name.
+
+    >>> name_atoms(["a/param", "b/param", "c/param", "d/param"])
+    "'a/param', 'b/param', 'c/param' and 1 more"
+    """
+    names = ", ".join(repr(atom) for atom in list(atoms)[:3]) or "the header or filler"
+    return names + (f" and {len(atoms) - 3} more" if len(atoms) > 3 else "")
+
+
+def _digest_into(checksums: list[str], block: int, view: memoryview) -> None:
+    checksums[block] = xxhash.xxh3_64_hexdigest(view)

@@ -1,0 +1,185 @@
+"""Layout: where each tensor of a payload file lies. Payload files are safetensors.
+
+Offsets and sizes are bytes from the start of the file. The header is padded with spaces to whole pages and
+filler tensors ``__pad__N`` keep the rest aligned: a tensor of 16 KiB or more starts at a multiple of
+16 KiB, so that every 4 MiB boundary of the file (a checksum block's edge) is a multiple of 4096 fp32
+elements from that tensor's start, where the host optimizer may cut it. Smaller ones start at multiples of 64.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from holdfast.errors import Damaged
+from holdfast.units import PAGE, KiB, MiB, round_up
+
+CHECKSUM_BLOCK = 4 * MiB
+"""Bytes under one checksum, counted from the start of the file; the last block of a file is shorter."""
+
+LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT = 16 * KiB, 16 * KiB, 64
+PAD = "__pad__"
+
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+"""Bytes of one element, by safetensors name."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: ``offset`` is absolute, ``dtype`` the safetensors name."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The header of a payload file and what it says. ``entries`` and ``pads`` are in file order."""
+
+    entries: tuple[Entry, ...]
+    pads: tuple[Entry, ...]
+    header: bytes
+    file_bytes: int
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes after the header, filler included."""
+        return self.file_bytes - len(self.header)
+
+    @property
+    def num_blocks(self) -> int:
+        """Checksum blocks of the file."""
+        return -(-self.file_bytes // CHECKSUM_BLOCK)
+
+    @cached_property
+    def _by_key(self) -> dict[str, Entry]:
+        return {entry.key: entry for entry in self.entries}
+
+    def __getitem__(self, key: str) -> Entry:
+        return self._by_key[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._by_key
+
+    def keys_between(self, start: int, stop: int) -> list[str]:
+        """The tensors with a byte in ``[start, stop)``."""
+        return [entry.key for entry in self.entries if entry.offset < stop and entry.end > start]
+
+    @classmethod
+    def build(
+        cls, tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None = None
+    ) -> Layout:
+        """The layout of ``tensors`` (key, dtype, shape) in this order. Depends on nothing else.
+
+        >>> layout = Layout.build([("w", "F32", (3,))])
+        >>> layout["w"].offset, layout.file_bytes
+        (4096, 8192)
+        """
+        _check(tensors)
+        header_bytes = PAGE
+        while True:  # the header's length moves the tensors, and their offsets are in the header
+            placed = _place(tensors, header_bytes)
+            header = _encode(placed, header_bytes, metadata)
+            if len(header) == header_bytes:
+                return cls._of(placed, header)
+            header_bytes = len(header)
+
+    @classmethod
+    def parse(cls, header: bytes | bytearray | memoryview) -> Layout:
+        """The layout that ``header`` describes: the first bytes of a payload file, header included."""
+        try:
+            length = 8 + struct.unpack_from("<Q", header)[0]
+            if length > len(header):
+                raise ValueError(f"the header has {length} bytes, {len(header)} were given")
+            table = json.loads(bytes(header[8:length]))
+            table.pop("__metadata__", None)
+            placed = [
+                Entry(key, item["dtype"], tuple(item["shape"]), length + item["data_offsets"][0],
+                      item["data_offsets"][1] - item["data_offsets"][0])
+                for key, item in table.items()
+            ]  # fmt: skip
+            placed.sort(key=lambda entry: (entry.offset, entry.end))
+            _check_placed(placed, length)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+            raise Damaged(
+                f"not the header of a payload file: {error}. Check the run with `holdfast verify`."
+            ) from error
+        return cls._of(placed, bytes(header[:length]))
+
+    @classmethod
+    def _of(cls, placed: list[Entry], header: bytes) -> Layout:
+        entries = tuple(entry for entry in placed if not entry.key.startswith(PAD))
+        pads = tuple(entry for entry in placed if entry.key.startswith(PAD))
+        return cls(entries, pads, header, placed[-1].end if placed else len(header))
+
+
+def block_spans(file_bytes: int) -> Iterator[tuple[int, int]]:
+    """The (start, stop) of each checksum block of a file."""
+    for start in range(0, file_bytes, CHECKSUM_BLOCK):
+        yield start, min(start + CHECKSUM_BLOCK, file_bytes)
+
+
+def _check(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> None:
+    seen = set()
+    for key, dtype, shape in tensors:
+        if key in seen or key.startswith(PAD) or key == "__metadata__":
+            raise ValueError(f"tensor key {key!r} is " + ("there twice" if key in seen else "reserved"))
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(f"{key!r} has dtype {dtype!r}; a payload file holds {', '.join(DTYPE_BYTES)}")
+        if any(size < 0 for size in shape):
+            raise ValueError(f"{key!r} has the shape {shape}")
+        seen.add(key)
+
+
+def _place(tensors: Sequence[tuple[str, str, tuple[int, ...]]], header_bytes: int) -> list[Entry]:
+    """Entries in file order, filler included, that cover everything from the header to a whole page."""
+    placed: list[Entry] = []
+    position = header_bytes
+    num_pads = 0
+
+    def fill(target: int) -> None:
+        nonlocal position, num_pads
+        if target > position:
+            placed.append(Entry(f"{PAD}{num_pads}", "U8", (target - position,), position, target - position))
+            position, num_pads = target, num_pads + 1
+
+    for key, dtype, shape in tensors:
+        nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
+        fill(round_up(position, LARGE_ALIGNMENT if nbytes >= LARGE else SMALL_ALIGNMENT))
+        placed.append(Entry(key, dtype, tuple(shape), position, nbytes))
+        position += nbytes
+    fill(round_up(position, PAGE))
+    return placed
+
+
+def _encode(placed: list[Entry], header_bytes: int, metadata: dict[str, str] | None) -> bytes:
+    """The header for ``placed``: at least ``header_bytes``, more if the table needs it."""
+    table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    for entry in placed:
+        offsets = [entry.offset - header_bytes, entry.end - header_bytes]
+        table[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    length = max(header_bytes, round_up(8 + len(text)))
+    return struct.pack("<Q", length - 8) + text.ljust(length - 8, b" ")
+
+
+def _check_placed(placed: list[Entry], header_bytes: int) -> None:
+    position = header_bytes
+    for entry in placed:
+        if entry.offset != position or entry.nbytes != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
+            raise ValueError(f"tensor {entry.key!r} at {entry.offset} does not follow the one before it")
+        position = entry.end

@@ -1,0 +1,308 @@
+"""LocalStore: a run directory. Opens it, publishes commits into it, retires them.
+
+Order on disk of every commit: data, sync -> manifest under a temporary name, sync -> rename -> sync of
+the directory -> only then is an older manifest unlinked, the directory synced again, and its files written
+anew. No manifest, no commit; a manifest that can be listed names files that are whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from holdfast import failpoints
+from holdfast.errors import EngineFailed, NoCommit, StaleCommit
+from holdfast.io.queue import IOQueue
+from holdfast.store.files import AnyDisk, write_durably
+from holdfast.store.generations import Unit
+from holdfast.store.layout import Layout
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
+from holdfast.store.reader import RunReader
+from holdfast.store.reading import encode_index
+from holdfast.store.retention import dropped
+from holdfast.store.scratch import Scratch
+
+LOCK = "lock"
+DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
+
+
+class LocalStore(RunReader):
+    """A run directory, open for its one writer. A context manager.
+
+    The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for
+    each step ``acquire`` and ``write`` of its units, then ``publish``. One thread publishes at a time.
+    """
+
+    def __init__(
+        self, root: str | Path, retain: int, disk: AnyDisk | None, queue: IOQueue | None, direct: bool
+    ) -> None:
+        if retain < 1:
+            raise ValueError(f"durability.retain is at least 1, got {retain}")
+        super().__init__(root, disk, direct=direct)
+        self.retain = retain
+        self.timeline: int | None = None
+        self._queue, self._own_queue = queue, queue is None
+        self._release: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._retained: dict[CommitRef, Manifest | None] = {}
+        self._units: dict[str, Unit] = {}
+        self._scratch: list[Scratch] = []
+        self._fork: Timeline | None = None
+        self._timelines: dict[int, Timeline] = {}
+        self._failed: BaseException | None = None
+
+    @classmethod
+    def open(
+        cls,
+        root: str | Path,
+        *,
+        retain: int = 2,
+        disk: AnyDisk | None = None,
+        queue: IOQueue | None = None,
+        direct: bool = True,
+    ) -> LocalStore:
+        """Open ``root`` for writing, made if absent. Raises ``RunLocked`` if another process writes to it.
+
+        When this returns, what the directory lists survives power loss; what an earlier process left
+        half-made (temporary files, scratch) is gone.
+        """
+        store = cls(root, retain, disk, queue, direct)
+        store.disk.makedirs("")
+        store._release = store.disk.lock(LOCK, {**this_writer(), "started": time.time()})
+        try:
+            for directory in DIRECTORIES:
+                store.disk.makedirs(directory)
+            store._sweep()
+            store.disk.sync_dir("commits", why="reopen")
+            store._retained = {ref: store._load_or_none(ref) for ref in store.commits()}
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @staticmethod
+    def read(root: str | Path, *, disk: AnyDisk | None = None, direct: bool = True) -> RunReader:
+        """Open ``root`` for reading: takes no lock, writes nothing, may be used beside a writer."""
+        reader = RunReader(root, disk, direct=direct)
+        if not reader.disk.exists("commits"):
+            raise NoCommit(f"{root} is not a run directory: it has no commits/ in it")
+        return reader
+
+    def begin(self, fork: Manifest | None) -> int:
+        """Open a timeline that continues ``fork`` (None: from nothing); durable before this returns.
+
+        Retires what an earlier process had no time to retire. Verify ``fork`` before.
+        """
+        self._check_writer()
+        record = Timeline(
+            max([*self._timeline_ids(), *(ref.timeline for ref in self.commits())], default=0) + 1,
+            None if fork is None else fork.timeline,
+            None if fork is None else fork.step,
+            time.time(),
+            this_writer(),
+        )
+        with self._failing():
+            write_durably(self.disk, record.path, record.encode(), why="timeline")
+            failpoints.reach("after_timeline_opened")
+            self.timeline, self._fork = record.id, record
+            self._timelines, _ = self.timelines()
+            self._retire()
+        return record.id
+
+    def unit(self, name: str, layout: Layout, copies: int) -> Unit:
+        """The generation files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``."""
+        if copies != 1 and copies <= self.retain:
+            raise ValueError(
+                f"unit {name!r} needs {self.retain + 1} copies to keep {self.retain} commits, not {copies}"
+            )
+        unit = Unit(
+            name,
+            layout,
+            copies,
+            disk=self.disk,
+            queue=self.queue,
+            retained=self._retained_paths,
+            way_out=self.way_out,
+            direct=self.direct,
+        )
+        self._units[name] = unit
+        return unit
+
+    def scratch(self, name: str, nbytes: int) -> Scratch:
+        """An empty scratch file of ``nbytes``; it goes when the store is closed."""
+        self._check_writer()
+        scratch = Scratch(self.disk, self.queue, name, nbytes, direct=self.direct)
+        self._scratch.append(scratch)
+        return scratch
+
+    def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Store an index under the hash of its content. Durable when this returns; what ``publish`` takes."""
+        self._check_writer()
+        text = encode_index(data)
+        digest = xxhash.xxh3_128_hexdigest(text)
+        with self._failing():
+            write_durably(self.disk, f"index/{digest}.json", text, why="index")
+        return {"path": f"index/{digest}.json", "bytes": len(text), "xxh3_128": digest}
+
+    def publish(
+        self,
+        step: int,
+        files: dict[str, tuple[int, tuple[str, ...]]],
+        index: dict[str, Any],
+        progress: dict[str, Any],
+    ) -> Manifest:
+        """Make ``step`` a commit: ``files`` gives the generation and the checksums of each unit.
+
+        When this returns, the step survives power loss, and commits beyond ``retain`` are retired.
+        Raises ``StaleCommit`` if another writer has opened a newer timeline.
+        """
+        self._check_writer()
+        manifest = self._manifest(step, files, index, progress)
+        self._check_fence()
+        with self._failing():
+            self._write_manifest(manifest)
+            with self._lock:
+                self._retained[manifest.ref] = manifest
+            for unit, (generation, _) in files.items():
+                self._units[unit].published(generation)
+            self._retire()
+        return manifest
+
+    def space_needed(self, units: Iterable[Unit], scratch_bytes: int = 0) -> int:
+        """Bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
+        return sum(unit.missing_bytes() for unit in units) + scratch_bytes
+
+    def free_bytes(self) -> int:
+        return self.disk.free_bytes()
+
+    @property
+    def queue(self) -> IOQueue:
+        if self._queue is None:
+            self._queue = IOQueue()
+        return self._queue
+
+    def close(self) -> None:
+        """Close all files and let go of the lock. Nothing may be under way. A second call does nothing."""
+        if self._own_queue and self._queue is not None:
+            self._queue.close()
+            self._queue = None
+        for scratch in self._scratch:
+            scratch.close()
+        for unit in self._units.values():
+            unit.close()
+        self._scratch = []
+        if self._release is not None:
+            release, self._release = self._release, None
+            release()
+
+    def _manifest(
+        self,
+        step: int,
+        files: dict[str, tuple[int, tuple[str, ...]]],
+        index: dict[str, Any],
+        progress: dict[str, Any],
+    ) -> Manifest:
+        if self._fork is None:
+            raise ValueError("begin() opens the timeline that a step is published in; call it first")
+        last = max((ref.step for ref in self._retained if ref.timeline == self._fork.id), default=None)
+        last = self._fork.fork_step if last is None else last
+        if last is not None and step <= last:
+            raise ValueError(f"step {step} cannot follow step {last}, which this line already has")
+        refs = {name: self._file_ref(name, *value) for name, value in files.items()}
+        return Manifest(
+            step, self._fork.id, self._fork.parent, self._fork.fork_step, refs, index, progress,
+            time.time(), this_writer(),
+        )  # fmt: skip
+
+    def _file_ref(self, name: str, generation: int, checksums: tuple[str, ...]) -> FileRef:
+        unit = self._units[name]
+        ref = FileRef(unit.path(generation), unit.layout.file_bytes, tuple(checksums))
+        known = any(
+            manifest is not None and manifest.files.get(name) == ref for manifest in self._retained.values()
+        )
+        if not known and not unit.is_synced(generation, ref.checksums):
+            raise ValueError(f"{ref.path} was not written and synced with these checksums; await the write")
+        return ref
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        temporary = manifest.path + ".tmp"
+        self.disk.write_bytes(temporary, manifest.encode())
+        failpoints.reach("after_manifest_write")
+        self.disk.sync(temporary, why="manifest")
+        failpoints.reach("after_manifest_sync")
+        self.disk.rename(temporary, manifest.path)
+        failpoints.reach("after_manifest_rename")
+        self.disk.sync_dir("commits", why="manifest directory")
+        failpoints.reach("after_directory_sync")
+
+    def _retire(self) -> None:
+        """Unlink the manifests beyond ``retain``; when their names are durably gone, their files are free."""
+        assert self.timeline is not None
+        room = min((unit.copies - 1 for unit in self._units.values() if unit.copies > 1), default=self.retain)
+        room = max(room, self.retain)
+        drop = dropped(self._retained, self._timelines, self.timeline, retain=self.retain, room=room)
+        if not drop:
+            return
+        failpoints.reach("before_retire")
+        for ref in drop:
+            self.disk.unlink(ref.path)
+        failpoints.reach("after_retire_unlink")
+        self.disk.sync_dir("commits", why="retire")
+        failpoints.reach("after_retire_sync")
+        with self._lock:
+            gone = [self._retained.pop(ref) for ref in drop]
+        self._drop_indexes(gone)
+
+    def _drop_indexes(self, gone: list[Manifest | None]) -> None:
+        """Remove the index files that only retired manifests named."""
+        needed = {manifest.index["path"] for manifest in self._retained.values() if manifest is not None}
+        for manifest in gone:
+            if manifest is not None and manifest.index["path"] not in needed:
+                self.disk.unlink(manifest.index["path"])
+
+    def _retained_paths(self) -> set[str]:
+        with self._lock:
+            manifests = list(self._retained.values())
+        return {file.path for manifest in manifests if manifest for file in manifest.files.values()}
+
+    def _sweep(self) -> None:
+        """Remove what an earlier process left half-made: our temporary files and our scratch."""
+        for directory in ("commits", "index", "timelines"):
+            for name in self.disk.listdir(directory):
+                if name.endswith(".json.tmp"):
+                    self.disk.unlink(f"{directory}/{name}")
+        for name in self.disk.listdir("scratch"):
+            if name.endswith(".bin"):
+                self.disk.unlink(f"scratch/{name}")
+
+    def _check_writer(self) -> None:
+        if self._release is None:
+            raise ValueError(f"{self.root} is not open for writing (any more); use LocalStore.open")
+        if self._failed is not None:
+            raise EngineFailed(
+                f"an earlier write to {self.root} failed ({self._failed}); run again to resume"
+            )
+
+    def _check_fence(self) -> None:
+        newest = max(self._timeline_ids(), default=0)
+        assert self.timeline is not None
+        if newest > self.timeline:
+            raise StaleCommit(
+                f"{self.root}: timeline {newest} was opened while this writer was in {self.timeline};"
+                f" nothing was published. Stop this process; the run continues in the newer one."
+            )
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Remembers a failure: what is on the disk is then known again only after a new ``open``."""
+        try:
+            yield
+        except BaseException as error:
+            self._failed = error
+            raise

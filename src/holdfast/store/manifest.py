@@ -1,0 +1,223 @@
+"""Manifests: the small JSON files that say what a commit is. No manifest, no commit.
+
+Sizes are bytes, times are unix seconds. A manifest, a timeline record and nothing else are *sealed*: the
+last line holds the xxh3_128 of every byte before it, so that a flip of any bit of the file is found
+without agreeing on a canonical JSON, and the file is still one that a person reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import xxhash
+
+from holdfast.errors import HoldfastError, ManifestCorrupt, RunMismatch
+
+FORMAT, VERSION = "holdfast", 1
+_SEAL = ',\n "digest": "{}"\n}}\n'
+_SEAL_BYTES = len(_SEAL.format("0" * 32))
+_COMMIT_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.json")
+_TIMELINE_NAME = re.compile(r"t(\d{4,})\.json")
+
+
+class CommitRef(NamedTuple):
+    """A commit by its name alone. Sorts in the order in which commits were made."""
+
+    timeline: int
+    step: int
+
+    @property
+    def path(self) -> str:
+        return f"commits/step-{self.step:012d}.t{self.timeline:04d}.json"
+
+    @classmethod
+    def of_name(cls, name: str) -> CommitRef | None:
+        """The commit that the file ``name`` in ``commits/`` is the manifest of, if it is one."""
+        match = _COMMIT_NAME.fullmatch(name)
+        ref = cls(int(match[2]), int(match[1])) if match else None
+        return ref if ref is not None and ref.path == f"commits/{name}" else None
+
+
+@dataclass(frozen=True)
+class FileRef:
+    """A payload file as a commit names it: ``checksums`` are the xxh3_64 of its blocks, in hex."""
+
+    path: str
+    bytes: int
+    checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The line of steps since a resume, forked from ``parent`` after ``fork_step`` (None: from nothing)."""
+
+    id: int
+    parent: int | None = None
+    fork_step: int | None = None
+    created: float = 0.0
+    writer: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return timeline_path(self.id)
+
+    def encode(self) -> bytes:
+        return seal({"format": FORMAT, "version": VERSION, **asdict(self)})
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Timeline:
+        table = unseal(data, path)
+        with _reading(path):
+            record = cls(table["id"], table["parent"], table["fork_step"], table["created"], table["writer"])
+        if record.path != path:
+            raise _corrupt(path, f"it is the record of timeline {record.id}", len(data))
+        return record
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One commit: which files hold it (by unit), the index of its atoms, and the progress."""
+
+    step: int
+    timeline: int
+    parent: int | None
+    fork_step: int | None
+    files: dict[str, FileRef]
+    index: dict[str, Any]
+    progress: dict[str, Any]
+    created: float
+    writer: dict[str, Any]
+
+    @property
+    def ref(self) -> CommitRef:
+        return CommitRef(self.timeline, self.step)
+
+    @property
+    def path(self) -> str:
+        return self.ref.path
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all payload files."""
+        return sum(file.bytes for file in self.files.values())
+
+    def encode(self) -> bytes:
+        """The file of this manifest."""
+        files = {
+            unit: {"path": file.path, "bytes": file.bytes, "xxh3_64": list(file.checksums)}
+            for unit, file in self.files.items()
+        }
+        return seal(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "step": self.step,
+                "timeline": self.timeline,
+                "parent": self.parent,
+                "fork_step": self.fork_step,
+                "created": self.created,
+                "writer": self.writer,
+                "progress": self.progress,
+                "index": self.index,
+                "files": files,
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Manifest:
+        """The manifest in ``data``, the content of ``path``. Raises ``ManifestCorrupt``."""
+        table = unseal(data, path)
+        with _reading(path):
+            files = {
+                unit: FileRef(item["path"], item["bytes"], tuple(item["xxh3_64"]))
+                for unit, item in table["files"].items()
+            }
+            names = ("step", "timeline", "parent", "fork_step", "index", "progress", "created", "writer")
+            manifest = cls(files=files, **{name: table[name] for name in names})
+        if manifest.path != path:
+            raise _corrupt(path, f"it is the manifest of {manifest.path}", len(data))
+        return manifest
+
+
+def timeline_path(timeline: int) -> str:
+    return f"timelines/t{timeline:04d}.json"
+
+
+def timeline_of_name(name: str) -> int | None:
+    """The timeline that the file ``name`` in ``timelines/`` is the record of, if it is one."""
+    match = _TIMELINE_NAME.fullmatch(name)
+    return int(match[1]) if match and timeline_path(int(match[1])) == f"timelines/{name}" else None
+
+
+def this_writer() -> dict[str, Any]:
+    """Who writes: goes into manifests, timeline records and the lock."""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "library": library_version()}
+
+
+@lru_cache
+def library_version() -> str:
+    try:
+        return version("holdfast")
+    except PackageNotFoundError:  # run from a source tree
+        return "source tree"
+
+
+def seal(table: dict[str, Any]) -> bytes:
+    """``table`` as JSON, one line per key (and per item of "files"), its digest in the last line."""
+    lines = ",\n".join(f" {json.dumps(key)}: {_value(key, value)}" for key, value in table.items())
+    body = f"{{\n{lines}".encode()
+    return body + _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode()
+
+
+def unseal(data: bytes, path: str) -> dict[str, Any]:
+    """The table sealed in ``data``. Raises ``ManifestCorrupt`` if any byte is not as it was written."""
+    body = data[:-_SEAL_BYTES]
+    digest = xxhash.xxh3_128_hexdigest(body)
+    if data[-_SEAL_BYTES:] != _SEAL.format(digest).encode():
+        raise _corrupt(path, "it fails its own digest", len(data))
+    with _reading(path):
+        table = json.loads(data)
+        if table["format"] == FORMAT and table["version"] != VERSION:
+            raise RunMismatch(
+                f"{path} has format version {table['version']}; this library reads {VERSION}: use a newer one"
+            )
+        if table["format"] != FORMAT:
+            raise ValueError(f"its format is {table['format']!r}")
+    return table
+
+
+def _value(key: str, value: Any) -> str:
+    if key != "files" or not value:
+        return json.dumps(value)
+    return (
+        "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items()) + "}"
+    )
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turns what parsing raises into ``ManifestCorrupt``."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _corrupt(path, f"it does not read as one ({error!r})", 0) from error
+
+
+def _corrupt(path: str, what: str, nbytes: int) -> ManifestCorrupt:
+    return ManifestCorrupt(
+        f"{path} is damaged: {what}. The step it stands for cannot be used; the older ones can:"
+        f" run again to resume from the newest whole one, or list them with `holdfast ls`.",
+        path=path,
+        nbytes=nbytes,
+    )

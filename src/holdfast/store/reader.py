@@ -1,0 +1,136 @@
+"""RunReader: what a run directory holds, for whoever wants to look. Takes no lock, writes nothing.
+
+A directory may be read while its writer goes on: commits come and go, so everything is asked of the disk
+each time, by names alone where that is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.errors import Damaged, FileMissing, ManifestCorrupt, NoCommit
+from holdfast.io.queue import IOQueue
+from holdfast.store import reading, verifying
+from holdfast.store.files import AnyDisk, Disk
+from holdfast.store.manifest import CommitRef, Manifest, Timeline, timeline_of_name
+from holdfast.store.retention import lineage
+
+Report = Callable[[int, int], None]
+
+
+class RunReader:
+    """The commits, timelines and atoms of the run directory ``root``. A context manager."""
+
+    def __init__(self, root: str | Path, disk: AnyDisk | None = None, *, direct: bool = True) -> None:
+        self.root = Path(root)
+        self.disk: AnyDisk = disk if disk is not None else Disk(self.root)
+        self.direct = direct
+        self._queue: IOQueue | None = None
+
+    def close(self) -> None:
+        """Nothing stays open; for symmetry with ``LocalStore``."""
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def commits(self) -> list[CommitRef]:
+        """Every commit of the directory, newest first, by the names alone."""
+        refs = (CommitRef.of_name(name) for name in self.disk.listdir("commits"))
+        return sorted((ref for ref in refs if ref is not None), reverse=True)
+
+    def load(self, ref: CommitRef) -> Manifest:
+        """The manifest of ``ref``. Raises ``ManifestCorrupt``, or ``NoCommit`` if it is not there."""
+        try:
+            return Manifest.decode(self.disk.read_bytes(ref.path), ref.path)
+        except FileNotFoundError:
+            raise NoCommit(
+                f"{self.root} has no step {ref.step} of timeline {ref.timeline} any more"
+            ) from None
+
+    def line(self) -> list[CommitRef]:
+        """The commits that led to the newest step of the newest timeline, newest first."""
+        commits = self.commits()
+        timelines, _ = self.timelines()
+        tip = max(timelines, default=0)
+        return lineage(commits, timelines, tip)
+
+    def head(self) -> Manifest | None:
+        """The newest commit of the newest timeline's line; None if the run has none."""
+        line = self.line()
+        return self.load(line[0]) if line else None
+
+    def at(self, step: int, timeline: int | None = None) -> Manifest:
+        """The commit of ``step``: of ``timeline``, or of the current line, or of the newest that has one."""
+        candidates = [*self.line(), *self.commits()]
+        for ref in candidates:
+            if ref.step == step and timeline in (None, ref.timeline):
+                return self.load(ref)
+        steps = ", ".join(str(step) for step in sorted({ref.step for ref in candidates})) or "none"
+        of = "" if timeline is None else f" of timeline {timeline}"
+        raise NoCommit(f"{self.root} has no step {step}{of}. It has: {steps}.")
+
+    def timelines(self) -> tuple[dict[int, Timeline], list[Damaged]]:
+        """The records of all timelines, and what is wrong with those that cannot be read.
+
+        A record that cannot be read is replaced by what the manifests of its timeline say; one that
+        nothing says anything of never had a commit and is left out.
+        """
+        records: dict[int, Timeline] = {}
+        damaged: list[Damaged] = []
+        for timeline in self._timeline_ids():
+            record = Timeline(timeline)
+            try:
+                record = Timeline.decode(self.disk.read_bytes(record.path), record.path)
+            except FileNotFoundError:
+                damaged.append(FileMissing(f"{record.path} is missing", path=record.path))
+            except ManifestCorrupt as error:
+                damaged.append(error)
+            else:
+                records[timeline] = record
+        for ref in self.commits():
+            if ref.timeline not in records and (manifest := self._load_or_none(ref)) is not None:
+                records[ref.timeline] = Timeline(ref.timeline, manifest.parent, manifest.fork_step)
+        return records, damaged
+
+    def verify(
+        self, manifest: Manifest, *, queue: IOQueue | None = None, report: Report | None = None
+    ) -> list[Damaged]:
+        """Read every byte that ``manifest`` stands for, itself included: what is not as it was written."""
+        return verifying.verify(self, manifest, queue=queue or self._queue, report=report)
+
+    def newest_whole(
+        self, *, queue: IOQueue | None = None, report: Report | None = None
+    ) -> tuple[Manifest, list[Damaged]]:
+        """The newest commit of the current line that verifies, and what is wrong with newer ones."""
+        return verifying.newest_whole(self, queue=queue or self._queue, report=report)
+
+    def atoms(self, manifest: Manifest) -> list[dict[str, Any]]:
+        """The atoms of ``manifest`` as its index describes them, with their fragments."""
+        return list(reading.index_of(self.disk, manifest)["atoms"].values())
+
+    def read_atom(self, manifest: Manifest, atom_key: str) -> bytearray:
+        """The verified bytes of one atom, in C order. Raises ``Damaged``; ``KeyError`` for an unknown one."""
+        return reading.read_atom(self.disk, manifest, atom_key, direct=self.direct)
+
+    def way_out(self, path: str) -> str:
+        """What to do about damage in ``path``: the newest step that does not need it."""
+        for ref in self.commits():
+            manifest = self._load_or_none(ref)
+            if manifest is not None and all(file.path != path for file in manifest.files.values()):
+                return (
+                    f"Step {ref.step} does not use this file: run again to resume from the newest whole step,"
+                    f" or inspect with `holdfast verify {self.root}`."
+                )
+        return f"No other step is without this file: inspect with `holdfast verify {self.root}`."
+
+    def _timeline_ids(self) -> list[int]:
+        ids = (timeline_of_name(name) for name in self.disk.listdir("timelines"))
+        return [timeline for timeline in ids if timeline is not None]
+
+    def _load_or_none(self, ref: CommitRef) -> Manifest | None:
+        try:
+            return self.load(ref)
+        except (ManifestCorrupt, NoCommit):
+            return None

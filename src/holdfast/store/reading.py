@@ -1,0 +1,167 @@
+"""Reading: verified bytes of single atoms out of a commit, without loading the rest.
+
+Offsets and sizes are bytes. Nothing is believed before its checksum block has been verified, the header
+of a payload file included; the index is believed because the manifest names it by hash.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from holdfast.errors import Damaged, FileMissing, ManifestCorrupt
+from holdfast.io.buffers import Buffer
+from holdfast.store.files import AnyDisk
+from holdfast.store.generations import corrupt
+from holdfast.store.layout import CHECKSUM_BLOCK, DTYPE_BYTES, Entry, Layout
+from holdfast.store.manifest import FileRef, Manifest
+
+INSPECT = "Find a whole step with `holdfast verify`."
+
+
+def encode_index(data: dict[str, Any]) -> bytes:
+    """The file of an index: one line per atom."""
+    head = {key: value for key, value in data.items() if key != "atoms"}
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    atoms = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in data["atoms"].items())
+    return ("{\n" + "".join(f"{line},\n" for line in lines) + f' "atoms": {{\n{atoms}}}\n}}\n').encode()
+
+
+def index_of(disk: AnyDisk, manifest: Manifest) -> dict[str, Any]:
+    """The index that ``manifest`` names. Raises ``FileMissing`` or ``ManifestCorrupt``."""
+    path = manifest.index["path"]
+    try:
+        text = disk.read_bytes(path)
+    except FileNotFoundError:
+        raise FileMissing(
+            f"{path}, the index of step {manifest.step}, is missing. {INSPECT}", path=path
+        ) from None
+    got = xxhash.xxh3_128_hexdigest(text)
+    if got != manifest.index["xxh3_128"]:
+        raise ManifestCorrupt(
+            f"{path}, the index of step {manifest.step}, fails its checksum: expected"
+            f" xxh3:{manifest.index['xxh3_128']}, read xxh3:{got}, {len(text)} bytes. {INSPECT}",
+            path=path,
+            nbytes=len(text),
+        )
+    return json.loads(text)
+
+
+def read_atom(disk: AnyDisk, manifest: Manifest, atom_key: str, *, direct: bool = True) -> bytearray:
+    """The bytes of one atom in C order, joined from its fragments."""
+    atom = index_of(disk, manifest)["atoms"][atom_key]
+    shape, itemsize = tuple(atom["shape"]), DTYPE_BYTES[atom["dtype"]]
+    result = bytearray(math.prod(shape) * itemsize)
+    target = np.frombuffer(result, dtype=f"V{itemsize}").reshape(shape)
+    covered = 0
+    for fragment in atom["fragments"]:
+        stored = _read_fragment(disk, manifest.files[fragment["unit"]], fragment["key"], direct)
+        part = stored[_slices(fragment["local"])]
+        target[_slices(fragment["global"])] = part
+        covered += part.size
+    if covered != math.prod(shape):
+        raise Damaged(
+            f"atom {atom_key!r} of step {manifest.step}: its fragments cover {covered} elements of {shape}"
+        )
+    return result
+
+
+def _slices(box: list[list[int]]) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(*box, strict=True))
+
+
+def _read_fragment(disk: AnyDisk, ref: FileRef, key: str, direct: bool) -> np.ndarray:
+    """The tensor ``key`` of a payload file as an array of opaque elements."""
+    file = PayloadFile(disk, ref, direct=direct)
+    try:
+        if key not in file.layout:
+            raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
+        entry = file.layout[key]
+        return np.frombuffer(file.read(entry), dtype=f"V{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape)
+    finally:
+        file.close()
+
+
+class PayloadFile:
+    """A published payload file, read block by block. ``layout`` is verified."""
+
+    def __init__(self, disk: AnyDisk, ref: FileRef, *, direct: bool = True) -> None:
+        self.ref = ref
+        check_size(disk, ref)
+        self._file = disk.open(ref.path, write=False, direct=direct)
+        self._buffer = Buffer(CHECKSUM_BLOCK, "verify")
+        self._block = -1
+        header = bytearray()
+        for block in range(len(ref.checksums)):  # nearly always one block
+            header += self._verified(block)
+            if 8 + int.from_bytes(header[:8], "little") <= len(header):
+                break
+        self.layout = Layout.parse(bytes(header))
+
+    def read(self, entry: Entry) -> bytearray:
+        """The verified bytes of ``entry``."""
+        result = bytearray()
+        for block, start, stop in _blocks_of(entry):
+            result += self._verified(block)[start:stop]
+        return result
+
+    def close(self) -> None:
+        self._file.close()
+        self._buffer.free()
+
+    def _verified(self, block: int) -> memoryview:
+        start = block * CHECKSUM_BLOCK
+        view = self._buffer.view[: min(CHECKSUM_BLOCK, self.ref.bytes - start)]
+        if block != self._block:
+            self._file.read(view, start)
+            self._block = block
+            got = xxhash.xxh3_64_hexdigest(view)
+            if got != self.ref.checksums[block]:
+                self._block = -1
+                atoms = atoms_between(self, start, start + len(view))
+                raise corrupt(self.ref.path, start, len(view), atoms, self.ref.checksums[block], got, INSPECT)
+        return view
+
+
+def unverified_layout(disk: AnyDisk, ref: FileRef) -> Layout:
+    """The layout that a payload file's header claims, to say what damaged bytes held. Raises ``Damaged``."""
+    data = bytearray(min(ref.bytes, CHECKSUM_BLOCK))
+    file = disk.open(ref.path, write=False, direct=False)
+    try:
+        file.read(memoryview(data), 0)
+    finally:
+        file.close()
+    return Layout.parse(data)
+
+
+def atoms_between(file: PayloadFile, start: int, stop: int) -> list[str]:
+    """The tensors between two offsets, as far as the header is known."""
+    layout = getattr(file, "layout", None)
+    return layout.keys_between(start, stop) if layout is not None else []
+
+
+def check_size(disk: AnyDisk, ref: FileRef) -> None:
+    """Raise ``FileMissing`` if the file is absent or has another size than the manifest says."""
+    try:
+        size = disk.size(ref.path)
+    except FileNotFoundError:
+        raise FileMissing(f"{ref.path} ({ref.bytes} bytes) is missing. {INSPECT}", path=ref.path) from None
+    if size != ref.bytes:
+        raise FileMissing(
+            f"{ref.path} has {size} bytes, the manifest says {ref.bytes}. {INSPECT}",
+            path=ref.path,
+            offset=min(size, ref.bytes),
+            nbytes=abs(size - ref.bytes),
+        )
+
+
+def _blocks_of(entry: Entry) -> Iterator[tuple[int, int, int]]:
+    """(block, start, stop) for each checksum block with bytes of ``entry``; offsets are within the block."""
+    for block in range(entry.offset // CHECKSUM_BLOCK, -(-entry.end // CHECKSUM_BLOCK)):
+        first = block * CHECKSUM_BLOCK
+        yield block, max(entry.offset - first, 0), min(entry.end - first, CHECKSUM_BLOCK)

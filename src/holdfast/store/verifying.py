@@ -1,0 +1,207 @@
+"""Verifying: whether every byte that a commit stands for is still as it was written.
+
+Sizes are bytes. The manifest, its timelines, its index and every block of every file are read again, with
+direct I/O, so that it is the disk that answers and not the page cache. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from holdfast.errors import Damaged, DiskFailed, FileMissing, ManifestCorrupt, NoCommit
+from holdfast.io.buffers import Buffer, BufferPool
+from holdfast.io.queue import IOQueue, Request
+from holdfast.store.files import OpenFile
+from holdfast.store.generations import corrupt
+from holdfast.store.layout import CHECKSUM_BLOCK, block_spans
+from holdfast.store.manifest import FileRef, Manifest
+from holdfast.store.reading import INSPECT, check_size, index_of, unverified_layout
+
+if TYPE_CHECKING:
+    from holdfast.store.reader import RunReader
+
+WINDOW = 8
+"""Blocks in flight."""
+Report = Callable[[int, int], None]
+
+
+def verify(
+    store: RunReader, manifest: Manifest, *, queue: IOQueue | None, report: Report | None
+) -> list[Damaged]:
+    """What is not as it was written, in the order manifest, timelines, index, files by offset."""
+    damaged = [*_check_manifest(store, manifest), *_check_timelines(store, manifest)]
+    atoms: dict[str, dict[str, str]] = {}
+    try:
+        for name, atom in index_of(store.disk, manifest)["atoms"].items():
+            for fragment in atom["fragments"]:
+                atoms.setdefault(fragment["unit"], {})[fragment["key"]] = name
+    except Damaged as error:
+        damaged.append(error)
+    used = queue or IOQueue()
+    try:
+        damaged += _Scan(store, manifest, used, atoms, report).run()
+    finally:
+        if used is not queue:
+            used.close()
+    if damaged and not store.disk.exists(manifest.path):
+        raise NoCommit(f"step {manifest.step} was retired by its writer while it was read; take a newer one")
+    return damaged
+
+
+def newest_whole(
+    store: RunReader, *, queue: IOQueue | None, report: Report | None
+) -> tuple[Manifest, list[Damaged]]:
+    """Walks the current line from its newest commit down to the first that verifies."""
+    damaged: list[Damaged] = []
+    line = store.line()
+    for ref in line:
+        try:
+            manifest = store.load(ref)
+        except ManifestCorrupt as error:
+            damaged.append(error)
+            continue
+        found = verify(store, manifest, queue=queue, report=report)
+        if not found:
+            return manifest, damaged
+        damaged += found
+    if not line:
+        raise NoCommit(f"{store.root} has no commit yet")
+    raise Damaged(
+        f"{store.root}: none of its {len(line)} commits is whole; the newest problem: {damaged[0]}",
+        path=damaged[0].path,
+    )
+
+
+def _check_manifest(store: RunReader, manifest: Manifest) -> list[Damaged]:
+    """The file of the manifest still says what ``manifest`` says."""
+    try:
+        if store.load(manifest.ref) != manifest:
+            return [
+                ManifestCorrupt(f"{manifest.path} is another one than was read before", path=manifest.path)
+            ]
+    except ManifestCorrupt as error:
+        return [error]
+    except NoCommit:
+        return [FileMissing(f"{manifest.path} is missing. {INSPECT}", path=manifest.path)]
+    return []
+
+
+def _check_timelines(store: RunReader, manifest: Manifest) -> list[Damaged]:
+    """The records of the timelines that led to ``manifest`` can be read and agree with it."""
+    records, damaged = store.timelines()
+    wanted: set[str] = set()
+    timeline: int | None = manifest.timeline
+    while timeline is not None and timeline in records:
+        wanted.add(records[timeline].path)
+        parent = records[timeline].parent
+        timeline = parent if parent is not None and parent < timeline else None
+    found = [error for error in damaged if error.path in wanted]
+    record = records.get(manifest.timeline)
+    if record is not None and (record.parent, record.fork_step) != (manifest.parent, manifest.fork_step):
+        found.append(
+            ManifestCorrupt(f"{record.path} and {manifest.path} differ in the fork", path=record.path)
+        )
+    return found
+
+
+class _Scan:
+    """One pass over all payload blocks of a commit, a few in flight."""
+
+    def __init__(
+        self,
+        store: RunReader,
+        manifest: Manifest,
+        queue: IOQueue,
+        atoms: dict[str, dict[str, str]],
+        report: Report | None,
+    ) -> None:
+        self.store, self.manifest, self.queue = store, manifest, queue
+        self.atoms, self.report = atoms, report
+        self.damaged: list[Damaged] = []
+        self.done_bytes = 0
+        self.flights: deque[tuple[Future, Callable[[], None], Buffer]] = deque()
+        self.pool = BufferPool()
+
+    def run(self) -> list[Damaged]:
+        files: list[OpenFile] = []
+        try:
+            for unit, ref in self.manifest.files.items():
+                file = self._open(ref)
+                if file is not None:
+                    files.append(file)
+                    self._scan_file(unit, ref, file)
+            while self.flights:
+                self._land()
+        finally:
+            for future, *_ in self.flights:
+                if not future.cancel():
+                    future.exception()
+            for file in files:
+                file.close()
+            self.pool.close()
+        return self.damaged
+
+    def _open(self, ref: FileRef) -> OpenFile | None:
+        try:
+            check_size(self.store.disk, ref)
+            if len(ref.checksums) != -(-ref.bytes // CHECKSUM_BLOCK):
+                raise ManifestCorrupt(
+                    f"{self.manifest.path}: {ref.path} lacks checksums", path=self.manifest.path
+                )
+            return self.store.disk.open(ref.path, write=False, direct=self.store.direct)
+        except Damaged as error:
+            self.damaged.append(error)
+        except (DiskFailed, FileNotFoundError) as error:
+            self.damaged.append(Damaged(f"{ref.path} cannot be opened: {error}", path=ref.path))
+        return None
+
+    def _scan_file(self, unit: str, ref: FileRef, file: OpenFile) -> None:
+        for block, (start, stop) in enumerate(block_spans(ref.bytes)):
+            if len(self.flights) >= WINDOW:
+                self._land()
+            buffer = self.pool.take(stop - start, "verify")
+            view = buffer.view[: stop - start]
+            got: list[str] = []
+            request = Request(file, view, start, False, after=partial(_digest, got, view))
+            future = self.queue.submit([request], kind="verify", phase="verify", priority=0)
+
+            judge = partial(self._judge, unit, ref, block, start, stop - start, got)
+            self.flights.append((future, judge, buffer))
+
+    def _land(self) -> None:
+        future, judge, buffer = self.flights.popleft()
+        future.exception()
+        judge()
+        self.pool.give(buffer)
+
+    def _judge(self, unit: str, ref: FileRef, block: int, start: int, nbytes: int, got: list[str]) -> None:
+        self.done_bytes += nbytes
+        if self.report is not None:
+            self.report(self.done_bytes, self.manifest.total_bytes)
+        expected = ref.checksums[block]
+        if got and got[0] == expected:
+            return
+        atoms = self._atoms_between(unit, ref, start, start + nbytes)
+        read = got[0] if got else "nothing (the read failed)"
+        self.damaged.append(
+            corrupt(ref.path, start, nbytes, atoms, expected, read, self.store.way_out(ref.path))
+        )
+
+    def _atoms_between(self, unit: str, ref: FileRef, start: int, stop: int) -> list[str]:
+        """The atoms in a damaged block by the file's own header if that reads, else all of the unit's."""
+        known = self.atoms.get(unit, {})
+        try:
+            keys = unverified_layout(self.store.disk, ref).keys_between(start, stop)
+        except (Damaged, DiskFailed):
+            keys = []
+        return [known[key] for key in keys if key in known] or list(known.values())
+
+
+def _digest(got: list[str], view: memoryview) -> None:
+    got.append(xxhash.xxh3_64_hexdigest(view))

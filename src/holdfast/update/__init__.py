@@ -1,0 +1,1 @@
+"""The one host optimizer: tiles, hyper-parameter snapshots, replay of one step."""

@@ -63,7 +63,7 @@ class Schedule:
         self.uploads.append(key)
         slot_free = _earlier(self.pass_ends, len(self.uploads) - 1, PARAM_SLOTS)
         name = ("params", phase, block, micro_batch)
-        first_use = phase == "forward" and micro_batch <= 0
+        first_use = phase != "backward" and micro_batch <= 0
         if self.placement.params[block]:
             before = (Key("update", block),) if first_use or self._only_pass(block, micro_batch) else ()
             needs, taken, given = slot_free, (), ()
@@ -137,6 +137,8 @@ class Schedule:
         """Bring a kept input back to the device."""
         size, name = self.work.input_bytes, ("input", block, micro_batch)
         needs: tuple[Key, ...] = (Key("download_input", block, micro_batch),)
+        if phase == "backward" and block < self.count - 1:  # until then it is the forward pass's to use
+            needs += (Key("forward", block, micro_batch),)
         if phase == "backward" and self.on_ssd(block):
             slot_free = _earlier(self.loaded_inputs, len(self.loaded_inputs), INPUT_SLOTS)
             self.loaded_inputs.append(Key("backward", block, micro_batch))

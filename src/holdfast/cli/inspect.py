@@ -51,12 +51,14 @@ def show(commit: str, *, as_json: bool) -> None:
     reader, manifest = open_commit(commit)
     atoms = reader.atoms(manifest)
     if as_json:
-        print_json(summary(manifest) | {"writer": manifest.writer, "progress": manifest.progress, "atoms": atoms})
+        print_json(
+            summary(manifest) | {"writer": manifest.writer, "progress": manifest.progress, "atoms": atoms}
+        )
         return
     out = console()
     facts = Table.grid(padding=(0, 3))
     facts.add_column(style="dim")
-    parameters = sum(math.prod(atom["shape"]) for atom in atoms if atom["slot"] == "param")
+    sizes = [math.prod(atom["shape"]) for atom in atoms if atom["slot"] == "param"]
     fork = "the beginning" if manifest.parent is None else f"step {manifest.fork_step} of {manifest.parent}"
     writer = manifest.writer
     for name, value in (
@@ -64,7 +66,7 @@ def show(commit: str, *, as_json: bool) -> None:
         ("timeline", f"{manifest.timeline}, from {fork}"),
         ("written", f"{local_time(manifest.created)} by process {writer.get('pid')} on {writer.get('host')}"),
         ("size", f"{format_bytes(manifest.total_bytes)} in {len(manifest.files)} files"),
-        ("parameters", f"{parameters:,} in {len({atom['name'] for atom in atoms})} tensors"),
+        ("parameters", f"{sum(sizes):,} in {len(sizes)} tensors"),
         ("progress", ", ".join(manifest.progress)),
     ):
         facts.add_row(name, escape(value))
@@ -85,7 +87,9 @@ def verify(commit: str, *, as_json: bool) -> bool:
         return False
     damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
     if as_json:
-        print_json(summary(manifest) | {"whole": not damaged, "damaged": [_damage(error) for error in damaged]})
+        print_json(
+            summary(manifest) | {"whole": not damaged, "damaged": [_damage(error) for error in damaged]}
+        )
     elif damaged:
         print(f"{label(reader, manifest)} is damaged in {len(damaged)} place{'s' * (len(damaged) > 1)}:")
         for error in damaged:
@@ -101,7 +105,9 @@ def plain_table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     for column in columns:
         right = column.startswith(">")
-        table.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
+        table.add_column(
+            column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
+        )
     return table
 
 
@@ -119,7 +125,13 @@ def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
     if not entry["current"]:
         remarks.append("left behind by a later resume")
     if "damaged" in entry:
-        return f"{entry['step']:,}", str(entry["timeline"]), "-", "-", ", ".join(["damaged manifest", *remarks])
+        return (
+            f"{entry['step']:,}",
+            str(entry["timeline"]),
+            "-",
+            "-",
+            ", ".join(["damaged manifest", *remarks]),
+        )
     written, size = local_time(entry["created"]), format_bytes(entry["bytes"])
     return f"{entry['step']:,}", str(entry["timeline"]), written, size, ", ".join(remarks)
 
@@ -127,15 +139,18 @@ def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
 def _atom_table(atoms: list[dict[str, Any]]) -> Table:
     """One row for each tensor's name, with all its slots."""
     table = plain_table("tensor", ">shape", "slots")
-    slots: dict[tuple[str, str], list[str]] = {}
+    by_name: dict[str, list[dict[str, Any]]] = {}
     for atom in sorted(atoms, key=lambda atom: atom["slot"] != "param"):
-        key = atom["name"], "x".join(map(str, atom["shape"])) or "scalar"
-        scalar = atom["slot"] != "param" and not atom["shape"]
-        name = key[0], next((shape for n, shape in slots if n == key[0]), key[1]) if scalar else key[1]
-        slots.setdefault(name, []).append(f"{atom['slot']} {atom['dtype']}")
-    for (name, shape), held in slots.items():
-        table.add_row(escape(name), shape, ", ".join(held))
+        by_name.setdefault(atom["name"], []).append(atom)
+    for name, slots in by_name.items():
+        shape = slots[0]["shape"]
+        held = (f"{a['slot']} {a['dtype']}" + ("" if a["shape"] == shape else f" {_shape(a)}") for a in slots)
+        table.add_row(escape(name), _shape(slots[0]), ", ".join(held))
     return table
+
+
+def _shape(atom: dict[str, Any]) -> str:
+    return "x".join(map(str, atom["shape"])) or "scalar"
 
 
 def _verify_showing_progress(reader: RunReader, manifest: Any, *, quiet: bool) -> list[Damaged]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..errors import ConfigError
+
 CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")
 """Of cgroup v2 and v1, as a container sees them."""
 
@@ -16,12 +18,16 @@ def free_host_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 
 
 def choose_device(wanted: str) -> str:
-    """``wanted``, or for "auto" CUDA where there is one."""
-    if wanted != "auto":
-        return wanted
+    """``wanted`` if this machine has it, or for "auto" CUDA where there is one. Raises ``ConfigError``."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "auto":
+        return "cuda" if count else "cpu"
+    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{number}" for number in range(count))]
+    if wanted not in known:
+        raise ConfigError(f"offload.device = {wanted!r}: this machine has {', '.join(known)}")
+    return wanted
 
 
 def _available(meminfo: Path) -> int:

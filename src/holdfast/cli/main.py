@@ -25,7 +25,9 @@ app = typer.Typer(
     help="Training state that fits, survives and moves: train out of core, with every step durable.",
 )
 
-Commit = Annotated[str, typer.Argument(metavar="RUN[@STEP]", help="A run directory; its newest step, or this one.")]
+Commit = Annotated[
+    str, typer.Argument(metavar="RUN[@STEP]", help="A run directory; its newest step, or this one.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
@@ -35,7 +37,8 @@ def train(
         Path | None, typer.Argument(metavar="[CONFIG.toml]", help="The run; every key has a default.")
     ] = None,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as train.steps=200.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as train.steps=200."),
     ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration, every key explained, and leave.")
@@ -54,7 +57,9 @@ def train(
 
 
 @app.command()
-def ls(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], json: AsJson = False) -> None:
+def ls(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], json: AsJson = False
+) -> None:
     """List the commits of a run, newest first."""
     from .inspect import ls as list_commits
 

@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """While entered, whether somebody wants the run to stop. ``said`` is called once, with the text to show."""
+    """While entered, whether somebody wants the run to stop; ``said`` is then given the text to show."""
 
     def __init__(self, said: Callable[[str], None]) -> None:
         self.requested = ""

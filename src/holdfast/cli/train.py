@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from ..store.local import LocalStore
 from ..units import format_seconds
 from ..watch.panel import TrainingPanel
 from .announce import announce, print_sample, say_how_to_go_on
+from .inspect import console as standard_output
 from .machine import choose_device, free_host_bytes
 from .runs import CONFIGURATION, stored_config
 from .stop import StopRequest
@@ -48,7 +48,7 @@ PROMPT, SAMPLE_BYTES, TEMPERATURE = "def ", 240, 0.7
 
 def train(config: Config) -> None:
     """Run, continue or extend the run that ``config`` describes. Returns when it is done or was stopped."""
-    console = Console(highlight=False)
+    console = standard_output()
     run = Path(config.run.dir)
     refuse_another_run(run, config)
     done = newest_step(config)
@@ -56,20 +56,21 @@ def train(config: Config) -> None:
         console.print(f"{run} is finished: step {done:,} of {config.train.steps:,} is durable.")
         say_how_to_go_on(console, config, extend=True)
         return
-    corpus = Corpus(
-        config.data.text,
-        context=config.model.context,
-        validation_fraction=config.data.validation_fraction,
-    )
+    data = config.data
+    corpus = Corpus(data.text, context=config.model.context, validation_fraction=data.validation_fraction)
+    loader = CorpusLoader(corpus, config.run.seed, config.train.micro_batch_size, config.train.micro_batches)
     events = EventLog(run / "events.jsonl")
-    left = config.train.steps - done
-    with make_engine(config, corpus, events, lambda it: announce(console, config, corpus, it, left)) as engine:
+
+    def confirm(preflight: Preflight) -> None:
+        announce(console, config, corpus, preflight, steps_left=config.train.steps - done)
+
+    with make_engine(config, loader, events, confirm) as engine:
         store_configuration(run, config)
-        Job(config, console, corpus, events, engine).run()
+        Job(config, console, corpus, loader, engine, events).run()
 
 
 def make_engine(
-    config: Config, corpus: Corpus, events: EventLog, confirm: Callable[[Preflight], None]
+    config: Config, loader: CorpusLoader, events: EventLog, confirm: Callable[[Preflight], None]
 ) -> Engine:
     """The decoder, its optimizer, schedule and text, out of core. Fresh, or as the newest commit has them."""
     seed_all(config.run.seed)
@@ -78,8 +79,7 @@ def make_engine(
     optimizer = make_optimizer(model, config)
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
-    size, count = config.train.micro_batch_size, config.train.micro_batches
-    loader = CorpusLoader(corpus, config.run.seed, size, count)
+    tokens = config.train.micro_batch_size * config.model.context
     element_bytes = 2 if config.train.dtype == "bf16" else 4
     return offload(
         model,
@@ -103,8 +103,8 @@ def make_engine(
         retain=config.durability.retain,
         seed=config.run.seed,
         init=init_weights,
-        block_input_bytes=size * config.model.context * config.model.width * element_bytes,
-        micro_batches=count,
+        block_input_bytes=tokens * config.model.width * element_bytes,
+        micro_batches=config.train.micro_batches,
         direct=config.io.direct,
         io_threads=config.io.threads,
         read_limit=config.io.read_limit_bytes_per_second,
@@ -118,53 +118,180 @@ class Job:
     """One sitting of a run: from the step where the engine is to the last, or until somebody stops it."""
 
     def __init__(
-        self, config: Config, console: Console, corpus: Corpus, events: EventLog, engine: Engine
+        self,
+        config: Config,
+        console: Console,
+        corpus: Corpus,
+        loader: CorpusLoader,
+        engine: Engine,
+        events: EventLog,
     ) -> None:
         self.config, self.console, self.corpus = config, console, corpus
-        self.events, self.engine = events, engine
-        self.steps = config.train.steps
+        self.loader, self.engine, self.events = loader, engine, events
 
     def run(self) -> None:
-        started = time.perf_counter()
-        first = self.engine.steps_done
+        started, first = time.perf_counter(), self.engine.steps_done
         self.events.emit("run", first_step=first, pid=os.getpid(), config=to_values(self.config))
         if self.engine.resumed_from is not None:
             self.console.print(f"Continuing after step {first:,}, the newest that is whole.")
-        before = self.validate()
-        stopped = self.take_steps()
-        self.make_durable()
-        seconds = format_seconds(time.perf_counter() - started)
-        if stopped:
-            self.report_stop(stopped)
+        start = self.validate()
+        if start is not None:
+            self.console.print(f"Validation loss {start['loss']:.3f} at step {first:,}.")
+        signal_name = self.take_steps()
+        if signal_name:
+            self.report_stop(signal_name)
         else:
-            self.report_end(before, seconds)
-        say_how_to_go_on(self.console, self.config, extend=not stopped)
+            self.report_end(start, time.perf_counter() - started)
+        say_how_to_go_on(self.console, self.config, extend=not signal_name)
 
     def take_steps(self) -> str:
-        """Train to the last step; the name of the signal if one asked to stop before."""
+        """Train to the last step and commit it; the name of the signal if one asked to stop before."""
+        every = self.config.durability.every
         panel = TrainingPanel(
             self.console,
             title=self.config.run.dir,
-            steps=self.steps,
+            steps=self.config.train.steps,
             host_budget=self.engine.preflight.host_budget,
-            commit_every=self.config.durability.every,
+            commit_every=every,
         )
         with panel, StopRequest(panel.announce_stop) as stop:
-            while self.engine.steps_done < self.steps and not stop.requested:
-                self.engine.step(next(self.engine.loader))
-                panel.step(self.engine.last | {"durable_step": self.engine.durable_step})
-            if self.config.durability.every:
+            while self.engine.steps_done < self.config.train.steps and not stop.requested:
+                self.engine.step(next(self.loader))
+                panel.step(self.engine.last)
+            if every:
                 self.engine.save()
                 panel.durable(self.engine.durable_step)
         return stop.requested
 
     def validate(self) -> dict[str, Any] | None:
         """The loss on held-out text now, as an event; None where no text is held out."""
-        samples = held_out(self.corpus)
+        samples = held_out_samples(self.corpus)
         if not samples:
             return None
-        loss = self.engine.evaluate(micro_batches_of(samples, self.config.train.micro_batch_size))
-        event = {"step": self.engine.steps_done, "loss": loss}
+        batches = micro_batches_of(samples, self.config.train.micro_batch_size)
+        event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
         self.events.emit("validation", **event)
-        self.console.print(f"Validation loss {loss:.3f} at step {event['step']:,}.")
         return event
+
+    def report_stop(self, signal_name: str) -> None:
+        done, durable = self.engine.steps_done, self.engine.durable_step
+        self.events.emit("stopped", signal=signal_name, step=done, durable_step=durable)
+        self.console.print(f"Stopped by {signal_name} after step {done:,}, {self.kept()}.")
+
+    def kept(self) -> str:
+        if self.engine.durable_step == self.engine.steps_done:
+            return "which is durable"
+        return "and nothing was committed: durability.every is 0"
+
+    def report_end(self, start: dict[str, Any] | None, seconds: float) -> None:
+        done = self.engine.steps_done
+        self.console.print(
+            f"Finished step {done:,} of {done:,}, {self.kept()}, after {format_seconds(seconds)}."
+        )
+        end = self.validate()
+        if start is not None and end is not None:
+            first = first_validation(self.events.path) or start
+            self.console.print(
+                f"Validation loss {end['loss']:.3f}; it was {first['loss']:.3f} at step {first['step']:,}, "
+                f"and guessing a byte has {math.log(256):.3f}."
+            )
+        text = write_sample(self.engine, self.config)
+        self.events.emit(
+            "finished", step=done, durable_step=self.engine.durable_step, seconds=seconds, sample=text
+        )
+        print_sample(self.console, PROMPT, text)
+
+
+def refuse_another_run(run: Path, config: Config) -> None:
+    """Raise ``RunMismatch`` if ``run`` was trained with something else that a run cannot change."""
+    stored = stored_config(run)
+    difference = None if stored is None else first_difference(stored, config)
+    if difference is not None:
+        key, before, now = difference
+        raise RunMismatch(
+            f"{run} is another run: its {key} is {before!r}, and {now!r} was asked for. Give the same value, "
+            "or another directory with --set run.dir=..."
+        )
+
+
+def store_configuration(run: Path, config: Config) -> None:
+    """Keep the resolved configuration in the run's directory, durably."""
+    disk = Disk(run)
+    disk.makedirs("")
+    write_durably(disk, CONFIGURATION, to_toml(config).encode(), why="configuration")
+
+
+def newest_step(config: Config) -> int:
+    """The newest step that the run's directory has, 0 if none; the engine finds out whether it is whole."""
+    try:
+        newest = LocalStore.read(config.offload.ssd or config.run.dir).head()
+    except (NoCommit, Damaged):
+        return 0
+    return 0 if newest is None else newest.step
+
+
+def seed_all(seed: int) -> None:
+    """The global generators: part of every commit, so that the same run twice commits the same bits."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def decoder_config(config: Config) -> DecoderConfig:
+    model = config.model
+    return DecoderConfig(
+        blocks=model.blocks,
+        width=model.width,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        context=model.context,
+        dropout=model.dropout,
+    )
+
+
+def make_optimizer(model: Decoder, config: Config) -> torch.optim.AdamW:
+    """Weight decay on matrices, none on norms (by dimension) and none on the embedding."""
+    named = list(model.named_parameters())
+    decayed = [p for name, p in named if p.dim() >= 2 and name != "embed.weight"]
+    others = [p for name, p in named if p.dim() < 2 or name == "embed.weight"]
+    return torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": config.train.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=config.train.learning_rate,
+        betas=(0.9, 0.95),
+    )
+
+
+def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
+    """Of the highest rate, at ``step`` (from 0): linear warm-up, then a cosine down to a tenth at ``steps``.
+
+    >>> [round(learning_rate_factor(step, 2, 10), 3) for step in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.55, 0.1]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def held_out_samples(corpus: Corpus) -> list[dict[str, Tensor]]:
+    count = min(VALIDATION_SAMPLES, len(corpus.validation))
+    return [corpus.validation[place * len(corpus.validation) // count] for place in range(count)]
+
+
+def first_validation(path: Path | None) -> dict[str, Any] | None:
+    """The validation before the run's first step, whichever sitting it was in."""
+    events = read_events(path) if path is not None and path.exists() else iter(())
+    found = (event for event in events if event["event"] == "validation" and event["step"] == 0)
+    return next(found, None)
+
+
+def write_sample(engine: Engine, config: Config) -> str:
+    """What the model writes after ``PROMPT``; its bytes are read as UTF-8 where they are that."""
+    tokens = torch.tensor([list(PROMPT.encode())])
+    made = engine.generate(
+        tokens, SAMPLE_BYTES, temperature=TEMPERATURE, seed=config.run.seed, context=config.model.context
+    )
+    return bytes(made[0, tokens.shape[1] :].tolist()).decode(errors="replace")

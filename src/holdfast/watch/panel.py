@@ -7,13 +7,14 @@ powers of two. The picture fits 80 columns.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -34,7 +35,8 @@ BARS = "▁▂▃▄▅▆▇█"
 class TrainingPanel:
     """A context manager around the training loop; call ``step`` after each step.
 
-    ``steps`` is where the run ends, ``host_budget`` bytes (None: no limit is known).
+    ``steps`` is where the run ends, ``host_budget`` bytes (None: no limit is known), ``commit_every`` steps
+    (0: never).
     """
 
     def __init__(
@@ -44,10 +46,13 @@ class TrainingPanel:
         title: str,
         steps: int,
         host_budget: int | None = None,
+        commit_every: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.console, self.title, self.steps, self.host_budget = console, title, steps, host_budget
+        self.commit_every = commit_every
         self._clock = clock
+        self._stopping = ""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._losses: list[float] = []
         self._printed = float("-inf")
@@ -55,7 +60,7 @@ class TrainingPanel:
 
     def __enter__(self) -> TrainingPanel:
         if self.console.is_terminal:
-            self._live = Live(console=self.console, refresh_per_second=4, transient=False)
+            self._live = Live(get_renderable=self.picture, console=self.console, refresh_per_second=4)
             self._live.start()
         return self
 
@@ -71,10 +76,19 @@ class TrainingPanel:
             self.note(f"step {event['step']} was skipped: {reason}")
         elif event.get("loss") is not None:
             self._losses.append(float(event["loss"]))
-        if self._live is not None:
-            self._live.update(self.picture())
-        elif self._is_due(event["step"]):
+        if self._live is None and self._is_due(event["step"]):
             self.console.print(self.line(), soft_wrap=True, highlight=False)
+
+    def durable(self, step: int) -> None:
+        """Show that ``step`` became durable after the last event."""
+        if self._recent:
+            self._recent[-1] = self._recent[-1] | {"durable_step": step}
+
+    def announce_stop(self, text: str) -> None:
+        """Show that the run is about to stop. Takes no lock, so a signal handler may call it."""
+        self._stopping = text
+        if self._live is None:
+            os.write(2, text.encode() + b"\n")
 
     def note(self, text: str) -> None:
         """A line that stays: above the picture, or among the lines."""
@@ -87,11 +101,13 @@ class TrainingPanel:
             f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  loss {number(event.get('loss'))}  "
             f"{self._per_second('tokens'):,.0f} tokens/s  read {self._gigabytes('read_bytes')}  "
             f"write {self._gigabytes('written_bytes')}  memory {self._memory()}  "
-            f"durable {event.get('durable_step', '-')}  {format_seconds(self.seconds_left())} left"
+            f"durable {durable_step(event)}  {format_seconds(self.seconds_left())} left"
         )
 
-    def picture(self) -> Panel:
-        """The last steps in a box."""
+    def picture(self) -> RenderableType:
+        """The last steps in a box; nothing before the first."""
+        if not self._recent:
+            return ""
         event = self._recent[-1]
         bar = Table.grid(padding=(0, 2), expand=True)
         bar.add_column(ratio=1)
@@ -107,7 +123,11 @@ class TrainingPanel:
         for row in self._rows(event):
             rows.add_row(*row)
         title = Text.assemble((self.title, "bold"), f"  step {event['step']} of {self.steps}")
-        return Panel(Group(bar, "", rows), title=title, title_align="left", padding=(0, 2))
+        stopping = Text(self._stopping, style="yellow")
+        body = Group(bar, "", rows)
+        return Panel(
+            body, title=title, title_align="left", subtitle=stopping, subtitle_align="left", padding=(0, 2)
+        )
 
     def seconds_left(self) -> float:
         """At the pace of the recent steps."""
@@ -115,22 +135,26 @@ class TrainingPanel:
         return seconds * (self.steps - self._recent[-1]["step"])
 
     def _rows(self, event: dict[str, Any]) -> list[tuple[str, str, str]]:
-        behind = event["step"] - (event.get("durable_step") or 0)
+        norm, rate = number(event.get("grad_norm")), number(_first(event.get("learning_rate")))
         return [
             ("loss", number(event.get("loss")), sparkline(self._losses, 36)),
-            (
-                "speed",
-                f"{self._per_second('tokens'):,.0f} tokens/s",
-                f"gradient norm {number(event.get('grad_norm'))}, rate {number(event.get('learning_rate'))}",
-            ),
+            ("speed", f"{self._per_second('tokens'):,.0f} tokens/s", f"gradient norm {norm}, rate {rate}"),
             ("SSD", f"read  {self._gigabytes('read_bytes')}", f"write {self._gigabytes('written_bytes')}"),
             ("memory", self._memory(), memory_bar(event.get("host_bytes"), self.host_budget, 20)),
-            (
-                "durable",
-                f"step {event.get('durable_step', '-')}",
-                "survives power loss" if behind <= 0 else f"{behind} behind, on its way to the disk",
-            ),
+            ("durable", f"step {durable_step(event)}", self._durability(event)),
         ]
+
+    def _durability(self, event: dict[str, Any]) -> str:
+        behind = event["step"] - durable_step(event)
+        if self.commit_every == 0:
+            return "commits are off (durability.every = 0)"
+        if behind <= 0:
+            return "survives power loss"
+        return (
+            f"{behind} behind; a commit every {self.commit_every}"
+            if self.commit_every > 1
+            else f"{behind} behind"
+        )
 
     def _is_due(self, step: int) -> bool:
         now = self._clock()
@@ -149,6 +173,16 @@ class TrainingPanel:
     def _memory(self) -> str:
         used = format_bytes(self._recent[-1].get("host_bytes") or 0)
         return used if self.host_budget is None else f"{used} of {format_bytes(self.host_budget)}"
+
+
+def durable_step(event: dict[str, Any]) -> int:
+    """The newest durable step at ``event``; 0, the beginning, if there is none."""
+    return max(event.get("durable_step") or 0, 0)
+
+
+def _first(value: Any) -> float | None:
+    """A learning rate may be given for each group of parameters."""
+    return next(iter(value), None) if isinstance(value, (list, tuple)) else value
 
 
 def number(value: float | None) -> str:

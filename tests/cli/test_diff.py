@@ -7,116 +7,131 @@ import struct
 import numpy as np
 import pytest
 
-import tiny_run
 from holdfast.cli.diff import CHUNK, compare_bytes
-from tiny_run import TENSORS, TinyRun
+from holdfast.io.queue import IOQueue
+from holdfast.store.layout import Layout
+from holdfast.store.local import LocalStore
+from tiny_run import index_of
+
+NAMES = {"float32": "F32", "float16": "F16", "int64": "I64", "uint8": "U8"}
 
 
-def make(root, steps=2, **kwargs):
-    with TinyRun(root, **kwargs) as tiny:
-        for _ in range(steps):
-            tiny.take_step()
+def values(step=2, **changed):
+    """Six tensors as they are at ``step``."""
+    rng = np.random.default_rng(step)
+    made = {f"w{i}/param": rng.normal(size=(i + 1, 3)).astype(np.float32) for i in range(5)}
+    made["clock/step"] = np.int64(step)
+    return made | changed
+
+
+def write_run(root, *steps, divided=False, progress=None):
+    """A run whose n-th commit holds the n-th of ``steps``, in one file or in one for each tensor."""
+    tensors = {key: np.asarray(value) for key, value in steps[0].items()}
+    units = {f"unit{i}": [key] for i, key in enumerate(tensors)} if divided else {"all": list(tensors)}
+    rows = {
+        unit: [(key, NAMES[tensors[key].dtype.name], tensors[key].shape) for key in keys]
+        for unit, keys in units.items()
+    }
+    queue = IOQueue(1)
+    store = LocalStore.open(root, queue=queue, direct=False)
+    store.begin(None)
+    made = {name: store.unit(name, Layout.build(row), 3) for name, row in rows.items()}
+    index = store.put_index(index_of(rows))
+    for unit in made.values():
+        unit.create()
+    for number, step in enumerate(steps, 1):
+        files = {name: write_unit(unit, step) for name, unit in made.items()}
+        store.publish(number, files, index, {"position": number} if progress is None else progress)
+    store.close()
+    queue.close()
     return root
 
 
+def write_unit(unit, tensors):
+    image = bytearray(unit.layout.header.ljust(unit.layout.file_bytes, b"\0"))
+    for entry in unit.layout.entries:
+        if entry.key in tensors:
+            image[entry.offset : entry.end] = np.asarray(tensors[entry.key]).tobytes()
+    generation = unit.acquire()
+    written = unit.write(generation, memoryview(image), kind="state", phase="update", priority=0)
+    return generation, written.result(30)
+
+
 @pytest.fixture
-def pair(tmp_path):
-    return make(tmp_path / "a"), make(tmp_path / "b")
+def run(tmp_path):
+    return write_run(tmp_path / "a", values(1), values(2))
 
 
-def test_two_runs_of_the_same_steps_are_equal(pair, holdfast):
-    result = holdfast("diff", *pair)
+def test_two_runs_of_the_same_steps_are_equal(run, tmp_path, holdfast):
+    other = write_run(tmp_path / "b", values(1), values(2))
+    result = holdfast("diff", run, other)
     assert result.code == 0
-    assert "equal: 6 tensors" in result.out
-    found = json.loads(holdfast("diff", *pair, "--json").out)
-    assert found["equal"] is True
-    assert found["compared"] == 6
+    assert "equal: 6 tensors, 188 B, bit for bit" in result.out
+    found = json.loads(holdfast("diff", run, other, "--json").out)
+    assert (found["equal"], found["compared"], found["bytes"]) == (True, 6, 188)
     assert found["progress"] == []
 
 
-def test_a_commit_equals_itself_whatever_the_division_into_files(tmp_path, holdfast):
-    joined = {"all": [row for rows in TENSORS.values() for row in rows]}
-    a, b = make(tmp_path / "a"), make(tmp_path / "b", tensors=joined)
-    assert holdfast("diff", a, b).code == 0
+def test_the_division_into_files_makes_no_difference(run, tmp_path, holdfast):
+    other = write_run(tmp_path / "b", values(1), values(2), divided=True)
+    assert holdfast("diff", run, other).code == 0
 
 
-def test_other_steps_differ_and_exit_1(pair, holdfast):
-    result = holdfast("diff", pair[0], f"{pair[1]}@1")
+def test_other_steps_differ_and_exit_1(run, holdfast):
+    result = holdfast("diff", run, f"{run}@1")
     assert result.code == 1
-    assert "different: 5 of 6 tensors" in result.out
-    assert "b.weight/exp_avg" in result.out
+    assert "different: 6 of 6 tensors" in result.out
+    assert "clock/step" in result.out
 
 
-def test_one_changed_tensor_is_named_with_its_largest_difference(tmp_path, holdfast, monkeypatch):
-    a = make(tmp_path / "a")
-    ordinary = tiny_run.content
-
-    def changed(key, step, nbytes):
-        data = bytearray(ordinary(key, step, nbytes))
-        if key == "b.weight/exp_avg" and step == 2:
-            data[:8] = struct.pack("<2f", 1.5, -0.0)
-        return bytes(data)
-
-    def base(key, step, nbytes):
-        data = bytearray(ordinary(key, step, nbytes))
-        if key == "b.weight/exp_avg" and step == 2:
-            data[:8] = struct.pack("<2f", 1.0, 0.0)
-        return bytes(data)
-
-    monkeypatch.setattr(tiny_run, "content", base)
-    a = make(tmp_path / "base")
-    monkeypatch.setattr(tiny_run, "content", changed)
-    b = make(tmp_path / "changed")
-    found = holdfast("diff", a, b, "--json")
+def test_one_changed_tensor_is_named_with_its_largest_difference(run, tmp_path, holdfast):
+    changed = values(2)["w3/param"].copy()
+    changed[2, 1] += 0.5
+    other = write_run(tmp_path / "b", values(1), values(2, **{"w3/param": changed}))
+    found = holdfast("diff", run, other, "--json")
     assert found.code == 1
     [row] = json.loads(found.out)["different"]
-    assert row == {"atom": "b.weight/exp_avg", "elements": 4099, "differing": 2, "largest": 0.5}
-    text = holdfast("diff", a, b).out
-    assert "2 of 4,099" in text
-    assert "0.5" in text
+    assert (row["atom"], row["elements"], row["differing"]) == ("w3/param", 12, 1)
+    assert row["largest"] == pytest.approx(0.5)
+    line = holdfast("diff", run, other).out.splitlines()[-1]
+    assert line.split() == ["w3/param", "1", "of", "12", "0.5"]
 
 
-def test_tensors_that_only_one_has_or_of_another_kind_differ(tmp_path, holdfast):
-    other = {
-        "block_0": [("a.weight/param", "F32", (7, 5)), ("a.weight/exp_avg", "F32", (5, 7))],
-        "block_1": [*TENSORS["block_1"], ("d.weight/param", "U8", (3,))],
-    }
-    a, b = make(tmp_path / "a"), make(tmp_path / "b", tensors=other)
-    result = holdfast("diff", a, b)
+def test_tensors_that_only_one_has_or_of_another_kind_differ(run, tmp_path, holdfast):
+    tensors = values(2, **{"new/param": np.zeros(3, np.uint8), "w1/param": np.zeros((3, 2), np.float32)})
+    del tensors["w2/param"]
+    other = write_run(tmp_path / "b", tensors, tensors)
+    result = holdfast("diff", run, other)
     assert result.code == 1
-    assert "only in a: a.step/step" in result.out
-    assert "only in b: d.weight/param" in result.out
-    assert "another kind: a.weight/param is F32 [5, 7] in a, F32 [7, 5] in b" in result.out
-    found = json.loads(holdfast("diff", a, b, "--json").out)
+    assert "only in a: w2/param" in result.out
+    assert "only in b: new/param" in result.out
+    assert "another kind: w1/param is F32 [2, 3] in a, F32 [3, 2] in b" in result.out
+    found = json.loads(holdfast("diff", run, other, "--json").out)
     assert (found["equal"], found["compared"], found["different"]) == (False, 4, [])
 
 
-def test_progress_that_differs_is_told_beside_equal_tensors(tmp_path, holdfast):
-    a, b = make(tmp_path / "a"), tmp_path / "b"
-    with TinyRun(b) as tiny:
-        tiny.take_step()
-        files = {name: (unit.acquire(), None) for name, unit in tiny.units.items()}
-        files = {n: (g, tiny.write(tiny.units[n], g, 2)) for n, (g, _) in files.items()}
-        tiny.store.publish(2, tiny.fixed | files, tiny.index, {"step": 2, "loader": 7})
-    result = holdfast("diff", a, b)
+def test_progress_that_differs_is_told_beside_equal_tensors(run, tmp_path, holdfast):
+    other = write_run(tmp_path / "b", values(1), values(2), progress={"position": 2, "loader": 7})
+    result = holdfast("diff", run, other)
     assert result.code == 0
     assert "The progress beside them differs in: loader" in result.out
 
 
 def test_long_lists_are_cut_for_people_and_whole_in_json(tmp_path, holdfast):
-    rows = {"many": [(f"w{i:02}/param", "F32", (2,)) for i in range(30)]}
-    a = make(tmp_path / "a", tensors=rows)
-    result = holdfast("diff", f"{a}@1", a)
+    steps = [{f"w{i:02}/param": np.full(2, step, np.float32) for i in range(30)} for step in (1, 2)]
+    run = write_run(tmp_path / "many", *steps)
+    result = holdfast("diff", f"{run}@1", run)
     assert result.out.count("/param") == 20
     assert "... and 10 more; --json lists all" in result.out
-    assert len(json.loads(holdfast("diff", f"{a}@1", a, "--json").out)["different"]) == 30
+    assert len(json.loads(holdfast("diff", f"{run}@1", run, "--json").out)["different"]) == 30
 
 
-def test_damage_is_no_difference(pair, holdfast):
-    for path in (pair[1] / "data").glob("block_0.*"):
+def test_damage_is_no_difference(run, tmp_path, holdfast):
+    other = write_run(tmp_path / "b", values(1), values(2))
+    for path in (other / "data").iterdir():
         path.write_bytes(bytes(path.stat().st_size))
-    result = holdfast("diff", *pair)
-    assert result.code == 1
+    result = holdfast("diff", run, other)
+    assert (result.code, result.out) == (1, "")
     assert result.err.startswith("error: ")
     assert "checksum" in result.err
 

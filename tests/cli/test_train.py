@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.cli import announce, machine, stop
-from holdfast.cli.train import learning_rate_factor
+from holdfast.cli.build import learning_rate_factor
 from holdfast.config import load_config
 from holdfast.events import read_events
 

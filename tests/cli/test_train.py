@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import termios
 import time
 
 import pytest
@@ -321,6 +322,18 @@ def test_free_memory_is_what_the_machine_and_the_container_allow(tmp_path, memin
 
 def test_a_machine_without_proc_still_has_memory(tmp_path):
     assert machine.free_host_bytes(tmp_path, tmp_path) > 2**20
+
+
+def test_a_stop_request_hides_control_keys_and_gives_them_back(monkeypatch):
+    leader, follower = os.openpty()
+    monkeypatch.setattr(stop, "TERMINAL", follower)
+    before = termios.tcgetattr(follower)
+    assert before[3] & termios.ECHOCTL
+    with stop.StopRequest(lambda _: None):
+        assert not termios.tcgetattr(follower)[3] & termios.ECHOCTL
+    assert termios.tcgetattr(follower) == before
+    os.close(leader)
+    os.close(follower)
 
 
 def test_a_stop_request_gives_the_signals_back():

@@ -81,7 +81,8 @@ def test_show_tells_where_a_commit_came_from_and_what_it_holds(run, holdfast):
     assert result.code == 0
     for text in ("step         3", "1, from the beginning", "4,145 in 3 tensors", "a.weight", "5x7"):
         assert text in result.out, text
-    assert "param F32, exp_avg F32" in result.out
+    assert "F32 param exp_avg" in result.out
+    assert "BF16 param, F32 exp_avg" in result.out
 
 
 def test_show_an_older_step_by_number(run, holdfast):

@@ -143,14 +143,10 @@ def _atom_table(atoms: list[dict[str, Any]]) -> Table:
     for atom in sorted(atoms, key=lambda atom: atom["slot"] != "param"):
         by_name.setdefault(atom["name"], []).append(atom)
     for name, slots in by_name.items():
-        shape = slots[0]["shape"]
-        held = (f"{a['slot']} {a['dtype']}" + ("" if a["shape"] == shape else f" {_shape(a)}") for a in slots)
-        table.add_row(escape(name), _shape(slots[0]), ", ".join(held))
+        dtypes = dict.fromkeys(atom["dtype"] for atom in slots)
+        held = (f"{kind} " + " ".join(a["slot"] for a in slots if a["dtype"] == kind) for kind in dtypes)
+        table.add_row(escape(name), "x".join(map(str, slots[0]["shape"])) or "scalar", ", ".join(held))
     return table
-
-
-def _shape(atom: dict[str, Any]) -> str:
-    return "x".join(map(str, atom["shape"])) or "scalar"
 
 
 def _verify_showing_progress(reader: RunReader, manifest: Any, *, quiet: bool) -> list[Damaged]:

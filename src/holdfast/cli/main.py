@@ -34,7 +34,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in
 @app.command()
 def train(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="The run; every key has a default.")
+        Path | None, typer.Argument(metavar="CONFIG.toml", help="The run; every key has a default.")
     ] = None,
     sets: Annotated[
         list[str] | None,

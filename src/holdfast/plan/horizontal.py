@@ -55,7 +55,8 @@ def _backward(s: Schedule, block: int, m: int, uploaded: Key) -> None:
     if is_last:
         given = (*given, *inputs.leave(s, m))
     else:
-        needs, given = (inputs.fetch(s, "backward", block, m),), (*given, *inputs.used(s, "backward", block, m))
+        needs = (inputs.fetch(s, "backward", block, m),)
+        given = (*given, *inputs.used(s, "backward", block, m))
     key = s.compute(
         Key("backward", block, m),
         needs=(uploaded, *needs, *((gradients.upload(s, block, m),) if m else ())),

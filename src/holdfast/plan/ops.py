@@ -3,8 +3,8 @@
 A schedule is a list of ``Op``. The same list is executed by the engine, timed by the simulator, counted
 against the traffic formulas and drawn as a timeline. An operation names what it waits for by key, in this
 step (``needs``) or in an earlier one (``needs_previous``: the latest earlier step that had the key, nothing
-if none had). The list is in topological order, and its order is the priority among operations that are
-ready for the same lane.
+if none had). The list is in topological order. Of the operations that are ready for a lane, those of the
+smallest ``priority`` go first, then those of the earlier step, then the earlier in the list.
 
 Computations run one after another, in list order: each needs the one before it. So sums are added in one
 order whatever arrives first, and an operation that waits for a computation waits for all before it.
@@ -25,6 +25,9 @@ UPLOAD, DOWNLOAD = "upload", "download"  # host to device, device to host
 UPDATE, COMMIT = "update", "commit"
 LANES = (COMPUTE, SSD_READ, SSD_WRITE, UPLOAD, DOWNLOAD, UPDATE, COMMIT)
 """What an operation occupies. Lanes run side by side."""
+
+NOW, SOON, LATER = 0, 1, 2
+"""Priorities: what a computation will wait for; what only an update waits for; what only a commit does."""
 
 
 class Key(NamedTuple):
@@ -64,6 +67,7 @@ class Op:
     needs_previous: tuple[Key, ...] = ()
     takes: tuple[Hold, ...] = ()
     gives: tuple[tuple, ...] = ()
+    priority: int = NOW
 
 
 def traffic(ops: Iterable[Op]) -> Counter[tuple[str, str]]:

@@ -1,10 +1,10 @@
 """Slots: how a schedule's memory stays bounded.
 
 A schedule says what each operation produces and consumes, and how many buffers a class may have
-(``Hold.slots``). ``with_slots`` turns that into dependencies: the i-th buffer of a class may be taken when the
-one that is the i-th but ``slots`` to be given back has been, in this step or in the previous one. Whatever the
-speeds of the lanes, no more are ever held (each taken buffer beyond ``slots`` is matched with one given
-back), so the bound of ``memory.py`` needs no simulation.
+(``Hold.slots``). ``with_slots`` turns that into dependencies: in list order, take number i of a class waits for
+give number i - slots, of this step or of the previous one. Each buffer taken beyond ``slots`` is so matched
+with one given back: whatever the speeds of the lanes, no more are ever held, and the bound of ``memory.py``
+needs no simulation.
 """
 
 from __future__ import annotations

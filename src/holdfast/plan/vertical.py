@@ -48,9 +48,7 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
 
 def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     """The operations of an evaluation: the forward passes, with nothing kept and nothing updated."""
-    s = Schedule(
-        work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False
-    )
+    s = Schedule(work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False)
     there = params.load(s, "evaluate", 0)
     for block in range(s.count):
         uploaded, there = there, params.load(s, "evaluate", block + 1) if block < s.last else there
@@ -117,9 +115,8 @@ def _backward(s: Schedule, block: int, uploaded: Key) -> None:
         )
         if block:
             inputs.keep_grad(s, block, m, key)
-    if is_last:
-        key = updates.check_losses(s)
-    gradients.hand_over(s, block, key, gradients.host_buffer(s, block))
+    summed = updates.check_losses(s) if is_last else Key("backward", block, final)
+    gradients.hand_over(s, block, summed, gradients.host_buffer(s, block))
 
 
 def _fetched(s: Schedule, block: int, m: int) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:

@@ -19,8 +19,8 @@ PARAM_SLOTS = 2
 """Working copies loaded at once, on the host and on the device each: the one that computes and the next."""
 STATE_SLOTS = 3
 """Optimizer states in memory at once: being read, updated, written."""
-GRAD_SLOTS = 3
-"""Blocks whose gradients are on the host at once, unless they stay: accumulating, waiting, being consumed."""
+GRAD_SLOTS = 2
+"""Blocks whose gradients are on the host at once, unless they stay: being summed, being consumed."""
 UPDATED_SLOTS = 2
 """Updated working copies on their way to the SSD."""
 INPUT_SLOTS = 4

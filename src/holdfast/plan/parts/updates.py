@@ -31,6 +31,7 @@ def update_block(s: Schedule, block: int, *after: Key) -> None:
             nbytes=b.state_bytes,
             needs_previous=previous,
             takes=(Hold(image, b.image_bytes, slots=STATE_SLOTS),),
+            priority=ops.SOON,
         )
         needs, previous = (*needs, load), ()
     ready, used = gradients.consume(s, block)
@@ -68,6 +69,7 @@ def store_state(s: Schedule, block: int, *after: Key, gives: tuple[tuple, ...] =
         needs=after,
         needs_previous=(Key("commit"),) if after else (Key("update", block), Key("commit")),
         gives=gives,
+        priority=ops.LATER,
     )
 
 
@@ -118,6 +120,7 @@ def store_resident(s: Schedule, *after: Key) -> None:
         nbytes=s.work.resident_state_bytes,
         needs=after,
         needs_previous=(Key("commit"),) if after else (Key("update_resident"), Key("commit")),
+        priority=ops.LATER,
     )
 
 

@@ -107,13 +107,15 @@ def test_a_failed_group_ends_only_when_none_of_its_transfers_is_under_way():
 
 
 class Slow:
-    """Reads when the gate of another file opens."""
+    """Moves when the gate of another file opens."""
 
     def __init__(self, file):
         self.file = file
 
     def read(self, view, offset):
         assert self.file.gate.wait(10)
+
+    write = read
 
 
 def test_what_has_not_begun_can_be_cancelled(queue):
@@ -148,8 +150,7 @@ def test_reads_go_on_while_writes_hold_all_threads_they_may():
     queue = IOQueue(threads=2)
     file, other = Fake(), Fake()
     other.gate.set()
-    writes = [submit(queue, [request(file, i, write=True)]) for i in range(3)]
-    file.entered.wait(10)
+    writes = [submit(queue, [request(Slow(file), i, write=True)]) for i in range(3)]
     assert submit(queue, [request(other, 0)], priority=9).result(10) is None
     file.gate.set()
     for future in writes:

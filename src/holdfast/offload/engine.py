@@ -295,7 +295,9 @@ class Engine:
         for unit in self._parts.all_units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
+        queue = self._run.store.queue
         self._run.store.close()
+        queue.close()
         self._run.residency.pool.close()
         self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step)
 

@@ -57,6 +57,7 @@ class Runtime:
     patch: Patch
     block_units: list[StoredUnit]
     resident_unit: StoredUnit
+    frozen_units: dict[str, StoredUnit]
     newest: dict[str, Stored]
     """By unit name: what the next commit refers to."""
     frozen: dict[str, Stored]

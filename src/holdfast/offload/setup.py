@@ -253,6 +253,7 @@ class Builder:
             patch=Patch(parts.blocks),
             block_units=[self.stored[unit.name] for unit in parts.units],
             resident_unit=self.stored[resident.name],
+            frozen_units=self.stored_frozen,
             newest=self.newest,
             frozen=self.frozen,
             param_scratch=self.store.scratch("params", params) if params else None,
@@ -275,7 +276,7 @@ class Builder:
             for index, unit in enumerate([*self.parts.units, self.parts.resident]):
                 values = materialise(self.parts, unit, unit_modules(self.parts, unit), init, seed)
                 state, frozen = self._image(run, index), self._frozen_image(unit)
-                unit.write_images(values, as_tensor(state), as_tensor(frozen) if frozen else torch.empty(0, dtype=torch.uint8))
+                unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
                 del values
                 self._write(unit, self.stored[unit.name], state, self.newest)
                 if frozen is not None:

@@ -166,19 +166,17 @@ class Unit:
                 source = self.frozen_view(frozen, member.name)
             self.copy_view(copy, member).copy_(source)
 
-    def write_images(self, values: dict[str, torch.Tensor], state: torch.Tensor, frozen: torch.Tensor) -> None:
+    def write_images(
+        self, values: dict[str, torch.Tensor], state: torch.Tensor, frozen: torch.Tensor | None
+    ) -> None:
         """Fill fresh images: parameters from ``values`` by name, everything else zero."""
-        for layout, image in ((self.layout, state), (self.frozen_layout, frozen)):
-            image.zero_()
-            header = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-            image[: len(header)].copy_(header)
-        for member in self.members:
-            view = (
-                self.state_view(state, member.name, "param")
-                if member.trained
-                else self.frozen_view(frozen, member.name)
-            )
-            view.copy_(values[member.name].detach())
+        state.zero_()
+        for member in self.trained:
+            self.state_view(state, member.name, "param").copy_(values[member.name])
+        if frozen is not None:
+            frozen.zero_()
+            for member in self.frozen:
+                self.frozen_view(frozen, member.name).copy_(values[member.name])
         self.write_buffers(state)
 
     def write_buffers(self, state: torch.Tensor) -> None:

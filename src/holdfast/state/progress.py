@@ -61,9 +61,9 @@ def decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if "__tensor__" in value:
-        raw = torch.frombuffer(bytearray(base64.b64decode(value["bytes"])) or bytearray(1), dtype=torch.uint8)
-        dtype = FROM_NAME[value["__tensor__"]]
-        return raw[: len(raw) // dtype.itemsize * dtype.itemsize].view(dtype).reshape(value["shape"])
+        dtype, raw = FROM_NAME[value["__tensor__"]], bytearray(base64.b64decode(value["bytes"]))
+        made = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+        return made.reshape(value["shape"])
     if "__array__" in value:
         return decode(value["__array__"]).numpy()
     if "__tuple__" in value:
@@ -75,8 +75,9 @@ def decode(value: Any) -> Any:
 
 def random_state() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's global generators (and of every CUDA device in use)."""
-    state = {
-        "python": random.getstate(),
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
     }
@@ -87,7 +88,8 @@ def random_state() -> dict[str, Any]:
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Set the global generators to ``state``; CUDA states go to as many devices as there are."""
-    random.setstate(state["python"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     for device, cuda_state in enumerate(state.get("cuda", ())):

@@ -17,12 +17,12 @@ from typing import Any
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import EngineFailed, NoCommit, StaleCommit
+from holdfast.errors import Damaged, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
-from holdfast.store.files import AnyDisk, write_durably
+from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.generations import Unit
 from holdfast.store.layout import Layout
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index
 from holdfast.store.retention import dropped
@@ -97,7 +97,8 @@ class LocalStore(RunReader):
     def begin(self, fork: Manifest | None) -> int:
         """Open a timeline that continues ``fork`` (None: from nothing); durable before this returns.
 
-        Retires what an earlier process had no time to retire. Verify ``fork`` before.
+        Retires what an earlier process had no time to retire, and repairs timeline records. Verify
+        ``fork`` before.
         """
         self._check_writer()
         record = Timeline(
@@ -111,7 +112,8 @@ class LocalStore(RunReader):
             write_durably(self.disk, record.path, record.encode(), why="timeline")
             failpoints.reach("after_timeline_opened")
             self.timeline, self._fork = record.id, record
-            self._timelines, _ = self.timelines()
+            self._timelines, damaged = self.timelines()
+            self._repair(damaged)
             self._retire()
         return record.id
 
@@ -231,7 +233,7 @@ class LocalStore(RunReader):
         return ref
 
     def _write_manifest(self, manifest: Manifest) -> None:
-        temporary = manifest.path + ".tmp"
+        temporary = manifest.path + TEMPORARY
         self.disk.write_bytes(temporary, manifest.encode())
         failpoints.reach("after_manifest_write")
         self.disk.sync(temporary, why="manifest")
@@ -271,11 +273,18 @@ class LocalStore(RunReader):
             manifests = list(self._retained.values())
         return {file.path for manifest in manifests if manifest for file in manifest.files.values()}
 
+    def _repair(self, damaged: list[Damaged]) -> None:
+        """Write the timeline records anew that are damaged and that manifests say as well."""
+        lost = {error.path for error in damaged}
+        for record in self._timelines.values():
+            if record.path in lost:
+                write_durably(self.disk, record.path, record.encode(), why="timeline")
+
     def _sweep(self) -> None:
         """Remove what an earlier process left half-made: our temporary files and our scratch."""
         for directory in ("commits", "index", "timelines"):
             for name in self.disk.listdir(directory):
-                if name.endswith(".json.tmp"):
+                if name.endswith(TEMPORARY) and is_ours(directory, name.removesuffix(TEMPORARY)):
                     self.disk.unlink(f"{directory}/{name}")
         for name in self.disk.listdir("scratch"):
             if name.endswith(".bin"):

@@ -1,7 +1,7 @@
 """Verifying: whether every byte that a commit stands for is still as it was written.
 
-Sizes are bytes. The manifest, its timelines, its index and every block of every file are read again, with
-direct I/O, so that it is the disk that answers and not the page cache. Nothing is changed.
+Sizes are bytes. The manifest, its timeline's record, its index and every block of every file are read again,
+the blocks with direct I/O, so that it is the disk that answers and not the page cache. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import OpenFile
 from holdfast.store.generations import corrupt
 from holdfast.store.layout import CHECKSUM_BLOCK, block_spans
-from holdfast.store.manifest import FileRef, Manifest
+from holdfast.store.manifest import FileRef, Manifest, timeline_path
 from holdfast.store.reading import INSPECT, check_size, index_of, unverified_layout
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ Report = Callable[[int, int], None]
 def verify(
     store: RunReader, manifest: Manifest, *, queue: IOQueue | None, report: Report | None
 ) -> list[Damaged]:
-    """What is not as it was written, in the order manifest, timelines, index, files by offset."""
-    damaged = [*_check_manifest(store, manifest), *_check_timelines(store, manifest)]
+    """What is not as it was written, in the order manifest, timeline, index, files by offset."""
+    damaged = [*_check_manifest(store, manifest), *_check_timeline(store, manifest)]
     atoms: dict[str, dict[str, str]] = {}
     try:
         for name, atom in index_of(store.disk, manifest)["atoms"].items():
@@ -57,7 +57,7 @@ def verify(
 def newest_whole(
     store: RunReader, *, queue: IOQueue | None, report: Report | None
 ) -> tuple[Manifest, list[Damaged]]:
-    """Walks the current line from its newest commit down to the first that verifies."""
+    """Walks the current line from its newest commit down to the first whose state verifies."""
     damaged: list[Damaged] = []
     line = store.line()
     for ref in line:
@@ -66,10 +66,12 @@ def newest_whole(
         except ManifestCorrupt as error:
             damaged.append(error)
             continue
+        except NoCommit:  # retired meanwhile by a writer at work
+            continue
         found = verify(store, manifest, queue=queue, report=report)
-        if not found:
-            return manifest, damaged
         damaged += found
+        if all(error.path == timeline_path(ref.timeline) for error in found):  # the manifest says it too
+            return manifest, damaged
     if not line:
         raise NoCommit(f"{store.root} has no commit yet")
     raise Damaged(
@@ -92,21 +94,14 @@ def _check_manifest(store: RunReader, manifest: Manifest) -> list[Damaged]:
     return []
 
 
-def _check_timelines(store: RunReader, manifest: Manifest) -> list[Damaged]:
-    """The records of the timelines that led to ``manifest`` can be read and agree with it."""
+def _check_timeline(store: RunReader, manifest: Manifest) -> list[Damaged]:
+    """The record of the timeline of ``manifest`` can be read and agrees with it."""
     records, damaged = store.timelines()
-    wanted: set[str] = set()
-    timeline: int | None = manifest.timeline
-    while timeline is not None and timeline in records:
-        wanted.add(records[timeline].path)
-        parent = records[timeline].parent
-        timeline = parent if parent is not None and parent < timeline else None
-    found = [error for error in damaged if error.path in wanted]
+    path = timeline_path(manifest.timeline)
+    found = [error for error in damaged if error.path == path]
     record = records.get(manifest.timeline)
     if record is not None and (record.parent, record.fork_step) != (manifest.parent, manifest.fork_step):
-        found.append(
-            ManifestCorrupt(f"{record.path} and {manifest.path} differ in the fork", path=record.path)
-        )
+        found.append(ManifestCorrupt(f"{path} and {manifest.path} differ in the fork", path=path))
     return found
 
 

@@ -1,0 +1,57 @@
+"""Holdfast: training state that fits, survives and moves.
+
+The names below are the public ones; everything else may be imported but may change. torch is imported when
+the first of them is used.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "offload": ".offload.entry",
+    "Budget": ".offload.entry",
+    "Engine": ".offload.engine",
+    "Preflight": ".offload.preflight",
+    "empty_parameters": ".offload.blocks",
+    "keyed_rng": ".offload.rng",
+    "loader": ".data.loader",
+    "HoldfastError": ".errors",
+}
+
+if TYPE_CHECKING:
+    from .data.loader import loader
+    from .errors import HoldfastError
+    from .offload.blocks import empty_parameters
+    from .offload.engine import Engine
+    from .offload.entry import Budget, offload
+    from .offload.preflight import Preflight
+    from .offload.rng import keyed_rng
+
+__all__ = ["Budget", "Engine", "HoldfastError", "Preflight", "empty_parameters", "keyed_rng", "loader", "offload"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name], __name__), name)
+
+
+class _Package(ModuleType):
+    """``holdfast.offload`` is the function, although a room of that name is imported beside it."""
+
+    @property
+    def offload(self) -> Any:
+        return __getattr__("offload")
+
+    @offload.setter
+    def offload(self, room: ModuleType) -> None:
+        """The import system binds a submodule to its parent; the public name stays the function."""
+
+
+sys.modules[__name__].__class__ = _Package

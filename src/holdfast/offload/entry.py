@@ -1,0 +1,209 @@
+"""``holdfast.offload``: from a model and an optimizer to an engine, on a fresh directory or one to resume.
+
+Everything that can be wrong is found before anything is written; then a fresh run gets its files and a first
+commit, and a resumed one a new timeline that continues its newest whole commit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..errors import BadInput
+from ..events import EventLog
+from ..io.buffers import BufferPool
+from ..io.queue import IOQueue
+from ..plan.work import Placement, StepShape
+from ..state.progress import decode, restore_random_state
+from ..store.files import AnyDisk
+from ..store.local import LocalStore
+from ..store.manifest import Manifest
+from ..units import parse_bytes
+from .device import open_device
+from .engine import SCHEDULES, Engine
+from .preflight import Preflight, ssd_bytes
+from .runtime import Step
+from .setup import Builder, Parts, empty_originals, install_resident, same_model, switch_off_cache
+
+Fraction = float | Literal["auto"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much memory a run may take; bytes, or text such as ``"20GiB"``. None is no limit."""
+
+    device: int | str | None = None
+    host: int | str | None = None
+
+    def host_bytes(self) -> int | None:
+        return None if self.host is None else parse_bytes(self.host)
+
+
+def offload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ssd: str | Path,
+    *,
+    scheduler: Any = None,
+    loader: Any = None,
+    blocks: nn.ModuleList | None = None,
+    dtype: str = "bf16",
+    device: str = "cpu",
+    schedule: str = "vertical",
+    order: str = "plain",
+    params_on_host: Fraction = 0.0,
+    optimizer_on_host: Fraction = 0.0,
+    activations_on_host: Fraction = 1.0,
+    budget: Budget | None = None,
+    clip_norm: float | None = None,
+    normalize: Literal["micro_batches", "tokens"] = "micro_batches",
+    commit_every: int = 1,
+    retain: int = 2,
+    seed: int = 0,
+    init: Callable[[nn.Module], Any] | None = None,
+    block_input_bytes: int | None = None,
+    micro_batches: int = 1,
+    direct: bool = True,
+    io_threads: int = 4,
+    read_limit: int | None = None,
+    write_limit: int | None = None,
+    update_workers: int = 2,
+    events: EventLog | None = None,
+    confirm: Callable[[Preflight], None] | None = None,
+    disk: AnyDisk | None = None,
+) -> Engine:
+    """Train ``model`` with its state in the directory ``ssd``.
+
+    ``optimizer`` is an ordinary elementwise ``torch.optim`` one over the model's parameters, which may be on
+    ``meta``; it is read, never stepped. ``scheduler`` is stepped by the engine after each step, and its state
+    and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
+    from its newest whole commit; scheduler, loader and random generators are restored.
+
+    ``block_input_bytes`` (of one micro-batch, between blocks) and ``micro_batches`` let the preflight count
+    block inputs; ``confirm`` sees the preflight before anything is written and may raise.
+
+    Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
+    ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
+    """
+    _check_choices(schedule, order, normalize, commit_every, retain, clip_norm, update_workers)
+    parts = Parts.of(model, optimizer, dtype, blocks)
+    target = open_device(device)
+    placement = Placement.fractions(
+        len(parts.units),
+        params=_fraction(params_on_host, 0.0),
+        optimizer=_fraction(optimizer_on_host, 0.0),
+        activations=_fraction(activations_on_host, 1.0),
+    )
+    work = parts.work(block_input_bytes or 0, target.unified)
+    shape = StepShape(micro_batches=micro_batches, clip=clip_norm is not None, commit=commit_every > 0)
+    read, written = ssd_bytes(SCHEDULES[schedule](work, placement, shape))
+    queue = IOQueue(io_threads, read_limit, write_limit)
+    store = None
+    try:
+        store = LocalStore.open(ssd, retain=retain, disk=disk, queue=queue, direct=direct)
+        found = _newest(store, parts)
+        pool = BufferPool((budget or Budget()).host_bytes())
+        builder = Builder(parts, store, target, pool, placement, retain + (1 if commit_every == 1 else 2))
+        spilled = sum(not on_host for on_host in placement.activations[:-1]) * micro_batches * work.input_bytes
+        preflight = Preflight(
+            directory=str(ssd),
+            parameters=sum(p.parameter.numel() for p in parts.captured.parameters),
+            state_bytes=sum(unit.layout.file_bytes for unit in parts.all_units),
+            needed_bytes=builder.space_needed(shape.clip, schedule == "horizontal", spilled),
+            free_bytes=store.free_bytes(),
+            read_bytes_per_step=read,
+            written_bytes_per_step=written,
+            host_bytes_predicted=None,
+            host_budget=pool.budget_bytes,
+            block_names=tuple(unit.name for unit in parts.units),
+        )
+        preflight.check()
+        if confirm is not None:
+            confirm(preflight)
+        publish: list[Callable[[Step], None]] = []
+        switch_off_cache(model)
+        store.begin(found)
+        builder.create_files()
+        run = builder.build(model, seed, lambda step: publish[0](step))
+        if found is None:
+            builder.fill_fresh(run, init, seed)
+        else:
+            builder.fill_from(run, found)
+        engine = Engine(
+            run, parts, work, preflight,
+            optimizer=optimizer, scheduler=scheduler, loader=loader, schedule=schedule, clip_norm=clip_norm,
+            commit_every=commit_every, normalize=normalize, update_workers=update_workers,
+            events=events or EventLog(None), were_real=empty_originals(parts),
+        )  # fmt: skip
+        publish.append(engine.publish)
+        install_resident(run)
+        _continue(engine, optimizer, scheduler, loader, found)
+        return engine
+    except BaseException:
+        if store is not None:
+            store.close()
+        queue.close()
+        raise
+
+
+def _check_choices(
+    schedule: str, order: str, normalize: str, every: int, retain: int, clip_norm: float | None, workers: int
+) -> None:
+    for name, value, allowed in (
+        ("schedule", schedule, tuple(SCHEDULES)),
+        ("order", order, ("plain",)),
+        ("normalize", normalize, ("micro_batches", "tokens")),
+    ):
+        if value not in allowed:
+            raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")
+    for name, count, least in (("commit_every", every, 0), ("retain", retain, 1), ("update_workers", workers, 1)):
+        if count < least:
+            raise BadInput(f"{name} = {count} must be at least {least}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise BadInput(f"clip_norm = {clip_norm} must be positive; None is no clipping")
+
+
+def _fraction(value: Fraction, automatic: float) -> float:
+    if value is None or value == "auto":
+        return automatic
+    if not 0 <= value <= 1:
+        raise BadInput(f"a fraction on the host lies between 0 and 1, got {value}")
+    return float(value)
+
+
+def _newest(store: LocalStore, parts: Parts) -> Manifest | None:
+    """The newest whole commit to continue, or None for a fresh run. Warns about commits passed over."""
+    if not store.commits():
+        return None
+    head = store.head()
+    if head is not None:
+        same_model(parts, store, head)
+    manifest, damaged = store.newest_whole(queue=store.queue)
+    for problem in damaged:
+        warnings.warn(f"a newer commit is damaged and is passed over: {problem}", stacklevel=3)
+    same_model(parts, store, manifest)
+    return manifest
+
+
+def _continue(engine: Engine, optimizer: Any, scheduler: Any, loader: Any, found: Manifest | None) -> None:
+    """Put everything that is not a tensor where the commit had it; a fresh run gets its first commit."""
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        optimizer._opt_called = True  # the engine steps for it, so its scheduler need not warn
+    if found is None:
+        engine.publish_first()
+        return
+    progress = found.progress
+    engine.steps_done = engine.durable_step = engine.resumed_from = found.step
+    engine.skipped_steps = progress.get("skipped_steps", 0)
+    for group, saved in zip(optimizer.param_groups, progress["groups"], strict=True):
+        group.update({key: decode(value) for key, value in saved.items()})
+    for name, thing in (("scheduler", scheduler), ("loader", loader)):
+        if thing is not None and name in progress:
+            thing.load_state_dict(decode(progress[name]))
+    restore_random_state(decode(progress["random"]))

@@ -23,10 +23,10 @@ def horizontal(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     for (phase, block, m), following in zip(passes, [*passes[1:], None]):
         uploaded, there = there, params.load(s, *following) if following else there  # one pass ahead
         (_forward if phase == "forward" else _backward)(s, block, m, uploaded)
-    known = updates.norm(s) or (Key("backward", 0, shape.micro_batches - 1),)
-    updates.update_resident(s, *known)
-    for block in range(s.count):
-        updates.update_block(s, block, *known)
+    end = updates.end_of_backward(s)
+    updates.update_resident(s, end)
+    for block in range(s.count):  # in the order in which the next step wants them
+        updates.update_block(s, block, end)
     updates.commit(s)
     return s.finish()
 

@@ -2,9 +2,9 @@
 
 A schedule says what each operation produces and consumes, and how many buffers a class may have
 (``Hold.slots``). ``with_slots`` turns that into dependencies: in list order, take number i of a class waits
-for give number i - slots, of this step or of the previous one. Each buffer taken beyond ``slots`` is so matched
-with one given back: whatever the speeds of the lanes, no more are ever held, and the bound of ``memory.py``
-needs no simulation.
+for give number i - slots, of this step or of the previous one. So each buffer taken beyond ``slots`` is
+matched with one given back: whatever the speeds of the lanes, no more are ever held, and the bound of
+``memory.py`` needs no simulation.
 """
 
 from __future__ import annotations

@@ -38,10 +38,10 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
         _backward(s, block, uploaded)
         if not shape.clip:
             updates.update_block(s, block)
-    known = updates.norm(s)
-    updates.update_resident(s, *known or (Key("backward", 0, shape.micro_batches - 1),))
+    end = updates.end_of_backward(s)
+    updates.update_resident(s, end)
     for block in range(s.count if shape.clip else 0):  # in the order in which the next step wants them
-        updates.update_block(s, block, *known)
+        updates.update_block(s, block, end)
     updates.commit(s)
     return s.finish()
 

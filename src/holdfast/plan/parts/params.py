@@ -8,18 +8,18 @@ from .schedule import PARAM_SLOTS, Schedule
 
 
 def load(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> Key:
-    """Bring a working copy to the device; returns the operation after which it is there."""
+    """Bring a working copy, as the previous step left it, to the device; returns the operation after which
+    it is there."""
     size, name = s.work.blocks[block].param_bytes, (phase, block, micro_batch)
     key = Key("upload_params", block, micro_batch, phase)
     taken = s.on_device(("device_params", *name), size, PARAM_SLOTS)
     if s.placement.params[block]:
-        updated = _updated(s, "update", *name)
-        return s.add(key, ops.UPLOAD, nbytes=size, needs_previous=updated, takes=taken)
+        return s.add(key, ops.UPLOAD, nbytes=size, needs_previous=(Key("update", block),), takes=taken)
     read = s.add(
         Key("load_params", block, micro_batch, phase),
         ops.SSD_READ,
         nbytes=size,
-        needs_previous=_updated(s, "store_params", *name),
+        needs_previous=(Key("store_params", block),),
         takes=(Hold(("params", *name), size, slots=PARAM_SLOTS),),
     )
     given = s.off_device(("params", *name))
@@ -31,10 +31,3 @@ def release(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple
     if not s.work.unified:
         return (("device_params", phase, block, micro_batch),)
     return () if s.placement.params[block] else (("params", phase, block, micro_batch),)
-
-
-def _updated(s: Schedule, kind: str, phase: str, block: int, micro_batch: int) -> tuple[Key, ...]:
-    """A step's first use of a block waits for the previous step's update. The last block has no forward pass
-    of its own, so its first use is its backward."""
-    first_pass = phase != "backward" or block == s.last
-    return (Key(kind, block),) if first_pass and micro_batch <= 0 else ()

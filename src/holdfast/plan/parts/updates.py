@@ -14,9 +14,12 @@ def check_losses(s: Schedule) -> Key:
     return s.compute(Key("check_losses"))
 
 
-def norm(s: Schedule) -> tuple[Key, ...]:
-    """What updates wait for besides their gradients: with clipping, the norm of all of them."""
-    return (s.compute(Key("norm")),) if s.shape.clip else ()
+def end_of_backward(s: Schedule) -> Key:
+    """The last computation of a step: with clipping, the norm of all gradients."""
+    if s.shape.clip:
+        s.compute(Key("norm"))
+    assert s.computed is not None
+    return s.computed
 
 
 def update_block(s: Schedule, block: int, *after: Key) -> None:

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from holdfast.errors import DiskFailed, RunLocked
-from holdfast.io.simdisk import SECTOR, SimDisk
+from holdfast.io.powerloss import SECTOR
+from holdfast.io.simdisk import SimDisk
 
 
 def images_at_the_end(disk, **options):

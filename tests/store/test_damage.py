@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.errors import ChunkCorrupt, Damaged, FileMissing, ManifestCorrupt, NoCommit
+from holdfast.errors import ChunkCorrupt, Damaged, FileMissing, ManifestCorrupt, NoCommit, QueueClosed
 from holdfast.io.queue import IOQueue
 from holdfast.store.local import LocalStore
 from tiny_run import TinyRun, check_content
@@ -202,3 +202,30 @@ def test_a_run_without_a_whole_step_says_so(root, reader):
         Damaged, match=r"none of its 2 commits is whole; the newest problem: 'a\.weight/param'"
     ):
         reader.newest_whole()
+
+
+def test_a_block_that_cannot_be_read_is_damage_too(root, reader, monkeypatch):
+    import errno
+    import os
+
+    manifest = reader.head()
+    broken = str(root / manifest.files["block_0"].path)
+    original = os.preadv
+
+    def fail(fd, *rest):
+        if os.readlink(f"/proc/self/fd/{fd}") == broken:
+            raise OSError(errno.EIO, "Input/output error")
+        return original(fd, *rest)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    (error,) = reader.verify(manifest)
+    assert "cannot be read" in str(error) and "Input/output error" in str(error)
+    assert (error.path, error.atoms[0]) == (manifest.files["block_0"].path, "a.weight/param")
+    assert reader.newest_whole()[0].step == 2
+
+
+def test_a_closed_queue_is_no_damage(reader):
+    queue = IOQueue(1)
+    queue.close()
+    with pytest.raises(QueueClosed):
+        reader.verify(reader.head(), queue=queue)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -127,3 +128,30 @@ def test_another_process_is_kept_out(disk):
     holder.kill()
     holder.communicate()
     disk.lock("lock", {})()
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
+    """As a data loader's workers are, for seconds, after their trainer was killed."""
+    code = (
+        "import os, sys, time; from holdfast.store.files import Disk; disk = Disk(sys.argv[1]);"
+        "release = disk.lock('lock', {'pid': os.getpid(), 'host': 'here'}); child = os.fork();"
+        "child or release();"
+        "print(child or 'child', flush=True);"
+        "time.sleep(60)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(disk.root)], stdout=subprocess.PIPE, env=env, text=True
+    )
+    assert parent.stdout is not None
+    lines = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}
+    (child,) = lines - {"child"}
+    try:
+        with pytest.raises(RunLocked, match=f"process {parent.pid} on here"):
+            disk.lock("lock", {})
+        parent.kill()
+        parent.wait()
+        disk.lock("lock", {})()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        parent.stdout.close()

@@ -249,3 +249,13 @@ def test_half_made_files_of_a_killed_process_are_removed(tmp_path):
         (tmp_path / "run" / path).write_text("half")
     with TinyRun(tmp_path / "run"):
         assert not any((tmp_path / "run" / path).exists() for path in leftovers)
+
+
+def test_progress_that_is_no_json_is_refused_and_harms_nothing(run):
+    unit = run.units["block_0"]
+    generation = unit.acquire()
+    files = {"block_0": (generation, run.write(unit, generation, 1, 1))}
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        run.store.publish(1, files, run.index, {"x": object()})
+    unit.release(generation)
+    run.take_step()

@@ -1,9 +1,7 @@
-"""SimDisk: a disk in memory that records every operation and can say what a power cut would leave of it.
+"""SimDisk: a disk in memory that records every operation and yields what a power cut would leave of it.
 
-Sizes are bytes. POSIX promises little: what was written to a file since its last sync may be there, or
-not, or in part; a name made, changed or removed since the directory's last sync may be so, or not; each
-on its own. A loop-mounted file system keeps more than that, so only this disk shows a missing sync.
-A write is torn at sectors of 512 bytes; syncs can be left out of the account afterwards, one by one.
+It has the methods of ``store.files.Disk``. A loop-mounted file system keeps more through a cut than POSIX
+promises, so only this disk shows a missing sync; syncs can be left out of the account one by one.
 """
 
 from __future__ import annotations
@@ -11,65 +9,12 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from holdfast.errors import DiskFailed, RunLocked
-
-SECTOR = 512
-_ABOVE = ".."  # the directory that holds the root
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One line of the log. ``place`` is an inode number for file operations, a directory otherwise.
-
-    verbs: write, resize (inode); create, rename, unlink, mkdir (directory); sync (inode), sync_dir; ack.
-    """
-
-    verb: str
-    place: Any
-    name: str = ""
-    new_name: str = ""
-    inode: int = -1
-    offset: int = 0
-    data: bytes = b""
-    why: str = ""
-    value: Any = None
-
-    @property
-    def tearable(self) -> bool:
-        return self.verb == "write" and len(self.data) > SECTOR
-
-
-@dataclass
-class _State:
-    """Files by inode, and what each directory holds: inode by name, -1 for a directory."""
-
-    files: dict[int, bytes | bytearray] = field(default_factory=dict)
-    directories: dict[str, dict[str, int]] = field(default_factory=lambda: {_ABOVE: {}})
-
-    def copy(self) -> _State:
-        return _State(dict(self.files), {path: dict(names) for path, names in self.directories.items()})
-
-    def apply(self, operation: Operation, sectors: frozenset[int] | None = None) -> None:
-        """Let ``operation`` happen; of a write only ``sectors`` if given."""
-        if operation.verb in ("write", "resize"):
-            data = bytearray(self.files.get(operation.place, b""))
-            if operation.verb == "resize":
-                data = data[: operation.offset].ljust(operation.offset, b"\0")
-            else:
-                _write_sectors(data, operation, sectors)
-            self.files[operation.place] = data
-            return
-        names = self.directories.setdefault(operation.place, {})
-        if operation.verb in ("rename", "unlink"):
-            names.pop(operation.name, None)
-        if operation.verb in ("create", "rename"):
-            names[operation.new_name or operation.name] = operation.inode
-        if operation.verb == "mkdir":
-            names[operation.name] = -1
+from holdfast.io.powerloss import ABOVE, Account, Operation, State
 
 
 @dataclass(frozen=True)
@@ -107,7 +52,7 @@ class SimDisk:
     def __init__(self, root: str | Path = "/sim") -> None:
         self.root = Path(root)
         self.log: list[Operation] = []
-        self._state = _State()
+        self._state = State()
         self._next_inode = 0
         self._locked = False
         self._lock = threading.Lock()
@@ -148,7 +93,7 @@ class SimDisk:
         parts = path.split("/") if path else []
         for depth in range(len(parts) + 1):
             directory = "/".join(parts[:depth])
-            parent, name = self._place(directory) if directory else (_ABOVE, "")
+            parent, name = self._place(directory) if directory else (ABOVE, "")
             absent = name not in self._state.directories[parent]
             if absent:
                 self._do(Operation("mkdir", parent, name))
@@ -208,7 +153,7 @@ class SimDisk:
         write torn, and ``samples`` random subsets with torn writes. Syncs with the reason ``without``
         are taken as if they had not been made.
         """
-        account = _Account(without)
+        account = Account(without)
         seen: set[Any] = set()
         for position in range(len(self.log) + 1):
             if position:
@@ -219,9 +164,16 @@ class SimDisk:
                 key = (account.epoch, account.acked, tuple(sorted(kept.items(), key=lambda item: item[0])))
                 if key not in seen:
                     seen.add(key)
-                    yield account.image(self.root, kept, position)
+                    lost = tuple(op for index, op in enumerate(account.pending) if index not in kept)
+                    yield Image(self._of(account.state(kept)), position, account.acked, lost)
 
     # inside
+
+    def _of(self, state: State) -> SimDisk:
+        disk = SimDisk(self.root)
+        disk._state = state
+        disk._next_inode = 1 + max(state.files, default=0)
+        return disk
 
     @staticmethod
     def _place(path: str) -> tuple[str, str]:
@@ -241,95 +193,3 @@ class SimDisk:
             self.log.append(operation)
             if operation.verb not in ("sync", "sync_dir", "ack"):
                 self._state.apply(operation)
-
-
-class _Account:
-    """What is durable after some operations, and what is pending. ``epoch`` counts changes of the former."""
-
-    def __init__(self, without: str | None) -> None:
-        self.without = without
-        self.durable = _State()
-        self.pending: list[Operation] = []
-        self.epoch = 0
-        self.acked: Any = None
-
-    def add(self, operation: Operation) -> None:
-        if operation.verb == "ack":
-            self.acked = operation.value
-        elif operation.verb not in ("sync", "sync_dir"):
-            self.pending.append(operation)
-        elif operation.why != self.without:
-            self._sync(operation)
-
-    def _sync(self, operation: Operation) -> None:
-        of_files = operation.verb == "sync"
-        rest = []
-        for item in self.pending:
-            if item.place == operation.place and (item.verb in ("write", "resize")) == of_files:
-                self.durable.apply(item)
-            else:
-                rest.append(item)
-        if len(rest) < len(self.pending):
-            self.epoch += 1
-        self.pending = rest
-
-    def choices(self, rng: random.Random, samples: int) -> Iterator[dict[int, frozenset[int] | None]]:
-        """Which pending operations are kept: by position, with the sectors of a torn write (None: whole)."""
-        everything: dict[int, frozenset[int] | None] = dict.fromkeys(range(len(self.pending)))
-        yield {}
-        yield everything
-        for index in everything:
-            yield {index: None}
-            yield {other: None for other in everything if other != index}
-            if self.pending[index].tearable:
-                yield {**everything, index: self._tear(rng, index)}
-        for _ in range(samples if self.pending else 0):
-            kept = [index for index in everything if rng.random() < 0.5]
-            yield {
-                index: self._tear(rng, index) if self.pending[index].tearable and rng.random() < 0.3 else None
-                for index in kept
-            }
-
-    def _tear(self, rng: random.Random, index: int) -> frozenset[int]:
-        count = -(-len(self.pending[index].data) // SECTOR)
-        return frozenset(sector for sector in range(count) if rng.random() < 0.5)
-
-    def image(self, root: Path, kept: dict[int, frozenset[int] | None], position: int) -> Image:
-        disk = SimDisk(root)
-        state = self.durable.copy()
-        for index, operation in enumerate(self.pending):
-            if index in kept:
-                state.apply(operation, kept[index])
-        disk._state = _reachable(state)
-        disk._next_inode = 1 + max(state.files, default=0)
-        lost = tuple(operation for index, operation in enumerate(self.pending) if index not in kept)
-        return Image(disk, position, self.acked, lost)
-
-
-def _reachable(state: _State) -> _State:
-    """``state`` without the directories whose own name was lost."""
-    reached = _State(state.files, {_ABOVE: state.directories[_ABOVE]})
-    queue = [""] if "" in state.directories[_ABOVE] else []
-    while queue:
-        path = queue.pop()
-        names = state.directories.get(path, {})
-        reached.directories[path] = names
-        queue += [f"{path}/{name}" if path else name for name, inode in names.items() if inode == -1]
-    for names in reached.directories.values():
-        for inode in names.values():
-            if inode != -1:
-                state.files.setdefault(inode, b"")
-    return reached
-
-
-def _write_sectors(data: bytearray, operation: Operation, sectors: frozenset[int] | None) -> None:
-    end = operation.offset + len(operation.data)
-    if len(data) < end:
-        data.extend(bytes(end - len(data)))
-    if sectors is None:
-        data[operation.offset : end] = operation.data
-        return
-    for sector in sectors:
-        piece = operation.data[sector * SECTOR : (sector + 1) * SECTOR]
-        start = operation.offset + sector * SECTOR
-        data[start : start + len(piece)] = piece

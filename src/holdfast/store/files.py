@@ -185,10 +185,13 @@ class Disk:
             raise RunLocked(_locked_text(self.root, holder)) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(owner).encode() + b"\n", 0)
+        _held_locks.add(fd)
 
         def release() -> None:
-            os.ftruncate(fd, 0)
-            os.close(fd)
+            if fd in _held_locks:  # a forked child has none
+                _held_locks.remove(fd)
+                os.ftruncate(fd, 0)
+                os.close(fd)
 
         return release
 
@@ -200,6 +203,17 @@ class Disk:
                 fcntl.fcntl(fd, _F_FULLFSYNC)
         except OSError as error:
             raise _failure("sync", path, error, 0) from error
+
+
+def _let_go_in_child() -> None:
+    """A forked child (a data loader's worker) must not keep its dead parent's lock."""
+    for fd in _held_locks:
+        os.close(fd)
+    _held_locks.clear()
+
+
+_held_locks: set[int] = set()
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def write_durably(disk: AnyDisk, path: str, data: bytes, *, why: str) -> None:

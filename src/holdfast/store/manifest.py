@@ -176,9 +176,9 @@ def this_writer() -> dict[str, Any]:
 @lru_cache
 def library_version() -> str:
     try:
-        return version("holdfast")
+        return f"holdfast {version('holdfast')}"
     except PackageNotFoundError:  # run from a source tree
-        return "source tree"
+        return "holdfast from its source tree"
 
 
 def seal(table: dict[str, Any]) -> bytes:

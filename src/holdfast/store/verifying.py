@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from holdfast.errors import Damaged, DiskFailed, FileMissing, ManifestCorrupt, N
 from holdfast.io.buffers import Buffer, BufferPool
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import OpenFile
-from holdfast.store.generations import corrupt
+from holdfast.store.generations import corrupt, name_atoms
 from holdfast.store.layout import CHECKSUM_BLOCK, block_spans
 from holdfast.store.manifest import FileRef, Manifest, timeline_path
 from holdfast.store.reading import INSPECT, check_size, index_of, unverified_layout
@@ -105,6 +106,19 @@ def _check_timeline(store: RunReader, manifest: Manifest) -> list[Damaged]:
     return found
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A block that is being read: its digest is the result of ``future``."""
+
+    unit: str
+    ref: FileRef
+    block: int
+    start: int
+    nbytes: int
+    buffer: Buffer
+    future: Future[str]
+
+
 class _Scan:
     """One pass over all payload blocks of a commit, a few in flight."""
 
@@ -120,7 +134,7 @@ class _Scan:
         self.atoms, self.report = atoms, report
         self.damaged: list[Damaged] = []
         self.done_bytes = 0
-        self.flights: deque[tuple[Future, Callable[[], None], Buffer]] = deque()
+        self.flights: deque[_Flight] = deque()
         self.pool = BufferPool()
 
     def run(self) -> list[Damaged]:
@@ -134,9 +148,9 @@ class _Scan:
             while self.flights:
                 self._land()
         finally:
-            for future, *_ in self.flights:
-                if not future.cancel():
-                    future.exception()
+            for flight in self.flights:
+                if not flight.future.cancel():
+                    flight.future.exception()
             for file in files:
                 file.close()
             self.pool.close()
@@ -162,31 +176,38 @@ class _Scan:
                 self._land()
             buffer = self.pool.take(stop - start, "verify")
             view = buffer.view[: stop - start]
-            got: list[str] = []
-            request = Request(file, view, start, False, after=partial(_digest, got, view))
-            future = self.queue.submit([request], kind="verify", phase="verify", priority=0)
-
-            judge = partial(self._judge, unit, ref, block, start, stop - start, got)
-            self.flights.append((future, judge, buffer))
+            future = self.queue.submit(
+                [Request(file, view, start, False)],
+                kind="verify",
+                phase="verify",
+                priority=0,
+                finish=partial(xxhash.xxh3_64_hexdigest, view),
+            )
+            self.flights.append(_Flight(unit, ref, block, start, stop - start, buffer, future))
 
     def _land(self) -> None:
-        future, judge, buffer = self.flights.popleft()
-        future.exception()
-        judge()
-        self.pool.give(buffer)
-
-    def _judge(self, unit: str, ref: FileRef, block: int, start: int, nbytes: int, got: list[str]) -> None:
-        self.done_bytes += nbytes
+        flight = self.flights.popleft()
+        error = flight.future.exception()
+        if error is not None and not isinstance(error, DiskFailed):
+            raise error
+        if error is not None or flight.future.result() != flight.ref.checksums[flight.block]:
+            self.damaged.append(self._judge(flight, error))
+        self.pool.give(flight.buffer)
+        self.done_bytes += flight.nbytes
         if self.report is not None:
             self.report(self.done_bytes, self.manifest.total_bytes)
-        expected = ref.checksums[block]
-        if got and got[0] == expected:
-            return
-        atoms = self._atoms_between(unit, ref, start, start + nbytes)
-        read = got[0] if got else "nothing (the read failed)"
-        self.damaged.append(
-            corrupt(ref.path, start, nbytes, atoms, expected, read, self.store.way_out(ref.path))
-        )
+
+    def _judge(self, flight: _Flight, error: DiskFailed | None) -> Damaged:
+        """What is wrong with the block of ``flight``."""
+        path, start, nbytes = flight.ref.path, flight.start, flight.nbytes
+        atoms = self._atoms_between(flight.unit, flight.ref, start, start + nbytes)
+        way_out = self.store.way_out(path)
+        if error is None:
+            expected, got = flight.ref.checksums[flight.block], flight.future.result()
+            return corrupt(path, start, nbytes, atoms, expected, got, way_out)
+        where = f"at {path} offset {start}, {nbytes} bytes"
+        text = f"{name_atoms(atoms)} cannot be read {where} ({error}). {way_out}"
+        return Damaged(text, path=path, offset=start, nbytes=nbytes, atoms=tuple(atoms))
 
     def _atoms_between(self, unit: str, ref: FileRef, start: int, stop: int) -> list[str]:
         """The atoms in a damaged block by the file's own header if that reads, else all of the unit's."""
@@ -196,7 +217,3 @@ class _Scan:
         except (Damaged, DiskFailed):
             keys = []
         return [known[key] for key in keys if key in known] or list(known.values())
-
-
-def _digest(got: list[str], view: memoryview) -> None:
-    got.append(xxhash.xxh3_64_hexdigest(view))

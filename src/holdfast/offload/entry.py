@@ -78,6 +78,7 @@ def offload(
     io_threads: int = 4,
     read_limit: int | None = None,
     write_limit: int | None = None,
+    total_limit: int | None = None,
     update_workers: int = 2,
     events: EventLog | None = None,
     confirm: Callable[[Preflight], None] | None = None,
@@ -115,7 +116,7 @@ def offload(
     )
     memory = predict(work, placement, shape, SCHEDULES[schedule])
     read, written = ssd_bytes(SCHEDULES[schedule](work, placement, shape))
-    queue = IOQueue(io_threads, read_limit, write_limit)
+    queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
     store = None
     try:
         store = LocalStore.open(ssd, retain=retain, disk=disk, queue=queue, direct=direct)

@@ -87,8 +87,9 @@ class Schedule:
         )
 
     def _only_pass(self, block: int, micro_batch: int) -> bool:
-        """The last block has no forward pass of its own, so its first use is its backward pass."""
-        return block == self.count - 1 and micro_batch <= 0
+        """The last block has no forward pass of its own, so its first use is its backward pass; and if it is
+        the only block, the next micro-batch's parameters are loaded beside it."""
+        return block == self.count - 1 and (micro_batch <= 0 or self.count == 1)
 
     def release_params(self, block: int, phase: str, micro_batch: int = -1) -> tuple[tuple, ...]:
         """The buffers that the last computation of a pass gives back."""

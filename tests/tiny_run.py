@@ -24,10 +24,9 @@ TENSORS = {
 FROZEN = {"frozen": [("c.weight/param", "U8", (11,))]}
 
 
-def content(key: str, step: int, nbytes: int) -> bytes:
-    """The bytes of a tensor at ``step``."""
-    seed = [step, *key.encode()]
-    return np.random.default_rng(seed).bytes(nbytes)
+def content(key: str, timeline: int, step: int, nbytes: int) -> bytes:
+    """The bytes of a tensor at ``step`` of ``timeline``."""
+    return np.random.default_rng([timeline, step, *key.encode()]).bytes(nbytes)
 
 
 def index_of(tensors: dict) -> dict:
@@ -51,15 +50,13 @@ def index_of(tensors: dict) -> dict:
 class TinyRun:
     """Opens ``root`` (resuming if it has commits), takes steps, checks what is recovered."""
 
-    def __init__(
-        self, root, *, retain=2, copies=3, disk=None, tensors=None, frozen=None, threads=2, fork=None
-    ):
+    def __init__(self, root, *, copies=3, tensors=None, frozen=None, threads=2, fork=None, **options):
         self.tensors = TENSORS if tensors is None else tensors
         self.frozen = FROZEN if frozen is None else frozen
         self.queue = IOQueue(threads)
         self.pool = BufferPool()
         try:
-            self.store = LocalStore.open(root, retain=retain, disk=disk, queue=self.queue)
+            self.store = LocalStore.open(root, queue=self.queue, **options)
             self._begin(copies, fork)
         except BaseException:
             self.close()
@@ -87,13 +84,13 @@ class TinyRun:
             ref = self.resumed.files[name]
             return unit.generation_of(ref.path), ref.checksums
         generation = unit.acquire()
-        return generation, self.write(unit, generation, 0)
+        return generation, self.write(unit, generation, 0, 0)
 
-    def write(self, unit, generation, step):
-        """Write ``unit`` as it is at ``step`` to ``generation``; the checksums."""
+    def write(self, unit, generation, timeline, step):
+        """Write ``unit`` as it is at ``step`` of ``timeline`` to ``generation``; the checksums."""
         buffer = self.pool.take(unit.layout.file_bytes, "state")
         for entry in unit.layout.entries:
-            buffer.view[entry.offset : entry.end] = content(entry.key, step, entry.nbytes)
+            buffer.view[entry.offset : entry.end] = content(entry.key, timeline, step, entry.nbytes)
         future = unit.write(
             generation, buffer.view[: unit.layout.file_bytes], kind="state", phase="update", priority=1
         )
@@ -108,7 +105,7 @@ class TinyRun:
         files = dict(self.fixed)
         for name, unit in self.units.items():
             generation = unit.acquire()
-            files[name] = generation, self.write(unit, generation, self.step)
+            files[name] = generation, self.write(unit, generation, self.timeline, self.step)
         return self.store.publish(self.step, files, self.index, {"step": self.step})
 
     def close(self):
@@ -129,4 +126,5 @@ def check_content(reader, manifest) -> None:
         key = f"{atom['name']}/{atom['slot']}"
         data = reader.read_atom(manifest, key)
         frozen = atom["fragments"][0]["unit"] in FROZEN
-        assert data == content(key, 0 if frozen else manifest.step, len(data)), (manifest.step, key)
+        of = (0, 0) if frozen else (manifest.timeline, manifest.step)
+        assert data == content(key, *of, len(data)), (manifest.path, key)

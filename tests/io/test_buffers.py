@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from holdfast.errors import PoolExhausted
 from holdfast.io.buffers import BufferPool
@@ -63,3 +65,26 @@ def test_memory_goes_back_to_the_system_even_if_a_view_of_it_lives_on():
     pool.close()
     assert pool.idle_bytes == 0
     assert held[0] == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5 * PAGE), st.sampled_from("abc")), max_size=60))
+def test_any_takes_and_gives_stay_within_the_budget_and_add_up(moves):
+    pool, held = BufferPool(8 * PAGE), []
+    for take, nbytes, kind in moves:
+        if take:
+            size = max(PAGE, -(-nbytes // PAGE) * PAGE)
+            used = sum(buffer.nbytes for buffer in held)
+            if used + size > 8 * PAGE:
+                with pytest.raises(PoolExhausted):
+                    pool.take(nbytes, kind)
+            else:
+                held.append(pool.take(nbytes, kind))
+                assert held[-1].nbytes == size and held[-1].kind == kind
+                assert not any(held[-1] is other for other in held[:-1])
+        elif held:
+            pool.give(held.pop(nbytes % len(held)))
+        assert pool.in_use_bytes == sum(buffer.nbytes for buffer in held) <= pool.peak_bytes
+        assert pool.in_use_bytes + pool.idle_bytes <= pool.peak_held_bytes <= 8 * PAGE
+        assert all(peak <= pool.peak_bytes for peak in pool.peak_by_kind.values())
+    pool.close()
+    assert pool.idle_bytes == 0

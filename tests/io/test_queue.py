@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 
@@ -107,13 +108,15 @@ def test_a_failed_group_ends_only_when_none_of_its_transfers_is_under_way():
 
 
 class Slow:
-    """Reads when the gate of another file opens."""
+    """Moves when the gate of another file opens."""
 
     def __init__(self, file):
         self.file = file
 
     def read(self, view, offset):
         assert self.file.gate.wait(10)
+
+    write = read
 
 
 def test_what_has_not_begun_can_be_cancelled(queue):
@@ -148,8 +151,7 @@ def test_reads_go_on_while_writes_hold_all_threads_they_may():
     queue = IOQueue(threads=2)
     file, other = Fake(), Fake()
     other.gate.set()
-    writes = [submit(queue, [request(file, i, write=True)]) for i in range(3)]
-    file.entered.wait(10)
+    writes = [submit(queue, [request(Slow(file), i, write=True)]) for i in range(3)]
     assert submit(queue, [request(other, 0)], priority=9).result(10) is None
     file.gate.set()
     for future in writes:
@@ -188,3 +190,49 @@ def test_a_throttle_without_a_limit_never_waits_and_a_limit_is_positive():
     Throttle(None, sleep=lambda _: pytest.fail("slept")).wait(0.0)
     with pytest.raises(ValueError, match="positive rate"):
         Throttle(0)
+
+
+def test_every_future_ends_whatever_is_submitted_cancelled_failed_or_closed():
+    """Three submitters, random groups, some failing, some cancelled, the queue closed under them."""
+
+    class Memory:
+        def read(self, view, offset):
+            if offset == 13:
+                raise OSError("thirteen")
+
+        write = read
+
+    queue, futures = IOQueue(threads=3), []
+
+    def submitter(seed):
+        rng = random.Random(seed)
+        for number in range(300):
+            requests = [
+                request(Memory(), rng.randrange(14), write=number % 2 == 0) for _ in range(rng.randrange(4))
+            ]
+            try:
+                future = submit(queue, requests, rng.randrange(3), finish=lambda: "done")
+            except QueueClosed:
+                return
+            futures.append((future, any(item.offset == 13 for item in requests)))
+            if rng.random() < 0.2:
+                future.cancel()
+
+    threads = [threading.Thread(target=submitter, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.03)
+    queue.close()
+    for thread in threads:
+        thread.join(10)
+    assert futures
+    for future, fails in futures:
+        assert future.done()
+        if not future.cancelled():
+            error = future.exception(0)
+            assert (
+                error is None
+                or isinstance(error, OSError if fails else QueueClosed)
+                or type(error) is QueueClosed
+            )
+            assert error is not None or future.result(0) == "done"

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.errors import NoCommit, PoolExhausted, RunLocked, StaleCommit
+from holdfast.errors import (
+    DiskFailed,
+    DiskFull,
+    EngineFailed,
+    NoCommit,
+    PoolExhausted,
+    RunLocked,
+    StaleCommit,
+)
+from holdfast.store.layout import Layout
 from holdfast.store.local import LocalStore
 from tiny_run import TinyRun, check_content
 
@@ -86,10 +95,167 @@ def test_a_unit_has_a_free_generation_between_steps_and_none_beyond_its_copies(r
 def test_unknown_files_are_left_alone(tmp_path):
     root = tmp_path / "run"
     (root / "commits").mkdir(parents=True)
-    strangers = [root / "notes.txt", root / "commits" / "mine.json", root / "commits" / "step-1.t1.json"]
+    strangers = [
+        root / "notes.txt",
+        root / "commits" / "mine.json",
+        root / "commits" / "step-1.t1.json",
+        root / "commits" / "x.json.tmp",
+    ]
     for path in strangers:
         path.write_text("mine")
     with TinyRun(root) as run:
         for _ in range(4):
             run.take_step()
     assert all(path.read_text() == "mine" for path in strangers)
+
+
+def test_only_synced_bytes_are_published(run):
+    unit = run.units["block_0"]
+    generation = unit.acquire()
+    for checksums in [("0" * 16,), ()]:
+        with pytest.raises(ValueError, match="was not written and synced with these checksums"):
+            run.store.publish(1, {"block_0": (generation, checksums)}, run.index, {})
+    assert run.store.commits() == []
+
+
+def test_steps_of_a_line_only_go_up(run):
+    run.take_step()
+    files = dict(run.fixed)
+    for step in (1, 0):
+        with pytest.raises(ValueError, match=f"step {step} cannot follow step 1"):
+            run.store.publish(step, files, run.index, {})
+
+
+def test_a_timeline_is_opened_before_a_step_is_published(tmp_path):
+    with (
+        LocalStore.open(tmp_path / "run") as store,
+        pytest.raises(ValueError, match="begin\\(\\) opens the timeline"),
+    ):
+        store.publish(1, {}, {}, {})
+
+
+def test_a_closed_store_writes_nothing_more(tmp_path):
+    with TinyRun(tmp_path / "run") as run:
+        pass
+    with pytest.raises(ValueError, match="is not open for writing"):
+        run.store.begin(None)
+    run.store.close()
+
+
+def test_too_few_copies_for_what_is_kept_are_refused(run):
+    with pytest.raises(ValueError, match="'x' needs 3 copies to keep 2 commits, not 2"):
+        run.store.unit("x", run.units["block_0"].layout, 2)
+    with pytest.raises(ValueError, match=r"durability\.retain is at least 1"):
+        LocalStore.open(run.store.root, retain=0)
+
+
+def test_two_copies_keep_one_whole_step(tmp_path):
+    with TinyRun(tmp_path / "run", copies=2, retain=1) as run:
+        for _ in range(3):
+            manifest = run.take_step()
+        assert [ref.step for ref in run.store.commits()] == [3]
+        check_content(run.store, manifest)
+
+
+def test_a_frozen_unit_is_written_once_and_named_by_every_commit(tmp_path):
+    with TinyRun(tmp_path / "run") as run:
+        for _ in range(3):
+            run.take_step()
+        written = run.queue.counters()
+    with TinyRun(tmp_path / "run") as run:
+        manifest = run.take_step()
+        assert manifest.files["frozen"].path == "data/frozen.0.safetensors"
+        assert not run.queue.counters()[("write", "state", "update")] % sum(
+            unit.layout.file_bytes for unit in run.units.values()
+        )
+        check_content(run.store, manifest)
+    assert written[("write", "state", "update")] == 3 * sum(
+        unit.layout.file_bytes for unit in run.units.values()
+    ) + sum(unit.layout.file_bytes for unit in run.frozen_units.values())
+
+
+def test_an_index_goes_when_the_last_commit_that_names_it_is_retired(run):
+    run.take_step()
+    old = run.index
+    run.index = run.store.put_index({"version": 1, "atoms": {}})
+    run.take_step()
+    assert (run.store.root / old["path"]).exists()
+    run.take_step()
+    assert not (run.store.root / old["path"]).exists()
+    assert (run.store.root / run.index["path"]).exists()
+
+
+def test_a_failed_publish_closes_the_store_and_the_run_resumes(tmp_path, monkeypatch):
+    import errno
+    import os
+
+    with TinyRun(tmp_path / "run") as run:
+        run.take_step()
+
+        def fail(fd):
+            raise OSError(errno.EIO, "Input/output error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(DiskFailed, match=r"cannot sync .*commits: Input/output error"):
+                run.take_step()
+        with pytest.raises(EngineFailed, match=r"an earlier write to .* failed .*; run again to resume"):
+            run.take_step()
+    with TinyRun(tmp_path / "run") as run:
+        assert run.step in (1, 2)
+        check_content(run.store, run.take_step())
+
+
+def test_space_is_counted_before_it_is_taken(tmp_path):
+    with LocalStore.open(tmp_path / "run") as store:
+        unit = store.unit("block_0", Layout.build([("w/param", "F32", (5000,))]), 3)
+        assert store.space_needed([unit], 10) == 3 * unit.layout.file_bytes + 10
+        unit.create()
+        assert store.space_needed([unit]) == 0
+        assert store.free_bytes() > 0
+
+
+@pytest.mark.root
+def test_a_disk_that_fills_up_stops_the_run_and_an_emptied_one_resumes_it(tmp_path):
+    import subprocess
+
+    mount = tmp_path / "small"
+    mount.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", mount], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"mounting is refused here: {done.stderr.decode().strip()}")
+    try:
+        with TinyRun(mount / "run", direct=False) as run:
+            run.take_step()
+            with pytest.raises(OSError, match="No space left"):
+                (mount / "ballast").write_bytes(bytes(1 << 20))
+            with pytest.raises(
+                DiskFull, match=rf"no space left in {mount}/run/commits: .* 0 \(0 B\) are free"
+            ):
+                run.take_step()
+        (mount / "ballast").unlink()
+        with TinyRun(mount / "run", direct=False) as run:
+            assert run.step == 1
+            check_content(run.store, run.take_step())
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+def test_half_made_files_of_a_killed_process_are_removed(tmp_path):
+    with TinyRun(tmp_path / "run") as run:
+        manifest = run.take_step()
+    leftovers = [f"{path}.tmp" for path in (manifest.path, "timelines/t0009.json", manifest.index["path"])]
+    for path in leftovers:
+        (tmp_path / "run" / path).write_text("half")
+    with TinyRun(tmp_path / "run"):
+        assert not any((tmp_path / "run" / path).exists() for path in leftovers)
+
+
+def test_progress_that_is_no_json_is_refused_and_harms_nothing(run):
+    unit = run.units["block_0"]
+    generation = unit.acquire()
+    files = {"block_0": (generation, run.write(unit, generation, 1, 1))}
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        run.store.publish(1, files, run.index, {"x": object()})
+    unit.release(generation)
+    run.take_step()

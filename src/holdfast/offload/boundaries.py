@@ -65,7 +65,7 @@ class Delivery:
 
     def backward(self, output: Any, constants: set[int], seeds: list[Seed]) -> None:
         """Backward from ``output``, the block's output computed again with a graph. ``seeds`` are inputs of
-        the block with the gradients that they have already."""
+        the block with the gradients that they have already. Uses the gradients up."""
         leaves = pytree.tree_leaves(output)
         tensors = [leaves[p] for p in moving_positions(leaves, constants)]
         found = zip(tensors, self.grads, strict=True)

@@ -13,11 +13,15 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.errors import DiskFailed, RunLocked
 from holdfast.io.threads import File, disk_full, open_file
+
+TEMPORARY = ".tmp"
+"""What a file's name ends with until its content is durable."""
 
 _data_sync = getattr(os, "fdatasync", os.fsync)
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves the bytes in the drive's cache
@@ -106,8 +110,12 @@ class Disk:
             raise _failure("remove", self.root / path, error, 0) from error
 
     def makedirs(self, path: str) -> None:
-        """Make the directory ``path`` and what is missing above it, the root included. All are durable."""
-        missing = []
+        """Make the directory ``path`` and what is missing above it, the root included. All are durable.
+
+        The name of a directory that is there already is synced as well: whoever made it may have been
+        killed before.
+        """
+        missing: list[Path] = []
         directory = self.root / path
         while not directory.is_dir():
             missing.append(directory)
@@ -118,6 +126,9 @@ class Disk:
             except OSError as error:
                 raise _failure("make", directory, error, 0) from error
             _sync_directory(directory.parent)
+        if not missing:
+            with suppress(PermissionError):
+                _sync_directory((self.root / path).absolute().parent)
 
     def listdir(self, path: str) -> list[str]:
         """The names in ``path``, sorted; none if it is absent."""
@@ -163,7 +174,7 @@ class Disk:
         The lock is an ``flock``, which the system drops with the process; what an ended one left in the
         file is overwritten.
         """
-        fd = os.open(self.root / path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_file(self.root / path, write=True, create=True, direct=False).fd
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -174,10 +185,13 @@ class Disk:
             raise RunLocked(_locked_text(self.root, holder)) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(owner).encode() + b"\n", 0)
+        _held_locks.add(fd)
 
         def release() -> None:
-            os.ftruncate(fd, 0)
-            os.close(fd)
+            if fd in _held_locks:  # a forked child has none
+                _held_locks.remove(fd)
+                os.ftruncate(fd, 0)
+                os.close(fd)
 
         return release
 
@@ -191,12 +205,23 @@ class Disk:
             raise _failure("sync", path, error, 0) from error
 
 
+def _let_go_in_child() -> None:
+    """A forked child (a data loader's worker) must not keep its dead parent's lock."""
+    for fd in _held_locks:
+        os.close(fd)
+    _held_locks.clear()
+
+
+_held_locks: set[int] = set()
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 def write_durably(disk: AnyDisk, path: str, data: bytes, *, why: str) -> None:
     """Make ``path`` a file of ``data`` that survives power loss, and never anything in between.
 
     Order on disk: temporary file, sync, rename, sync of the directory.
     """
-    temporary = path + ".tmp"
+    temporary = path + TEMPORARY
     disk.write_bytes(temporary, data)
     disk.sync(temporary, why=why)
     disk.rename(temporary, path)

@@ -7,7 +7,6 @@ anew. No manifest, no commit; a manifest that can be listed names files that are
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,9 @@ import xxhash
 from holdfast import failpoints
 from holdfast.errors import EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
-from holdfast.store.files import AnyDisk, write_durably
+from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.generations import Unit
+from holdfast.store.housekeeping import restore, sweep
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
 from holdfast.store.reader import RunReader
@@ -49,8 +49,8 @@ class LocalStore(RunReader):
         self.timeline: int | None = None
         self._queue, self._own_queue = queue, queue is None
         self._release: Callable[[], None] | None = None
-        self._lock = threading.Lock()
         self._retained: dict[CommitRef, Manifest | None] = {}
+        self._retained_paths: frozenset[str] = frozenset()
         self._units: dict[str, Unit] = {}
         self._scratch: list[Scratch] = []
         self._fork: Timeline | None = None
@@ -78,9 +78,9 @@ class LocalStore(RunReader):
         try:
             for directory in DIRECTORIES:
                 store.disk.makedirs(directory)
-            store._sweep()
+            sweep(store.disk)
             store.disk.sync_dir("commits", why="reopen")
-            store._retained = {ref: store._load_or_none(ref) for ref in store.commits()}
+            store._keep({ref: store._load_or_none(ref) for ref in store.commits()})
         except BaseException:
             store.close()
             raise
@@ -97,7 +97,8 @@ class LocalStore(RunReader):
     def begin(self, fork: Manifest | None) -> int:
         """Open a timeline that continues ``fork`` (None: from nothing); durable before this returns.
 
-        Retires what an earlier process had no time to retire. Verify ``fork`` before.
+        Retires what an earlier process had no time to retire, and repairs timeline records. Verify
+        ``fork`` before.
         """
         self._check_writer()
         record = Timeline(
@@ -111,7 +112,8 @@ class LocalStore(RunReader):
             write_durably(self.disk, record.path, record.encode(), why="timeline")
             failpoints.reach("after_timeline_opened")
             self.timeline, self._fork = record.id, record
-            self._timelines, _ = self.timelines()
+            self._timelines, damaged = self.timelines()
+            restore(self.disk, self._timelines, damaged)
             self._retire()
         return record.id
 
@@ -127,7 +129,7 @@ class LocalStore(RunReader):
             copies,
             disk=self.disk,
             queue=self.queue,
-            retained=self._retained_paths,
+            retained=lambda: self._retained_paths,
             way_out=self.way_out,
             direct=self.direct,
         )
@@ -164,11 +166,11 @@ class LocalStore(RunReader):
         """
         self._check_writer()
         manifest = self._manifest(step, files, index, progress)
+        data = manifest.encode()
         self._check_fence()
         with self._failing():
-            self._write_manifest(manifest)
-            with self._lock:
-                self._retained[manifest.ref] = manifest
+            self._write_manifest(manifest, data)
+            self._keep({**self._retained, manifest.ref: manifest})
             for unit, (generation, _) in files.items():
                 self._units[unit].published(generation)
             self._retire()
@@ -223,16 +225,14 @@ class LocalStore(RunReader):
     def _file_ref(self, name: str, generation: int, checksums: tuple[str, ...]) -> FileRef:
         unit = self._units[name]
         ref = FileRef(unit.path(generation), unit.layout.file_bytes, tuple(checksums))
-        known = any(
-            manifest is not None and manifest.files.get(name) == ref for manifest in self._retained.values()
-        )
-        if not known and not unit.is_synced(generation, ref.checksums):
+        known = [manifest.files.get(name) for manifest in self._retained.values() if manifest is not None]
+        if not unit.is_synced(generation, ref.checksums) and ref not in known:
             raise ValueError(f"{ref.path} was not written and synced with these checksums; await the write")
         return ref
 
-    def _write_manifest(self, manifest: Manifest) -> None:
-        temporary = manifest.path + ".tmp"
-        self.disk.write_bytes(temporary, manifest.encode())
+    def _write_manifest(self, manifest: Manifest, data: bytes) -> None:
+        temporary = manifest.path + TEMPORARY
+        self.disk.write_bytes(temporary, data)
         failpoints.reach("after_manifest_write")
         self.disk.sync(temporary, why="manifest")
         failpoints.reach("after_manifest_sync")
@@ -255,8 +255,8 @@ class LocalStore(RunReader):
         failpoints.reach("after_retire_unlink")
         self.disk.sync_dir("commits", why="retire")
         failpoints.reach("after_retire_sync")
-        with self._lock:
-            gone = [self._retained.pop(ref) for ref in drop]
+        gone = [self._retained[ref] for ref in drop]
+        self._keep({ref: manifest for ref, manifest in self._retained.items() if ref not in drop})
         self._drop_indexes(gone)
 
     def _drop_indexes(self, gone: list[Manifest | None]) -> None:
@@ -266,20 +266,11 @@ class LocalStore(RunReader):
             if manifest is not None and manifest.index["path"] not in needed:
                 self.disk.unlink(manifest.index["path"])
 
-    def _retained_paths(self) -> set[str]:
-        with self._lock:
-            manifests = list(self._retained.values())
-        return {file.path for manifest in manifests if manifest for file in manifest.files.values()}
-
-    def _sweep(self) -> None:
-        """Remove what an earlier process left half-made: our temporary files and our scratch."""
-        for directory in ("commits", "index", "timelines"):
-            for name in self.disk.listdir(directory):
-                if name.endswith(".json.tmp"):
-                    self.disk.unlink(f"{directory}/{name}")
-        for name in self.disk.listdir("scratch"):
-            if name.endswith(".bin"):
-                self.disk.unlink(f"scratch/{name}")
+    def _keep(self, retained: dict[CommitRef, Manifest | None]) -> None:
+        """From now on these commits are retained (None: a manifest that cannot be read), with their files."""
+        self._retained = retained
+        manifests = [manifest for manifest in retained.values() if manifest is not None]
+        self._retained_paths = frozenset(file.path for item in manifests for file in item.files.values())
 
     def _check_writer(self) -> None:
         if self._release is None:

@@ -26,6 +26,7 @@ FORMAT, VERSION = "holdfast", 1
 _SEAL = ',\n "digest": "{}"\n}}\n'
 _SEAL_BYTES = len(_SEAL.format("0" * 32))
 _COMMIT_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.json")
+_INDEX_NAME = re.compile(r"[0-9a-f]{32}\.json")
 _TIMELINE_NAME = re.compile(r"t(\d{4,})\.json")
 
 
@@ -71,13 +72,15 @@ class Timeline:
         return timeline_path(self.id)
 
     def encode(self) -> bytes:
-        return seal({"format": FORMAT, "version": VERSION, **asdict(self)})
+        table = asdict(self)
+        return seal({"format": FORMAT, "version": VERSION, "timeline": table.pop("id"), **table})
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Timeline:
         table = unseal(data, path)
         with _reading(path):
-            record = cls(table["id"], table["parent"], table["fork_step"], table["created"], table["writer"])
+            names = ("parent", "fork_step", "created", "writer")
+            record = cls(table["timeline"], **{name: table[name] for name in names})
         if record.path != path:
             raise _corrupt(path, f"it is the record of timeline {record.id}", len(data))
         return record
@@ -158,6 +161,13 @@ def timeline_of_name(name: str) -> int | None:
     return int(match[1]) if match and timeline_path(int(match[1])) == f"timelines/{name}" else None
 
 
+def is_ours(directory: str, name: str) -> bool:
+    """Whether a file of this name in ``commits``, ``timelines`` or ``index`` is one of the store's."""
+    if directory == "index":
+        return _INDEX_NAME.fullmatch(name) is not None
+    return (CommitRef.of_name if directory == "commits" else timeline_of_name)(name) is not None
+
+
 def this_writer() -> dict[str, Any]:
     """Who writes: goes into manifests, timeline records and the lock."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "library": library_version()}
@@ -166,9 +176,9 @@ def this_writer() -> dict[str, Any]:
 @lru_cache
 def library_version() -> str:
     try:
-        return version("holdfast")
+        return f"holdfast {version('holdfast')}"
     except PackageNotFoundError:  # run from a source tree
-        return "source tree"
+        return "holdfast from its source tree"
 
 
 def seal(table: dict[str, Any]) -> bytes:

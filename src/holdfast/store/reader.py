@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from holdfast.errors import Damaged, FileMissing, ManifestCorrupt, NoCommit
 from holdfast.io.queue import IOQueue
@@ -31,6 +31,9 @@ class RunReader:
 
     def close(self) -> None:
         """Nothing stays open; for symmetry with ``LocalStore``."""
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -78,21 +81,21 @@ class RunReader:
         nothing says anything of never had a commit and is left out.
         """
         records: dict[int, Timeline] = {}
-        damaged: list[Damaged] = []
+        damaged: dict[str, Damaged] = {}
         for timeline in self._timeline_ids():
             record = Timeline(timeline)
             try:
                 record = Timeline.decode(self.disk.read_bytes(record.path), record.path)
-            except FileNotFoundError:
-                damaged.append(FileMissing(f"{record.path} is missing", path=record.path))
-            except ManifestCorrupt as error:
-                damaged.append(error)
+            except (ManifestCorrupt, FileNotFoundError) as error:
+                damaged[record.path] = error if isinstance(error, ManifestCorrupt) else _missing(record)
             else:
                 records[timeline] = record
         for ref in self.commits():
             if ref.timeline not in records and (manifest := self._load_or_none(ref)) is not None:
-                records[ref.timeline] = Timeline(ref.timeline, manifest.parent, manifest.fork_step)
-        return records, damaged
+                record = Timeline(ref.timeline, manifest.parent, manifest.fork_step)
+                records[ref.timeline] = record
+                damaged.setdefault(record.path, _missing(record))
+        return records, list(damaged.values())
 
     def verify(
         self, manifest: Manifest, *, queue: IOQueue | None = None, report: Report | None = None
@@ -134,3 +137,10 @@ class RunReader:
             return self.load(ref)
         except (ManifestCorrupt, NoCommit):
             return None
+
+
+def _missing(record: Timeline) -> FileMissing:
+    return FileMissing(
+        f"{record.path} is missing; the manifests of its timeline say the same, the next writer restores it",
+        path=record.path,
+    )

@@ -1,7 +1,7 @@
 """Verifying: whether every byte that a commit stands for is still as it was written.
 
-Sizes are bytes. The manifest, its timelines, its index and every block of every file are read again, with
-direct I/O, so that it is the disk that answers and not the page cache. Nothing is changed.
+Sizes are bytes. The manifest, its timeline's record, its index and every block of every file are read again,
+the blocks with direct I/O, so that it is the disk that answers and not the page cache. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,9 @@ from holdfast.errors import Damaged, DiskFailed, FileMissing, ManifestCorrupt, N
 from holdfast.io.buffers import Buffer, BufferPool
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import OpenFile
-from holdfast.store.generations import corrupt
+from holdfast.store.generations import corrupt, name_atoms
 from holdfast.store.layout import CHECKSUM_BLOCK, block_spans
-from holdfast.store.manifest import FileRef, Manifest
+from holdfast.store.manifest import FileRef, Manifest, timeline_path
 from holdfast.store.reading import INSPECT, check_size, index_of, unverified_layout
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ Report = Callable[[int, int], None]
 def verify(
     store: RunReader, manifest: Manifest, *, queue: IOQueue | None, report: Report | None
 ) -> list[Damaged]:
-    """What is not as it was written, in the order manifest, timelines, index, files by offset."""
-    damaged = [*_check_manifest(store, manifest), *_check_timelines(store, manifest)]
+    """What is not as it was written, in the order manifest, timeline, index, files by offset."""
+    damaged = [*_check_manifest(store, manifest), *_check_timeline(store, manifest)]
     atoms: dict[str, dict[str, str]] = {}
     try:
         for name, atom in index_of(store.disk, manifest)["atoms"].items():
@@ -57,7 +58,7 @@ def verify(
 def newest_whole(
     store: RunReader, *, queue: IOQueue | None, report: Report | None
 ) -> tuple[Manifest, list[Damaged]]:
-    """Walks the current line from its newest commit down to the first that verifies."""
+    """Walks the current line from its newest commit down to the first whose state verifies."""
     damaged: list[Damaged] = []
     line = store.line()
     for ref in line:
@@ -66,10 +67,12 @@ def newest_whole(
         except ManifestCorrupt as error:
             damaged.append(error)
             continue
+        except NoCommit:  # retired meanwhile by a writer at work
+            continue
         found = verify(store, manifest, queue=queue, report=report)
-        if not found:
-            return manifest, damaged
         damaged += found
+        if all(error.path == timeline_path(ref.timeline) for error in found):  # the manifest says it too
+            return manifest, damaged
     if not line:
         raise NoCommit(f"{store.root} has no commit yet")
     raise Damaged(
@@ -92,22 +95,28 @@ def _check_manifest(store: RunReader, manifest: Manifest) -> list[Damaged]:
     return []
 
 
-def _check_timelines(store: RunReader, manifest: Manifest) -> list[Damaged]:
-    """The records of the timelines that led to ``manifest`` can be read and agree with it."""
+def _check_timeline(store: RunReader, manifest: Manifest) -> list[Damaged]:
+    """The record of the timeline of ``manifest`` can be read and agrees with it."""
     records, damaged = store.timelines()
-    wanted: set[str] = set()
-    timeline: int | None = manifest.timeline
-    while timeline is not None and timeline in records:
-        wanted.add(records[timeline].path)
-        parent = records[timeline].parent
-        timeline = parent if parent is not None and parent < timeline else None
-    found = [error for error in damaged if error.path in wanted]
+    path = timeline_path(manifest.timeline)
+    found = [error for error in damaged if error.path == path]
     record = records.get(manifest.timeline)
     if record is not None and (record.parent, record.fork_step) != (manifest.parent, manifest.fork_step):
-        found.append(
-            ManifestCorrupt(f"{record.path} and {manifest.path} differ in the fork", path=record.path)
-        )
+        found.append(ManifestCorrupt(f"{path} and {manifest.path} differ in the fork", path=path))
     return found
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A block that is being read: its digest is the result of ``future``."""
+
+    unit: str
+    ref: FileRef
+    block: int
+    start: int
+    nbytes: int
+    buffer: Buffer
+    future: Future[str]
 
 
 class _Scan:
@@ -125,7 +134,7 @@ class _Scan:
         self.atoms, self.report = atoms, report
         self.damaged: list[Damaged] = []
         self.done_bytes = 0
-        self.flights: deque[tuple[Future, Callable[[], None], Buffer]] = deque()
+        self.flights: deque[_Flight] = deque()
         self.pool = BufferPool()
 
     def run(self) -> list[Damaged]:
@@ -139,9 +148,9 @@ class _Scan:
             while self.flights:
                 self._land()
         finally:
-            for future, *_ in self.flights:
-                if not future.cancel():
-                    future.exception()
+            for flight in self.flights:
+                if not flight.future.cancel():
+                    flight.future.exception()
             for file in files:
                 file.close()
             self.pool.close()
@@ -167,31 +176,38 @@ class _Scan:
                 self._land()
             buffer = self.pool.take(stop - start, "verify")
             view = buffer.view[: stop - start]
-            got: list[str] = []
-            request = Request(file, view, start, False, after=partial(_digest, got, view))
-            future = self.queue.submit([request], kind="verify", phase="verify", priority=0)
-
-            judge = partial(self._judge, unit, ref, block, start, stop - start, got)
-            self.flights.append((future, judge, buffer))
+            future = self.queue.submit(
+                [Request(file, view, start, False)],
+                kind="verify",
+                phase="verify",
+                priority=0,
+                finish=partial(xxhash.xxh3_64_hexdigest, view),
+            )
+            self.flights.append(_Flight(unit, ref, block, start, stop - start, buffer, future))
 
     def _land(self) -> None:
-        future, judge, buffer = self.flights.popleft()
-        future.exception()
-        judge()
-        self.pool.give(buffer)
-
-    def _judge(self, unit: str, ref: FileRef, block: int, start: int, nbytes: int, got: list[str]) -> None:
-        self.done_bytes += nbytes
+        flight = self.flights.popleft()
+        error = flight.future.exception()
+        if error is not None and not isinstance(error, DiskFailed):
+            raise error
+        if error is not None or flight.future.result() != flight.ref.checksums[flight.block]:
+            self.damaged.append(self._judge(flight, error))
+        self.pool.give(flight.buffer)
+        self.done_bytes += flight.nbytes
         if self.report is not None:
             self.report(self.done_bytes, self.manifest.total_bytes)
-        expected = ref.checksums[block]
-        if got and got[0] == expected:
-            return
-        atoms = self._atoms_between(unit, ref, start, start + nbytes)
-        read = got[0] if got else "nothing (the read failed)"
-        self.damaged.append(
-            corrupt(ref.path, start, nbytes, atoms, expected, read, self.store.way_out(ref.path))
-        )
+
+    def _judge(self, flight: _Flight, error: DiskFailed | None) -> Damaged:
+        """What is wrong with the block of ``flight``."""
+        path, start, nbytes = flight.ref.path, flight.start, flight.nbytes
+        atoms = self._atoms_between(flight.unit, flight.ref, start, start + nbytes)
+        way_out = self.store.way_out(path)
+        if error is None:
+            expected, got = flight.ref.checksums[flight.block], flight.future.result()
+            return corrupt(path, start, nbytes, atoms, expected, got, way_out)
+        where = f"at {path} offset {start}, {nbytes} bytes"
+        text = f"{name_atoms(atoms)} cannot be read {where} ({error}). {way_out}"
+        return Damaged(text, path=path, offset=start, nbytes=nbytes, atoms=tuple(atoms))
 
     def _atoms_between(self, unit: str, ref: FileRef, start: int, stop: int) -> list[str]:
         """The atoms in a damaged block by the file's own header if that reads, else all of the unit's."""
@@ -201,7 +217,3 @@ class _Scan:
         except (Damaged, DiskFailed):
             keys = []
         return [known[key] for key in keys if key in known] or list(known.values())
-
-
-def _digest(got: list[str], view: memoryview) -> None:
-    got.append(xxhash.xxh3_64_hexdigest(view))

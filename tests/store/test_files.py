@@ -1,0 +1,157 @@
+"""The disk reports what the system reports, by name, and its lock is one process's."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.errors import DiskFailed, DiskFull, RunLocked
+from holdfast.store.files import Disk, write_durably
+
+
+@pytest.fixture
+def disk(tmp_path):
+    disk = Disk(tmp_path / "a" / "run")
+    disk.makedirs("")
+    return disk
+
+
+def broken(number):
+    def call(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    return call
+
+
+def test_directories_are_made_with_all_that_is_missing_above_and_synced(tmp_path, monkeypatch):
+    synced = []
+    original = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), original(fd))
+    )
+    disk = Disk(tmp_path / "a" / "run")
+    disk.makedirs("data")
+    assert (tmp_path / "a/run/data").is_dir()
+    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/run")]
+    disk.makedirs("data")
+    assert synced[3:] == [str(tmp_path / "a/run")]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 104729])
+def test_allocated_files_have_their_size_and_space(disk, nbytes):
+    disk.allocate("file", nbytes)
+    assert disk.size("file") == nbytes
+    assert os.stat(disk.root / "file").st_blocks * 512 >= nbytes
+
+
+def test_names_and_contents(disk):
+    disk.write_bytes("b", b"data")
+    disk.write_bytes("a", b"")
+    assert disk.listdir("") == ["a", "b"]
+    assert disk.listdir("absent") == []
+    disk.rename("b", "a")
+    assert (disk.read_bytes("a"), disk.exists("b"), disk.exists("a")) == (b"data", False, True)
+    disk.unlink("a")
+    disk.unlink("a")
+    for call in (disk.size, disk.read_bytes, disk.open):
+        with pytest.raises(FileNotFoundError):
+            call("a")
+    assert disk.free_bytes() > 0
+    assert Disk(disk.root / "not" / "there").free_bytes() > 0
+
+
+def test_a_durable_write_never_shows_anything_in_between(disk, monkeypatch):
+    write_durably(disk, "file", b"old", why="test")
+    for name in ("fdatasync", "replace"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "holdfast.store.files._data_sync" if name == "fdatasync" else "os.replace", broken(errno.EIO)
+            )
+            with pytest.raises(DiskFailed, match=r"cannot (sync|rename) .*file\.tmp: Input/output error"):
+                write_durably(disk, "file", b"new", why="test")
+        assert disk.read_bytes("file") == b"old"
+    write_durably(disk, "file", b"new", why="test")
+    assert disk.read_bytes("file") == b"new"
+
+
+def test_a_full_disk_is_told_from_a_failing_one(disk, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", broken(errno.ENOSPC))
+    with pytest.raises(DiskFull, match=r"no space left in .*/run: 12345 bytes .* are needed for file"):
+        disk.allocate("file", 12345)
+    monkeypatch.setattr(os, "posix_fallocate", broken(errno.EIO))
+    with pytest.raises(DiskFailed, match=r"cannot allocate .*/run/file: Input/output error"):
+        disk.allocate("file", 12345)
+    monkeypatch.setattr(os, "posix_fallocate", broken(errno.EOPNOTSUPP))
+    disk.allocate("file", 12345)
+    assert disk.size("file") == 12345
+
+
+def test_the_lock_names_its_holder_and_goes_with_it(disk):
+    release = disk.lock("lock", {"pid": 123, "host": "elsewhere"})
+    with pytest.raises(RunLocked, match="is being written by process 123 on elsewhere"):
+        disk.lock("lock", {"pid": 124, "host": "here"})
+    release()
+    disk.lock("lock", {"pid": 124, "host": "here"})()
+
+
+def test_a_lock_left_by_a_killed_process_is_taken_over(disk):
+    (disk.root / "lock").write_text(json.dumps({"pid": 1, "host": "gone" * 9}))
+    release = disk.lock("lock", {"pid": 124, "host": "here"})
+    assert json.loads((disk.root / "lock").read_text()) == {"pid": 124, "host": "here"}
+    release()
+
+
+def test_a_lock_whose_content_does_not_read_still_locks(disk):
+    release = disk.lock("lock", {})
+    with pytest.raises(RunLocked, match="another process"):
+        disk.lock("lock", {})
+    release()
+
+
+def test_another_process_is_kept_out(disk):
+    """For real: the holder is a process, and when it is killed the lock is free."""
+    code = (
+        "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX);"
+        "print(1, flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(disk.root / "lock")], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    with pytest.raises(RunLocked):
+        disk.lock("lock", {})
+    holder.kill()
+    holder.communicate()
+    disk.lock("lock", {})()
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
+    """As a data loader's workers are, for seconds, after their trainer was killed."""
+    code = (
+        "import os, sys, time; from holdfast.store.files import Disk; disk = Disk(sys.argv[1]);"
+        "release = disk.lock('lock', {'pid': os.getpid(), 'host': 'here'}); child = os.fork();"
+        "child or release();"
+        "print(child or 'child', flush=True);"
+        "time.sleep(60)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(disk.root)], stdout=subprocess.PIPE, env=env, text=True
+    )
+    assert parent.stdout is not None
+    lines = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}
+    (child,) = lines - {"child"}
+    try:
+        with pytest.raises(RunLocked, match=f"process {parent.pid} on here"):
+            disk.lock("lock", {})
+        parent.kill()
+        parent.wait()
+        disk.lock("lock", {})()
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        parent.stdout.close()

@@ -1,0 +1,187 @@
+"""A unit writes and reads whole files, block by block, and hands out only what no commit needs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import safetensors
+import xxhash
+
+from holdfast.errors import ChunkCorrupt, DiskFull, PoolExhausted, RunMismatch
+from holdfast.io.buffers import BufferPool
+from holdfast.io.queue import IOQueue
+from holdfast.store.files import Disk
+from holdfast.store.generations import Unit
+from holdfast.store.layout import CHECKSUM_BLOCK, Layout
+
+LARGE = Layout.build(
+    [("a/param", "F32", (3,)), ("b/param", "F32", (1_300_021,)), ("c/param", "F32", (900_001,))]
+)
+HOW = {"kind": "state", "phase": "update", "priority": 1}
+
+
+@pytest.fixture
+def queue():
+    queue = IOQueue(3)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+def make(tmp_path, queue):
+    """Makes units on a disk; ``make.retained`` are the paths that commits name."""
+    disk = Disk(tmp_path)
+    disk.makedirs("data")
+    units = []
+
+    def make(name="block_0", layout=LARGE, copies=3):
+        unit = Unit(name, layout, copies, disk=disk, queue=queue, retained=lambda: make.retained,
+                    way_out=lambda path: "Step 7 does not use it.")  # fmt: skip
+        units.append(unit)
+        return unit
+
+    make.retained = set()
+    yield make
+    for unit in units:
+        unit.close()
+
+
+def image_of(layout, seed=0):
+    buffer = BufferPool().take(layout.file_bytes, "state")
+    buffer.view[:] = random.Random(seed).randbytes(buffer.nbytes)
+    return buffer.view
+
+
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 104729])
+def test_what_is_written_is_read(make, count):
+    unit = make(layout=Layout.build([("w/param", "U8", (count,))]))
+    unit.create()
+    generation, image = unit.acquire(), image_of(unit.layout)
+    checksums = unit.write(generation, image, **HOW).result(30)
+    copy = image_of(unit.layout, seed=1)
+    unit.read(generation, copy, checksums, **HOW).result(30)
+    assert copy == image
+
+
+def test_the_file_is_safetensors_with_zero_filler_and_a_checksum_per_block(make, tmp_path):
+    unit = make()
+    unit.create()
+    generation, image = unit.acquire(), image_of(LARGE)
+    tensor = bytes(image[LARGE["b/param"].offset : LARGE["b/param"].end])
+    checksums = unit.write(generation, image, **HOW).result(30)
+    data = (tmp_path / unit.path(generation)).read_bytes()
+    assert data == bytes(image) and len(data) == LARGE.file_bytes
+    assert len(checksums) == LARGE.num_blocks == 3
+    assert checksums == tuple(
+        xxhash.xxh3_64_hexdigest(data[start : start + CHECKSUM_BLOCK])
+        for start in range(0, len(data), CHECKSUM_BLOCK)
+    )
+    theirs = dict(safetensors.deserialize(data))
+    assert bytes(theirs["b/param"]["data"]) == tensor
+    assert all(set(theirs[pad.key]["data"]) <= {0} for pad in LARGE.pads)
+
+
+def test_every_generation_is_its_own_file_and_bytes_are_counted(make, queue):
+    unit = make()
+    unit.create()
+    generations = [unit.acquire() for _ in range(3)]
+    assert generations == [0, 1, 2]
+    futures = [unit.write(g, image_of(LARGE, seed=g), **HOW) for g in generations]
+    checksums = [future.result(30) for future in futures]
+    assert len(set(checksums)) == 3
+    assert queue.counters() == {("write", "state", "update"): 3 * LARGE.file_bytes}
+    assert unit.generation_of(unit.path(2)) == 2
+    with pytest.raises(ValueError, match="no generation of the unit"):
+        unit.generation_of("data/block_01.0.safetensors")
+
+
+def test_acquire_passes_over_what_commits_name_and_what_is_out(make):
+    unit = make()
+    unit.create()
+    make.retained = {unit.path(0)}
+    assert (unit.acquire(), unit.acquire()) == (1, 2)
+    with pytest.raises(PoolExhausted, match="3 exist, 2 are being written"):
+        unit.acquire()
+    unit.release(2)
+    assert unit.acquire() == 2
+
+
+def test_damage_in_one_block_names_its_atoms_only(make, tmp_path):
+    unit = make()
+    unit.create()
+    generation = unit.acquire()
+    checksums = unit.write(generation, image_of(LARGE), **HOW).result(30)
+    with open(tmp_path / unit.path(generation), "r+b") as file:
+        file.seek(2 * CHECKSUM_BLOCK + 77)
+        file.write(b"\x00\x01")
+    with pytest.raises(ChunkCorrupt) as caught:
+        unit.read(generation, image_of(LARGE), checksums, **HOW).result(30)
+    error = caught.value
+    assert (error.offset, error.atoms) == (2 * CHECKSUM_BLOCK, ("c/param",))
+    assert f"expected xxh3:{checksums[2]}" in str(error) and "Step 7 does not use it." in str(error)
+
+
+def test_only_what_was_acquired_is_written_and_images_have_the_files_size(make):
+    unit = make()
+    unit.create()
+    with pytest.raises(ValueError, match="generation 0 of unit 'block_0' was not acquired"):
+        unit.write(0, image_of(LARGE), **HOW)
+    with pytest.raises(ValueError, match="the image given has 4096"):
+        unit.write(unit.acquire(), image_of(LARGE)[:4096], **HOW)
+
+
+def test_a_write_counts_as_synced_until_the_generation_is_acquired_anew(make):
+    unit = make()
+    unit.create()
+    generation = unit.acquire()
+    assert not unit.is_synced(generation, ())
+    checksums = unit.write(generation, image_of(LARGE), **HOW).result(30)
+    assert unit.is_synced(generation, checksums)
+    assert not unit.is_synced(generation, checksums[:-1])
+    unit.release(generation)
+    assert unit.acquire() == generation
+    assert not unit.is_synced(generation, checksums)
+
+
+def test_create_keeps_files_of_the_right_size_and_says_what_is_missing(make, tmp_path):
+    unit = make()
+    assert unit.missing_bytes() == 3 * LARGE.file_bytes
+    unit.create()
+    path = tmp_path / unit.path(1)
+    path.write_bytes(b"x" * LARGE.file_bytes)
+    (tmp_path / unit.path(2)).write_bytes(b"short")
+    assert unit.missing_bytes() == LARGE.file_bytes
+    unit.create()
+    assert path.read_bytes()[:5] == b"xxxxx"
+    assert (tmp_path / unit.path(2)).stat().st_size == LARGE.file_bytes
+
+
+def test_files_of_another_model_are_refused_not_overwritten(make, tmp_path):
+    unit = make()
+    unit.create()
+    make.retained = {unit.path(0)}
+    other = make(layout=Layout.build([("w/param", "F32", (5,))]))
+    with pytest.raises(RunMismatch, match="the run holds another model"):
+        other.create()
+    assert (tmp_path / unit.path(0)).stat().st_size == LARGE.file_bytes
+    with pytest.raises(RunMismatch, match="3 blocks, this layout has 1"):
+        other.read(0, image_of(other.layout), ("", "", ""), **HOW)
+
+
+def test_names_are_safe_in_a_directory(make):
+    for name in ["", "a/b", "../a", ".hidden", "a b"]:
+        with pytest.raises(ValueError, match="a unit's name is letters"):
+            make(name)
+
+
+def test_no_room_for_the_files_is_said_before_anything_is_written(make, monkeypatch):
+    import errno
+    import os
+
+    def full(fd, offset, nbytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DiskFull, match=f"{LARGE.file_bytes} bytes .* are needed for block_0.0.safetensors"):
+        make().create()

@@ -1,0 +1,103 @@
+"""Atoms are joined from their fragments, wherever these lie, and verified."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from holdfast.errors import Damaged, NoCommit
+from holdfast.io.buffers import Buffer
+from holdfast.store.layout import CHECKSUM_BLOCK, Layout
+from holdfast.store.local import LocalStore
+
+HOW = {"kind": "state", "phase": "update", "priority": 0}
+
+
+def publish(root, tensors, atoms, values):
+    """A commit of the units ``tensors`` holding ``values`` (unit -> key -> bytes)."""
+    with LocalStore.open(root) as store:
+        store.begin(None)
+        files = {}
+        for name, rows in tensors.items():
+            unit = store.unit(name, Layout.build(rows), 3)
+            unit.create()
+            generation, image = unit.acquire(), Buffer(unit.layout.file_bytes, "test").view
+            for key, data in values[name].items():
+                image[unit.layout[key].offset : unit.layout[key].end] = data
+            files[name] = generation, unit.write(generation, image, **HOW).result(30)
+        store.publish(1, files, store.put_index({"version": 1, "atoms": atoms}), {})
+    return LocalStore.read(root)
+
+
+def test_an_atom_cut_over_two_units_is_joined(tmp_path):
+    whole = np.arange(35, dtype="<f4").reshape(5, 7)
+    parts = {"left": whole[:, :3], "right": whole[:, 3:]}
+    tensors = {"left": [("w/param", "F32", (5, 3))], "right": [("w/param", "F32", (5, 4))]}
+    fragments = [
+        {"unit": "left", "key": "w/param", "global": [[0, 0], [5, 3]], "local": [[0, 0], [5, 3]]},
+        {"unit": "right", "key": "w/param", "global": [[0, 3], [5, 7]], "local": [[0, 0], [5, 4]]},
+    ]
+    atom = {"name": "w", "slot": "param", "shape": [5, 7], "dtype": "F32", "fragments": fragments}
+    values = {name: {"w/param": part.tobytes()} for name, part in parts.items()}
+    reader = publish(tmp_path / "run", tensors, {"w/param": atom}, values)
+    manifest = reader.head()
+    assert reader.read_atom(manifest, "w/param") == whole.tobytes()
+    with pytest.raises(KeyError):
+        reader.read_atom(manifest, "absent/param")
+
+
+def test_an_atom_larger_than_a_block_and_an_empty_and_a_scalar_one(tmp_path):
+    count = CHECKSUM_BLOCK // 4 + 104729
+    rows = [("a/param", "F32", (count,)), ("b/param", "F32", (0, 3)), ("c/step", "I64", ())]
+    values = {"a/param": np.arange(count, dtype="<f4").tobytes(), "b/param": b"", "c/step": b"12345678"}
+    atoms = {}
+    for key, dtype, shape in rows:
+        box = [[0] * len(shape), list(shape)]
+        name, slot = key.split("/")
+        fragment = {"unit": "u", "key": key, "global": box, "local": box}
+        atoms[key] = {
+            "name": name,
+            "slot": slot,
+            "shape": list(shape),
+            "dtype": dtype,
+            "fragments": [fragment],
+        }
+    reader = publish(tmp_path / "run", {"u": rows}, atoms, {"u": values})
+    for key, data in values.items():
+        assert reader.read_atom(reader.head(), key) == data
+
+
+def test_fragments_that_leave_a_gap_are_damage(tmp_path):
+    fragment = {"unit": "u", "key": "w/param", "global": [[0], [3]], "local": [[0], [3]]}
+    atom = {"name": "w", "slot": "param", "shape": [4], "dtype": "U8", "fragments": [fragment]}
+    reader = publish(
+        tmp_path / "run", {"u": [("w/param", "U8", (3,))]}, {"w/param": atom}, {"u": {"w/param": b"abc"}}
+    )
+    with pytest.raises(Damaged, match="its fragments cover 3 elements of"):
+        reader.read_atom(reader.head(), "w/param")
+
+
+def test_what_is_no_run_directory_is_said_to_be_none(tmp_path):
+    with pytest.raises(NoCommit, match="is not a run directory"):
+        LocalStore.read(tmp_path)
+    with LocalStore.open(tmp_path / "run") as store:
+        assert store.head() is None
+        with pytest.raises(NoCommit, match="has no commit yet"):
+            store.newest_whole()
+
+
+def test_reading_takes_no_lock_and_writes_nothing(run):
+    manifest = run.take_step()
+    before = {path: path.stat().st_mtime_ns for path in run.store.root.rglob("*")}
+    reader = LocalStore.read(run.store.root)
+    assert reader.verify(manifest) == []
+    reader.timelines()
+    assert {path: path.stat().st_mtime_ns for path in run.store.root.rglob("*")} == before
+
+
+def test_progress_of_a_verification_is_reported_in_bytes(run):
+    manifest = run.take_step()
+    reports = []
+    run.store.verify(manifest, report=lambda done, total: reports.append((done, total)))
+    assert reports[-1] == (manifest.total_bytes, manifest.total_bytes)
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)

@@ -1,0 +1,129 @@
+"""Recovery from whatever a power cut leaves: every prefix of a run's operations, un-synced ones lost or torn.
+
+The promise, checked on each image: the newest whole step is not older than the newest acknowledged one and
+not of a line that was left; and every commit that the directory lists is whole, with its own bytes.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from holdfast import failpoints
+from holdfast.errors import HoldfastError
+from holdfast.io.queue import IOQueue
+from holdfast.io.simdisk import SimDisk
+from holdfast.store.local import LocalStore
+from tiny_run import TinyRun, check_content
+
+TENSORS = {
+    "block_0": [("a/param", "F32", (3, 5)), ("a/exp_avg", "F32", (3, 5))],
+    "block_1": [("b/param", "BF16", (701,))],
+}
+FROZEN = {"frozen": [("c/param", "U8", (11,))]}
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+@pytest.fixture
+def kill_at(monkeypatch):
+    """Arms a failpoint that raises ``Killed``."""
+
+    def arm(name):
+        monkeypatch.setattr(failpoints, "armed", name)
+        monkeypatch.setattr(failpoints, "_arrivals", {})
+
+    def kill():
+        raise Killed
+
+    monkeypatch.setattr(failpoints, "action", kill)
+    return arm
+
+
+def steps(disk, count, fork=None):
+    """One process: resume, take ``count`` steps, acknowledging each."""
+    if fork is not None:
+        disk.ack((1, fork))  # whoever asks for an earlier step no longer wants the later ones
+    with TinyRun("/sim", disk=disk, tensors=TENSORS, frozen=FROZEN, threads=1, fork=fork) as run:
+        disk.ack((run.timeline, run.step))
+        for _ in range(count):
+            run.take_step()
+            disk.ack((run.timeline, run.step))
+
+
+def record(kill_at) -> SimDisk:
+    """A run that stops, goes back a step, and is killed with a commit and a retirement half done."""
+    disk = SimDisk()
+    steps(disk, 4)
+    steps(disk, 2, fork=3)
+    for failpoint in ("after_manifest_rename", "after_retire_unlink"):
+        kill_at(failpoint)
+        with pytest.raises(Killed):
+            steps(disk, 1)
+        kill_at("")
+    steps(disk, 2)
+    return disk
+
+
+def check(image, queue) -> None:
+    """The promise."""
+    reader = LocalStore.read("/sim", disk=image.disk) if image.disk.exists("commits") else None
+    for ref in reader.commits() if reader else []:
+        manifest = reader.load(ref)
+        assert reader.verify(manifest, queue=queue) == []
+        check_content(reader, manifest)
+    timeline, step = image.acked or (0, 0)
+    if timeline:
+        assert reader is not None and max(reader.timelines()[0], default=0) >= timeline
+    if step:
+        assert reader.newest_whole(queue=queue)[0].step >= step
+
+
+def test_every_image_of_a_run_recovers(kill_at):
+    disk, queue = record(kill_at), IOQueue(1)
+    count = 0
+    for image in disk.images(random.Random(0), samples=4):
+        check(image, queue)
+        count += 1
+    queue.close()
+    assert count > 1000
+
+
+def test_a_run_goes_on_from_an_image(kill_at):
+    """Recovery is itself a run: resume from images, take steps, and the result keeps the promise again."""
+    disk, queue = record(kill_at), IOQueue(1)
+    images = list(disk.images(random.Random(1), samples=2))
+    for image in random.Random(2).sample(images, 40):
+        again = image.disk
+        with TinyRun("/sim", disk=again, tensors=TENSORS, frozen=FROZEN, threads=1) as run:
+            for _ in range(3):
+                manifest = run.take_step()
+            assert [ref.step for ref in run.store.commits()] == [manifest.step, manifest.step - 1]
+            check_content(run.store, manifest)
+            assert run.store.verify(manifest, queue=queue) == []
+    queue.close()
+
+
+WHYS = ["makedirs", "reopen", "timeline", "timeline directory", "unit directory", "unit data",
+        "index", "index directory", "manifest", "manifest directory", "retire"]  # fmt: skip
+
+
+def test_the_list_of_syncs_is_complete(kill_at):
+    assert sorted(record(kill_at).whys()) == sorted(WHYS)
+
+
+@pytest.mark.parametrize("why", WHYS)
+def test_without_any_one_sync_some_image_breaks_the_promise(kill_at, why):
+    disk, queue = record(kill_at), IOQueue(1)
+    try:
+        for image in disk.images(random.Random(0), samples=4, without=why):
+            try:
+                check(image, queue)
+            except (HoldfastError, AssertionError, FileNotFoundError):
+                return
+    finally:
+        queue.close()
+    pytest.fail(f"no image shows that the sync {why!r} is needed")

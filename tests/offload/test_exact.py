@@ -49,7 +49,7 @@ def plain_loop(num_micro_batches, clip_norm, dropout=0.0):
 
 
 def check(directory, steps, num_micro_batches, clip_norm, dropout=0.0, **options):
-    """``steps`` steps through the engine have the losses, norms, parameters and optimizer state of the loop."""
+    """``steps`` steps of the engine have the losses, norms, parameters and optimizer state of the loop."""
     model = model_with_a_frozen_parameter(dropout)
     optimizer = adamw(model)
     losses, norms, states = plain_loop(num_micro_batches, clip_norm, dropout)

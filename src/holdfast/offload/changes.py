@@ -31,18 +31,18 @@ class Watch:
         names = [*after, *before]
         changed = (name for name in names if after.get(name, nothing) != before.get(name, nothing))
         raise BlockInputChanged(
-            f"{block} changed its {next(changed, 'inputs')} while it ran. Out-of-core training runs a block"
+            f"{block} changed its {next(changed)} while it ran. Out-of-core training runs a block"
             " twice, so what it is given and its buffers must stay as they are: make the block return a new"
             " value."
         )
 
     def _look(self) -> dict[str, Any]:
-        leaves, spec = pytree.tree_flatten_with_path(self._inputs)
+        leaves, _ = pytree.tree_flatten_with_path(self._inputs)
         seen = {f"input {_name(path)}": fingerprint(leaf) for path, leaf in leaves}
         for prefix, module in self._holders:
             for name, buffer in module._buffers.items():
                 seen[f"buffer {prefix}.{name}".replace(" .", " ")] = fingerprint(buffer)
-        return {**seen, "inputs": spec}
+        return seen
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

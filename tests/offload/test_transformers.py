@@ -1,4 +1,4 @@
-"""Hugging Face models, unmodified and with random weights, train out of core with the bits of a plain loop."""
+"""Hugging Face models, unmodified, with random weights, train out of core with the bits of a plain loop."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 
 
 class EventLog:
-    """Appends events to ``path``; with ``None`` it keeps nothing. Any thread may call ``emit``.
+    """Appends events to ``path``, made at the first one; with ``None`` it keeps nothing. Any thread may emit.
 
     >>> EventLog(None).emit("step", step=12, loss=2.31)
     """
@@ -26,28 +26,30 @@ class EventLog:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._file = -1
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            self._close_torn_line()
 
     def emit(self, event: str, **fields: Any) -> None:
         """Append ``{"event": event, "time": now, **fields}``. Never raises: a failure is one warning."""
-        if self._file < 0:
+        if self.path is None:
             return
         try:
             line = json.dumps(_plain({"event": event, "time": time.time(), **fields}), allow_nan=False)
+            if self._file < 0:
+                self._open(self.path)
             os.write(self._file, line.encode() + b"\n")
         except (OSError, TypeError, ValueError) as error:
-            self.close()
             warnings.warn(f"no more events are written to {self.path}: {error}", stacklevel=2)
+            self.close()
+            self.path = None
 
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
-    def _close_torn_line(self) -> None:
+    def _open(self, path: Path) -> None:
+        """Open for appending, and end the line that a killed process may have left torn."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")

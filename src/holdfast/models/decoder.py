@@ -74,14 +74,13 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocabulary, config.width)
+        self.embed = Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.blocks))
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = Projection(config.width, config.vocabulary)
         cos, sin = rotary_table(config.context, config.head_size, config.rope_theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.apply(init_weights)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Mean cross-entropy (nats) of ``targets`` int64[B, T] if given, else logits fp32[B, T, V]."""
@@ -154,8 +153,18 @@ class Projection(nn.Linear):
     """A matrix without bias that knows the spread of its initial values."""
 
     def __init__(self, inputs: int, outputs: int, std: float = INIT_STD) -> None:
+        self.std = std  # before the constructor of Linear, which initialises
         super().__init__(inputs, outputs, bias=False)
-        self.std = std
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Embedding(nn.Embedding):
+    """One vector for each token."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INIT_STD)
 
 
 def residual_std(config: DecoderConfig) -> float:
@@ -186,9 +195,5 @@ def init_weights(module: nn.Module) -> None:
 
     One module at a time, so that a block can be made by itself and an out-of-core model is never whole.
     """
-    if isinstance(module, nn.RMSNorm):
-        nn.init.ones_(module.weight)
-    elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=INIT_STD)
-    elif isinstance(module, Projection):
-        nn.init.normal_(module.weight, std=module.std)
+    if isinstance(module, (Projection, Embedding, nn.RMSNorm)):
+        module.reset_parameters()

@@ -1,0 +1,111 @@
+"""From a configuration to an engine: the decoder, its optimizer, its learning rate and its text."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from ..config import Config
+from ..data.loader import CorpusLoader
+from ..events import EventLog
+from ..models.decoder import Decoder, DecoderConfig, init_weights
+from ..offload.blocks import empty_parameters
+from ..offload.engine import Engine
+from ..offload.entry import Budget, offload
+from ..offload.preflight import Preflight
+from .machine import choose_device, free_host_bytes
+
+
+def make_engine(
+    config: Config, loader: CorpusLoader, events: EventLog, confirm: Callable[[Preflight], None]
+) -> Engine:
+    """The decoder, its optimizer, schedule and text, out of core. Fresh, or as the newest commit has them."""
+    seed_all(config.run.seed)
+    with empty_parameters():
+        model = Decoder(decoder_config(config))
+    optimizer = make_optimizer(model, config)
+    warmup, steps = config.train.warmup_steps, config.train.steps
+    scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
+    sample = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
+    return offload(
+        model,
+        optimizer,
+        config.offload.ssd or config.run.dir,
+        scheduler=scheduler,
+        loader=loader,
+        dtype=config.train.dtype,
+        device=choose_device(config.offload.device),
+        schedule=config.offload.schedule,
+        order=config.offload.order,
+        params_on_host=config.offload.params_on_host,
+        optimizer_on_host=config.offload.optimizer_on_host,
+        activations_on_host=config.offload.activations_on_host,
+        budget=Budget(
+            device=config.offload.device_budget_bytes,
+            host=config.offload.host_budget_bytes or free_host_bytes(),
+        ),
+        clip_norm=config.train.clip_norm or None,
+        commit_every=config.durability.every,
+        retain=config.durability.retain,
+        seed=config.run.seed,
+        init=init_weights,
+        sample={"tokens": sample, "targets": sample},
+        micro_batches=config.train.micro_batches,
+        direct=config.io.direct,
+        io_threads=config.io.threads,
+        read_limit=config.io.read_limit_bytes_per_second,
+        write_limit=config.io.write_limit_bytes_per_second,
+        events=events,
+        confirm=confirm,
+    )
+
+
+def make_optimizer(model: Decoder, config: Config) -> torch.optim.AdamW:
+    """Weight decay on matrices, none on norms (by dimension) and none on the embedding."""
+    named = list(model.named_parameters())
+    decayed = [p for name, p in named if p.dim() >= 2 and name != "embed.weight"]
+    others = [p for name, p in named if p.dim() < 2 or name == "embed.weight"]
+    return torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": config.train.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=config.train.learning_rate,
+        betas=(0.9, 0.95),
+    )
+
+
+def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
+    """Of the highest rate, at ``step`` (from 0): linear warm-up, then a cosine down to a tenth at ``steps``.
+
+    >>> [round(learning_rate_factor(step, 2, 10), 3) for step in (0, 1, 2, 6, 10)]
+    [0.5, 1.0, 1.0, 0.55, 0.1]
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def decoder_config(config: Config) -> DecoderConfig:
+    model = config.model
+    return DecoderConfig(
+        blocks=model.blocks,
+        width=model.width,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        context=model.context,
+        dropout=model.dropout,
+    )
+
+
+def seed_all(seed: int) -> None:
+    """The global generators: part of every commit, so that the same run twice commits the same bits."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

@@ -1,0 +1,142 @@
+"""``diff``: two commits compared tensor by tensor, whatever files their bytes lie in.
+
+Equal means equal bits: -0.0 differs from 0.0, and a NaN equals the same NaN. Where bits differ, the largest
+difference of the values tells rounding from damage.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from rich.markup import escape
+
+from ..store.manifest import Manifest
+from ..store.reader import RunReader
+from ..units import format_bytes
+from .inspect import console, plain_table, print_json
+from .runs import label, open_commit, summary
+
+CHUNK = 1 << 20
+"""Elements compared at once: the copies made for it stay small."""
+
+SHOWN = 20
+"""Rows that a person is shown; ``--json`` has all."""
+
+DTYPES = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1",
+}  # fmt: skip
+
+
+def diff(a: str, b: str, *, as_json: bool) -> bool:
+    """Print how the commits ``a`` and ``b`` differ; True if they do not."""
+    reader_a, commit_a = open_commit(a)
+    reader_b, commit_b = open_commit(b)
+    found = compare(reader_a, commit_a, reader_b, commit_b)
+    if as_json:
+        print_json({"a": summary(commit_a), "b": summary(commit_b), **found})
+    else:
+        print(f"a  {label(reader_a, commit_a)}")
+        print(f"b  {label(reader_b, commit_b)}")
+        _print(found)
+    return found["equal"]
+
+
+def compare(reader_a: RunReader, a: Manifest, reader_b: RunReader, b: Manifest) -> dict[str, Any]:
+    """What differs: atoms that only one has, that are of another kind, and that hold other bits."""
+    in_a, in_b = _atoms(reader_a, a), _atoms(reader_b, b)
+    different, other_kind, nbytes = [], [], 0
+    for key in (key for key in in_a if key in in_b):
+        if in_a[key] != in_b[key]:
+            other_kind.append({"atom": key, "a": in_a[key], "b": in_b[key]})
+            continue
+        left, right = reader_a.read_atom(a, key), reader_b.read_atom(b, key)
+        nbytes += len(left)
+        if left != right:
+            different.append({"atom": key, **compare_bytes(left, right, in_a[key]["dtype"])})
+    only_a, only_b = [key for key in in_a if key not in in_b], [key for key in in_b if key not in in_a]
+    return {
+        "equal": not (different or other_kind or only_a or only_b),
+        "compared": len(in_a) - len(only_a) - len(other_kind),
+        "bytes": nbytes,
+        "different": different,
+        "other_kind": other_kind,
+        "only_in_a": only_a,
+        "only_in_b": only_b,
+        "progress": [key for key in a.progress | b.progress if a.progress.get(key) != b.progress.get(key)],
+    }
+
+
+def compare_bytes(a: bytes | bytearray, b: bytes | bytearray, dtype: str) -> dict[str, Any]:
+    """How many elements differ in any bit, and by how much at most (None: not a number, or not numbers)."""
+    bits = np.dtype("<u2" if dtype == "BF16" else DTYPES.get(dtype, "<u1"))
+    left, right = np.frombuffer(a, bits), np.frombuffer(b, bits)
+    unsigned = np.dtype(f"<u{bits.itemsize}")
+    count, largest = 0, 0.0
+    for start in range(0, len(left), CHUNK):
+        x, y = left[start : start + CHUNK], right[start : start + CHUNK]
+        changed = x.view(unsigned) != y.view(unsigned)
+        if changed.any():
+            count += int(changed.sum())
+            with np.errstate(invalid="ignore"):
+                distance = np.abs(_values(x[changed], dtype) - _values(y[changed], dtype)).max()
+            largest = max(largest, float(distance)) if not math.isnan(largest + distance) else math.nan
+    known = dtype in DTYPES or dtype == "BF16"
+    finite = known and math.isfinite(largest)
+    return {"elements": len(left), "differing": count, "largest": largest if finite else None}
+
+
+def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "BF16":  # the upper half of an fp32
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return bits.astype(np.float64)
+
+
+def _atoms(reader: RunReader, manifest: Manifest) -> dict[str, dict[str, Any]]:
+    return {
+        f"{atom['name']}/{atom['slot']}": {"shape": atom["shape"], "dtype": atom["dtype"]}
+        for atom in reader.atoms(manifest)
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    progress = ", ".join(found["progress"])
+    if found["equal"]:
+        print(f"equal: {found['compared']:,} tensors, {format_bytes(found['bytes'])}, bit for bit")
+        if progress:
+            print(f"The progress beside them differs in: {progress}")
+        return
+    for side in ("a", "b"):
+        _print_some([f"only in {side}: {key}" for key in found[f"only_in_{side}"]])
+    _print_some([f"another kind: {_kind(row)}" for row in found["other_kind"]])
+    if found["different"]:
+        print(f"different: {len(found['different']):,} of {found['compared']:,} tensors")
+        _print_table(found["different"])
+
+
+def _print_table(different: list[dict[str, Any]]) -> None:
+    table = plain_table("tensor", ">elements differing", ">largest difference")
+    ordered = sorted(different, key=lambda row: -math.inf if row["largest"] is None else -row["largest"])
+    for row in ordered[:SHOWN]:
+        largest = "not a number" if row["largest"] is None else f"{row['largest']:.3g}"
+        table.add_row(escape(row["atom"]), f"{row['differing']:,} of {row['elements']:,}", largest)
+    console().print(table)
+    _print_rest(len(ordered) - SHOWN)
+
+
+def _print_some(lines: list[str]) -> None:
+    for line in lines[:SHOWN]:
+        print(line)
+    _print_rest(len(lines) - SHOWN)
+
+
+def _print_rest(count: int) -> None:
+    if count > 0:
+        print(f"... and {count:,} more; --json lists all")
+
+
+def _kind(row: dict[str, Any]) -> str:
+    a, b = (f"{row[side]['dtype']} {row[side]['shape']}" for side in "ab")
+    return f"{row['atom']} is {a} in a, {b} in b"

@@ -1,0 +1,167 @@
+"""``ls``, ``show`` and ``verify``: what a run holds, and whether it is whole.
+
+Each gathers plain data first and then prints it, as text for a person or as one JSON document.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from ..errors import Damaged
+from ..store.reader import RunReader
+from ..units import format_bytes
+from .runs import label, local_time, open_commit, open_run, summary
+
+
+def ls(run: Path, *, as_json: bool) -> None:
+    """Print the commits of ``run``, newest first. A manifest that cannot be read is listed as damaged."""
+    reader = open_run(run)
+    line = set(reader.line())
+    commits = []
+    for ref in reader.commits():
+        entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
+        try:
+            entry |= summary(reader.load(ref))
+        except Damaged as error:
+            entry["damaged"] = str(error)
+        commits.append(entry)
+    if as_json:
+        print_json(commits)
+        return
+    if not commits:
+        print(f"{run} has no commit yet; `holdfast train` makes the first one")
+        return
+    table = plain_table(">step", ">timeline", "written", ">size", "")
+    for number, entry in enumerate(commits):
+        table.add_row(*_row(entry, newest=number == 0))
+    console().print(table)
+
+
+def show(commit: str, *, as_json: bool) -> None:
+    """Print what a commit holds: where it came from, and its tensors."""
+    reader, manifest = open_commit(commit)
+    atoms = reader.atoms(manifest)
+    if as_json:
+        print_json(
+            summary(manifest) | {"writer": manifest.writer, "progress": manifest.progress, "atoms": atoms}
+        )
+        return
+    out = console()
+    facts = Table.grid(padding=(0, 3))
+    facts.add_column(style="dim")
+    sizes = [math.prod(atom["shape"]) for atom in atoms if atom["slot"] == "param"]
+    fork = "the beginning" if manifest.parent is None else f"step {manifest.fork_step} of {manifest.parent}"
+    writer = manifest.writer
+    for name, value in (
+        ("step", f"{manifest.step:,}"),
+        ("timeline", f"{manifest.timeline}, from {fork}"),
+        ("written", f"{local_time(manifest.created)} by process {writer.get('pid')} on {writer.get('host')}"),
+        ("size", f"{format_bytes(manifest.total_bytes)} in {len(manifest.files)} files"),
+        ("parameters", f"{sum(sizes):,} in {len(sizes)} tensors"),
+        ("progress", ", ".join(manifest.progress)),
+    ):
+        facts.add_row(name, escape(value))
+    out.print(facts)
+    out.print()
+    out.print(_atom_table(atoms))
+
+
+def verify(commit: str, *, as_json: bool) -> bool:
+    """Print whether every byte of a commit is as it was written; the same as the return value."""
+    try:
+        reader, manifest = open_commit(commit)
+    except Damaged as error:
+        if as_json:
+            print_json({"whole": False, "damaged": [_damage(error)]})
+        else:
+            print(f"damaged: {error}")
+        return False
+    damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
+    if as_json:
+        print_json(
+            summary(manifest) | {"whole": not damaged, "damaged": [_damage(error) for error in damaged]}
+        )
+    elif damaged:
+        print(f"{label(reader, manifest)} is damaged in {len(damaged)} place{'s' * (len(damaged) > 1)}:")
+        for error in damaged:
+            print(f"  {error}")
+    else:
+        size = f"{format_bytes(manifest.total_bytes)} in {len(manifest.files)} files"
+        print(f"{label(reader, manifest)} is whole: {size}, every byte as it was written")
+    return not damaged
+
+
+def plain_table(*columns: str) -> Table:
+    """A table of left-aligned columns, those named with ``>`` in front right-aligned."""
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(
+            column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
+        )
+    return table
+
+
+def console() -> Console:
+    """Standard output. Piped, it is as wide as its lines."""
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
+    remarks = ["newest"] if newest else []
+    if not entry["current"]:
+        remarks.append("left behind by a later resume")
+    if "damaged" in entry:
+        return (
+            f"{entry['step']:,}",
+            str(entry["timeline"]),
+            "-",
+            "-",
+            ", ".join(["damaged manifest", *remarks]),
+        )
+    written, size = local_time(entry["created"]), format_bytes(entry["bytes"])
+    return f"{entry['step']:,}", str(entry["timeline"]), written, size, ", ".join(remarks)
+
+
+def _atom_table(atoms: list[dict[str, Any]]) -> Table:
+    """One row for each tensor's name, with all its slots."""
+    table = plain_table("tensor", ">shape", "slots")
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for atom in sorted(atoms, key=lambda atom: atom["slot"] != "param"):
+        by_name.setdefault(atom["name"], []).append(atom)
+    for name, slots in by_name.items():
+        dtypes = dict.fromkeys(atom["dtype"] for atom in slots)
+        held = (f"{kind} " + " ".join(a["slot"] for a in slots if a["dtype"] == kind) for kind in dtypes)
+        table.add_row(escape(name), "x".join(map(str, slots[0]["shape"])) or "scalar", ", ".join(held))
+    return table
+
+
+def _verify_showing_progress(reader: RunReader, manifest: Any, *, quiet: bool) -> list[Damaged]:
+    columns = "reading", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        task = progress.add_task("reading", total=manifest.total_bytes)
+        return reader.verify(manifest, report=lambda done, total: progress.update(task, completed=done))
+
+
+def _damage(error: Damaged) -> dict[str, Any]:
+    return {
+        "error": type(error).__name__,
+        "path": error.path,
+        "offset": error.offset,
+        "bytes": error.nbytes,
+        "atoms": list(error.atoms),
+        "text": str(error),
+    }

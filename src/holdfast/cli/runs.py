@@ -1,0 +1,95 @@
+"""Runs and commits as the command line names them: RUN, RUN@STEP, RUN@STEP.tTIMELINE.
+
+Only reading: no lock is taken and nothing is written, so a run may be looked at while it trains.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, load_config
+from ..errors import ConfigError, NoCommit
+from ..store.local import LocalStore
+from ..store.manifest import Manifest
+from ..store.reader import RunReader
+
+CONFIGURATION = "config.toml"
+"""The resolved configuration of a run, in its directory."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A commit as it was named; without a step the newest one.
+
+    >>> Target.parse("runs/7b@1200.t2")
+    Target(run=PosixPath('runs/7b'), step=1200, timeline=2)
+    """
+
+    run: Path
+    step: int | None = None
+    timeline: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        match = re.fullmatch(r"(.+)@(\d+)(?:\.t(\d+))?", text)
+        if match is None or Path(text).is_dir():
+            return cls(Path(text))
+        return cls(Path(match[1]), int(match[2]), int(match[3]) if match[3] else None)
+
+
+def open_commit(text: str) -> tuple[RunReader, Manifest]:
+    """The reader and the manifest of the commit that ``text`` names. Raises ``NoCommit``."""
+    target = Target.parse(text)
+    reader = open_run(target.run)
+    if target.step is not None:
+        return reader, reader.at(target.step, target.timeline)
+    newest = reader.head()
+    if newest is None:
+        raise NoCommit(f"{target.run} has no commit yet; `holdfast train` makes the first one")
+    return reader, newest
+
+
+def open_run(run: Path) -> RunReader:
+    """The run in directory ``run``; its state may lie elsewhere, where its configuration says."""
+    if not run.is_dir():
+        raise NoCommit(f"{run} is not a directory; name the directory of a run, such as runs/default")
+    return LocalStore.read(state_directory(run))
+
+
+def state_directory(run: Path) -> Path:
+    config = stored_config(run)
+    return Path(config.offload.ssd) if config is not None and config.offload.ssd else run
+
+
+def stored_config(run: Path) -> Config | None:
+    """The configuration that the run was last trained with, where it has one that reads."""
+    path = run / CONFIGURATION
+    try:
+        return load_config(path) if path.exists() else None
+    except ConfigError:
+        return None
+
+
+def label(reader: RunReader, manifest: Manifest) -> str:
+    return f"{reader.root}  step {manifest.step:,}"
+
+
+def summary(manifest: Manifest) -> dict[str, Any]:
+    """What ``--json`` says of a commit."""
+    return {
+        "step": manifest.step,
+        "timeline": manifest.timeline,
+        "parent": manifest.parent,
+        "fork_step": manifest.fork_step,
+        "created": manifest.created,
+        "bytes": manifest.total_bytes,
+        "files": len(manifest.files),
+    }
+
+
+def local_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,1 @@
+"""Watching a run: what a person sees of the events."""

@@ -1,0 +1,221 @@
+"""The training panel: one live picture of a run in a terminal, plain lines everywhere else.
+
+It is fed the step events of ``events.jsonl`` and nothing else, so that what a person sees is what the log
+records. Rates are per second of the last steps, SSD rates in 10**9 bytes (as drives are sold), memory in
+powers of two. The picture fits 80 columns.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ..units import format_bytes, format_seconds
+
+RECENT = 20
+"""Steps over which rates are taken."""
+
+SECONDS_BETWEEN_LINES = 2.0
+"""Of plain output; the first step, the last and every remarkable one are printed in any case."""
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class TrainingPanel:
+    """A context manager around the training loop; call ``step`` after each step.
+
+    ``steps`` is where the run ends, ``host_budget`` bytes (None: no limit is known), ``commit_every`` steps
+    (0: never).
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        title: str,
+        steps: int,
+        host_budget: int | None = None,
+        commit_every: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console, self.title, self.steps, self.host_budget = console, title, steps, host_budget
+        self.commit_every = commit_every
+        self._clock = clock
+        self._stopping = ""
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._losses: list[float] = []
+        self._printed = float("-inf")
+        self._live: Live | None = None
+
+    def __enter__(self) -> TrainingPanel:
+        if self.console.is_terminal:
+            self._live = Live(get_renderable=self.picture, console=self.console, refresh_per_second=4)
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def step(self, event: dict[str, Any]) -> None:
+        """Show the step that ``event`` tells of."""
+        self._recent.append(event)
+        if event.get("skipped"):
+            reason = event["skipped"] if isinstance(event["skipped"], str) else "its loss is not a number"
+            self.note(f"step {event['step']} was skipped: {reason}")
+        elif event.get("loss") is not None:
+            self._losses.append(float(event["loss"]))
+        if self._live is None and self._is_due(event["step"]):
+            self.console.print(self.line(), soft_wrap=True, highlight=False)
+
+    def durable(self, step: int) -> None:
+        """Show that ``step`` became durable after the last event."""
+        if self._recent:
+            self._recent[-1] = self._recent[-1] | {"durable_step": step}
+
+    def announce_stop(self, text: str) -> None:
+        """Show that the run is about to stop. Takes no lock, so a signal handler may call it."""
+        self._stopping = text
+        if self._live is None:
+            os.write(2, text.encode() + b"\n")
+
+    def note(self, text: str) -> None:
+        """A line that stays: above the picture, or among the lines."""
+        self.console.print(Text(text, style="yellow"), soft_wrap=True)
+
+    def line(self) -> str:
+        """The last step in one line."""
+        event = self._recent[-1]
+        return (
+            f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  loss {number(event.get('loss'))}  "
+            f"{self._per_second('tokens'):,.0f} tokens/s  read {self._gigabytes('read_bytes')}  "
+            f"write {self._gigabytes('written_bytes')}  memory {self._memory()}  "
+            f"durable {durable_step(event)}  {format_seconds(self.seconds_left())} left"
+        )
+
+    def picture(self) -> RenderableType:
+        """The last steps in a box; nothing before the first."""
+        if not self._recent:
+            return ""
+        event = self._recent[-1]
+        bar = Table.grid(padding=(0, 2), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(justify="right", no_wrap=True)
+        bar.add_row(
+            ProgressBar(total=self.steps, completed=event["step"]),
+            f"{event['step'] / self.steps:.0%}, {format_seconds(self.seconds_left())} left",
+        )
+        rows = Table.grid(padding=(0, 3))
+        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column(no_wrap=True)
+        rows.add_column(no_wrap=True)
+        for row in self._rows(event):
+            rows.add_row(*row)
+        title = Text.assemble((self.title, "bold"), f"  step {event['step']} of {self.steps}")
+        stopping = Text(self._stopping, style="yellow")
+        body = Group(bar, "", rows)
+        return Panel(
+            body, title=title, title_align="left", subtitle=stopping, subtitle_align="left", padding=(0, 2)
+        )
+
+    def seconds_left(self) -> float:
+        """At the pace of the recent steps."""
+        seconds = sum(event["seconds"] for event in self._recent) / len(self._recent)
+        return seconds * (self.steps - self._recent[-1]["step"])
+
+    def _rows(self, event: dict[str, Any]) -> list[tuple[str, str, str]]:
+        norm, rate = number(event.get("grad_norm")), number(_first(event.get("learning_rate")))
+        return [
+            ("loss", number(event.get("loss")), sparkline(self._losses, 36)),
+            ("speed", f"{self._per_second('tokens'):,.0f} tokens/s", f"gradient norm {norm}, rate {rate}"),
+            ("SSD", f"read  {self._gigabytes('read_bytes')}", f"write {self._gigabytes('written_bytes')}"),
+            ("memory", self._memory(), memory_bar(event.get("host_bytes"), self.host_budget, 20)),
+            ("durable", f"step {durable_step(event)}", self._durability(event)),
+        ]
+
+    def _durability(self, event: dict[str, Any]) -> str:
+        behind = event["step"] - durable_step(event)
+        if self.commit_every == 0:
+            return "commits are off (durability.every = 0)"
+        if behind <= 0:
+            return "survives power loss"
+        return (
+            f"{behind} behind; a commit every {self.commit_every}"
+            if self.commit_every > 1
+            else f"{behind} behind"
+        )
+
+    def _is_due(self, step: int) -> bool:
+        now = self._clock()
+        if now - self._printed < SECONDS_BETWEEN_LINES and step != self.steps:
+            return False
+        self._printed = now
+        return True
+
+    def _per_second(self, key: str) -> float:
+        seconds = sum(event["seconds"] for event in self._recent)
+        return sum(event.get(key) or 0 for event in self._recent) / max(seconds, 1e-9)
+
+    def _gigabytes(self, key: str) -> str:
+        return f"{self._per_second(key) / 1e9:.2f} GB/s"
+
+    def _memory(self) -> str:
+        used = format_bytes(self._recent[-1].get("host_bytes") or 0)
+        return used if self.host_budget is None else f"{used} of {format_bytes(self.host_budget)}"
+
+
+def durable_step(event: dict[str, Any]) -> int:
+    """The newest durable step at ``event``; 0, the beginning, if there is none."""
+    return max(event.get("durable_step") or 0, 0)
+
+
+def _first(value: Any) -> float | None:
+    """A learning rate may be given for each group of parameters."""
+    return next(iter(value), None) if isinstance(value, (list, tuple)) else value
+
+
+def number(value: float | None) -> str:
+    """``value`` in four digits, or a dash.
+
+    >>> number(2.30512), number(0.000123), number(None)
+    ('2.305', '0.000123', '-')
+    """
+    return "-" if value is None else f"{value:.4g}" if abs(value) < 0.1 else f"{value:.3f}"
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """``values`` as ``width`` bars at most, each the mean of its share, scaled from least to most.
+
+    >>> sparkline([3.0, 2.0, 1.0, 1.0], 4)
+    '█▅▁▁'
+    """
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [len(values) * place // width for place in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), max(max(means) - min(means), 1e-12)
+    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+
+
+def memory_bar(used: int | None, budget: int | None, width: int) -> str:
+    """How much of the budget is used, as a bar; nothing where there is none.
+
+    >>> memory_bar(1, 4, 8)
+    '██░░░░░░'
+    """
+    if not used or not budget:
+        return ""
+    filled = min(width, round(width * used / budget))
+    return "█" * filled + "░" * (width - filled)

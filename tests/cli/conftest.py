@@ -1,0 +1,60 @@
+"""The command line in this process (quick) or in one of its own (signals, kills)."""
+
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.main import main
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def holdfast(monkeypatch, capsys):
+    """``holdfast("ls", run)`` runs the verb here: exit code, standard output, standard error."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["holdfast", *map(str, arguments)])
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return Result(ended.value.code or 0, out, err)
+
+    return call
+
+
+@pytest.fixture
+def holdfast_process():
+    """``holdfast_process("train", ...)`` starts the verb in a process that ends with the test."""
+    started = []
+
+    def start(*arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast", *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()

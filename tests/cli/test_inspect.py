@@ -1,0 +1,170 @@
+"""``ls``, ``show`` and ``verify`` on a run without a model: text for people, JSON for tools, exit codes."""
+
+import json
+
+import pytest
+
+from holdfast.cli.runs import Target
+from tiny_run import TinyRun
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Three steps, of which the newest two are kept."""
+    with TinyRun(tmp_path / "run") as tiny:
+        for _ in range(3):
+            tiny.take_step()
+    return tmp_path / "run"
+
+
+def flip_bit(path, offset=5000):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def newest_file(run, holdfast):
+    """The payload file of unit block_1 that the newest commit names."""
+    [manifest] = (run / "commits").glob("step-000000000003.*")
+    return run / json.loads(manifest.read_text())["files"]["block_1"]["path"]
+
+
+def test_ls_lists_commits_newest_first(run, holdfast):
+    result = holdfast("ls", run)
+    header, newest, older = result.out.splitlines()
+    assert result.code == 0
+    assert header.split() == ["step", "timeline", "written", "size"]
+    assert newest.split()[0] == "3"
+    assert newest.rstrip().endswith("newest")
+    assert older.split()[0] == "2"
+
+
+def test_ls_as_json(run, holdfast):
+    newest, older = json.loads(holdfast("ls", run, "--json").out)
+    assert (newest["step"], older["step"]) == (3, 2)
+    assert newest["timeline"] == 1
+    assert newest["current"] is True
+    assert newest["bytes"] > 0
+
+
+def test_ls_tells_steps_left_behind_by_a_resume(run, holdfast):
+    with TinyRun(run, fork=2, copies=5) as tiny:
+        tiny.take_step()
+    rows = json.loads(holdfast("ls", run, "--json").out)
+    assert [(row["step"], row["timeline"], row["current"]) for row in rows] == [
+        (3, 2, True),
+        (3, 1, False),
+        (2, 1, True),
+    ]
+    assert "left behind by a later resume" in holdfast("ls", run).out.splitlines()[2]
+
+
+def test_ls_lists_a_damaged_manifest_as_damaged(run, holdfast):
+    [manifest] = (run / "commits").glob("step-000000000003.*")
+    flip_bit(manifest, 20)
+    result = holdfast("ls", run)
+    assert result.code == 0
+    assert "damaged manifest" in result.out.splitlines()[1]
+    assert "damaged" in json.loads(holdfast("ls", run, "--json").out)[0]
+
+
+def test_ls_of_a_run_without_commits_says_so(tmp_path, holdfast):
+    with TinyRun(tmp_path / "run"):
+        pass
+    result = holdfast("ls", tmp_path / "run")
+    assert (result.code, "has no commit yet" in result.out) == (0, True)
+    assert json.loads(holdfast("ls", tmp_path / "run", "--json").out) == []
+
+
+def test_show_tells_where_a_commit_came_from_and_what_it_holds(run, holdfast):
+    result = holdfast("show", run)
+    assert result.code == 0
+    for text in ("step         3", "1, from the beginning", "4,145 in 3 tensors", "a.weight", "5x7"):
+        assert text in result.out, text
+    assert "F32 param exp_avg" in result.out
+    assert "BF16 param, F32 exp_avg" in result.out
+
+
+def test_show_an_older_step_by_number(run, holdfast):
+    shown = json.loads(holdfast("show", f"{run}@2", "--json").out)
+    assert shown["step"] == 2
+    assert shown["progress"] == {"step": 2}
+    assert {"name": "a.weight", "slot": "param"}.items() <= shown["atoms"][0].items()
+
+
+def test_verify_a_whole_commit(run, holdfast):
+    result = holdfast("verify", run)
+    assert result.code == 0
+    assert "step 3 is whole" in result.out
+    assert json.loads(holdfast("verify", run, "--json").out)["whole"] is True
+
+
+def test_verify_names_file_offset_and_atom_of_damage_and_exits_1(run, holdfast):
+    path = newest_file(run, holdfast)
+    flip_bit(path)
+    result = holdfast("verify", run)
+    assert result.code == 1
+    assert "is damaged in 1 place:" in result.out
+    found = holdfast("verify", run, "--json")
+    assert found.code == 1
+    [damage] = json.loads(found.out)["damaged"]
+    assert damage["path"] == str(path.relative_to(run))
+    assert damage["offset"] == 0
+    assert "b.weight/param" in damage["atoms"]
+    assert holdfast("verify", f"{run}@2").code == 0
+
+
+def test_verify_a_damaged_manifest_exits_1(run, holdfast):
+    [manifest] = (run / "commits").glob("step-000000000003.*")
+    flip_bit(manifest, 20)
+    assert holdfast("verify", run).code == 1
+    found = json.loads(holdfast("verify", run, "--json").out)
+    assert found["whole"] is False
+    assert found["damaged"][0]["path"].startswith("commits/step-000000000003")
+
+
+@pytest.mark.parametrize("verb", ["ls", "show", "verify"])
+def test_what_is_not_a_run_is_refused_in_one_line(tmp_path, holdfast, verb):
+    (tmp_path / "empty").mkdir()
+    for path, said in (
+        (tmp_path / "nowhere", "is not a directory"),
+        (tmp_path / "empty", "not a run directory"),
+    ):
+        result = holdfast(verb, path)
+        assert (result.code, result.out) == (2, "")
+        assert result.err.startswith("error: ")
+        assert said in result.err
+        assert len(result.err.splitlines()) == 1
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["show", "verify"])
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(run, holdfast, verb):
+    result = holdfast(verb, f"{run}@7")
+    assert result.code == 2
+    assert "has no step 7. It has: 2, 3." in result.err
+
+
+def test_a_run_whose_state_lies_elsewhere_is_found_through_its_configuration(run, tmp_path, holdfast):
+    (tmp_path / "front").mkdir()
+    (tmp_path / "front" / "config.toml").write_text(f'[offload]\nssd = "{run}"\n')
+    assert json.loads(holdfast("ls", tmp_path / "front", "--json").out)[0]["step"] == 3
+
+
+def test_looking_changes_nothing(run, holdfast):
+    def everything():
+        return {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}
+
+    before = everything()
+    for verb in ("ls", "show", "verify"):
+        holdfast(verb, run)
+    holdfast("diff", run, f"{run}@2")
+    assert everything() == before
+
+
+def test_a_directory_with_an_at_sign_is_a_directory(tmp_path):
+    (tmp_path / "run@3").mkdir()
+    assert Target.parse(str(tmp_path / "run@3")) == Target(tmp_path / "run@3")
+    assert Target.parse("run@3") == Target(Target.parse("run").run, 3)
+    assert Target.parse("run@3.t12") == Target(Target.parse("run").run, 3, 12)
+    assert Target.parse("run@x").step is None

@@ -1,0 +1,346 @@
+"""``holdfast train``: one command that starts, continues, extends and refuses."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import termios
+import time
+
+import pytest
+from rich.console import Console
+
+from holdfast.cli import announce, machine, stop
+from holdfast.cli.build import learning_rate_factor
+from holdfast.config import load_config
+from holdfast.events import read_events
+
+TINY = {
+    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
+    "train.micro_batches": 2, "train.micro_batch_size": 2, "train.warmup_steps": 2, "train.steps": 4,
+    "train.learning_rate": 1e-2, "model.dropout": 0.1, "train.dtype": "fp32",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_sample(monkeypatch):
+    monkeypatch.setattr("holdfast.cli.train.SAMPLE_BYTES", 20)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Five thousand bytes of a small vocabulary."""
+    path = tmp_path_factory.mktemp("text") / "text"
+    words = ["def ", "return ", "self", "(", ")", ":\n", "    "]
+    path.write_text("".join(random.Random(0).choices(words, k=2000))[:5000])
+    return path
+
+
+@pytest.fixture
+def arguments(text):
+    """The command line of a tiny run in a directory, with other keys over it."""
+
+    def of(run, **sets):
+        keys = TINY | {"run.dir": run, "data.text": text} | {k.replace("__", "."): v for k, v in sets.items()}
+        return ["train", *(word for key, value in keys.items() for word in ("--set", f"{key}={value}"))]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Where ``uninterrupted`` keeps its run."""
+    return tmp_path_factory.mktemp("finished") / "run"
+
+
+@pytest.fixture
+def uninterrupted(finished, arguments, holdfast):
+    """A run of 4 steps from beginning to end, trained once; and what it printed."""
+    if not finished.exists():
+        result = holdfast(*arguments(finished))
+        assert result.code == 0, result.err
+        (finished / "printed").write_text(result.out)
+    return finished
+
+
+def events_of(run, kind):
+    return [event for event in read_events(run / "events.jsonl") if event["event"] == kind]
+
+
+def steps_of(run):
+    return [event["step"] for event in events_of(run, "step")]
+
+
+def wait_for_steps(run, process, count):
+    deadline = time.monotonic() + 60
+    while not (run / "events.jsonl").exists() or len(steps_of(run)) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_run_says_what_it_will_take_and_what_it_came_to(uninterrupted):
+    printed = (uninterrupted / "printed").read_text()
+    for said in (
+        "parameters in 2 blocks",
+        "1 files, 4.9 KiB",
+        "needed,",
+        "written and",
+        "of a 1 TB drive rated for 600 TB written (typical, assumed)",
+        "the budget is",
+        "Validation loss 5.5",
+        "step 4/4",
+        "Finished step 4 of 4, which is durable, after ",
+        "at step 0, and guessing a byte has 5.545",
+        "A sample of what it writes:",
+        "    def ",
+        f"show      holdfast show {uninterrupted}",
+        f"verify    holdfast verify {uninterrupted}",
+    ):
+        assert said in printed, said
+    assert "--set train.steps=8\n" in printed
+    assert "train.steps=4" not in printed
+
+
+def test_every_step_is_an_event(uninterrupted):
+    steps = events_of(uninterrupted, "step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4]
+    for key in ("loss", "grad_norm", "seconds", "tokens", "durable_step", "read_bytes", "written_bytes"):
+        assert all(isinstance(event[key], (int, float)) for event in steps), key
+    assert steps[0]["tokens"] == 2 * 2 * 16
+    assert [event["step"] for event in events_of(uninterrupted, "validation")] == [0, 4]
+    assert events_of(uninterrupted, "run")[0]["config"]["model.width"] == 16
+    assert events_of(uninterrupted, "finished")[0]["durable_step"] == 4
+
+
+def test_the_loss_falls(uninterrupted):
+    before, after = (event["loss"] for event in events_of(uninterrupted, "validation"))
+    assert after < before - 0.5
+
+
+def test_the_resolved_configuration_is_kept_in_the_run(uninterrupted, text):
+    stored = load_config(uninterrupted / "config.toml")
+    assert stored.model.width == 16
+    assert stored.data.text == str(text)
+
+
+def test_the_commits_of_a_finished_run_are_whole(uninterrupted, holdfast):
+    rows = json.loads(holdfast("ls", uninterrupted, "--json").out)
+    assert [row["step"] for row in rows] == [4, 3]
+    assert holdfast("verify", uninterrupted).code == 0
+
+
+def test_the_same_command_again_says_that_it_is_finished(uninterrupted, arguments, holdfast):
+    before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
+    result = holdfast(*arguments(uninterrupted))
+    assert result.code == 0
+    assert "is finished: step 4 of 4 is durable" in result.out
+    assert "train.steps=8" in result.out
+    assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
+
+
+def test_more_steps_extend_a_finished_run(uninterrupted, tmp_path, arguments, holdfast):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    result = holdfast(*arguments(run, train__steps=6))
+    assert result.code == 0, result.err
+    assert "Continuing after step 4" in result.out
+    assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    first = events_of(run, "validation")[0]["loss"]
+    assert f"it was {first:.3f} at step 0" in result.out
+
+
+def test_another_model_is_refused_by_its_first_difference(uninterrupted, arguments, holdfast):
+    before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
+    result = holdfast(*arguments(uninterrupted, model__width=32, train__steps=9))
+    assert result.code == 2
+    assert result.err == (
+        f"error: {uninterrupted} is another run: its model.width is 16, and 32 was asked for. Give the same "
+        "value, or another directory with --set run.dir=...\n"
+    )
+    assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_in_order_and_the_run_continues_bit_for_bit(
+    uninterrupted, tmp_path, arguments, holdfast, holdfast_process, number
+):
+    run = tmp_path / "run"
+    process = holdfast_process(*arguments(run, io__write_limit="400KB"))
+    wait_for_steps(run, process, 1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    done = steps_of(run)[-1]
+    assert done < 4
+    assert f"Stopped by {signal.Signals(number).name} after step {done}, which is durable." in out
+    assert "continue" in out
+    assert f"{signal.Signals(number).name}: finishing this step and committing" in err
+    assert json.loads(holdfast("ls", run, "--json").out)[0]["step"] == done
+    assert holdfast(*arguments(run)).code == 0
+    assert steps_of(run) == [1, 2, 3, 4]
+    same = json.loads(holdfast("diff", run, uninterrupted, "--json").out)
+    assert same["equal"] is True
+    assert same["progress"] == []
+
+
+def test_a_second_signal_leaves_at_once(tmp_path, arguments, holdfast_process):
+    run = tmp_path / "run"
+    process = holdfast_process(*arguments(run, io__write_limit="100KB"))
+    wait_for_steps(run, process, 1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=1) == 128 + signal.SIGTERM
+
+
+def test_a_killed_run_continues_from_what_it_acknowledged(
+    uninterrupted, tmp_path, arguments, holdfast, holdfast_process
+):
+    run = tmp_path / "run"
+    process = holdfast_process(*arguments(run, io__write_limit="400KB"))
+    wait_for_steps(run, process, 2)
+    process.kill()
+    process.wait()
+    acknowledged = events_of(run, "step")[-1]["durable_step"]
+    result = holdfast(*arguments(run))
+    assert result.code == 0
+    first = events_of(run, "run")[1]["first_step"]
+    assert first >= acknowledged
+    assert json.loads(holdfast("diff", run, uninterrupted, "--json").out)["equal"] is True
+
+
+def test_two_writers_of_one_run_are_told_apart(tmp_path, arguments, holdfast, holdfast_process):
+    run = tmp_path / "run"
+    process = holdfast_process(*arguments(run, io__write_limit="400KB"))
+    wait_for_steps(run, process, 1)
+    result = holdfast(*arguments(run))
+    assert result.code == 2
+    assert f"process {process.pid} on " in result.err
+
+
+def test_without_commits_a_run_says_so_when_it_is_stopped(tmp_path, arguments, holdfast_process):
+    run = tmp_path / "run"
+    process = holdfast_process(*arguments(run, durability__every=0, train__steps=10_000))
+    wait_for_steps(run, process, 1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "nothing was committed: durability.every is 0" in out
+
+
+def test_a_run_without_held_out_text_has_no_validation(tmp_path, arguments, holdfast):
+    result = holdfast(*arguments(tmp_path / "run", data__validation_fraction=0, train__steps=1))
+    assert result.code == 0, result.err
+    assert "Validation" not in result.out
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"train__stepps": 1}, "did you mean train.steps?"),
+        ({"model__width": 17}, "model.width = 17: must be a multiple of 2 * model.heads = 4"),
+        ({"data__text": "/nowhere"}, "the text '/nowhere' does not exist"),
+        ({"model__context": 4000}, "at least 8001 are needed"),
+        ({"offload__device": "abacus"}, "offload.device = 'abacus'"),
+        ({"offload__device": "cuda:99"}, "offload.device = 'cuda:99'"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_writes_nothing(tmp_path, arguments, holdfast, wrong, said):
+    result = holdfast(*arguments(tmp_path / "run", **wrong))
+    assert result.code == 2
+    assert said in result.err
+    assert len(result.err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_configuration_is_printed_with_what_was_set(holdfast, tmp_path):
+    result = holdfast("train", "--set", "train.steps=7", "--print-config")
+    assert result.code == 0
+    (tmp_path / "printed.toml").write_text(result.out)
+    assert load_config(tmp_path / "printed.toml") == load_config(None, ["train.steps=7"])
+
+
+def test_an_unexpected_error_is_one_line_and_a_traceback_on_demand(holdfast, monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr("holdfast.config.load_config", broken)
+    result = holdfast("train")
+    assert result.code == 3
+    assert (
+        result.err
+        == "error: ZeroDivisionError: division by zero (unexpected; HOLDFAST_DEBUG=1 shows where)\n"
+    )
+    monkeypatch.setenv("HOLDFAST_DEBUG", "1")
+    assert "Traceback" in holdfast("train").err
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
+    factors = [learning_rate_factor(step, 10, 100) for step in range(101)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == factors[10] == 1.0
+    assert factors[100] == pytest.approx(0.1)
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert learning_rate_factor(0, 0, 1) == 1.0
+    assert learning_rate_factor(500, 10, 100) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "written, steps, said",
+    [
+        (81 * 2**20, 320, "takes 0.0045 %"),
+        (10**9, 600, "takes 0.1 %"),
+        (10**9, 60_000, "takes 10 %"),
+        (10**12, 1200, "takes 200 %"),
+        (0, 10, "nothing is written"),
+    ],
+)
+def test_wear_is_said_in_two_digits_with_its_assumption(written, steps, said):
+    assert said in announce.wear(written, steps)
+    assert "600 TB written (typical, assumed)" in announce.wear(written, steps)
+
+
+def test_a_sample_shows_control_characters_and_keeps_its_lines(capsys):
+    announce.print_sample(Console(width=80), "def ", "f(x):\n\tif [red]\x1b[31m:\r\x00")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3] == "    def f(x):"
+    assert lines[4] == "        if [red]�[31m:��"
+
+
+@pytest.mark.parametrize(
+    "meminfo, limit, expected",
+    [(1000, None, 1000 * 1024), (1000, "4096\n", 4096), (1000, "max\n", 1000 * 1024), (1, "4096", 1024)],
+)
+def test_free_memory_is_what_the_machine_and_the_container_allow(tmp_path, meminfo, limit, expected):
+    (tmp_path / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:    {meminfo} kB\n")
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+    assert machine.free_host_bytes(tmp_path, tmp_path) == expected
+
+
+def test_a_machine_without_proc_still_has_memory(tmp_path):
+    assert machine.free_host_bytes(tmp_path, tmp_path) > 2**20
+
+
+def test_a_stop_request_hides_control_keys_and_gives_them_back(monkeypatch):
+    leader, follower = os.openpty()
+    monkeypatch.setattr(stop, "TERMINAL", follower)
+    before = termios.tcgetattr(follower)
+    assert before[3] & termios.ECHOCTL
+    with stop.StopRequest(lambda _: None):
+        assert not termios.tcgetattr(follower)[3] & termios.ECHOCTL
+    assert termios.tcgetattr(follower) == before
+    os.close(leader)
+    os.close(follower)
+
+
+def test_a_stop_request_gives_the_signals_back():
+    before = [signal.getsignal(number) for number in stop.SIGNALS]
+    said = []
+    with stop.StopRequest(said.append) as request:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request.requested == "SIGTERM"
+    assert said == ["SIGTERM: finishing this step and committing; again to leave at once"]
+    assert [signal.getsignal(number) for number in stop.SIGNALS] == before

@@ -1,0 +1,130 @@
+"""The panel: every number a person needs, in a picture of 80 columns or in plain lines."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from holdfast.watch.panel import TrainingPanel, sparkline
+
+STEP = {
+    "event": "step", "step": 12, "loss": 2.3051, "grad_norm": 0.9, "seconds": 0.5, "tokens": 4096,
+    "learning_rate": 2e-3, "durable_step": 11, "read_bytes": 200_000_000, "written_bytes": 150_000_000,
+    "host_bytes": 612 * 2**20, "skipped": False,
+}  # fmt: skip
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def plain(width=200, **kwargs):
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, width=width, force_terminal=False)
+    return TrainingPanel(console, title="runs/a", steps=100, clock=clock, **kwargs), out, clock
+
+
+def terminal(width, **kwargs):
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+    return TrainingPanel(console, title="runs/a", steps=100, host_budget=4 * 2**30, **kwargs), out, console
+
+
+def test_a_plain_line_says_all_of_it():
+    panel, out, _ = plain(host_budget=4 * 2**30)
+    with panel:
+        panel.step(STEP)
+    assert out.getvalue() == (
+        "step  12/100  loss 2.305  8,192 tokens/s  read 0.40 GB/s  write 0.30 GB/s  "
+        "memory 612.0 MiB of 4.0 GiB  durable 11  44.0 s left\n"
+    )
+
+
+def test_plain_lines_come_first_last_and_every_two_seconds():
+    panel, out, clock = plain()
+    with panel:
+        for step in (1, 2, 3, 4, 99, 100):
+            panel.step(STEP | {"step": step})
+            clock.now += 0.9
+    steps = [line.split("/")[0].split()[1] for line in out.getvalue().splitlines()]
+    assert steps == ["1", "4", "100"]
+
+
+def test_plain_lines_are_not_wrapped():
+    panel, out, _ = plain(width=40)
+    panel.step(STEP)
+    panel.note("SIGINT: finishing this step, committing it, and leaving; once more to leave at once")
+    assert len(out.getvalue().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "skipped, said",
+    [
+        (True, "step 12 was skipped: its loss is not a number"),
+        ("the norm is inf", "skipped: the norm is inf"),
+    ],
+)
+def test_a_skipped_step_is_told_and_leaves_no_loss(skipped, said):
+    panel, out, _ = plain()
+    panel.step(STEP | {"skipped": skipped, "loss": None})
+    assert said in out.getvalue()
+    assert "loss -" in out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_picture_fits_and_nothing_in_it_is_cut_off(width):
+    panel, _, console = terminal(width)
+    huge = {"host_bytes": 123 * 2**30, "step": 99, "tokens": 123_456_789, "durable_step": 2}
+    with panel:
+        for _ in range(60):
+            panel.step(STEP)
+        panel.step(STEP | huge)
+        with console.capture() as captured:
+            console.print(panel.picture())
+    lines = captured.get().splitlines()
+    assert {len(line) for line in lines} == {width}
+    assert "…" not in captured.get()
+    for text in (
+        "step 99 of 100",
+        "99%",
+        "read ",
+        "GB/s",
+        "123.0 GiB of 4.0 GiB",
+        "97 behind",
+        "gradient norm",
+    ):
+        assert text in captured.get(), text
+
+
+def test_the_last_picture_stays_on_the_terminal():
+    panel, out, _ = terminal(80)
+    with panel:
+        panel.step(STEP | {"step": 100, "durable_step": 100})
+    last = out.getvalue().rsplit("╭", 1)[1]
+    assert "survives power loss" in last
+    assert "0.0 s left" in last
+
+
+def test_a_panel_without_any_step_shows_nothing_and_ends():
+    panel, out, _ = plain()
+    with panel:
+        pass
+    assert out.getvalue() == ""
+
+
+def test_rates_are_those_of_the_recent_steps():
+    panel, out, _ = plain()
+    panel.step(STEP | {"seconds": 100.0, "tokens": 1})
+    for _ in range(20):
+        panel.step(STEP | {"step": 100})
+    assert "8,192 tokens/s" in out.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 35, 36, 37, 1000])
+def test_a_sparkline_is_never_wider_than_asked(count):
+    line = sparkline([float(count - i) for i in range(count)], 36)
+    assert len(line) == min(count, 36)
+    assert list(line) == sorted(line, reverse=True)

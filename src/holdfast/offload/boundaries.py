@@ -58,10 +58,13 @@ class Delivery:
         self.grads[index] = grad if held is None else held + grad
 
     def backward(self, output: Any, constants: set[int]) -> None:
-        """Backward from ``output``, the block's output computed again with a graph."""
+        """Backward from ``output``, the block's output computed again with a graph. Uses the gradients up."""
         leaves = pytree.tree_leaves(output)
         tensors = [leaves[p] for p in moving_positions(leaves, constants)]
-        pairs = [(t, g) for t, g in zip(tensors, self.grads, strict=True) if g is not None and t.requires_grad]
+        pairs = [
+            (t, g) for t, g in zip(tensors, self.grads, strict=True) if g is not None and t.requires_grad
+        ]
+        self.grads = []
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
 

@@ -6,102 +6,69 @@ blocks wait for the last micro-batch, so four bytes per parameter are kept, on t
 
 from __future__ import annotations
 
-from . import ops
-from .ops import Hold, Key, Op
-from .parts import GRAD_SLOTS, Schedule
+from .ops import Key, Op
+from .parts import gradients, inputs, params, updates
+from .parts.schedule import Schedule
 from .work import Placement, StepShape, Work
 
 
 def horizontal(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     """The operations of one training step in the horizontal order."""
-    schedule = Schedule(work, placement, shape, keeps_grads=True)
-    last = schedule.count - 1
-    passes = []
+    s = Schedule(work=work, placement=placement, shape=shape, keeps_grads=True)
+    passes: list[tuple[str, int, int]] = []
     for m in range(shape.micro_batches):
-        passes += [("forward", block, m) for block in range(last)]
-        passes += [("backward", block, m) for block in range(last, -1, -1)]
-    schedule.load_params(passes[0][1], passes[0][0], 0)
-    ready = []
-    for index, (phase, block, m) in enumerate(passes):
-        if index + 1 < len(passes):
-            schedule.load_params(passes[index + 1][1], passes[index + 1][0], passes[index + 1][2])
-        if phase == "forward":
-            _forward(schedule, block, m, schedule.uploads[index])
-        elif (done := _backward(schedule, block, m, schedule.uploads[index])) is not None:
-            ready.append(done)
-    end = schedule.pass_ends[-1]
-    if shape.clip:
-        end = schedule.add(Key("norm"), ops.COMPUTE, needs=(*ready, end))
-    schedule.update_resident(end)
-    for block in range(last + 1):
-        schedule.update_block(block, end, *ready)
-    schedule.commit()
-    return schedule.ops
+        passes += [("forward", block, m) for block in range(s.last)]
+        passes += [("backward", block, m) for block in range(s.last, -1, -1)]
+    there = params.load(s, *passes[0])
+    for (phase, block, m), following in zip(passes, [*passes[1:], None]):
+        uploaded, there = there, params.load(s, *following) if following else there  # one pass ahead
+        (_forward if phase == "forward" else _backward)(s, block, m, uploaded)
+    end = updates.end_of_backward(s)
+    updates.update_resident(s, end)
+    for block in range(s.count):  # in the order in which the next step wants them
+        updates.update_block(s, block, end)
+    updates.commit(s)
+    return s.finish()
 
 
-def _forward(schedule: Schedule, block: int, m: int, uploaded: Key) -> None:
-    key = schedule.add(
+def _forward(s: Schedule, block: int, m: int, uploaded: Key) -> None:
+    """One micro-batch of ``block`` without a graph. The last block's input is used at once, on the device."""
+    makes = (*((0,) if block == 0 else ()), *((block + 1,) if block + 1 < s.last else ()))
+    key = s.compute(
         Key("forward", block, m),
-        ops.COMPUTE,
-        work=schedule.work.blocks[block].forward_flop,
         needs=(uploaded,),
-        needs_previous=(Key("update_resident"),) if block == 0 and m == 0 else (),
-        gives=schedule.release_params(block, "forward", m),
+        work=s.work.blocks[block].forward_flop,
+        needs_previous=updates.resident_updated(s) if block == 0 and m == 0 else (),
+        takes=(*inputs.made(s, makes, m), *(() if block else inputs.enter(s, m))),
+        gives=params.release(s, "forward", block, m),
     )
-    if block == 0:
-        schedule.keep_input(0, m, key)
-    if block + 1 < schedule.count - 1:  # the last block's input is used at once, on the device
-        schedule.keep_input(block + 1, m, key)
-    schedule.store_input(block, m, key)
-    schedule.pass_ends.append(key)
+    for made in makes:
+        inputs.keep(s, made, m, key)
+    inputs.store(s, block, m)
 
 
-def _backward(schedule: Schedule, block: int, m: int, uploaded: Key) -> Key | None:
-    """One micro-batch of ``block``; after the last, returns when its gradients may be consumed."""
-    work, final = schedule.work, m == schedule.shape.micro_batches - 1
-    b, is_last = work.blocks[block], block == schedule.count - 1
-    needs, given = (), schedule.release_params(block, "backward", m)
-    if not is_last:
-        needs, given = (schedule.fetch_input(block, m, "backward"),), (*given, ("input", block, m))
-    fetched, taken = _grads_on_device(schedule, block, m)
-    key = schedule.add(
+def _backward(s: Schedule, block: int, m: int, uploaded: Key) -> None:
+    """One micro-batch of ``block``, added to the sum of those before it."""
+    b, is_last, final = s.work.blocks[block], block == s.last, m == s.shape.micro_batches - 1
+    needs: tuple[Key, ...] = ()
+    given = params.release(s, "backward", block, m)
+    if is_last:
+        given = (*given, *inputs.leave(s, m))
+    else:
+        needs = (inputs.fetch(s, "backward", block, m),)
+        given = (*given, *inputs.used(s, "backward", block, m))
+    key = s.compute(
         Key("backward", block, m),
-        ops.COMPUTE,
-        work=3 * b.forward_flop + (work.head_flop if is_last else 0.0),
-        needs=(uploaded, *needs, *fetched),
-        needs_previous=(Key("update_resident"),) if is_last and block == 0 and m == 0 else (),
-        takes=taken,
+        needs=(uploaded, *needs, *((gradients.upload(s, block, m),) if m else ())),
+        work=3 * b.forward_flop + (s.work.head_flop if is_last else 0.0),
+        needs_previous=updates.resident_updated(s) if is_last and block == 0 and m == 0 else (),
+        takes=() if m else gradients.begin(s, block),
         gives=given,
     )
-    schedule.pass_ends.append(key)
+    into = () if m else gradients.host_buffer(s, block)
     if final:
-        return schedule.hand_over_grads(
-            block, schedule.check_losses(key) if is_last else key, host_held=m > 0
-        )
-    size, grads = b.grad_bytes, ("grads", block)
-    key = schedule.add(
-        Key("download_grads", block, m),
-        ops.DOWNLOAD,
-        nbytes=size,
-        needs=(key,),
-        takes=() if work.unified or m else (Hold(("host", *grads), size),),
-        gives=() if work.unified else (grads,),
-    )
-    if not schedule.placement.gradients[block]:
-        schedule.spilled.append(schedule.spill_grads(block, m, key))
-    return None
-
-
-def _grads_on_device(schedule: Schedule, block: int, m: int) -> tuple[tuple[Key, ...], tuple[Hold, ...]]:
-    """Bring the sum so far to the device; the first micro-batch starts a new one."""
-    work = schedule.work
-    size = work.blocks[block].grad_bytes
-    on_device = Hold(("grads", block), size, "host" if work.unified else "device")
-    if m == 0:
-        return (), (on_device,)
-    needs: tuple[Key, ...] = (Key("download_grads", block, m - 1),)
-    if not schedule.placement.gradients[block]:
-        slot_free = schedule.spilled[-GRAD_SLOTS + 1 :][:1] if len(schedule.spilled) >= GRAD_SLOTS else []
-        needs = (schedule.unspill_grads(block, m - 1, tuple(slot_free)),)
-    key = schedule.add(Key("upload_grads", block, m), ops.UPLOAD, nbytes=size, needs=needs)
-    return (key,), () if work.unified else (on_device,)
+        gradients.hand_over(s, block, updates.check_losses(s) if is_last else key, into)
+        return
+    done = gradients.download(s, block, m, key, into)
+    if gradients.spilled(s, block):
+        gradients.store(s, block, m, done)

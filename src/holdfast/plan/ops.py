@@ -3,11 +3,14 @@
 A schedule is a list of ``Op``. The same list is executed by the engine, timed by the simulator, counted
 against the traffic formulas and drawn as a timeline. An operation names what it waits for by key, in this
 step (``needs``) or in an earlier one (``needs_previous``: the latest earlier step that had the key, nothing
-if none had). The list is in topological order, and its order is the priority among operations that are
-ready for the same lane.
+if none had). The list is in topological order. Of the operations that are ready for a lane, those of the
+smallest ``priority`` go first, then those of the earlier step, then the earlier in the list.
+
+Computations run one after another, in list order: each needs the one before it. So sums are added in one
+order whatever arrives first, and an operation that waits for a computation waits for all before it.
 
 Bytes are exact. ``takes`` and ``gives`` say which buffers live from where to where, so memory is counted
-from the same list.
+and bounded from the same list (``slots.py``, ``memory.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ UPDATE, COMMIT = "update", "commit"
 LANES = (COMPUTE, SSD_READ, SSD_WRITE, UPLOAD, DOWNLOAD, UPDATE, COMMIT)
 """What an operation occupies. Lanes run side by side."""
 
+NOW, SOON, LATER = 0, 1, 2
+"""Priorities: what a computation will wait for; what only an update waits for; what only a commit does."""
+
 
 class Key(NamedTuple):
     """Names one operation of a step. ``micro_batch`` is -1 for what happens once per block."""
@@ -34,11 +40,18 @@ class Key(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """A buffer of ``nbytes`` at ``place`` ("host" or "device")."""
+    """A buffer of ``nbytes`` at ``place`` ("host" or "device"). The first element of its name is its class:
+    ``slots`` buffers of a class may be held at once, or any number if 0. A class lies at one place."""
 
     name: tuple
     nbytes: int
     place: str = "host"
+    slots: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The class of the buffer."""
+        return self.name[0]
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,7 @@ class Op:
     needs_previous: tuple[Key, ...] = ()
     takes: tuple[Hold, ...] = ()
     gives: tuple[tuple, ...] = ()
+    priority: int = NOW
 
 
 def traffic(ops: Iterable[Op]) -> Counter[tuple[str, str]]:
@@ -75,15 +89,20 @@ def lane_bytes(ops: Iterable[Op]) -> Counter[str]:
 
 
 def check(ops: list[Op]) -> None:
-    """Assert what every schedule must satisfy: keys are unique, needs come earlier in the list,
-    previous needs do not, and every buffer that is taken is given back exactly once."""
+    """Assert what every schedule must satisfy: keys are unique, needs come earlier in the list, previous
+    needs do not, each computation needs the one before it, and every buffer that is taken is given back
+    exactly once."""
     seen: set[Key] = set()
     held: set[tuple] = set()
+    computed: Key | None = None
     for op in ops:
         assert op.key not in seen, f"{op.key} twice"
         missing = [key for key in op.needs if key not in seen]
         assert not missing, f"{op.key} needs {missing}, which come later or never"
         assert not set(op.needs_previous) & seen, f"{op.key} waits for an earlier step's {op.needs_previous}"
+        if op.lane == COMPUTE:
+            assert computed is None or computed in op.needs, f"{op.key} does not need {computed}"
+            computed = op.key
         seen.add(op.key)
         for hold in op.takes:
             assert hold.name not in held, f"{op.key} takes {hold.name} again"

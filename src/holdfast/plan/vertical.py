@@ -11,116 +11,122 @@ accumulation loop (``order="plain"``).
 
 from __future__ import annotations
 
-from . import ops
-from .ops import Hold, Key, Op
-from .parts import GRAD_SLOTS, Schedule
+from .ops import Key, Op
+from .parts import gradients, inputs, params, updates
+from .parts.schedule import Schedule
 from .work import Placement, StepShape, Work
 
 
 def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     """The operations of one training step in the vertical order."""
-    schedule = Schedule(work, placement, shape, keeps_grads=shape.clip)
-    last = schedule.count - 1
-    passes = [("forward", block) for block in range(last)]
-    passes += [("backward", block) for block in range(last, -1, -1)]
-    schedule.load_params(passes[0][1], passes[0][0])
-    ready = []
-    for index, (phase, block) in enumerate(passes):
-        if index + 1 < len(passes):  # one pass ahead
-            schedule.load_params(passes[index + 1][1], passes[index + 1][0])
+    s = Schedule(
+        work=work,
+        placement=placement,
+        shape=shape,
+        keeps_grads=shape.clip,
+        in_flight=shape.micro_batches,
+        keeps_last_input=True,
+    )
+    passes = [("forward", block) for block in range(s.last)]
+    passes += [("backward", block) for block in range(s.last, -1, -1)]
+    there = params.load(s, *passes[0])
+    for (phase, block), following in zip(passes, [*passes[1:], None]):
+        uploaded, there = there, params.load(s, *following) if following else there  # one pass ahead
         if phase == "forward":
-            _forward(schedule, block, phase, schedule.uploads[index])
+            _forward(s, block, phase, uploaded)
             continue
-        done = _backward(schedule, block, schedule.uploads[index])
-        if shape.clip:
-            ready.append(done)
-        else:
-            schedule.update_block(block, done)
-    if shape.clip:
-        ready = [schedule.add(Key("norm"), ops.COMPUTE, needs=(*ready, schedule.pass_ends[-1]))]
-        schedule.update_resident(*ready)
-        for block in range(last + 1):
-            schedule.update_block(block, *ready)
-    else:
-        schedule.update_resident(schedule.pass_ends[-1])
-    schedule.commit()
-    return schedule.ops
+        _backward(s, block, uploaded)
+        if not shape.clip:
+            updates.update_block(s, block)
+    end = updates.end_of_backward(s)
+    updates.update_resident(s, end)
+    for block in range(s.count if shape.clip else 0):  # in the order in which the next step wants them
+        updates.update_block(s, block, end)
+    updates.commit(s)
+    return s.finish()
 
 
 def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     """The operations of an evaluation: the forward passes, with nothing kept and nothing updated."""
-    schedule = Schedule(work, placement, shape, keeps_grads=False)
-    schedule.load_params(0, "evaluate")
-    for block in range(schedule.count):
-        if block + 1 < schedule.count:
-            schedule.load_params(block + 1, "evaluate")
-        _forward(schedule, block, "evaluate", schedule.uploads[block])
-    return schedule.ops
+    s = Schedule(work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False)
+    there = params.load(s, "evaluate", 0)
+    for block in range(s.count):
+        uploaded, there = there, params.load(s, "evaluate", block + 1) if block < s.last else there
+        _forward(s, block, "evaluate", uploaded)
+    return s.finish()
 
 
 def commit_only(work: Work, placement: Placement) -> list[Op]:
     """The operations that make the present state a commit: what stays in host memory is written."""
-    schedule = Schedule(work, placement, StepShape(micro_batches=1), keeps_grads=False)
-    for block in range(schedule.count):
+    s = Schedule(work=work, placement=placement, shape=StepShape(micro_batches=1))
+    for block in range(s.count):
         if placement.optimizer[block]:
-            schedule.store_state(block)
-    schedule.store_resident()
-    schedule.commit()
-    return schedule.ops
+            updates.store_state(s, block)
+    updates.store_resident(s)
+    updates.commit(s)
+    return s.finish()
 
 
-def _forward(schedule: Schedule, block: int, phase: str, uploaded: Key) -> None:
+def _forward(s: Schedule, block: int, phase: str, uploaded: Key) -> None:
     """All micro-batches of ``block`` without a graph. An evaluation keeps an input only until it is used."""
-    work, count = schedule.work, schedule.shape.micro_batches
-    is_last, training = block == schedule.count - 1, phase == "forward"
-    for m in range(count):
-        needs: tuple[Key, ...] = (uploaded,)
-        if block:
-            needs += (schedule.fetch_input(block, m, phase),)
-        given = schedule.release_params(block, phase) if m == count - 1 else ()
-        if block and not training:
-            given += (("input", block, m),)
-        key = schedule.add(
+    training, is_last, final = phase == "forward", block == s.last, s.shape.micro_batches - 1
+    makes = (*((0,) if training and block == 0 else ()), *(() if is_last else (block + 1,)))
+    flop = s.work.blocks[block].forward_flop + (s.work.head_flop / 3 if is_last else 0.0)
+    for m in range(s.shape.micro_batches):
+        key = s.compute(
             Key(phase, block, m),
-            ops.COMPUTE,
-            work=work.blocks[block].forward_flop + (work.head_flop / 3 if is_last else 0.0),
-            needs=needs,
-            needs_previous=() if block else (Key("update_resident"),),
-            gives=given,
+            needs=(uploaded, inputs.fetch(s, phase, block, m)) if block else (uploaded,),
+            work=flop,
+            needs_previous=() if block else updates.resident_updated(s),
+            takes=(*inputs.made(s, makes, m), *(() if block else inputs.enter(s, m))),
+            gives=(
+                *(inputs.used(s, phase, block, m) if block else ()),
+                *(params.release(s, phase, block) if m == final else ()),
+                *(inputs.leave(s, m) if is_last else ()),
+            ),
         )
-        if training and block == 0:
-            schedule.keep_input(0, m, key)
-        if not is_last:
-            schedule.keep_input(block + 1, m, key)
+        for made in makes:
+            inputs.keep(s, made, m, key)
         if training:
-            schedule.store_input(block, m, key)
-    schedule.pass_ends.append(key)
+            inputs.store(s, block, m)
 
 
-def _backward(schedule: Schedule, block: int, uploaded: Key) -> Key:
-    """All micro-batches of ``block``: recompute, backward, accumulate. Returns when its gradients may be
-    consumed. The last block runs forward, epilogue and loss first, and then all losses are known."""
-    work, shape = schedule.work, schedule.shape
-    b, is_last = work.blocks[block], block == schedule.count - 1
-    grads = Hold(("grads", block), b.grad_bytes, "host" if work.unified else "device")
-    for m in range(shape.micro_batches):
-        needs, given = schedule.backward_inputs(block, m)
-        if m == shape.micro_batches - 1:
-            given += schedule.release_params(block, "backward")
-        if m == 0 and not schedule.keeps_grads and len(schedule.updated) >= GRAD_SLOTS:
-            needs += (schedule.updated[-GRAD_SLOTS],)
-        key = schedule.add(
+def _backward(s: Schedule, block: int, uploaded: Key) -> None:
+    """All micro-batches of ``block``: recompute, backward, accumulate. The last block runs forward, epilogue
+    and loss first, and then all losses are known."""
+    is_last, final = block == s.last, s.shape.micro_batches - 1
+    flop = 3 * s.work.blocks[block].forward_flop + (s.work.head_flop if is_last else 0.0)
+    for m in range(s.shape.micro_batches):
+        needs, given = _fetched(s, block, m)
+        key = s.compute(
             Key("backward", block, m),
-            ops.COMPUTE,
-            work=3 * b.forward_flop + (work.head_flop if is_last else 0.0),
             needs=(uploaded, *needs),
-            needs_previous=(Key("update_resident"),) if is_last and block == 0 else (),
-            takes=(grads,) if m == 0 else (),
-            gives=given,
+            work=flop,
+            needs_previous=updates.resident_updated(s) if is_last and block == 0 else (),
+            takes=(
+                *(gradients.begin(s, block) if m == 0 else ()),
+                *(inputs.made_grad(s, block, m) if block else ()),
+            ),
+            gives=(
+                *given,
+                *(params.release(s, "backward", block) if m == final else ()),
+                *(inputs.leave(s, m) if is_last else ()),
+            ),
         )
         if block:
-            schedule.keep_input_grad(block, m, key)
-    schedule.pass_ends.append(key)
-    if is_last:
-        key = schedule.check_losses(key)
-    return schedule.hand_over_grads(block, key)
+            inputs.keep_grad(s, block, m, key)
+    summed = updates.check_losses(s) if is_last else Key("backward", block, final)
+    gradients.hand_over(s, block, summed, gradients.host_buffer(s, block))
+
+
+def _fetched(s: Schedule, block: int, m: int) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
+    """What a backward computation waits for, and what it uses up. The only block of a model of one has the
+    prologue's output on the device."""
+    needs: tuple[Key, ...] = ()
+    given: tuple[tuple, ...] = ()
+    if s.count > 1:
+        needs, given = (inputs.fetch(s, "backward", block, m),), inputs.used(s, "backward", block, m)
+    if block < s.last:
+        needs = (*needs, inputs.fetch_grad(s, block + 1, m))
+        given = (*given, *inputs.used_grad(s, block + 1, m))
+    return needs, given

@@ -52,6 +52,11 @@ class Work:
     """The device computes in host memory (a CPU): moves between the two hand a buffer over."""
     head_flop: float = 0.0
     """Prologue, epilogue and loss of one micro-batch, forward and backward."""
+    resident_grad_bytes: int = 0
+    """Accumulated gradients of the prologue and epilogue, on the device."""
+    workspace_bytes: int = 0
+    """The most that computing one micro-batch of one block, or the epilogue, takes besides what is listed as
+    held: activations between the block's input and its output. In device memory. Measured."""
 
     @property
     def elements(self) -> int:
@@ -59,10 +64,11 @@ class Work:
 
 
 def spread(count: int, fraction: float) -> tuple[bool, ...]:
-    """Which of ``count`` blocks make up ``fraction`` of them, spread evenly so that every lane sees an even load.
+    """Which of ``count`` blocks make up ``fraction`` of them, spread evenly so that every lane sees an even
+    load. The last block is the first to be chosen.
 
-    >>> spread(4, 0.5)
-    (False, True, False, True)
+    >>> spread(4, 0.5), spread(4, 0.25)
+    ((False, True, False, True), (False, False, False, True))
     """
     chosen = round(fraction * count)
     return tuple((i + 1) * chosen // count > i * chosen // count for i in range(count))
@@ -88,12 +94,14 @@ class Placement:
         activations: float = 1.0,
         gradients: float = 1.0,
     ) -> Placement:
-        """Whole blocks, as near to each fraction as ``count`` blocks allow."""
+        """Whole blocks, as near to each fraction as ``count`` blocks allow. The first to stay are those with
+        the least time between leaving and being wanted again: block 0, which is updated last and runs first,
+        and the inputs of the last blocks. The last block's own inputs never leave."""
         return cls(
-            params=spread(count, params),
-            optimizer=spread(count, optimizer),
-            activations=spread(count, activations),
-            gradients=spread(count, gradients),
+            params=spread(count, params)[::-1],
+            optimizer=spread(count, optimizer)[::-1],
+            activations=(*spread(count - 1, activations), True),
+            gradients=spread(count, gradients)[::-1],
         )
 
 

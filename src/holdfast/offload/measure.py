@@ -1,0 +1,199 @@
+"""Measuring a model without running it: one micro-batch through fake tensors.
+
+The model's own forward and backward are traced with tensors that have shapes and no bytes, which gives what
+flows between blocks, the floating-point operations of a block, and the most memory that activations take:
+of one block while it runs forward and backward, and of the last block with the epilogue and the loss. A
+model of any size is measured in a second, before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..errors import ModelNotSupported
+from .blocks import Blocks
+from .microbatches import extract_loss, module_call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one micro-batch takes; bytes and floating-point operations."""
+
+    input_bytes: int
+    """Float tensors that flow from one block to the next."""
+    block_bytes: int
+    """Activations of one block at their peak, forward and backward, beyond its input."""
+    last_bytes: int
+    """The same for the last block with the epilogue and the loss."""
+    block_flop: float
+    """One forward pass of one block."""
+    head_flop: float
+    """Prologue, epilogue and loss, forward and backward."""
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operations made and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf.untyped_storage())
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._known.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+class _Probe:
+    """Stands in for the blocks' forwards: measures the first, passes the others, keeps the last's graph."""
+
+    def __init__(self, blocks: Blocks, bytes_: _LiveBytes, flop: FlopCounterMode) -> None:
+        self.blocks, self.bytes, self.flop = blocks, bytes_, flop
+        self.input_bytes = self.block_bytes = self.last_start = 0
+        self.block_flop = self.blocks_flop = 0.0
+
+    def forward(self, index: int, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        last = index == len(self.blocks.modules) - 1
+        args, kwargs = self._detached(args, kwargs)
+        before = self.flop.get_total_flops()
+        if index == 0:
+            self.input_bytes = self._moving_bytes(args, kwargs)
+            self._measure(forward, args, kwargs)
+            self.block_flop = (self.flop.get_total_flops() - before) / 3
+        if last:
+            self.blocks_flop = self.flop.get_total_flops()
+            self.last_start, self.bytes.peak = self.bytes.live, self.bytes.live
+            return forward(*args, **kwargs)
+        with torch.no_grad():
+            output = forward(*args, **kwargs)
+        self.blocks_flop = self.flop.get_total_flops()
+        return self._detached((output,), {})[0][0]
+
+    def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Peak bytes of a forward and a backward."""
+        start = self.bytes.peak = self.bytes.live
+        output = forward(*args, **kwargs)
+        roots = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+        self.block_bytes = self.bytes.peak - start
+
+    @staticmethod
+    def _detached(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def cut(leaf: Any) -> Any:
+            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
+            return leaf.detach().requires_grad_() if floats else leaf
+
+        return pytree.tree_map(cut, (args, kwargs))
+
+    @staticmethod
+    def _moving_bytes(args: tuple, kwargs: dict[str, Any]) -> int:
+        leaves = pytree.tree_leaves((args, kwargs))
+        return sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad)
+
+
+def measure(
+    model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any = None
+) -> Measured:
+    """Trace one micro-batch. Raises ``ModelNotSupported`` if the model cannot be traced this way; training
+    may still work, only the prediction is missing."""
+    try:
+        return _trace(model, blocks, sample, dtype, loss_fn)
+    except Exception as error:
+        raise ModelNotSupported(
+            f"{type(model).__name__} cannot be traced with fake tensors: {error}"
+        ) from error
+
+
+def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any) -> Measured:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
+    probe = _Probe(blocks, bytes_, flop)
+    with fake, _fake_parameters(model, fake, dtype), _probed(probe):
+        inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, sample)
+        with flop, bytes_, torch.enable_grad():
+            loss = extract_loss(module_call(model, inputs, loss_fn)())
+            after = flop.get_total_flops()
+            loss.backward()
+    head_forward = after - probe.blocks_flop - probe.block_flop
+    return Measured(
+        input_bytes=probe.input_bytes,
+        block_bytes=probe.block_bytes,
+        last_bytes=bytes_.peak - probe.last_start,
+        block_flop=float(probe.block_flop),
+        head_flop=float(max(head_forward, 0) * 3),
+    )
+
+
+@contextmanager
+def _probed(probe: _Probe) -> Iterator[None]:
+    saved = [(module, module.__dict__.get("forward")) for module in probe.blocks.modules]
+    for index, module in enumerate(probe.blocks.modules):
+        original = module.forward
+
+        def forward(*args: Any, _index: int = index, _original: Any = original, **kwargs: Any) -> Any:
+            return probe.forward(_index, _original, args, kwargs)
+
+        module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module, own in saved:
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own  # type: ignore[method-assign]
+
+
+@contextmanager
+def _fake_parameters(model: nn.Module, fake: FakeTensorMode, dtype: torch.dtype) -> Iterator[None]:
+    """Every parameter a fake one in the compute dtype whose gradient goes as it comes, as in training."""
+    made: dict[int, nn.Parameter] = {}
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+                made[id(parameter)] = new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                if new.requires_grad:
+                    new.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            saved.append((module._parameters, name, parameter))
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                saved.append((module._buffers, name, buffer))
+                module._buffers[name] = fake.from_tensor(buffer)
+    try:
+        yield
+    finally:
+        for table, name, value in saved:
+            table[name] = value

@@ -1,0 +1,66 @@
+"""A machine, as the simulator sees it: how fast each lane is, and how much memory there is.
+
+Rates are per second. What costs no time (a transfer on a device that computes in host memory) has an
+infinite rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import inf
+
+from .ops import COMMIT, COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD, Op
+
+SSD = "ssd"
+"""What serves reads and writes where they compete."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Measured or assumed speeds."""
+
+    ssd_read_bytes_per_second: float = inf
+    ssd_write_bytes_per_second: float = inf
+    upload_bytes_per_second: float = inf
+    """Host to device."""
+    download_bytes_per_second: float = inf
+    compute_flop_per_second: float = inf
+    update_elements_per_second: float = inf
+    """Of the host optimizer, all its workers together."""
+    commit_seconds: float = 0.0
+    """Publishing a manifest, once its files are synced."""
+    shared_ssd: bool = False
+    """Reads and writes compete: only one of them moves at a time. Otherwise each has its full rate always."""
+    host_bytes: int | None = None
+    device_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_per_second") and not value > 0:
+                raise ValueError(f"{field.name} must be positive, got {value}")
+        if self.commit_seconds < 0:
+            raise ValueError(f"commit_seconds must not be negative, got {self.commit_seconds}")
+
+    @cached_property
+    def _rates(self) -> dict[str, float]:
+        return {
+            SSD_READ: self.ssd_read_bytes_per_second,
+            SSD_WRITE: self.ssd_write_bytes_per_second,
+            UPLOAD: self.upload_bytes_per_second,
+            DOWNLOAD: self.download_bytes_per_second,
+            COMPUTE: self.compute_flop_per_second,
+            UPDATE: self.update_elements_per_second,
+        }
+
+    def seconds(self, op: Op) -> float:
+        """How long ``op`` occupies its lane."""
+        if op.lane == COMMIT:
+            return self.commit_seconds
+        amount = op.work if op.lane in (COMPUTE, UPDATE) else op.nbytes
+        return amount / self._rates[op.lane]
+
+    def server(self, lane: str) -> str:
+        """What serves ``lane``: itself, or the SSD that it shares."""
+        return SSD if self.shared_ssd and lane in (SSD_READ, SSD_WRITE) else lane

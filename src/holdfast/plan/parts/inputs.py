@@ -1,0 +1,143 @@
+"""What flows between blocks: inputs, kept from a block's forward to its backward, and their gradients.
+
+Both are made by a computation, go to the host, and come back to the device for the next. In host memory
+an input is one that stays (``kept_inputs``) or one of a row that goes to the SSD (``inputs``), which is there
+while the forward pass has yet to use it, on its way to the SSD, and on its way back.
+"""
+
+from __future__ import annotations
+
+from .. import ops
+from ..ops import Hold, Key
+from .schedule import DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, Schedule
+
+
+def on_ssd(s: Schedule, block: int) -> bool:
+    """Does the input of ``block`` go to the SSD? The last block's never does: it is used at once."""
+    return s.training and block < s.last and not s.placement.activations[block]
+
+
+def made(s: Schedule, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, ...]:
+    """The buffers that a computation fills with the inputs of ``blocks``."""
+    held = tuple(_held(s, block, micro_batch) for block in blocks)
+    for block in blocks:
+        held += s.on_device(("device_outputs", block, micro_batch), s.work.input_bytes, OUTPUT_SLOTS)
+    return held
+
+
+def keep(s: Schedule, block: int, micro_batch: int, made_by: Key) -> Key:
+    """Bring the input of ``block`` to the host."""
+    return s.add(
+        Key("download_input", block, micro_batch),
+        ops.DOWNLOAD,
+        nbytes=s.work.input_bytes,
+        needs=(made_by,),
+        gives=s.off_device(("device_outputs", block, micro_batch)),
+    )
+
+
+def store(s: Schedule, block: int, micro_batch: int) -> None:
+    """Send a kept input to the SSD, if it goes there, once its forward pass has used it."""
+    if not on_ssd(s, block):
+        return
+    size, staged = s.work.input_bytes, ("staged_inputs", block, micro_batch)
+    s.add(
+        Key("store_input", block, micro_batch),
+        ops.SSD_WRITE,
+        nbytes=size,
+        needs=(Key("forward", block, micro_batch), Key("download_input", block, micro_batch)),
+        takes=(Hold(staged, size, slots=INPUT_SLOTS),),
+        gives=(staged, ("inputs", block, micro_batch)),
+    )
+
+
+def fetch(s: Schedule, phase: str, block: int, micro_batch: int) -> Key:
+    """Bring a kept input back to the device."""
+    size = s.work.input_bytes
+    needs: tuple[Key, ...] = (Key("download_input", block, micro_batch),)
+    if phase == "backward" and block < s.last:  # until then it is the forward pass's to use
+        needs += (Key("forward", block, micro_batch),)
+    if phase == "backward" and on_ssd(s, block):
+        read = s.add(
+            Key("load_input", block, micro_batch),
+            ops.SSD_READ,
+            nbytes=size,
+            needs=(Key("store_input", block, micro_batch),),
+            takes=(_held(s, block, micro_batch),),
+        )
+        needs = (read,)
+    return s.add(
+        Key("upload_input", block, micro_batch, phase),
+        ops.UPLOAD,
+        nbytes=size,
+        needs=needs,
+        takes=s.on_device(("device_inputs", phase, block, micro_batch), size, DEVICE_SLOTS),
+    )
+
+
+def used(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, ...]:
+    """The buffers of a fetched input that the computation which used it gives back."""
+    given = () if phase == "forward" else (_held(s, block, micro_batch).name,)
+    return (*given, *s.off_device(("device_inputs", phase, block, micro_batch)))
+
+
+def made_grad(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
+    """The buffers that a backward computation fills with the gradient of its input."""
+    size = s.work.input_bytes
+    return (
+        Hold(("input_grads", block, micro_batch), size, slots=s.in_flight + 1),
+        *s.on_device(("device_outputs", block, micro_batch), size, OUTPUT_SLOTS),
+    )
+
+
+def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> Key:
+    """Bring the gradient of a block's input to the host until the block before it wants it."""
+    return s.add(
+        Key("download_input_grad", block, micro_batch),
+        ops.DOWNLOAD,
+        nbytes=s.work.input_bytes,
+        needs=(made_by,),
+        gives=s.off_device(("device_outputs", block, micro_batch)),
+    )
+
+
+def fetch_grad(s: Schedule, block: int, micro_batch: int) -> Key:
+    """Bring it to the device."""
+    size = s.work.input_bytes
+    return s.add(
+        Key("upload_input_grad", block, micro_batch),
+        ops.UPLOAD,
+        nbytes=size,
+        needs=(Key("download_input_grad", block, micro_batch),),
+        takes=s.on_device(("device_input_grads", block, micro_batch), size, DEVICE_SLOTS),
+    )
+
+
+def used_grad(s: Schedule, block: int, micro_batch: int) -> tuple[tuple, ...]:
+    """The buffers of a fetched input gradient that the computation which used it gives back."""
+    return (("input_grads", block, micro_batch), *s.off_device(("device_input_grads", block, micro_batch)))
+
+
+def enter(s: Schedule, micro_batch: int) -> tuple[Hold, ...]:
+    """What a micro-batch that waits between two blocks keeps alive: where the device is host memory, the
+    input of the block that it waits for, from block 0 on."""
+    if not s.work.unified or s.count == 1:
+        return ()
+    return (Hold(("frames", micro_batch), s.work.input_bytes, slots=s.in_flight),)
+
+
+def leave(s: Schedule, micro_batch: int) -> tuple[tuple, ...]:
+    """The same, given back by the last block's computation."""
+    return (("frames", micro_batch),) if s.work.unified and s.count > 1 else ()
+
+
+def _held(s: Schedule, block: int, micro_batch: int) -> Hold:
+    """The input of ``block`` in host memory."""
+    size = s.work.input_bytes
+    if not s.training:
+        return Hold(("inputs", block, micro_batch), size, slots=s.in_flight + 1)
+    spilled = s.spilled_rows
+    if on_ssd(s, block) or (block == s.last and spilled):
+        return Hold(("inputs", block, micro_batch), size, slots=s.in_flight + INPUT_SLOTS)
+    rows = s.last - spilled + (s.keeps_last_input and not spilled)
+    return Hold(("kept_inputs", block, micro_batch), size, slots=rows * s.in_flight)

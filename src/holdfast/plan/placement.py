@@ -1,0 +1,108 @@
+"""Placement by budget: what stays in host memory, as far as it fits.
+
+Fractions are of the blocks, budgets bytes. What is not asked for is filled in by how much it saves per byte
+kept: parameters (written once, read twice a step for two bytes each), then gradients that wait for clipping,
+then block inputs, and the optimizer's state last, which costs most memory for its traffic.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..errors import BadInput, DoesNotFit
+from ..units import format_bytes
+from .memory import MakesOps, predict
+from .vertical import vertical
+from .work import Placement, StepShape, Work
+
+Fraction = float | Literal["auto"] | None
+"""How much of something stays on the host; ``"auto"`` or None: as much as fits."""
+
+ORDER = ("params", "gradients", "activations", "optimizer")
+
+
+def choose(
+    work: Work,
+    shape: StepShape,
+    host_budget_bytes: int | None,
+    *,
+    params: Fraction = "auto",
+    gradients: Fraction = "auto",
+    activations: Fraction = "auto",
+    optimizer: Fraction = "auto",
+    schedule: MakesOps = vertical,
+) -> Placement:
+    """The placement with the fractions asked for, and the others as large as the budget allows.
+
+    No budget (None) is no limit. Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
+    ``BadInput`` for a fraction that is none.
+    """
+    asked = {"params": params, "gradients": gradients, "activations": activations, "optimizer": optimizer}
+    search = _Search(work, shape, schedule, host_budget_bytes)
+    fractions = search.smallest({kind: _checked(kind, asked[kind]) for kind in ORDER})
+    if not search.fits(fractions):
+        raise _does_not_fit(search, asked, fractions)
+    for kind in ORDER:
+        if _checked(kind, asked[kind]) is None:
+            fractions[kind] = search.largest(fractions, kind)
+    return search.placement(fractions)
+
+
+class _Search:
+    """Placements of one kind of step, and what they take."""
+
+    def __init__(self, work: Work, shape: StepShape, schedule: MakesOps, budget: int | None) -> None:
+        self.work, self.shape, self.schedule, self.budget = work, shape, schedule, budget
+
+    def placement(self, fractions: dict[str, float]) -> Placement:
+        return Placement.fractions(len(self.work.blocks), **fractions)
+
+    def host_bytes(self, fractions: dict[str, float]) -> int:
+        return predict(self.work, self.placement(fractions), self.shape, self.schedule).host_bytes
+
+    def fits(self, fractions: dict[str, float]) -> bool:
+        return self.budget is None or self.host_bytes(fractions) <= self.budget
+
+    def smallest(self, asked: dict[str, float | None]) -> dict[str, float]:
+        """The least that works with what is asked for. Usually nothing more stays; of few blocks, keeping
+        all may take less than the buffers for moving them."""
+        fractions = {kind: 0.0 if value is None else value for kind, value in asked.items()}
+        for kind in ORDER:
+            if asked[kind] is None:
+                fractions[kind] = min(0.0, 1.0, key=lambda f, k=kind: self.host_bytes({**fractions, k: f}))
+        return fractions
+
+    def largest(self, fractions: dict[str, float], kind: str) -> float:
+        """The largest fraction of ``kind`` that fits beside the others."""
+        if self.fits({**fractions, kind: 1.0}):
+            return 1.0
+        rows = max(len(self.work.blocks) - (kind == "activations"), 1)
+        fitting, failing = round(fractions[kind] * rows), rows
+        while failing - fitting > 1:
+            middle = (fitting + failing) // 2
+            if self.fits({**fractions, kind: middle / rows}):
+                fitting = middle
+            else:
+                failing = middle
+        return fitting / rows
+
+
+def _checked(kind: str, value: Fraction) -> float | None:
+    """A fraction, or None for one to be chosen."""
+    if value is None or value == "auto":
+        return None
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise BadInput(f'{kind}_on_host = {value!r} is neither a fraction between 0 and 1 nor "auto"')
+    return float(value)
+
+
+def _does_not_fit(search: _Search, asked: dict[str, Fraction], fractions: dict[str, float]) -> DoesNotFit:
+    needed, least = search.host_bytes(fractions), search.host_bytes(search.smallest(dict.fromkeys(ORDER)))
+    explicit = [f"{kind}_on_host={asked[kind]}" for kind in ORDER if _checked(kind, asked[kind]) is not None]
+    having = f" with {', '.join(explicit)}" if explicit else ""
+    text = (
+        f"the run needs {format_bytes(needed)} of host memory{having}, and its budget is "
+        f"{format_bytes(search.budget or 0)}. The smallest budget that works{having} is {needed} bytes"
+    )
+    lower = f'; with "auto" instead it is {least} bytes ({format_bytes(least)})' if least < needed else ""
+    return DoesNotFit(f"{text}{lower}. Fewer or smaller micro-batches need less.")

@@ -1,0 +1,55 @@
+"""Machines: what an operation costs where."""
+
+import pytest
+
+from holdfast.plan import ops
+from holdfast.plan.machine import Machine
+from holdfast.plan.ops import Key, Op
+
+MACHINE = Machine(
+    ssd_read_bytes_per_second=2.0,
+    ssd_write_bytes_per_second=4.0,
+    upload_bytes_per_second=5.0,
+    download_bytes_per_second=8.0,
+    compute_flop_per_second=10.0,
+    update_elements_per_second=20.0,
+    commit_seconds=0.25,
+)
+
+
+@pytest.mark.parametrize(
+    "lane, seconds",
+    [
+        (ops.SSD_READ, 20.0),
+        (ops.SSD_WRITE, 10.0),
+        (ops.UPLOAD, 8.0),
+        (ops.DOWNLOAD, 5.0),
+        (ops.COMPUTE, 6.0),
+        (ops.UPDATE, 3.0),
+        (ops.COMMIT, 0.25),
+    ],
+)
+def test_each_lane_has_its_rate(lane, seconds):
+    assert MACHINE.seconds(Op(Key("x"), lane, nbytes=40, work=60.0)) == seconds
+
+
+def test_what_is_not_said_costs_nothing():
+    assert all(Machine().seconds(Op(Key("x"), lane, nbytes=1 << 40, work=1e30)) == 0.0 for lane in ops.LANES)
+
+
+def test_reads_and_writes_may_share_the_device():
+    assert [Machine().server(lane) for lane in ops.LANES] == list(ops.LANES)
+    shared = Machine(shared_ssd=True)
+    assert shared.server(ops.SSD_READ) == shared.server(ops.SSD_WRITE) == "ssd"
+    assert shared.server(ops.UPLOAD) == ops.UPLOAD
+
+
+@pytest.mark.parametrize("wrong", [{"ssd_read_bytes_per_second": 0.0}, {"compute_flop_per_second": -1.0}])
+def test_a_rate_that_is_not_positive_is_refused(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Machine(**wrong)
+
+
+def test_a_commit_cannot_take_negative_time():
+    with pytest.raises(ValueError, match="commit_seconds"):
+        Machine(commit_seconds=-0.1)

@@ -1,0 +1,161 @@
+"""The bound on memory: never exceeded, whatever the speeds, and reached by a bad enough machine."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.plan import ops
+from holdfast.plan.horizontal import horizontal
+from holdfast.plan.memory import buffers, predict, resident
+from holdfast.plan.ops import Hold, Key, Op
+from holdfast.plan.simulate import simulate
+from holdfast.plan.vertical import forward_only, vertical
+from holdfast.plan.work import Placement, StepShape
+from plan_steps import SCHEDULES, equal_blocks, machines, steps, uneven
+
+
+def worst(lists: Sequence[Sequence[Op]], kind: str) -> int:
+    """The most bytes of ``kind`` that an executor holds which does everything else first: lanes are
+    unlimited, and what gives such a buffer back ends only when nothing else can happen."""
+    nodes = [(step, op) for step, made in enumerate(lists) for op in made]
+    index = {(step, op.key): i for i, (step, op) in enumerate(nodes)}
+    waits = [{index[step, key] for key in op.needs} for step, op in nodes]
+    for i, (step, op) in enumerate(nodes):
+        waits[i] |= {index[step - 1, key] for key in op.needs_previous if (step - 1, key) in index}
+    over: set[int] = set()
+    running: list[int] = []
+    waiting = list(range(len(nodes)))
+    held: Counter[tuple] = Counter()
+    most = 0
+    while waiting or running:
+        ready = [i for i in waiting if waits[i] <= over]
+        waiting = [i for i in waiting if not waits[i] <= over]
+        running += ready
+        for i in ready:
+            held.update({(nodes[i][0], h.name): h.nbytes for h in nodes[i][1].takes if h.kind == kind})
+        most = max(most, held.total())
+        patient = [i for i in running if not any(name[0] == kind for name in nodes[i][1].gives)]
+        for i in patient or running[:1]:
+            running.remove(i)
+            over.add(i)
+            for name in nodes[i][1].gives:
+                held.pop((nodes[i][0], name), None)
+    return most
+
+
+@given(step=steps(), schedule=st.sampled_from(sorted(SCHEDULES)), machine=machines())
+@settings(max_examples=60, deadline=None)
+def test_no_machine_holds_more_than_the_bound(step, schedule, machine):
+    made = SCHEDULES[schedule](*step)
+    found, bound = simulate([made] * 3, machine), buffers(made)
+    assert set(found.peak_by_kind) == set(bound)
+    for kind, most in found.peak_by_kind.items():
+        assert most <= bound[kind], kind
+    for place, most in found.peak.items():
+        assert most <= sum(size for (where, _), size in bound.items() if where == place)
+
+
+@given(step=steps(most_blocks=4), schedule=st.sampled_from(sorted(SCHEDULES)), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_executor_holds_more_than_the_bound(step, schedule, data):
+    made = SCHEDULES[schedule](*step)
+    bound = buffers(made)
+    place, kind = data.draw(st.sampled_from(sorted(bound)))
+    assert worst([made, made], kind) <= bound[place, kind]
+
+
+@pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("clip", [True, False])
+def test_the_bound_is_reached(clip, unified):
+    """Everything on the SSD: what is predicted is what a slow SSD makes a run hold."""
+    work, shape = equal_blocks(6, 1000, tokens=1, unified=unified), StepShape(micro_batches=3, clip=clip)
+    made = vertical(work, Placement.fractions(6, activations=0.0, gradients=0.0), shape)
+    for (_, kind), size in buffers(made).items():
+        assert worst([made, made], kind) == size, kind
+
+
+def test_a_class_holds_its_largest_buffers_as_many_as_it_has_slots():
+    made = [
+        Op(Key("a", i), ops.UPLOAD, takes=(Hold(("x", i), size, slots=2),), gives=(("x", i),))
+        for i, size in enumerate((5, 9, 7))
+    ]
+    made += [
+        Op(Key("b", i), ops.UPLOAD, takes=(Hold(("y", i), 4, "device"),), gives=(("y", i),)) for i in range(3)
+    ]
+    assert buffers(made) == {("host", "x"): 16, ("device", "y"): 12}
+
+
+def test_what_stays_is_counted_where_it_lies():
+    placement = Placement(
+        params=(True, False, True),
+        optimizer=(False, True, False),
+        activations=(True,) * 3,
+        gradients=(True,) * 3,
+    )
+    work = uneven(3, unified=False)
+    assert resident(work, placement) == {
+        ("host", "resident_state"): 70001,
+        ("host", "params_on_host"): 20011 + 20211,
+        ("host", "optimizer_on_host"): 124123 + 107,
+        ("device", "resident_working_copy"): 11003,
+        ("device", "resident_sums"): 22003,
+        ("device", "workspace"): 9001,
+    }
+    assert ("host", "workspace") in resident(uneven(3), placement)
+
+
+def test_a_vertical_step_with_everything_on_the_ssd_by_hand():
+    work, m = uneven(8), 3
+    last = work.blocks[-3:]
+    found = predict(work, Placement.fractions(8, activations=0.0), StepShape(micro_batches=m))
+    assert found.at("device") == {}
+    assert found.at("host") == {
+        "state": sum(b.image_bytes for b in last),
+        "params": sum(b.param_bytes for b in last[1:]),
+        "updated_params": sum(b.trained_param_bytes for b in last[1:]),
+        "grads": sum(b.grad_bytes for b in last[1:]),
+        "inputs": (m + 4) * work.input_bytes,
+        "staged_inputs": 4 * work.input_bytes,
+        "input_grads": (m + 1) * work.input_bytes,
+        "frames": m * work.input_bytes,
+        "resident_state": work.resident_image_bytes,
+        "resident_working_copy": work.resident_param_bytes,
+        "resident_sums": work.resident_grad_bytes,
+        "workspace": work.workspace_bytes,
+    }
+    assert found.host_bytes == sum(found.at("host").values())
+
+
+@pytest.mark.parametrize("schedule", [vertical, horizontal])
+def test_more_blocks_take_no_more_memory_when_everything_is_on_the_ssd(schedule):
+    def predicted(count):
+        work = uneven(1)
+        work = type(work)(**{**vars(work), "blocks": work.blocks * count})
+        placement = Placement.fractions(count, activations=0.0, gradients=0.0)
+        return predict(work, placement, StepShape(micro_batches=4, clip=True), schedule)
+
+    assert predicted(8) == predicted(32)
+
+
+def test_what_stays_in_memory_is_bounded_by_what_there_is():
+    """Every input and, with clipping, every gradient, once."""
+    work, m = uneven(5), 3
+    found = predict(work, Placement.fractions(5), StepShape(micro_batches=m, clip=True)).at("host")
+    assert found["kept_inputs"] == 5 * m * work.input_bytes
+    assert found["kept_grads"] == sum(b.grad_bytes for b in work.blocks)
+    across = predict(work, Placement.fractions(5), StepShape(micro_batches=m), horizontal).at("host")
+    assert across["kept_inputs"] == 4 * work.input_bytes
+    assert across["kept_grads"] == found["kept_grads"]
+
+
+def test_an_evaluation_holds_two_blocks_and_one_row_of_inputs():
+    work = uneven(5)
+    found = buffers(forward_only(work, Placement.fractions(5), StepShape(micro_batches=8)))
+    assert found == {
+        ("host", "params"): sum(b.param_bytes for b in work.blocks[-2:]),
+        ("host", "inputs"): 9 * work.input_bytes,
+        ("host", "frames"): 8 * work.input_bytes,
+    }

@@ -1,0 +1,151 @@
+"""Models as numbers, and ways to look at operation lists, for the tests of ``plan``.
+
+Block sizes are all different and prime to each other's multiples, so that a formula with the wrong block,
+the wrong kind of bytes or the wrong count gives another number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from hypothesis import strategies as st
+
+from holdfast.plan.horizontal import horizontal
+from holdfast.plan.machine import Machine
+from holdfast.plan.ops import Key, Op
+from holdfast.plan.vertical import vertical
+from holdfast.plan.work import BlockWork, Placement, StepShape, Work
+
+SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
+
+
+def uneven(count: int, unified: bool = True) -> Work:
+    """``count`` blocks, each of its own size."""
+    blocks = tuple(
+        BlockWork(
+            elements=1009 + 10 * i,
+            param_bytes=20011 + 100 * i,
+            trained_param_bytes=19001 + 101 * i,
+            state_bytes=120011 + 103 * i,
+            image_bytes=124123 + 107 * i,
+            grad_bytes=40009 + 109 * i,
+            forward_flop=5.0e6 + i,
+        )
+        for i in range(count)
+    )
+    return Work(
+        blocks=blocks,
+        input_bytes=3001,
+        resident_image_bytes=70001,
+        resident_state_bytes=66001,
+        resident_param_bytes=11003,
+        resident_grad_bytes=22003,
+        resident_elements=5501,
+        workspace_bytes=9001,
+        head_flop=7.0e6,
+        unified=unified,
+    )
+
+
+def equal_blocks(
+    count: int, params: int, tokens: int, *, unified: bool = True, input_bytes: int = 4096
+) -> Work:
+    """``count`` blocks of ``params`` trained parameters in bf16, their state 12 bytes each."""
+    block = BlockWork(
+        elements=params,
+        param_bytes=2 * params,
+        trained_param_bytes=2 * params,
+        state_bytes=12 * params,
+        image_bytes=12 * params,
+        grad_bytes=4 * params,
+        forward_flop=2.0 * params * tokens,
+    )
+    return Work(
+        blocks=(block,) * count,
+        input_bytes=input_bytes,
+        resident_image_bytes=0,
+        resident_state_bytes=0,
+        resident_param_bytes=0,
+        resident_elements=0,
+        unified=unified,
+    )
+
+
+def grid(counts: Sequence[int] = (1, 2, 3, 6)) -> Iterator[tuple[Work, Placement, StepShape]]:
+    """A step for every combination of what can vary."""
+    on_off = (False, True)
+    for count, micro_batches, unified, clip, commit in product(counts, (1, 2, 3, 5), on_off, on_off, on_off):
+        for fraction in (0.0, 0.5, 1.0):
+            placement = Placement.fractions(
+                count, params=fraction, optimizer=fraction, activations=fraction, gradients=fraction
+            )
+            yield (
+                uneven(count, unified),
+                placement,
+                StepShape(micro_batches=micro_batches, clip=clip, commit=commit),
+            )
+
+
+@st.composite
+def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, Placement, StepShape]:
+    """A step of any placement, block by block."""
+    count = draw(st.integers(1, most_blocks))
+
+    def any_blocks() -> tuple[bool, ...]:
+        return tuple(draw(st.lists(st.booleans(), min_size=count, max_size=count)))
+
+    placement = Placement(
+        params=any_blocks(), optimizer=any_blocks(), activations=any_blocks(), gradients=any_blocks()
+    )
+    shape = StepShape(
+        micro_batches=draw(st.integers(1, 6)), clip=draw(st.booleans()), commit=draw(st.booleans())
+    )
+    return uneven(count, draw(st.booleans())), placement, shape
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    """Any lane may be any bottleneck."""
+
+    def rate(unit: float) -> float:
+        return unit * 10 ** draw(st.floats(-2, 2))
+
+    return Machine(
+        ssd_read_bytes_per_second=rate(1e6),
+        ssd_write_bytes_per_second=rate(1e6),
+        upload_bytes_per_second=rate(1e7),
+        download_bytes_per_second=rate(1e7),
+        compute_flop_per_second=rate(1e8),
+        update_elements_per_second=rate(1e5),
+        commit_seconds=draw(st.floats(0, 1)),
+        shared_ssd=draw(st.booleans()),
+    )
+
+
+class Order:
+    """What is over before what starts, in consecutive steps, whatever the speeds of the lanes."""
+
+    def __init__(self, *lists: Sequence[Op]) -> None:
+        self._index: dict[tuple[int, Key], int] = {}
+        self._before: list[int] = []  # for each operation, a bit for every one before it
+        latest: dict[Key, int] = {}
+        for step, ops in enumerate(lists):
+            for op in ops:
+                needed = [self._index[step, key] for key in op.needs]
+                needed += [latest[key] for key in op.needs_previous if key in latest]
+                bits = 0
+                for other in needed:
+                    bits |= self._before[other] | 1 << other
+                self._index[step, op.key] = len(self._before)
+                self._before.append(bits)
+            latest.update({op.key: self._index[step, op.key] for op in ops})
+
+    def before(self, first: tuple[int, Key], second: tuple[int, Key]) -> bool:
+        """Is ``first`` (step, key) always over when ``second`` starts?"""
+        return bool(self._before[self._index[second]] >> self._index[first] & 1)
+
+
+def keys(ops: Sequence[Op], *kinds: str) -> list[Key]:
+    """The keys of some kinds, in list order."""
+    return [op.key for op in ops if op.key.kind in kinds]

@@ -243,6 +243,7 @@ def test_a_run_without_held_out_text_has_no_validation(tmp_path, arguments, hold
         ({"model__width": 17}, "model.width = 17: must be a multiple of 2 * model.heads = 4"),
         ({"data__text": "/nowhere"}, "the text '/nowhere' does not exist"),
         ({"model__context": 4000}, "at least 8001 are needed"),
+        ({"offload__host_budget": "1MiB"}, "budget"),
         ({"offload__device": "abacus"}, "offload.device = 'abacus'"),
         ({"offload__device": "cuda:99"}, "offload.device = 'cuda:99'"),
     ],

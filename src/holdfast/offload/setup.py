@@ -395,7 +395,9 @@ def install_resident(run: Runtime) -> None:
 def _resident_accumulator(run: Runtime, member):
     def accumulate(parameter: torch.Tensor) -> None:
         held = run.residency.resident_grads
-        assert held is not None and parameter.grad is not None
+        if parameter.grad is None:  # a source took all that was on its way here
+            return
+        assert held is not None
         run.residency.accumulate(run.resident, held, member, parameter.grad)
         parameter.grad = None
 

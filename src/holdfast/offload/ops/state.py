@@ -33,6 +33,8 @@ def update(run: Runtime, op: Op, step: Step) -> None:
         unit = run.blocks[block]
         if run.placement.params[block]:
             copy = as_tensor(run.residency.copies[block])
+        elif not unit.trained_copy_bytes:
+            copy = None
         else:
             buffer = run.residency.pool.take(unit.trained_copy_bytes, "updated parameters")
             run.residency.outgoing[block] = buffer
@@ -42,7 +44,7 @@ def update(run: Runtime, op: Op, step: Step) -> None:
 
 
 def apply(
-    run: Runtime, step: Step, unit: Unit, image: torch.Tensor, grads: Gradients, copy: torch.Tensor
+    run: Runtime, step: Step, unit: Unit, image: torch.Tensor, grads: Gradients, copy: torch.Tensor | None
 ) -> None:
     """One optimizer step of every parameter that has a gradient."""
     assert step.hyper is not None

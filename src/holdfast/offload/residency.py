@@ -65,6 +65,7 @@ class Residency:
 
     def free_grads(self, block: int) -> None:
         held = self.grads.pop(block)
+        self.host_grads.pop(block, None)
         if held.buffer is not None:
             self.pool.give(held.buffer)
 

@@ -3,11 +3,15 @@
 A block's inputs are a pytree. Float tensors that require grad *move*: they are detached for the block, kept
 (on the host or on the SSD) for its recomputation, and their gradients go back to whatever made them. All
 else is kept by reference, once. An input that changes while the block runs is refused by name, since the
-recomputation would see other values.
+recomputation would see other values (``changes.py``).
+
+A gradient that several blocks contribute to is summed in the order of an ordinary backward: what there is so
+far goes into the next block's backward as a root, rather than being added to its result.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +20,10 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from ..errors import BlockInputChanged
 from .microbatches import BlockCall
+
+Seed = tuple[torch.Tensor, torch.Tensor]
+"""A tensor, and the gradient that it has before a backward."""
 
 
 class Delivery:
@@ -57,22 +63,22 @@ class Delivery:
         held = self.grads[index]
         self.grads[index] = grad if held is None else held + grad
 
-    def backward(self, output: Any, constants: set[int]) -> None:
-        """Backward from ``output``, the block's output computed again with a graph. Uses the gradients up."""
+    def backward(self, output: Any, constants: set[int], seeds: list[Seed]) -> None:
+        """Backward from ``output``, the block's output computed again with a graph. ``seeds`` are inputs of
+        the block with the gradients that they have already. Uses the gradients up."""
         leaves = pytree.tree_leaves(output)
         tensors = [leaves[p] for p in moving_positions(leaves, constants)]
-        pairs = [
-            (t, g) for t, g in zip(tensors, self.grads, strict=True) if g is not None and t.requires_grad
-        ]
-        self.grads = []
+        found = zip(tensors, self.grads, strict=True)
+        pairs = [(t, g) for t, g in found if g is not None and t.requires_grad] + seeds
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        self.device, self.grads = None, []
 
     def _collector(self, index: int):
         def collect(tensor: torch.Tensor) -> None:
-            assert tensor.grad is not None
-            self.add_grad(index, tensor.grad)
-            tensor.grad = None
+            if tensor.grad is not None:  # nothing, where a source took all that was on its way here
+                self.add_grad(index, tensor.grad)
+                tensor.grad = None
 
         return collect
 
@@ -82,21 +88,58 @@ def moving_positions(leaves: list[Any], constants: set[int]) -> list[int]:
     return [i for i, leaf in enumerate(leaves) if _is_float(leaf) and id(leaf) not in constants]
 
 
-@dataclass
 class Source:
     """Where the gradient of a moving input goes: to an earlier block's output, or to a point of the thread's
     own graph (the prologue, or code between blocks)."""
 
-    delivery: Delivery | None = None
-    index: int = 0
-    edge: GradientEdge | None = None
-    grad: torch.Tensor | None = None
+    def __init__(
+        self,
+        delivery: Delivery | None = None,
+        index: int = 0,
+        edge: GradientEdge | None = None,
+        running: threading.Event | None = None,
+    ) -> None:
+        self.delivery, self.index, self.edge, self.running = delivery, index, edge, running
+        self._grad: torch.Tensor | None = None
+        self._hook = None if edge is None else edge.node.register_prehook(_collector_at(weakref.ref(self)))
 
-    def add(self, grad: torch.Tensor) -> None:
-        if self.delivery is not None:
-            self.delivery.add_grad(self.index, grad)
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """What has come back so far."""
+        return self._grad if self.delivery is None else self.delivery.grads[self.index]
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor) -> None:
+        if self.delivery is None:
+            self._grad = grad
         else:
-            self.grad = grad if self.grad is None else self.grad + grad
+            self.delivery.grads[self.index] = grad
+
+    def open(self) -> None:
+        """From here on, a backward goes through this point; until now it collected what arrived."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def close(self) -> None:
+        """Nothing more arrives: let go of the graph and the gradient."""
+        self.edge = self._grad = None
+
+
+def _collector_at(source_ref: weakref.ref[Source]):
+    """A hook before a node of the thread's graph: a backward that arrives from elsewhere (the epilogue, code
+    between later blocks) leaves its gradient with the source, and ends there."""
+
+    def collect(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        source = source_ref()
+        if source is None or source.edge is None or source.running is None or not source.running.is_set():
+            return None  # nobody's any more, or the backward is another micro-batch's
+        arrived = grads[source.edge.output_nr]
+        if arrived is None:
+            return None
+        source.grad = arrived if source.grad is None else source.grad + arrived
+        return tuple(None if i == source.edge.output_nr else grad for i, grad in enumerate(grads))
+
+    return collect
 
 
 @dataclass
@@ -104,14 +147,15 @@ class Boundary:
     """One call of one block by one micro-batch.
 
     ``kept`` is the flattened input with holes where an input moves; ``moving`` says, by position, where
-    its gradient goes. ``device`` and ``host`` are the moving inputs where they are at present.
+    its gradient goes, and ``repeated`` at which positions it comes again. ``device`` and ``host`` are the
+    moving inputs where they are at present.
     """
 
     block: int
     spec: pytree.TreeSpec
     kept: list[Any]
-    names: list[str]
     moving: dict[int, Source] = field(default_factory=dict)
+    repeated: dict[int, int] = field(default_factory=dict)
     device: list[torch.Tensor] | None = None
     host: list[torch.Tensor] | None = None
     shapes: list[tuple[torch.dtype, torch.Size]] = field(default_factory=list)
@@ -125,6 +169,8 @@ class Boundary:
         flat = list(self.kept)
         for position, leaf in zip(self.moving, leaves, strict=True):
             flat[position] = leaf
+        for position, first in self.repeated.items():
+            flat[position] = flat[first]
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         return args, kwargs, leaves
 
@@ -133,16 +179,25 @@ class Boundary:
         """Identities of the tensors that do not move."""
         return {id(leaf) for leaf in self.kept if isinstance(leaf, torch.Tensor)}
 
+    def seeds(self, leaves: list[torch.Tensor]) -> list[Seed]:
+        """Those of ``leaves`` that have a gradient already, from later blocks, with it."""
+        pairs = zip(leaves, self.moving.values(), strict=True)
+        return [(leaf, source.grad) for leaf, source in pairs if source.grad is not None]
+
     def send_back(self, leaves: list[torch.Tensor]) -> None:
         """Pass the gradients of ``leaves`` on to their sources, and on through the thread's own graph where
         nothing more can arrive: at the boundary that saw a point first."""
         for source, leaf in zip(self.moving.values(), leaves, strict=True):
             if leaf.grad is not None:
-                source.add(leaf.grad)
-        roots = [source for source in self.roots if source.grad is not None]
+                source.grad = leaf.grad
+        for source in self.roots:
+            source.open()
+        roots = [(s.edge, s.grad) for s in self.roots if s.edge is not None and s.grad is not None]
         if roots:
-            edges = [source.edge for source in roots if source.edge is not None]
-            torch.autograd.backward(edges, [s.grad for s in roots], retain_graph=self.block > 0)  # type: ignore[arg-type]
+            edges, grads = zip(*roots, strict=True)
+            torch.autograd.backward(edges, grads, retain_graph=self.block > 0)
+        for source in self.roots:
+            source.close()
         self.roots.clear()
 
 
@@ -152,20 +207,28 @@ class Tracker:
     def __init__(self) -> None:
         self._deliveries: list[Delivery] = []
         self._thread_sources: dict[GradientEdge, Source] = {}
+        self.running = threading.Event()
+        """Set while a backward of this micro-batch runs."""
 
     def delivered(self, delivery: Delivery) -> None:
         self._deliveries.append(delivery)
 
     def boundary(self, call: BlockCall) -> Boundary:
         """Describe ``call``; its moving inputs are on the device."""
-        flat, spec = pytree.tree_flatten_with_path((call.args, call.kwargs))
-        boundary = Boundary(call.block, spec, [leaf for _, leaf in flat], [_name(path) for path, _ in flat])
+        flat, spec = pytree.tree_flatten((call.args, call.kwargs))
+        boundary = Boundary(call.block, spec, list(flat))
         boundary.device = []
-        for position, (_, leaf) in enumerate(flat):
-            if _is_float(leaf) and leaf.requires_grad:
-                boundary.moving[position] = self._source(leaf, boundary)
-                boundary.device.append(leaf.detach())
-                boundary.kept[position] = None
+        first: dict[int, int] = {}
+        for position, leaf in enumerate(flat):
+            if not (_is_float(leaf) and leaf.requires_grad):
+                continue
+            boundary.kept[position] = None
+            if id(leaf) in first:
+                boundary.repeated[position] = first[id(leaf)]
+                continue
+            first[id(leaf)] = position
+            boundary.moving[position] = self._source(leaf, boundary)
+            boundary.device.append(leaf.detach())
         return boundary
 
     def _source(self, tensor: torch.Tensor, boundary: Boundary) -> Source:
@@ -176,47 +239,10 @@ class Tracker:
         edge = get_gradient_edge(tensor)
         source = self._thread_sources.get(edge)
         if source is None:
-            source = self._thread_sources[edge] = Source(edge=edge)
+            source = self._thread_sources[edge] = Source(edge=edge, running=self.running)
             boundary.roots.append(source)
         return source
 
 
-def refuse_changes(before: list[Any], leaves: list[Any], names: list[str], block: str) -> None:
-    """Raise ``BlockInputChanged`` for the first input whose fingerprint differs from ``before``."""
-    for name, old, leaf in zip(names, before, leaves, strict=True):
-        if fingerprint(leaf) != old:
-            raise BlockInputChanged(
-                f"{block} changed its input {name} ({type(leaf).__name__}) while it ran. Out-of-core training "
-                "runs a block twice, so its inputs must stay as they are: make the block return a new value."
-            )
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-
-
-def fingerprint(value: Any, depth: int = 3) -> Any:
-    """Something cheap that differs if ``value`` was changed in place."""
-    if isinstance(value, torch.Tensor):
-        version = 0 if value.is_inference() else value._version
-        return (id(value), version, tuple(value.shape))
-    if isinstance(value, _PLAIN):
-        return value
-    if depth == 0 or callable(value):
-        return id(value)
-    if isinstance(value, (list, tuple)):
-        return [fingerprint(item, depth - 1) for item in value]
-    if isinstance(value, dict):
-        return [(str(key), fingerprint(item, depth - 1)) for key, item in value.items()]
-    return (id(value), fingerprint(vars(value), depth - 1)) if hasattr(value, "__dict__") else id(value)
-
-
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-def _name(path: tuple) -> str:
-    """A readable name of a place in (args, kwargs)."""
-    first, rest = path[0], path[1:]
-    if getattr(first, "idx", None) == 1 and rest:
-        return f"{getattr(rest[0], 'key', rest[0])}{pytree.keystr(rest[1:])}"
-    return f"argument {pytree.keystr(rest)}"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ModelNotSupported
+from ..errors import BlockInputChanged, ModelNotSupported
 from .blocks import Blocks
 
 _running = threading.local()
@@ -84,6 +84,8 @@ class Coroutine:
 
     def call_block(self, block: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """On the coroutine's thread: hand the call over and wait for its output."""
+        if self._cancelled:  # a model that catches everything and tries again
+            raise _Cancelled
         self._event = BlockCall(block, args, kwargs)
         del args, kwargs
         self._back.release()
@@ -113,11 +115,25 @@ class Coroutine:
                     self._event = Returned(self._run())
         except _Cancelled:
             pass
+        except RuntimeError as error:
+            self._error = _in_place(error) or error
         except BaseException as error:
             self._error = error
         finally:
             self.finished = True
             self._back.release()
+
+
+def _in_place(error: RuntimeError) -> BlockInputChanged | None:
+    """What to say where the model changed a tensor in place that a block had returned to it."""
+    if "a leaf Variable that requires grad" not in str(error):
+        return None
+    changed = BlockInputChanged(
+        f"the model changed a block's output in place ({error}). It is the next block's input and is kept"
+        " for its second run: write x = x + y instead of x += y."
+    )
+    changed.__cause__ = error
+    return changed
 
 
 def _thread_state() -> Callable[[ExitStack], None]:
@@ -150,6 +166,11 @@ class Patch:
         self.modules = blocks.modules
         self.forwards = [module.forward for module in blocks.modules]
         self._names = blocks.names
+        self.buffer_holders = [
+            [(name, holder) for name, holder in module.named_modules() if holder._buffers]
+            for module in blocks.modules
+        ]
+        """By block: the modules in it that have buffers."""
         self._own = ["forward" in module.__dict__ for module in blocks.modules]
 
     def apply(self) -> None:

@@ -235,7 +235,7 @@ class Builder:
         }
         self.newest: dict[str, Stored] = {}
         self.frozen: dict[str, Stored] = {}
-        self.residency = Residency(pool, parts.units, parts.resident)
+        self.residency = Residency(pool, parts.units, parts.resident, device.torch_device)
         self.param_offsets = _offsets([unit.copy_bytes for unit in parts.units])
         self.grad_offsets = _offsets([unit.grad_bytes for unit in parts.units])
 
@@ -395,7 +395,9 @@ def install_resident(run: Runtime) -> None:
 def _resident_accumulator(run: Runtime, member):
     def accumulate(parameter: torch.Tensor) -> None:
         held = run.residency.resident_grads
-        assert held is not None and parameter.grad is not None
+        if parameter.grad is None:  # a source took all that was on its way here
+            return
+        assert held is not None
         run.residency.accumulate(run.resident, held, member, parameter.grad)
         parameter.grad = None
 

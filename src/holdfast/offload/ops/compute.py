@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ...errors import ModelNotSupported
 from ...plan.ops import Op
 from .. import rng
 from ..blocks import install
-from ..boundaries import Boundary, Delivery, fingerprint, refuse_changes
+from ..boundaries import Boundary, Delivery
+from ..changes import Watch
 from ..microbatches import BlockCall, Returned, extract_loss
 from ..residency import Gradients
 from ..runtime import Runtime, Step
@@ -64,12 +64,14 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
         args, kwargs, leaves = boundary.inputs()
         output = _run_block(run, step, m, boundary, args, kwargs)
         del args, kwargs
+        batch.tracker.running.set()
         if is_last:
-            _loss_and_backward(run, step, m, output)
-        else:
-            batch.deliveries.pop(block).backward(output, boundary.constants)
+            _deliver(run, step, m, boundary, output)
+            _loss_and_backward(run, step, m)
+        batch.deliveries.pop(block).backward(output, boundary.constants, boundary.seeds(leaves))
         del output
         boundary.send_back(leaves)
+        batch.tracker.running.clear()
     del leaves, batch.boundaries[block], boundary
     inputs.used(run, block, m)
     if m == step.shape.micro_batches - 1:
@@ -106,12 +108,11 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
 
 
 def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:
-    """The block's own forward, with its random numbers, and a check that it left its inputs alone."""
-    flat = pytree.tree_leaves((args, kwargs))
-    before = [fingerprint(value) for value in flat]
+    """The block's own forward, with its random numbers, and a check that it left all else alone."""
+    watch = Watch(args, kwargs, run.patch.buffer_holders[boundary.block])
     _enter(run, step, m, rng.inside(boundary.block))
     output = run.patch.forwards[boundary.block](*args, **kwargs)
-    refuse_changes(before, flat, boundary.names, run.blocks[boundary.block].name)
+    watch.refuse_changes(run.blocks[boundary.block].name)
     return output
 
 
@@ -133,12 +134,13 @@ def _finish(run: Runtime, step: Step, m: int, output: Any) -> Any:
     return event.value
 
 
-def _loss_and_backward(run: Runtime, step: Step, m: int, output: Any) -> None:
-    """Epilogue, loss, and the backward of both with the last block's."""
+def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
+    """Epilogue, loss, and the backward of both down to the last block's output."""
     batch = step.micro_batches[m]
-    loss = extract_loss(_finish(run, step, m, output))
+    loss = extract_loss(_finish(run, step, m, batch.deliveries[len(run.blocks) - 1].reply()))
     batch.loss = float(loss.detach())
-    (loss / len(step.micro_batches) if batch.weight is None else loss * batch.weight).backward()
+    scaled = loss / len(step.micro_batches) if batch.weight is None else loss * batch.weight
+    scaled.backward(retain_graph=True)  # the prologue's graph is still needed; the rest goes with its tensors
 
 
 def _enter(run: Runtime, step: Step, m: int, place: str) -> None:

@@ -45,8 +45,9 @@ def store(run: Runtime, op: Op, step: Step) -> Future:
     run.residency.host_grads.pop(block, None)
     assert held.buffer is not None and run.grad_scratch is not None
     step.touched[block] = held.touched
+    view = held.buffer.view[: run.blocks[block].grad_bytes]  # none, if nothing of the block is trained
     future = run.grad_scratch.write(
-        run.grad_offsets[block], held.buffer.view, kind="gradients", phase="backward", priority=rt.WRITE_GRADS
+        run.grad_offsets[block], view, kind="gradients", phase="backward", priority=rt.WRITE_GRADS
     )
     buffer = held.buffer
     future.add_done_callback(lambda _: run.residency.pool.give(buffer))
@@ -59,8 +60,9 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     buffer = run.residency.pool.take(run.blocks[block].grad_bytes, "gradients")
     run.residency.grads[block] = Gradients(as_tensor(buffer), buffer, step.touched[block])
     assert run.grad_scratch is not None
+    view = buffer.view[: run.blocks[block].grad_bytes]
     return run.grad_scratch.read(
-        run.grad_offsets[block], buffer.view, kind="gradients", phase="update", priority=rt.READ_GRADS
+        run.grad_offsets[block], view, kind="gradients", phase="update", priority=rt.READ_GRADS
     )
 
 

@@ -1,0 +1,498 @@
+"""What a model hands from block to block comes out with the bits of a plain loop, or is refused by name."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import holdfast
+from holdfast.errors import BlockInputChanged, ModelNotSupported
+from training import CONTEXT, VOCABULARY, batches, differing, state_of, stored
+
+WIDTH, STEPS = 16, 3
+SETTINGS = {
+    "ssd": {"activations_on_host": 0.0},
+    "host": {"params_on_host": 1.0, "optimizer_on_host": 1.0},
+    "horizontal": {"schedule": "horizontal", "activations_on_host": 0.0},
+}
+
+
+class Layer(nn.Module):
+    """A block adds something to what it is given; each model below gives it other things."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class Model(nn.Module):
+    layer = Layer
+    layers = 4
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(self.layer() for _ in range(self.layers))
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens, targets):
+        return self.loss(self.run(self.embed(tokens), tokens), targets)
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, x, targets):
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+class KeywordsAndContainers(Model):
+    """Keywords, a dict of several float outputs, None, a number, and a mask that is passed through."""
+
+    class layer(Layer):
+        def forward(self, x, *, other, scale, mask):
+            y = x + self.linear(self.norm(x)) * scale * mask
+            return {"x": y, "other": (other + torch.tanh(self.linear(x)), None, 3), "mask": mask}
+
+    def run(self, x, tokens):
+        out = {"x": x, "other": (torch.zeros_like(x), None, 3), "mask": (tokens > 3).float()[..., None]}
+        for block in self.blocks:
+            out = block(out["x"], other=out["other"][0], scale=0.5, mask=out["mask"])
+        return out["x"] + out["other"][0]
+
+
+class CodeBetweenBlocks(Model):
+    def __init__(self):
+        super().__init__()
+        self.between = nn.ModuleDict({str(i): nn.Linear(WIDTH, WIDTH) for i in range(self.layers - 1)})
+
+    def run(self, x, tokens):
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if str(index) in self.between:
+                x = torch.tanh(self.between[str(index)](x)) * 1.5
+        return x
+
+
+class TensorOfThePrologueInEveryBlock(Model):
+    class layer(Layer):
+        def forward(self, x, bias):
+            return x + self.linear(self.norm(x) + bias) * torch.sigmoid(bias)
+
+    def run(self, x, tokens):
+        bias = self.bias_of(x)
+        for block in self.blocks:
+            x = block(x, bias)
+        return x
+
+    def bias_of(self, x):
+        return torch.tanh(self.bias) * 2
+
+
+class ParameterInEveryBlock(TensorOfThePrologueInEveryBlock):
+    def bias_of(self, x):
+        return self.bias
+
+
+class SkipConnections(Model):
+    """The outputs of the first blocks are inputs of the last ones, used twice in them."""
+
+    class layer(Layer):
+        def forward(self, x, skip=None):
+            if skip is not None:
+                x = x * torch.sigmoid(skip) + 0.5 * skip
+            return x + self.linear(self.norm(x))
+
+    def run(self, x, tokens):
+        kept = []
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index < 2 else block(x, kept[self.layers - 1 - index])
+            kept.append(x)
+        return x
+
+
+class EverythingInTheEpilogue(Model):
+    """The prologue's tensor and every block's output."""
+
+    def run(self, x, tokens):
+        first, outputs = x, []
+        for block in self.blocks:
+            x = block(x)
+            outputs.append(x)
+        return x + first * 0.1 + sum(outputs) * 0.1
+
+
+class OneBlock(EverythingInTheEpilogue):
+    layers = 1
+
+
+class TwoBlocks(EverythingInTheEpilogue):
+    layers = 2
+
+
+class SameTensorTwice(Model):
+    class layer(Layer):
+        def forward(self, x, y):
+            assert x is y
+            return x + self.linear(self.norm(y))
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            x = block(x, x)
+        return x
+
+
+class InputReturnedAsItIs(SkipConnections):
+    """A block hands its input on beside its output."""
+
+    class layer(Layer):
+        def forward(self, x, skip):
+            return x + self.linear(self.norm(x)), skip + 0.5 * x if self.training else skip, x
+
+    def run(self, x, tokens):
+        skip = x
+        for block in self.blocks:
+            x, skip, before = block(x, skip)
+        return x + skip + before
+
+
+class FrozenBeginning(EverythingInTheEpilogue):
+    def __init__(self):
+        super().__init__()
+        for part in (self.embed, self.blocks[0], self.blocks[1]):
+            part.requires_grad_(False)
+
+
+class FrozenBetween(EverythingInTheEpilogue):
+    def __init__(self):
+        super().__init__()
+        for part in (self.blocks[1], self.blocks[3], self.head):
+            part.requires_grad_(False)
+
+
+class OddParameters(Model):
+    """No elements, one element, no gradient, and a buffer of the block that stays as it is."""
+
+    class layer(Layer):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.none = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 3))
+            self.unused = nn.Linear(3, 5)
+            self.register_buffer("table", torch.arange(WIDTH).float())
+
+        def forward(self, x):
+            return super().forward(x) * self.scale + self.table * 0.01 + self.none.sum()
+
+
+class NothingButBlocks(Model):
+    """No parameter outside of the blocks, as in a part of a pipeline."""
+
+    def __init__(self):
+        super().__init__()
+        del self.embed, self.bias, self.head
+
+    def forward(self, tokens, targets):
+        x = F.one_hot(tokens, WIDTH + 1)[..., :WIDTH].float()
+        return (self.run(x, tokens).mean(-1) - targets / VOCABULARY).square().mean()
+
+
+class MadeIntegers(Model):
+    """A block returns integers, which have no gradient."""
+
+    class layer(Layer):
+        def forward(self, x, counts):
+            return super().forward(x) * (1 + counts[..., None] * 0.01), counts + 1
+
+    def run(self, x, tokens):
+        counts = tokens
+        for block in self.blocks:
+            x, counts = block(x, counts)
+        return x
+
+
+MODELS = [
+    KeywordsAndContainers, CodeBetweenBlocks, TensorOfThePrologueInEveryBlock, ParameterInEveryBlock,
+    SkipConnections, EverythingInTheEpilogue, OneBlock, TwoBlocks, SameTensorTwice, InputReturnedAsItIs,
+    FrozenBeginning, FrozenBetween, OddParameters, NothingButBlocks, MadeIntegers,
+]  # fmt: skip
+
+
+def build(kind):
+    torch.manual_seed(0)
+    return kind()
+
+
+def mean(micro_batches):
+    return [1 / len(micro_batches)] * len(micro_batches)
+
+
+def plain_loop(kind, data, shares):
+    """The ordinary loop; ``shares`` are the weights of a step's losses."""
+    model = build(kind)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), []
+    for step in range(STEPS):
+        total = 0.0
+        for batch, share in zip(data(step), shares(data(step)), strict=True):
+            loss = model(**batch)
+            (loss * share).backward()
+            total += loss.item() * share
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, state_of(model, optimizer)
+
+
+def check(directory, kind, data=lambda step: batches(step, 2), shares=mean, **options):
+    losses, expected = plain_loop(kind, data, shares)
+    model = build(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with holdfast.offload(model, optimizer, directory, dtype="fp32", clip_norm=0.5, **options) as engine:
+        assert [engine.step(data(step)) for step in range(STEPS)] == losses
+    assert differing(stored(directory), expected) == []
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_bit_equals_a_plain_loop(tmp_path, kind, setting):
+    check(tmp_path, kind, **SETTINGS[setting])
+
+
+def of_many_lengths(step):
+    """Four micro-batches, each with its own number of rows and tokens, other ones in every step."""
+    return [
+        {name: tensor[: 1 + (m + step) % 2, : 3 + (step + 2 * m) % 6] for name, tensor in batch.items()}
+        for m, batch in enumerate(batches(step, 4))
+    ]
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_micro_batches_may_differ_in_length(tmp_path, setting):
+    check(tmp_path, KeywordsAndContainers, of_many_lengths, **SETTINGS[setting])
+
+
+def test_inputs_on_the_ssd_may_grow_from_step_to_step(tmp_path):
+    def growing(step):
+        return [{n: t[:, : 2 + 3 * step] for n, t in batch.items()} for batch in batches(step, 2, rows=150)]
+
+    check(tmp_path, Model, growing, **SETTINGS["ssd"])
+
+
+def test_losses_can_be_weighted_by_their_target_tokens(tmp_path):
+    def data(step):
+        found = of_many_lengths(step)
+        found[0]["targets"] = found[0]["targets"].masked_fill(found[0]["tokens"] > 12, -100)
+        return found
+
+    def by_tokens(micro_batches):
+        counts = [int((batch["targets"] != -100).sum()) for batch in micro_batches]
+        return [count / sum(counts) for count in counts]
+
+    check(tmp_path, Model, data, by_tokens, normalize="tokens")
+
+
+def test_a_parameter_of_several_blocks_differs_by_the_order_of_its_sum_alone(tmp_path):
+    """A plain loop adds up a micro-batch's uses first; out of core, each block's use is added as it comes."""
+
+    def shared():
+        model = build(Model)
+        for block in model.blocks[1:]:
+            block.norm.weight = model.blocks[0].norm.weight
+        return model
+
+    expected, found = {}, {}
+    for count in (1, 3):
+        model = shared()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+        for batch in batches(0, count):
+            (model(**batch) / count).backward()
+        optimizer.step()
+        expected[count] = state_of(model, optimizer)
+        model = shared()
+        with holdfast.offload(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), tmp_path / str(count), dtype="fp32"
+        ) as engine:
+            engine.step(batches(0, count))
+        found[count] = stored(tmp_path / str(count))
+    assert differing(found[1], expected[1]) == []
+    name = "blocks.0.norm.weight/param"
+    assert differing(found[3], expected[3]) in ([], [name])
+    assert (found[3][name] - expected[3][name]).abs().max() <= 2 * 12 * torch.finfo(torch.float32).eps
+
+
+# What is refused
+
+
+def changes_x(block, x, mask, items, notes):
+    x.mul_(2)
+
+
+def changes_a_mask(block, x, mask, items, notes):
+    mask += 1
+
+
+def lengthens_a_list(block, x, mask, items, notes):
+    items.append(x)
+
+
+def replaces_an_item(block, x, mask, items, notes):
+    items[0] = items[0] + 1
+
+
+def sets_an_attribute(block, x, mask, items, notes):
+    notes.count += 1
+
+
+def replaces_deep_inside(block, x, mask, items, notes):
+    notes.parts[0].tensor = torch.ones(2)
+
+
+def changes_deep_inside(block, x, mask, items, notes):
+    notes.parts[0].tensor.add_(1)
+
+
+def changes_a_buffer(block, x, mask, items, notes):
+    block.norm.seen.add_(1)
+
+
+CHANGES = {
+    changes_x: r"blocks\.1 changed its input argument \[0\] ",
+    changes_a_mask: r"blocks\.1 changed its input mask ",
+    lengthens_a_list: r"blocks\.1 changed its input items\[1\] ",
+    replaces_an_item: r"blocks\.1 changed its input items\[0\] ",
+    sets_an_attribute: r"blocks\.1 changed its input notes ",
+    replaces_deep_inside: r"blocks\.1 changed its input notes ",
+    changes_deep_inside: r"blocks\.1 changed its input notes ",
+    changes_a_buffer: r"blocks\.1 changed its buffer norm\.seen ",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_block_that_changes_what_it_is_given_is_refused_by_name(tmp_path, change):
+    class Changing(Model):
+        class layer(Layer):
+            def __init__(self):
+                super().__init__()
+                self.norm.register_buffer("seen", torch.zeros(1))
+
+            def forward(self, x, *, mask, items, notes):
+                if self is model.blocks[1]:
+                    change(self, x, mask, items, notes)
+                return super().forward(x)
+
+        def run(self, x, tokens):
+            notes = SimpleNamespace(parts=[SimpleNamespace(tensor=torch.zeros(2))], count=0)
+            mask, items = torch.ones(2), [1]
+            for block in self.blocks:
+                x = block(x, mask=mask, items=items, notes=notes)
+            return x
+
+    model = build(Changing)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    with pytest.raises(BlockInputChanged, match=CHANGES[change]) as caught:
+        engine.step(batches(0, 2))
+    assert caught.value.exit_code == 2
+
+
+def test_a_model_that_changes_a_blocks_output_in_place_is_told_what_to_write_instead(tmp_path):
+    class InPlace(Model):
+        def run(self, x, tokens):
+            for block in self.blocks:
+                x = block(x)
+                x += self.bias
+            return x
+
+    model = build(InPlace)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    with pytest.raises(BlockInputChanged, match=r"write x = x \+ y instead of x \+= y"):
+        engine.step(batches(0, 1))
+
+
+@pytest.mark.parametrize(
+    "order, said",
+    [
+        ([0, 1], "after block 1 the model returned, where block 2 was to come"),
+        ([0, 2, 3], "after block 0 the model called block 2, where block 1 was to come"),
+        ([1, 0, 2, 3], "the model called block 1, where block 0 was to come"),
+        ([0, 1, 1, 2, 3], "after block 1 the model called block 1, where block 2 was to come"),
+        ([0, 1, 2, 3, 0], "the model called block 0 after its last block"),
+        ([], "the model returned, where block 0 was to come"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_blocks_run_once_and_in_order(tmp_path, order, said, schedule):
+    class Wandering(Model):
+        def run(self, x, tokens):
+            for index in order:
+                x = self.blocks[index](x)
+            return x
+
+    model = build(Wandering)
+    engine = holdfast.offload(
+        model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32", schedule=schedule
+    )
+    with pytest.raises(ModelNotSupported, match=said):
+        engine.step(batches(0, 2))
+
+
+# How long things live
+
+
+def live_tensors(layers, directory):
+    """Tensors of the size of a block input that are alive in the second step when each of three micro-batches
+    runs backward through block 0."""
+
+    class Counting(Model):
+        class layer(Layer):
+            def forward(self, x):
+                if torch.is_grad_enabled() and self is model.blocks[0]:
+                    tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+                    counts.append(sum(tensor.shape == (2, CONTEXT, WIDTH) for tensor in tensors))
+                return super().forward(x)
+
+    Counting.layers, counts = layers, []
+    model = build(Counting)
+    with holdfast.offload(
+        model, torch.optim.AdamW(model.parameters()), directory, dtype="fp32", activations_on_host=0.0
+    ) as engine:
+        for step in range(2):
+            engine.step(batches(step, 3))
+    return counts[3:]
+
+
+def test_no_more_inputs_and_gradients_live_however_many_blocks_there_are(tmp_path):
+    few, many = live_tensors(4, tmp_path / "few"), live_tensors(12, tmp_path / "many")
+    assert few == many
+    assert few == [few[2] + 4, few[2] + 2, few[2]]  # an input and its gradient go with each micro-batch
+
+
+def test_the_prologue_of_a_micro_batch_is_let_go_as_soon_as_its_backward_is_over(tmp_path):
+    made, alive = [], []
+
+    class Remembering(Model):
+        class layer(Layer):
+            def forward(self, x):
+                if torch.is_grad_enabled() and self is model.blocks[0]:
+                    alive.append([ref() is not None for ref in made])
+                return super().forward(x)
+
+        def run(self, x, tokens):
+            made.append(weakref.ref(x))
+            return super().run(x * x, tokens)  # the graph holds x
+
+    model = build(Remembering)
+    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32") as engine:
+        engine.step(batches(0, 3))
+        assert alive == [[True, True, True], [False, True, True], [False, False, True]]
+        assert [ref() for ref in made] == [None] * 3

@@ -1,0 +1,192 @@
+"""Out-of-core training gives the bits of an ordinary loop, whatever stays where and in whichever order."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+import holdfast
+from training import adamw, batches, decoder, differing, read_atoms, state_of, stored, warm_up
+
+STEPS, SHORT = 20, 4
+PLACEMENTS = {
+    "ssd": {"activations_on_host": 0.0},
+    "host": {"params_on_host": 1.0, "optimizer_on_host": 1.0},
+    "mixed": {"params_on_host": 0.5, "optimizer_on_host": 0.34, "activations_on_host": 0.4},
+}
+
+
+def model_with_a_frozen_parameter(dropout=0.0):
+    model = decoder(dropout=dropout)
+    model.blocks[2].mlp.up.weight.requires_grad_(False)
+    return model
+
+
+@cache
+def plain_loop(num_micro_batches, clip_norm, dropout=0.0):
+    """Losses and norms of ``STEPS`` steps of ordinary PyTorch, and the state after each."""
+    model = model_with_a_frozen_parameter(dropout)
+    optimizer = adamw(model, fused=True)
+    scheduler, losses, norms, states = warm_up(optimizer), [], [], []
+    with holdfast.keyed_rng(model) as keys:
+        for step in range(STEPS):
+            total = 0.0
+            for m, batch in enumerate(batches(step, num_micro_batches)):
+                keys.at(step, m)
+                loss = model(**batch)
+                (loss / num_micro_batches).backward()
+                total += loss.item()
+            if clip_norm is not None:
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(total / num_micro_batches)
+            states.append(state_of(model, optimizer))
+    return losses, norms, states
+
+
+def check(directory, steps, num_micro_batches, clip_norm, dropout=0.0, **options):
+    """``steps`` steps of the engine have the losses, norms, parameters and optimizer state of the loop."""
+    model = model_with_a_frozen_parameter(dropout)
+    optimizer = adamw(model)
+    losses, norms, states = plain_loop(num_micro_batches, clip_norm, dropout)
+    with holdfast.offload(
+        model,
+        optimizer,
+        directory,
+        scheduler=warm_up(optimizer),
+        dtype="fp32",
+        clip_norm=clip_norm,
+        **options,
+    ) as engine:
+        for step in range(steps):
+            assert engine.step(batches(step, num_micro_batches)) == losses[step]
+            assert clip_norm is None or engine.last["grad_norm"] == norms[step]
+    assert differing(stored(directory), states[steps - 1]) == []
+    given_back = {f"{name}/param": parameter for name, parameter in model.named_parameters()}
+    assert differing(states[steps - 1], given_back) == []
+
+
+@pytest.mark.parametrize(
+    "num_micro_batches, placement, schedule, clip_norm",
+    [
+        (1, "ssd", "vertical", None),
+        (1, "mixed", "horizontal", 0.5),
+        (2, "mixed", "vertical", 0.5),
+        (2, "host", "horizontal", None),
+        (3, "host", "vertical", 0.5),
+        (3, "ssd", "horizontal", 0.5),
+        (5, "mixed", "vertical", None),
+        (5, "ssd", "vertical", 0.5),
+        (5, "ssd", "horizontal", None),
+    ],
+)
+def test_twenty_steps_have_every_bit_of_a_plain_loop(
+    tmp_path, num_micro_batches, placement, schedule, clip_norm
+):
+    check(tmp_path, STEPS, num_micro_batches, clip_norm, schedule=schedule, **PLACEMENTS[placement])
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
+def test_every_combination_has_every_bit_of_a_plain_loop(
+    tmp_path, num_micro_batches, placement, schedule, clip_norm
+):
+    check(tmp_path, SHORT, num_micro_batches, clip_norm, schedule=schedule, **PLACEMENTS[placement])
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_dropout_draws_what_a_plain_loop_draws_under_keyed_rng(tmp_path, schedule):
+    check(tmp_path, STEPS, 3, 0.5, dropout=0.2, schedule=schedule, **PLACEMENTS["mixed"])
+    assert differing(read_atoms(tmp_path), stored(tmp_path)) == []
+    assert plain_loop(3, 0.5, dropout=0.2)[0] != plain_loop(3, 0.5)[0]
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": 0.1, "fused": True}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "fused": True}),
+    (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1, "fused": True}),
+    (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "fused": True}),
+    (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "fused": False}),
+    (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
+    (torch.optim.NAdam, {"lr": 1e-2}),
+    (torch.optim.RAdam, {"lr": 1e-2}),
+    (torch.optim.Adamax, {"lr": 1e-2}),
+    (torch.optim.Adadelta, {}),
+    (torch.optim.ASGD, {"lr": 1e-2}),
+    (torch.optim.Rprop, {}),
+]
+
+
+@pytest.mark.parametrize("kind, options", OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
+def test_every_elementwise_optimizer_has_its_own_bits(tmp_path, kind, options):
+    model = decoder(blocks=2)
+    optimizer = kind(model.parameters(), **options)
+    for step in range(8):  # RAdam changes its mind after five
+        for batch in batches(step, 2):
+            (model(**batch) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = state_of(model, optimizer)
+    model = decoder(blocks=2)
+    with holdfast.offload(
+        model, kind(model.parameters(), **options), tmp_path, dtype="fp32", clip_norm=0.5
+    ) as engine:
+        for step in range(8):
+            engine.step(batches(step, 2))
+    found = stored(tmp_path)
+    assert differing(found, expected) == []
+    assert {name for name in found if name not in expected} <= {
+        f"{n}/step" for n, _ in model.named_parameters()
+    }
+
+
+@cache
+def plain_bf16_loop():
+    """bf16 parameters compute; fp32 masters are stepped with gradients summed in fp32."""
+    model, losses = decoder(dropout=0.1), []
+    masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-2, fused=True)
+    with holdfast.keyed_rng(model) as keys:
+        for step in range(STEPS):
+            for name, p in model.named_parameters():
+                p.data = masters[name].detach().bfloat16()
+            total = 0.0
+            for m, batch in enumerate(batches(step, 3)):
+                keys.at(step, m)
+                loss = model(**batch)
+                (loss / 3).backward()
+                total += loss.item()
+                for name, p in model.named_parameters():
+                    held = masters[name].grad
+                    masters[name].grad = p.grad.float() if held is None else held + p.grad
+                    p.grad = None
+            torch.nn.utils.clip_grad_norm_(masters.values(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total / 3)
+    state = {f"{name}/param": p.detach() for name, p in masters.items()}
+    for name, p in masters.items():
+        state |= {f"{name}/{slot}": value for slot, value in optimizer.state[p].items()}
+    return losses, state
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_bf16_computes_with_a_copy_of_fp32_masters_and_sums_gradients_in_fp32(tmp_path, schedule, placement):
+    losses, expected = plain_bf16_loop()
+    model = decoder(dropout=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with holdfast.offload(
+        model, optimizer, tmp_path, clip_norm=0.5, schedule=schedule, **PLACEMENTS[placement]
+    ) as engine:
+        assert [engine.step(batches(step, 3)) for step in range(STEPS)] == losses
+    assert differing(stored(tmp_path), expected) == []
+    assert all(p.dtype == torch.float32 for p in model.parameters())

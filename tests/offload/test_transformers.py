@@ -1,0 +1,212 @@
+"""Hugging Face models, unmodified, with random weights, train out of core with the bits of a plain loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import holdfast
+from training import differing, state_of, stored
+
+transformers = pytest.importorskip("transformers")
+
+STEPS, COUNT, ROWS, TOKENS, VOCABULARY = 6, 3, 2, 10, 50
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "use_cache": False,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
+
+
+def qwen2():
+    sliding = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SIZES, **sliding))
+
+
+def qwen3():
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8))
+
+
+def gpt2(tied=True):
+    """With its usual dropout of 0.1."""
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_embd=16, n_layer=3, n_head=2, vocab_size=VOCABULARY, n_positions=32, use_cache=False,
+            tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def gpt2_untied():
+    return gpt2(tied=False)
+
+
+def build(make):
+    torch.manual_seed(0)
+    return make().train()
+
+
+def micro_batches(step):
+    """Of different lengths, the first row of each with padding."""
+    found = []
+    for m in range(COUNT):
+        generator = torch.Generator().manual_seed(100 * step + m)
+        tokens = torch.randint(0, VOCABULARY, (ROWS, TOKENS - m), generator=generator)
+        mask = torch.ones_like(tokens)
+        mask[0, :2] = 0
+        labels = tokens.masked_fill(mask == 0, -100)
+        found.append({"input_ids": tokens, "labels": labels, "attention_mask": mask})
+    return found
+
+
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
+
+
+def plain_loop(model, clip_norm=0.5, steps=STEPS, sum_gradients=None):
+    """Losses and state. ``sum_gradients`` replaces the accumulation of ``.grad`` over micro-batches: it gets
+    the gradients of each, by name."""
+    optimizer, losses = adamw(model.parameters(), fused=True), []
+    with holdfast.keyed_rng(model) as keys:
+        for step in range(steps):
+            total, apart = 0.0, []
+            for m, batch in enumerate(micro_batches(step)):
+                keys.at(step, m)
+                loss = model(**batch).loss
+                (loss / COUNT).backward()
+                total += loss.item()
+                if sum_gradients is not None:
+                    apart.append({name: p.grad for name, p in model.named_parameters()})
+                    model.zero_grad()
+            if sum_gradients is not None:
+                sum_gradients(model, apart)
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(total / COUNT)
+    return losses, state_of(model, optimizer)
+
+
+def offloaded(directory, model, clip_norm=0.5, steps=STEPS, **options):
+    with holdfast.offload(
+        model, adamw(model.parameters()), directory, dtype="fp32", clip_norm=clip_norm, **options
+    ) as engine:
+        losses = [engine.step(micro_batches(step)) for step in range(steps)]
+    return losses, stored(directory)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("make", [llama, qwen2, qwen3, gpt2_untied])
+def test_every_bit_equals_a_plain_loop(tmp_path, make, schedule):
+    losses, expected = plain_loop(build(make))
+    found_losses, found = offloaded(tmp_path, build(make), schedule=schedule, activations_on_host=0.5)
+    assert found_losses == losses
+    assert differing(found, expected) == []
+
+
+# The tied matrix of GPT-2 has two gradients in every micro-batch: from the head and from the embedding. A
+# plain loop adds the two and then adds up micro-batches; out of core, each is added to the sum when it comes.
+
+TIED, HEAD = "transformer.wte.weight", "lm_head.weight"
+
+
+def in_the_order_they_come(schedule):
+    """All heads' gradients come before the embeddings', or one after the other."""
+
+    def order(apart):
+        heads, embeddings = [g[HEAD] for g in apart], [g[TIED] for g in apart]
+        if schedule == "vertical":
+            return heads + embeddings
+        return [gradient for pair in zip(heads, embeddings, strict=True) for gradient in pair]
+
+    return order
+
+
+def plain_loop_with_the_matrix_twice(order, **options):
+    """GPT-2 with its matrix held twice, whose two gradients are added up in ``order``."""
+    model = build(gpt2_untied)
+    model.lm_head.weight.data = model.transformer.wte.weight.data
+
+    def sum_gradients(model, apart):
+        for name, p in model.named_parameters():
+            terms = order(apart) if name == TIED else [g[name] for g in apart]
+            p.grad = terms[0].clone()
+            for term in terms[1:]:
+                p.grad += term
+        model.lm_head.weight.grad = None
+
+    return plain_loop(model, sum_gradients=sum_gradients, **options)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_tied_embeddings_equal_a_plain_loop_that_adds_in_the_same_order(tmp_path, schedule):
+    """Nothing but the order of that one sum differs: with it, all bits of all steps are the same."""
+    losses, expected = plain_loop_with_the_matrix_twice(in_the_order_they_come(schedule))
+    del expected[f"{HEAD}/param"]
+    found_losses, found = offloaded(tmp_path, build(gpt2), schedule=schedule)
+    assert found_losses == losses
+    assert differing(found, expected) == []
+    assert HEAD not in {key.split("/")[0] for key in found}
+
+
+def test_after_one_step_only_the_tied_matrix_differs_and_by_roundings(tmp_path):
+    """A sum of 2 M terms in another order: each addition rounds once, by half an eps of what it adds to."""
+    losses, expected = plain_loop(build(gpt2), clip_norm=None, steps=1)
+    found_losses, found = offloaded(tmp_path, build(gpt2), clip_norm=None, steps=1)
+    assert found_losses == losses
+    differ = set(differing(found, expected))
+    assert differ <= {f"{TIED}/{slot}" for slot in ("param", "exp_avg", "exp_avg_sq")}
+    terms = []
+    plain_loop_with_the_matrix_twice(
+        lambda apart: terms.append([g[name] for g in apart for name in (HEAD, TIED)]) or terms[0],
+        clip_norm=None, steps=1,
+    )  # fmt: skip
+    size = sum(term.abs() for term in terms[0])
+    bound = 2 * (2 * COUNT - 1) * torch.finfo(torch.float32).eps / 2 * size
+    difference = (found[f"{TIED}/exp_avg"] - expected[f"{TIED}/exp_avg"]).abs() / 0.1  # of the gradients
+    assert (difference <= bound * 1.01).all()
+
+
+def test_a_tied_matrix_stays_close_over_many_steps(tmp_path):
+    losses, expected = plain_loop(build(gpt2))
+    found_losses, found = offloaded(tmp_path, build(gpt2))
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_key_value_cache_is_switched_off_with_a_warning(tmp_path):
+    model = build(gpt2)
+    model.config.use_cache = True
+    with pytest.warns(UserWarning, match=r"model\.config\.use_cache was switched off"):
+        engine = holdfast.offload(model, adamw(model.parameters()), tmp_path, dtype="fp32")
+    with engine:
+        engine.step(micro_batches(0))
+    assert model.config.use_cache is False
+
+
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_evaluation_and_generation_equal_the_models_own(tmp_path, make):
+    model, plain = build(make), build(make).eval()
+    with holdfast.offload(model, adamw(model.parameters()), tmp_path, dtype="fp32") as engine:
+        engine.step(micro_batches(0))
+        plain.load_state_dict(engine.state_dict())
+        with torch.no_grad():
+            expected = [plain(**batch).loss.item() for batch in micro_batches(7)]
+        assert engine.evaluate(micro_batches(7)) == sum(expected) / COUNT
+        assert model.training
+        prompt = torch.tensor([[3, 1, 4]])
+        likeliest = engine.generate(prompt, 5, temperature=0)
+        own = plain.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False, pad_token_id=0,
+            eos_token_id=None,
+        )  # fmt: skip
+        assert torch.equal(likeliest, own)
+        drawn = engine.generate(prompt, 5, temperature=0.8, top_k=10, seed=1)
+        assert torch.equal(drawn, engine.generate(prompt, 5, temperature=0.8, top_k=10, seed=1))
+        assert engine.step(micro_batches(1)) > 0

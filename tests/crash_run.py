@@ -7,7 +7,7 @@ what one process does; a ``Reference`` is the same run left alone, with every st
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ import torch
 import holdfast
 from holdfast.data.corpus import Corpus
 from holdfast.data.loader import CorpusLoader
+from holdfast.io.queue import IOQueue
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.engine import Engine
 from holdfast.store.local import LocalStore
+from holdfast.store.manifest import Manifest
+from holdfast.store.reader import RunReader
 from holdfast.store.reading import PayloadFile
 from training import adamw, warm_up
 
@@ -63,7 +66,9 @@ def engine_of(root: str | Path, text: str | Path, *, blocks: int = 4, **options:
     return engine
 
 
-def train(root: str | Path, text: str | Path, steps: int, *, nan_at: int | None = None, **options: Any) -> list:
+def train(
+    root: str | Path, text: str | Path, steps: int, *, nan_at: int | None = None, **options: Any
+) -> list:
     """One process: start or resume, and go on to ``steps``. Returns the losses.
 
     The batch of step ``nan_at`` (counted from 0) has no targets, so that its loss is not a number.
@@ -85,14 +90,14 @@ def take_steps(engine: Engine, steps: int, nan_at: int | None = None) -> list:
 
 
 @contextmanager
-def acknowledging(acknowledge: Callable[[int], None]) -> Iterator[None]:
-    """Inside, ``acknowledge(step)`` is called the moment an engine's ``durable_step`` says so, by the thread
-    that makes it."""
+def acknowledging(acknowledge: Callable[[Engine, int], None]) -> Iterator[None]:
+    """Inside, ``acknowledge(engine, step)`` is called the moment ``engine.durable_step`` says ``step``, by the
+    thread that lets it say so."""
 
     def assign(engine: Engine, step: int) -> None:
         engine.__dict__["durable_step"] = step
         if step >= 0:
-            acknowledge(step)
+            acknowledge(engine, step)
 
     Engine.durable_step = property(lambda engine: engine.__dict__["durable_step"], assign)  # type: ignore
     try:
@@ -104,12 +109,11 @@ def acknowledging(acknowledge: Callable[[int], None]) -> Iterator[None]:
 class Reference:
     """What each step of an uninterrupted run left: every atom's bytes, and the progress."""
 
-    def __init__(self, root: str | Path, losses: list, seconds: float) -> None:
-        reader = LocalStore.read(root)
+    def __init__(self, reader: RunReader, losses: Sequence[float] = (), seconds: float = 0.0) -> None:
         self.steps = {ref.step: state_of(reader, reader.load(ref)) for ref in reader.commits()}
-        self.losses, self.seconds = losses, seconds
+        self.losses, self.seconds = list(losses), seconds
 
-    def check(self, reader: Any, manifest: Any) -> None:
+    def check(self, reader: RunReader, manifest: Manifest) -> None:
         """``manifest`` has exactly the state of its step."""
         expected, found = self.steps[manifest.step], state_of(reader, manifest)
         odd = [key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)]
@@ -119,15 +123,18 @@ class Reference:
         """Every commit that ``root`` lists is whole and has the state of its step. Returns their steps."""
         if not (Path(root) / "commits").exists():
             return []
-        reader = LocalStore.read(root)
+        return self.check_all(LocalStore.read(root))
+
+    def check_all(self, reader: RunReader, queue: IOQueue | None = None) -> list[int]:
+        """The same for whatever ``reader`` reads."""
         for ref in reader.commits():
             manifest = reader.load(ref)
-            assert reader.verify(manifest) == []
+            assert reader.verify(manifest, queue=queue) == []
             self.check(reader, manifest)
         return [ref.step for ref in reader.commits()]
 
 
-def state_of(reader: Any, manifest: Any) -> dict[str, Any]:
+def state_of(reader: RunReader, manifest: Manifest) -> dict[str, Any]:
     """Bytes of every atom by key, and the parts of the progress by name. Every block read is verified."""
     state: dict[str, Any] = {f"progress {key}": value for key, value in manifest.progress.items()}
     for ref in manifest.files.values():
@@ -137,7 +144,7 @@ def state_of(reader: Any, manifest: Any) -> dict[str, Any]:
     return state
 
 
-def atoms_of(reader: Any, manifest: Any) -> dict[str, bytes]:
+def atoms_of(reader: RunReader, manifest: Manifest) -> dict[str, bytes]:
     """The same atoms as any tool gets them, one by one through the index."""
     keys = [f"{atom['name']}/{atom['slot']}" for atom in reader.atoms(manifest)]
     return {key: bytes(reader.read_atom(manifest, key)) for key in keys}

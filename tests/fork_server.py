@@ -178,7 +178,7 @@ class _Child:
             losses = crash_run.take_steps(engine, steps, nan_at)
         self.say(finished=True, losses=losses)
 
-    def acknowledge(self, step: int) -> None:
+    def acknowledge(self, engine: Any, step: int) -> None:
         self.say(acknowledged=step)
         if step == self.cut_after:
             self.die()

@@ -6,7 +6,7 @@ import pytest
 
 from crash_run import STEPS, Reference, write_text
 from fork_server import ForkServer
-
+from holdfast.store.local import LocalStore
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +26,6 @@ def reference(server, text, tmp_path_factory):
     root = tmp_path_factory.mktemp("reference") / "run"
     outcome = server.run(root=root, text=text, steps=STEPS, retain=STEPS + 1)
     assert outcome.finished, outcome
-    reference = Reference(root, outcome.losses, outcome.seconds)
+    reference = Reference(LocalStore.read(root), outcome.losses, outcome.seconds)
     assert sorted(reference.steps) == list(range(STEPS + 1))
     return reference

@@ -28,7 +28,6 @@ from .executor import Executor
 from .microbatches import Coroutine, all_cancelled, module_call
 from .ops import handlers
 from .preflight import Preflight, process_bytes
-from .residency import Gradients
 from .runtime import MicroBatch, Runtime, Step
 from .setup import Parts, frozen_name
 from .units import as_tensor
@@ -98,7 +97,7 @@ class Engine:
         )
         step = self._training_step(micro_batches, loss_fn, shape)
         with self._running(step):
-            self._run.residency.resident_grads = step.resident_grads = self._fresh_resident_grads()
+            step.resident_grads = self._run.residency.start_resident_grads()
             self._executor.run(self._operations(self._schedule, shape), step)
         self.steps_done += 1
         self.skipped_steps += step.skipped
@@ -238,13 +237,6 @@ class Engine:
             horizontal=training and self._schedule == "horizontal",
             micro_batches=[],
         )
-
-    def _fresh_resident_grads(self) -> Gradients:
-        resident, device = self._run.resident, self._run.device.torch_device
-        if self._run.device.unified:
-            buffer = self._run.residency.pool.take(max(resident.grad_bytes, 1), "resident gradients")
-            return Gradients(as_tensor(buffer), buffer, set())
-        return Gradients(torch.empty(resident.grad_bytes, dtype=torch.uint8, device=device), None, set())
 
     def _forward(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """What the model returns for each call, in evaluation mode and without gradients."""

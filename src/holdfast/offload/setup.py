@@ -235,7 +235,7 @@ class Builder:
         }
         self.newest: dict[str, Stored] = {}
         self.frozen: dict[str, Stored] = {}
-        self.residency = Residency(pool, parts.units, parts.resident)
+        self.residency = Residency(pool, parts.units, parts.resident, device.torch_device)
         self.param_offsets = _offsets([unit.copy_bytes for unit in parts.units])
         self.grad_offsets = _offsets([unit.grad_bytes for unit in parts.units])
 

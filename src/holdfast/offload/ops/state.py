@@ -114,8 +114,6 @@ def update_resident(run: Runtime, op: Op, step: Step) -> None:
         image = as_tensor(run.resident_buffer)
         apply(run, step, run.resident, image, step.resident_grads, run.resident_copy)
     run.resident.write_buffers(as_tensor(run.resident_buffer))
-    if step.resident_grads.buffer is not None:
-        run.residency.pool.give(step.resident_grads.buffer)
     step.resident_grads = None
 
 

@@ -42,7 +42,7 @@ def write_text(folder: Path) -> Path:
     return path
 
 
-def model(blocks: int = 4) -> Decoder:
+def model(blocks: int = 4, frozen: bool = False) -> Decoder:
     """The same initial values every time, and the same random numbers after them."""
     random.seed(0)
     np.random.seed(0)
@@ -50,12 +50,16 @@ def model(blocks: int = 4) -> Decoder:
     config = DecoderConfig(
         blocks=blocks, width=16, heads=2, kv_heads=1, hidden=24, context=CONTEXT, dropout=0.1
     )
-    return Decoder(config)
+    made = Decoder(config)
+    made.blocks[1].attention.query.weight.requires_grad_(not frozen)
+    return made
 
 
-def engine_of(root: str | Path, text: str | Path, *, blocks: int = 4, **options: Any) -> Engine:
+def engine_of(
+    root: str | Path, text: str | Path, *, blocks: int = 4, frozen: bool = False, **options: Any
+) -> Engine:
     """The engine of the run, fresh or resumed, with its loader as ``engine.loader``."""
-    made = model(blocks)
+    made = model(blocks, frozen)
     optimizer = adamw(made)
     loader = CorpusLoader(Corpus(str(text), context=CONTEXT), 3, micro_batch_size=2, micro_batches=2)
     options = {"dtype": "fp32", "clip_norm": 0.5, **MIXED, **options}

@@ -129,7 +129,9 @@ def test_every_image_of_a_run_recovers(text, undisturbed, queue, kill_at):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("way", [{"commit_every": 3}, {"retain": 1}, {"retain": 1, "commit_every": 2, **MIXED}])
+@pytest.mark.parametrize(
+    "way", [{"commit_every": 3}, {"retain": 1}, {"retain": 1, "commit_every": 2, **MIXED}]
+)
 def test_every_image_of_a_run_that_keeps_less_recovers(text, undisturbed, queue, way):
     disk = SimDisk()
     process(disk, text, 5, **way)

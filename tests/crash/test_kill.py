@@ -77,7 +77,7 @@ def test_killed_again_and_again_while_it_resumes(server, reference, text, tmp_pa
     resume(server, reference, order, newest)
 
 
-ARRIVALS = {name: (1, 2, 7) for name in failpoints.NAMES} | {
+ARRIVALS = dict.fromkeys(failpoints.NAMES, (1, 2, 7)) | {
     "before_data_sync": (1, 4, 6, 9, 13, 18, 31),  # 5 units: in the making, in steps 1, 1, 2, 3, 6
     "after_data_sync": (1, 5, 10, 22, 40),
     "after_timeline_opened": (1,),

@@ -52,9 +52,7 @@ def test_power_cut_right_after_an_acknowledgement(server, reference, text, disk,
 
 @pytest.mark.crash
 @pytest.mark.parametrize("way", [{}, {"retain": 1, "commit_every": 3, **ON_SSD}], ids=["mixed", "SSD"])
-def test_power_cut_right_after_each_acknowledgement_of_one_run(
-    server, reference, text, disk, root, way
-):
+def test_power_cut_right_after_each_acknowledgement_of_one_run(server, reference, text, disk, root, way):
     """Every process ends in a power cut, the first of them before it has taken a step."""
     order, newest = {"root": root, "text": text, **way}, -1
     while newest < STEPS:

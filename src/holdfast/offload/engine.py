@@ -27,7 +27,8 @@ from .blocks import install
 from .executor import Executor
 from .microbatches import Coroutine, all_cancelled, module_call
 from .ops import handlers
-from .preflight import Preflight, process_bytes
+from .preflight import Preflight
+from .process import process_bytes
 from .runtime import MicroBatch, Runtime, Step
 from .setup import Parts, frozen_name
 from .units import as_tensor

@@ -32,7 +32,8 @@ from ..units import MiB, parse_bytes
 from .device import open_device
 from .engine import SCHEDULES, Engine
 from .measure import Measured, measure
-from .preflight import Preflight, process_bytes, ssd_bytes
+from .preflight import Preflight, ssd_bytes
+from .process import process_bytes, use_one_arena
 from .runtime import Step
 from .setup import Builder, Parts, empty_originals, install_resident, same_model, switch_off_cache
 
@@ -110,11 +111,12 @@ def offload(
     placement = choose(
         work,
         shape,
-        None if host_budget is None else host_budget - held,
+        host_budget,
         params=params_on_host,
         optimizer=optimizer_on_host,
         activations=activations_on_host,
         schedule=SCHEDULES[schedule],
+        held_bytes=held,
     )
     memory = predict(work, placement, shape, SCHEDULES[schedule])
     read, written = ssd_bytes(SCHEDULES[schedule](work, placement, shape))
@@ -145,6 +147,7 @@ def offload(
             confirm(preflight)
         publish: list[Callable[[Step], None]] = []
         switch_off_cache(model)
+        use_one_arena()
         store.begin(found)
         builder.create_files()
         run = builder.build(model, seed, lambda step: publish[0](step))

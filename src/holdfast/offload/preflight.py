@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
@@ -51,12 +49,3 @@ def ssd_bytes(operations: list[Op]) -> tuple[int, int]:
     """Bytes read and written on the SSD by a step."""
     moved = lane_bytes(operations)
     return moved[SSD_READ], moved[SSD_WRITE]
-
-
-def process_bytes() -> int:
-    """Memory that this process holds now."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -320,7 +320,9 @@ class Engine:
             if unit.name in run.frozen:
                 stored = run.frozen[unit.name]
                 files[frozen_name(unit)] = (stored.generation, stored.checksums)
-        run.store.publish(step.number + 1, files, self._index, step.progress)
+        progress = step.progress  # taken when the step began: whether it would be skipped was not known
+        progress["skipped_steps"] += step.skipped
+        run.store.publish(step.number + 1, files, self._index, progress)
         self.durable_step = step.number + 1
 
     def publish_first(self) -> None:

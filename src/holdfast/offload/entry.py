@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..errors import BadInput, ModelNotSupported
+from ..errors import BadInput, Damaged, ModelNotSupported, NoCommit
 from ..events import EventLog
 from ..io.buffers import BufferPool
 from ..io.queue import IOQueue
@@ -24,6 +25,7 @@ from ..plan.placement import Fraction, choose
 from ..plan.work import StepShape
 from ..state.progress import decode, restore_random_state
 from ..store.files import AnyDisk
+from ..store.housekeeping import restore_index
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..units import MiB, parse_bytes
@@ -211,14 +213,26 @@ def _newest(store: LocalStore, parts: Parts) -> Manifest | None:
     """The newest whole commit to continue, or None for a fresh run. Warns about commits passed over."""
     if not store.commits():
         return None
-    head = store.head()
-    if head is not None:
-        same_model(parts, store, head)
+    for problem in restore_index(store, parts.index()):
+        warnings.warn(f"the model says the same, so it was written anew: {problem}", stacklevel=3)
+    readable = _newest_readable(store)
+    if readable is not None:
+        same_model(parts, store, readable)
     manifest, damaged = store.newest_whole(queue=store.queue)
-    for problem in damaged:
-        warnings.warn(f"a newer commit is damaged and is passed over: {problem}", stacklevel=3)
+    for problem in dict.fromkeys(map(str, damaged)):
+        warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=3)
     same_model(parts, store, manifest)
     return manifest
+
+
+def _newest_readable(store: LocalStore) -> Manifest | None:
+    """The newest commit that says what it holds; its data may be damaged."""
+    for ref in store.line():
+        with suppress(Damaged, NoCommit):
+            manifest = store.load(ref)
+            store.atoms(manifest)
+            return manifest
+    return None
 
 
 def _continue(engine: Engine, optimizer: Any, scheduler: Any, loader: Any, found: Manifest | None) -> None:

@@ -22,11 +22,12 @@ from ..plan.horizontal import horizontal
 from ..plan.ops import Op
 from ..plan.vertical import commit_only, forward_only, vertical
 from ..plan.work import StepShape, Work
+from ..state.capture import buffer_at
 from ..state.progress import encode, random_state
 from . import rng
 from .blocks import install
 from .executor import Executor
-from .microbatches import Coroutine, all_cancelled, module_call
+from .microbatches import Coroutine, all_cancelled, extract_loss, module_call
 from .ops import handlers
 from .preflight import Preflight
 from .process import process_bytes
@@ -76,6 +77,7 @@ class Engine:
         """The newest step that survives power loss; -1 before the first commit."""
         self.resumed_from: int | None = None
         self.skipped_steps = 0
+        self._last_progress: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
         """The event of the last step."""
 
@@ -107,9 +109,11 @@ class Engine:
 
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded."""
-        from .microbatches import extract_loss
-
-        results = self._forward([module_call(self._run.model, batch, loss_fn) for batch in micro_batches])
+        if not micro_batches:
+            raise BadInput("an evaluation needs at least one micro-batch")
+        results = self._forward(
+            [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in micro_batches]
+        )
         return sum(float(extract_loss(value)) for value in results) / len(results)
 
     def generate(
@@ -145,7 +149,7 @@ class Engine:
         if self.durable_step < self.steps_done:
             step = self._blank_step(StepShape(micro_batches=1), training=True)
             step.number = self.steps_done - 1
-            step.progress = self._progress()
+            step.progress = self._last_progress or self._progress()
             with self._running(step):
                 self._executor.run(commit_only(self._work, self._run.placement), step)
                 self._executor.drain()
@@ -164,7 +168,7 @@ class Engine:
             values.update(self._values(index, unit))
         ordered = {name: values[p.name] for p in self._parts.captured.parameters for name in p.names}
         return ordered | {
-            name: buffer.detach().clone() for name, buffer in self._parts.captured.buffers.items()
+            name: buffer_at(place).detach().clone() for name, place in self._parts.captured.buffers.items()
         }
 
     def close(self) -> None:
@@ -223,12 +227,14 @@ class Engine:
             _token_weights(micro_batches) if self._normalize == "tokens" else [None] * len(micro_batches)
         )
         step.micro_batches = [
-            MicroBatch(Coroutine(module_call(self._run.model, batch, loss_fn)), weight)
+            MicroBatch(
+                Coroutine(module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)), weight
+            )
             for batch, weight in zip(micro_batches, weights, strict=True)
         ]
         if self.scheduler is not None:
             self.scheduler.step()
-        step.progress = self._progress()
+        step.progress = self._last_progress = self._progress()
         return step
 
     def _blank_step(self, shape: StepShape, training: bool) -> Step:
@@ -297,9 +303,8 @@ class Engine:
         for unit in self._parts.all_units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
-        queue = self._run.store.queue
+        self._run.store.queue.close()  # nothing is under way any more when the lock goes
         self._run.store.close()
-        queue.close()
         self._run.residency.pool.close()
         self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step)
 
@@ -333,16 +338,8 @@ class Engine:
 
     def _progress(self) -> dict[str, Any]:
         """What resuming needs besides tensors, as it is when the step under way is over."""
-        groups = [
-            {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
-            for i, group in enumerate(self._optimizer.param_groups)
-        ]
-        progress = {"random": encode(random_state()), "groups": groups, "skipped_steps": self.skipped_steps}
-        if self.scheduler is not None:
-            progress["scheduler"] = encode(self.scheduler.state_dict(), "scheduler")
-        if self._loader is not None:
-            progress["loader"] = encode(self._loader.state_dict(), "loader")
-        return progress
+        progress = progress_of(self._optimizer, self.scheduler, self._loader)
+        return {**progress, "skipped_steps": self.skipped_steps}
 
     # Reports
 
@@ -376,7 +373,7 @@ class Engine:
 
     def _values(self, index: int, unit: Any) -> dict[str, torch.Tensor]:
         """The master parameters of one unit."""
-        store, manifest_free = self._run, {}
+        store = self._run
         is_resident = index == len(self._parts.units)
         if is_resident:
             image = as_tensor(store.resident_buffer)
@@ -394,7 +391,7 @@ class Engine:
         values = {m.name: unit.state_view(as_tensor(buffer), m.name, "param").clone() for m in unit.trained}
         if taken is not None:
             store.residency.pool.give(taken)
-        return values | manifest_free | self._frozen(unit)
+        return values | self._frozen(unit)
 
     def _frozen(self, unit: Any) -> dict[str, torch.Tensor]:
         if not unit.frozen:
@@ -407,6 +404,21 @@ class Engine:
         values = {m.name: unit.frozen_view(as_tensor(buffer), m.name).clone() for m in unit.frozen}
         self._run.residency.pool.give(buffer)
         return values
+
+
+def progress_of(optimizer: torch.optim.Optimizer, scheduler: Any, loader: Any) -> dict[str, Any]:
+    """Random generators, hyper-parameters, schedule and data position, as JSON. Raises ``BadInput`` naming
+    the first thing that cannot be stored by value."""
+    groups = [
+        {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    progress = {"random": encode(random_state()), "optimizer": type(optimizer).__name__, "groups": groups}
+    if scheduler is not None:
+        progress["scheduler"] = encode(scheduler.state_dict(), "scheduler")
+    if loader is not None:
+        progress["loader"] = encode(loader.state_dict(), "loader")
+    return progress
 
 
 def _token_weights(micro_batches: Sequence[Any]) -> list[float | None]:

@@ -45,7 +45,7 @@ def resume(server, reference, order, disk, outcome):
 
 def test_power_cut_right_after_an_acknowledgement(server, reference, text, disk, root):
     order = {"root": root, "text": text}
-    outcome = server.run(**order, steps=STEPS, cut=disk.mount, cut_after=3)
+    outcome = server.run(**order, steps=STEPS, cut=disk.mount, at=3)
     assert outcome.durable == 3
     resume(server, reference, order, disk, outcome)
 
@@ -57,7 +57,7 @@ def test_power_cut_right_after_each_acknowledgement_of_one_run(server, reference
     order, newest = {"root": root, "text": text, **way}, -1
     while newest < STEPS:
         target = 0 if newest < 0 else min(newest + way.get("commit_every", 1), STEPS)
-        outcome = server.run(**order, steps=STEPS, cut=disk.mount, cut_after=target)
+        outcome = server.run(**order, steps=STEPS, cut=disk.mount, at=target)
         assert outcome.killed and outcome.durable == target
         assert newest < 0 or outcome.resumed == newest
         disk.reboot()

@@ -35,7 +35,7 @@ from .measure import Measured, measure
 from .preflight import Preflight, ssd_bytes
 from .process import process_bytes, use_one_arena
 from .runtime import Step
-from .setup import Builder, Parts, empty_originals, install_resident, same_model, switch_off_cache
+from .setup import Builder, Parts, empty_originals, install_resident, real_ones, same_model, switch_off_cache
 
 KERNEL_BYTES = 48 * MiB
 """What a process grows by when torch's kernels run for the first time: code, tables and scratch. Measured on
@@ -148,6 +148,8 @@ def offload(
         publish: list[Callable[[Step], None]] = []
         switch_off_cache(model)
         use_one_arena()
+        if found is not None:
+            _put_back(optimizer, scheduler, loader, found.progress)
         store.begin(found)
         builder.create_files()
         run = builder.build(model, seed, lambda step: publish[0](step))
@@ -159,16 +161,17 @@ def offload(
             run, parts, work, preflight,
             optimizer=optimizer, scheduler=scheduler, loader=loader, schedule=schedule, clip_norm=clip_norm,
             commit_every=commit_every, normalize=normalize, update_workers=update_workers,
-            events=events or EventLog(None), were_real=empty_originals(parts),
+            events=events or EventLog(None), were_real=real_ones(parts),
         )  # fmt: skip
         publish.append(engine.publish)
-        install_resident(run)
-        _continue(engine, optimizer, scheduler, loader, found)
+        _continue(engine, optimizer, found)
+        install_resident(run)  # from here on nothing fails that would leave the caller an empty model
+        empty_originals(parts)
         return engine
     except BaseException:
+        queue.close()  # before the files that its threads may be writing
         if store is not None:
             store.close()
-        queue.close()
         raise
 
 
@@ -230,19 +233,22 @@ def _newest_readable(store: LocalStore) -> Manifest | None:
     return None
 
 
-def _continue(engine: Engine, optimizer: Any, scheduler: Any, loader: Any, found: Manifest | None) -> None:
-    """Put everything that is not a tensor where the commit had it; a fresh run gets its first commit."""
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        optimizer._opt_called = True  # the engine steps for it, so its scheduler need not warn
-    if found is None:
-        engine.publish_first()
-        return
-    progress = found.progress
-    engine.steps_done = engine.durable_step = engine.resumed_from = found.step
-    engine.skipped_steps = progress.get("skipped_steps", 0)
+def _put_back(optimizer: Any, scheduler: Any, loader: Any, progress: dict[str, Any]) -> None:
+    """Hyper-parameters, schedule and position in the data as the commit had them. Other data is refused."""
     for group, saved in zip(optimizer.param_groups, progress["groups"], strict=True):
         group.update({key: decode(value) for key, value in saved.items()})
     for name, thing in (("scheduler", scheduler), ("loader", loader)):
         if thing is not None and name in progress:
             thing.load_state_dict(decode(progress[name]))
-    restore_random_state(decode(progress["random"]))
+
+
+def _continue(engine: Engine, optimizer: Any, found: Manifest | None) -> None:
+    """The engine and the random generators where the commit was; a fresh run gets its first commit."""
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        optimizer._opt_called = True  # the engine steps for it, so its scheduler need not warn
+    if found is None:
+        engine.publish_first()
+        return
+    engine.steps_done = engine.durable_step = engine.resumed_from = found.step
+    engine.skipped_steps = found.progress.get("skipped_steps", 0)
+    restore_random_state(decode(found.progress["random"]))

@@ -404,23 +404,26 @@ def _resident_accumulator(run: Runtime, member):
     return accumulate
 
 
-def empty_originals(parts: Parts) -> dict[str, bool]:
-    """Move the model's own parameters to ``meta``: their values live in the store now. Says which were real.
+def real_ones(parts: Parts) -> dict[str, bool]:
+    """Which of the model's own parameters, by name, have values and are not on ``meta``."""
+    members = [member for unit in parts.all_units for member in unit.members]
+    return {member.name: not member.owned.captured.parameter.is_meta for member in members}
+
+
+def empty_originals(parts: Parts) -> None:
+    """Move the model's own parameters to ``meta``: their values live in the store now.
 
     The objects stay the same, so the optimizer's groups still refer to them.
     """
-    were_real = {}
     for unit in parts.all_units:
         for member in unit.members:
             parameter = member.owned.captured.parameter
-            were_real[member.name] = not parameter.is_meta
             if not parameter.is_meta:
                 parameter.grad = None
                 empty = nn.Parameter(
                     torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
                 )
                 torch.utils.swap_tensors(parameter, empty)
-    return were_real
 
 
 def _offsets(sizes: list[int]) -> list[int]:

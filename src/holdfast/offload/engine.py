@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import mul
 from typing import Any
 
 import torch
@@ -348,14 +349,8 @@ class Engine:
 
     def _report(self, step: Step, micro_batches: Sequence[Any], seconds: float, before: dict) -> float:
         losses = [batch.loss or 0.0 for batch in step.micro_batches]
-        weights = [
-            batch.weight if batch.weight is not None else 1 / len(losses) for batch in step.micro_batches
-        ]
-        loss = (
-            sum(losses) / len(losses)
-            if weights[0] == 1 / len(losses)
-            else sum(map(_product, losses, weights))
-        )
+        weights = [batch.weight for batch in step.micro_batches if batch.weight is not None]
+        loss = sum(map(mul, losses, weights)) if weights else sum(losses) / len(losses)
         moved = {key: count - before.get(key, 0) for key, count in self._counters().items()}
         self.last = {
             "step": self.steps_done,
@@ -413,10 +408,6 @@ class Engine:
         values = {m.name: unit.frozen_view(as_tensor(buffer), m.name).clone() for m in unit.frozen}
         self._run.residency.pool.give(buffer)
         return values
-
-
-def _product(a: float, b: float) -> float:
-    return a * b
 
 
 def _token_weights(micro_batches: Sequence[Any]) -> list[float | None]:

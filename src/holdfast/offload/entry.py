@@ -52,6 +52,9 @@ class Budget:
     def host_bytes(self) -> int | None:
         return None if self.host is None else parse_bytes(self.host)
 
+    def device_bytes(self) -> int | None:
+        return None if self.device is None else parse_bytes(self.device)
+
 
 def offload(
     model: nn.Module,
@@ -140,6 +143,8 @@ def offload(
             written_bytes_per_step=written,
             host_bytes_predicted=None if sample is None else held + memory.host_bytes,
             host_budget=host_budget,
+            device_bytes_predicted=None if sample is None or target.unified else memory.device_bytes,
+            device_budget=None if target.unified else (budget or Budget()).device_bytes(),
             block_names=tuple(unit.name for unit in parts.units),
         )
         preflight.check()

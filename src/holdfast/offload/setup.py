@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -264,7 +265,7 @@ class Builder:
         """The runtime, with scratch files and resident memory, not yet filled."""
         parts, resident = self.parts, self.parts.resident
         params, grads = sum(self._param_scratch_bytes()), self._grad_scratch_bytes()
-        extents = iter(range(1_000_000))
+        extents = count()
         resident_copy = as_tensor(self.pool.take(max(resident.copy_bytes, 1), "resident parameters"))
         return Runtime(
             model=model,

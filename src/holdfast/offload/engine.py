@@ -77,7 +77,7 @@ class Engine:
         """The newest step that survives power loss; -1 before the first commit."""
         self.resumed_from: int | None = None
         self.skipped_steps = 0
-        self._last_progress: dict[str, Any] = {}
+        self._positions: dict[str, Any] = {}  # since the last step a batch may have been fetched
         self.last: dict[str, Any] = {}
         """The event of the last step."""
 
@@ -149,7 +149,7 @@ class Engine:
         if self.durable_step < self.steps_done:
             step = self._blank_step(StepShape(micro_batches=1), training=True)
             step.number = self.steps_done - 1
-            step.progress = self._last_progress or self._progress()
+            step.progress = self._progress() | self._positions
             with self._running(step):
                 self._executor.run(commit_only(self._work, self._run.placement), step)
                 self._executor.drain()
@@ -234,7 +234,8 @@ class Engine:
         ]
         if self.scheduler is not None:
             self.scheduler.step()
-        step.progress = self._last_progress = self._progress()
+        step.progress = self._progress()
+        self._positions = {key: step.progress[key] for key in ("random", "loader") if key in step.progress}
         return step
 
     def _blank_step(self, shape: StepShape, training: bool) -> Step:

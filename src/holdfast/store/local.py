@@ -265,6 +265,8 @@ class LocalStore(RunReader):
         gone = [self._retained[ref] for ref in drop]
         self._keep({ref: manifest for ref, manifest in self._retained.items() if ref not in drop})
         self._drop_indexes(gone)
+        for unit in self._units.values():
+            unit.trim()
 
     def _drop_indexes(self, gone: list[Manifest | None]) -> None:
         """Remove the index files that only retired manifests named."""

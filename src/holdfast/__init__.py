@@ -33,7 +33,16 @@ if TYPE_CHECKING:
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
 
-__all__ = ["Budget", "Engine", "HoldfastError", "Preflight", "empty_parameters", "keyed_rng", "loader", "offload"]
+__all__ = [
+    "Budget",
+    "Engine",
+    "HoldfastError",
+    "Preflight",
+    "empty_parameters",
+    "keyed_rng",
+    "loader",
+    "offload",
+]
 
 
 def __getattr__(name: str) -> Any:

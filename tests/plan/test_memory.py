@@ -73,7 +73,7 @@ def test_the_bound_is_reached(clip, unified):
     """Everything on the SSD: what is predicted is what a slow SSD makes a run hold."""
     work, shape = equal_blocks(6, 1000, tokens=1, unified=unified), StepShape(micro_batches=3, clip=clip)
     made = vertical(work, Placement.fractions(6, activations=0.0, gradients=0.0), shape)
-    for (place, kind), size in buffers(made).items():
+    for (_, kind), size in buffers(made).items():
         assert worst([made, made], kind) == size, kind
 
 

@@ -31,8 +31,7 @@ def make_engine(
     optimizer = make_optimizer(model, config)
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
-    tokens = config.train.micro_batch_size * config.model.context
-    element_bytes = 2 if config.train.dtype == "bf16" else 4
+    sample = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
     return offload(
         model,
         optimizer,
@@ -55,7 +54,7 @@ def make_engine(
         retain=config.durability.retain,
         seed=config.run.seed,
         init=init_weights,
-        block_input_bytes=tokens * config.model.width * element_bytes,
+        sample={"tokens": sample, "targets": sample},
         micro_batches=config.train.micro_batches,
         direct=config.io.direct,
         io_threads=config.io.threads,

@@ -103,12 +103,18 @@ class IOQueue:
     """Moves bytes on ``threads`` threads. Safe to use from several threads; ``close`` it at the end."""
 
     def __init__(
-        self, threads: int = 4, read_limit: int | None = None, write_limit: int | None = None
+        self,
+        threads: int = 4,
+        read_limit: int | None = None,
+        write_limit: int | None = None,
+        total_limit: int | None = None,
     ) -> None:
+        """Limits are bytes per second; ``total_limit`` is shared by reads and writes, as a device's are."""
         if threads < 1:
             raise ValueError(f"an I/O queue needs at least one thread, got {threads}")
         self._lanes = {False: _Lane(), True: _Lane()}
         self._throttles = {False: Throttle(read_limit), True: Throttle(write_limit)}
+        self._total = Throttle(total_limit)
         self._lane_cap = max(1, threads - 1)
         self._counters: Counter[tuple[str, str, str]] = Counter()
         self._wake = threading.Condition()
@@ -261,9 +267,10 @@ class IOQueue:
             lane.transfers += 1
         moved = 0
         try:
-            until = throttle.reserve(nbytes)
+            until, until_total = throttle.reserve(nbytes), self._total.reserve(nbytes)
             (request.file.write if write else request.file.read)(request.view, request.offset)
             throttle.wait(until)
+            self._total.wait(until_total)
             moved = nbytes
         finally:
             with self._wake:

@@ -42,7 +42,8 @@ def find_blocks(model: nn.Module, chosen: nn.ModuleList | None = None) -> Blocks
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and (module is chosen if chosen is not None else _repeats(module))
+        if isinstance(module, nn.ModuleList)
+        and (module is chosen if chosen is not None else _repeats(module))
     ]
     if not lists:
         raise ModelNotSupported(
@@ -59,7 +60,9 @@ def _repeats(module: nn.ModuleList) -> bool:
     return len(module) > 0 and len({type(child) for child in module}) == 1
 
 
-def owned_parameters(model: nn.Module, captured: Captured, blocks: Blocks) -> tuple[list[list[Owned]], list[Owned]]:
+def owned_parameters(
+    model: nn.Module, captured: Captured, blocks: Blocks
+) -> tuple[list[list[Owned]], list[Owned]]:
     """The parameters of each block, and the resident ones, in the model's order."""
     block_of = {id(m): index for index, block in enumerate(blocks.modules) for m in block.modules()}
     places: dict[int, list[Place]] = {}

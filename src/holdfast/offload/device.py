@@ -6,36 +6,23 @@ what an operation hands over, which on a separate device is what crosses the bus
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 
-class Device(Protocol):
-    """Where blocks run."""
+class HostDevice:
+    """The CPU. ``unified``: the device computes in host memory."""
 
-    torch_device: torch.device
-    unified: bool
+    unified = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` of host memory, on the device. Ready for computation when it returns."""
-        ...
-
-    def download(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` of the device, in host memory. Readable when it returns."""
-        ...
-
-
-class HostDevice:
-    """The CPU."""
-
-    torch_device = torch.device("cpu")
-    unified = True
-
-    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor`` of the device, in host memory. Readable when it returns."""
         return tensor
 
 
@@ -54,6 +41,9 @@ class CudaDevice:
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu")
+
+
+Device = HostDevice | CudaDevice
 
 
 def open_device(name: str) -> Device:

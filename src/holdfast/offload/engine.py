@@ -27,7 +27,7 @@ from .blocks import install
 from .executor import Executor
 from .microbatches import Coroutine, all_cancelled, module_call
 from .ops import handlers
-from .preflight import Preflight
+from .preflight import Preflight, process_bytes
 from .residency import Gradients
 from .runtime import MicroBatch, Runtime, Step
 from .setup import Parts, frozen_name
@@ -126,9 +126,13 @@ class Engine:
         generator = torch.Generator().manual_seed(seed)
         for _ in range(max_new_tokens):
             window = tokens if context is None else tokens[:, -context:]
-            (value,) = self._forward([module_call(self._run.model, (window.to(self._run.device.torch_device),), None)])
+            (value,) = self._forward(
+                [module_call(self._run.model, (window.to(self._run.device.torch_device),), None)]
+            )
             logits = value if isinstance(value, torch.Tensor) else value.logits
-            tokens = torch.cat([tokens, _sample(logits[:, -1].float().cpu(), temperature, top_k, generator)], dim=1)
+            tokens = torch.cat(
+                [tokens, _sample(logits[:, -1].float().cpu(), temperature, top_k, generator)], dim=1
+            )
         return tokens
 
     def save(self) -> None:
@@ -158,7 +162,9 @@ class Engine:
         for index, unit in enumerate(self._parts.all_units):
             values.update(self._values(index, unit))
         ordered = {name: values[p.name] for p in self._parts.captured.parameters for name in p.names}
-        return ordered | {name: buffer.detach().clone() for name, buffer in self._parts.captured.buffers.items()}
+        return ordered | {
+            name: buffer.detach().clone() for name, buffer in self._parts.captured.buffers.items()
+        }
 
     def close(self) -> None:
         """Finish and commit what is under way, give the model back, and let go of the run directory.
@@ -212,7 +218,9 @@ class Engine:
         step = self._blank_step(shape, training=True)
         step.hyper = self._run.optimizer.snapshot()
         step.clip_norm = self._clip_norm
-        weights = _token_weights(micro_batches) if self._normalize == "tokens" else [None] * len(micro_batches)
+        weights = (
+            _token_weights(micro_batches) if self._normalize == "tokens" else [None] * len(micro_batches)
+        )
         step.micro_batches = [
             MicroBatch(Coroutine(module_call(self._run.model, batch, loss_fn)), weight)
             for batch, weight in zip(micro_batches, weights, strict=True)
@@ -344,8 +352,14 @@ class Engine:
 
     def _report(self, step: Step, micro_batches: Sequence[Any], seconds: float, before: dict) -> float:
         losses = [batch.loss or 0.0 for batch in step.micro_batches]
-        weights = [batch.weight if batch.weight is not None else 1 / len(losses) for batch in step.micro_batches]
-        loss = sum(losses) / len(losses) if weights[0] == 1 / len(losses) else sum(map(_product, losses, weights))
+        weights = [
+            batch.weight if batch.weight is not None else 1 / len(losses) for batch in step.micro_batches
+        ]
+        loss = (
+            sum(losses) / len(losses)
+            if weights[0] == 1 / len(losses)
+            else sum(map(_product, losses, weights))
+        )
         moved = {key: count - before.get(key, 0) for key, count in self._counters().items()}
         self.last = {
             "step": self.steps_done,
@@ -357,7 +371,7 @@ class Engine:
             "durable_step": self.durable_step,
             "read_bytes": sum(n for (lane, _), n in moved.items() if lane == "ssd_read"),
             "written_bytes": sum(n for (lane, _), n in moved.items() if lane == "ssd_write"),
-            "host_bytes": self._run.residency.pool.in_use_bytes + self._run.residency.pool.idle_bytes,
+            "host_bytes": process_bytes(),
             "skipped": step.reason if step.skipped else None,
         }
         self._events.emit("step", **self.last)
@@ -376,7 +390,9 @@ class Engine:
         is_resident = index == len(self._parts.units)
         if is_resident:
             image = as_tensor(store.resident_buffer)
-            return {m.name: unit.state_view(image, m.name, "param").clone() for m in unit.trained} | self._frozen(unit)
+            return {
+                m.name: unit.state_view(image, m.name, "param").clone() for m in unit.trained
+            } | self._frozen(unit)
         buffer = store.residency.images.get(index)
         taken = None
         if buffer is None:
@@ -411,7 +427,9 @@ def _token_weights(micro_batches: Sequence[Any]) -> list[float | None]:
     """Each micro-batch's share of the target tokens of the step."""
     counts = []
     for batch in micro_batches:
-        labels = next((batch[k] for k in ("labels", "targets") if isinstance(batch, dict) and k in batch), None)
+        labels = next(
+            (batch[k] for k in ("labels", "targets") if isinstance(batch, dict) and k in batch), None
+        )
         if labels is None:
             raise BadInput('normalize="tokens" needs "labels" or "targets" in every micro-batch')
         shifted = labels[..., 1:] if "labels" in batch else labels
@@ -425,7 +443,9 @@ def _count_tokens(batch: Any) -> int:
     return next((v.numel() for v in values if isinstance(v, torch.Tensor) and not v.is_floating_point()), 0)
 
 
-def _sample(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
+def _sample(
+    logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator
+) -> torch.Tensor:
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     if top_k is not None:

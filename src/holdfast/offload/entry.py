@@ -15,23 +15,28 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..errors import BadInput
+from ..errors import BadInput, ModelNotSupported
 from ..events import EventLog
 from ..io.buffers import BufferPool
 from ..io.queue import IOQueue
-from ..plan.work import Placement, StepShape
+from ..plan.memory import predict
+from ..plan.placement import Fraction, choose
+from ..plan.work import StepShape
 from ..state.progress import decode, restore_random_state
 from ..store.files import AnyDisk
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
-from ..units import parse_bytes
+from ..units import MiB, parse_bytes
 from .device import open_device
 from .engine import SCHEDULES, Engine
-from .preflight import Preflight, ssd_bytes
+from .measure import Measured, measure
+from .preflight import Preflight, process_bytes, ssd_bytes
 from .runtime import Step
 from .setup import Builder, Parts, empty_originals, install_resident, same_model, switch_off_cache
 
-Fraction = float | Literal["auto"] | None
+KERNEL_BYTES = 48 * MiB
+"""What a process grows by when torch's kernels run for the first time: code, tables and scratch. Measured on
+x86-64 with torch 2.13."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +72,13 @@ def offload(
     retain: int = 2,
     seed: int = 0,
     init: Callable[[nn.Module], Any] | None = None,
-    block_input_bytes: int | None = None,
+    sample: Any = None,
     micro_batches: int = 1,
     direct: bool = True,
     io_threads: int = 4,
     read_limit: int | None = None,
     write_limit: int | None = None,
+    total_limit: int | None = None,
     update_workers: int = 2,
     events: EventLog | None = None,
     confirm: Callable[[Preflight], None] | None = None,
@@ -85,8 +91,10 @@ def offload(
     and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
     from its newest whole commit; scheduler, loader and random generators are restored.
 
-    ``block_input_bytes`` (of one micro-batch, between blocks) and ``micro_batches`` let the preflight count
-    block inputs; ``confirm`` sees the preflight before anything is written and may raise.
+    ``sample`` (a micro-batch as ``step`` takes it; its values do not matter) and ``micro_batches`` (per step)
+    let memory be predicted before anything runs; ``"auto"`` fractions and a host ``budget`` need them. The
+    host budget is the process's whole memory. ``confirm`` sees the preflight before anything is written and
+    may raise.
 
     Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
@@ -94,23 +102,30 @@ def offload(
     _check_choices(schedule, order, normalize, commit_every, retain, clip_norm, update_workers)
     parts = Parts.of(model, optimizer, dtype, blocks)
     target = open_device(device)
-    placement = Placement.fractions(
-        len(parts.units),
-        params=_fraction(params_on_host, 0.0),
-        optimizer=_fraction(optimizer_on_host, 0.0),
-        activations=_fraction(activations_on_host, 1.0),
-    )
-    work = parts.work(block_input_bytes or 0, target.unified)
     shape = StepShape(micro_batches=micro_batches, clip=clip_norm is not None, commit=commit_every > 0)
+    work = parts.work(_measured(parts, sample), target.unified)
+    host_budget, held = (budget or Budget()).host_bytes(), process_bytes() + KERNEL_BYTES
+    placement = choose(
+        work,
+        shape,
+        None if host_budget is None else host_budget - held,
+        params=params_on_host,
+        optimizer=optimizer_on_host,
+        activations=activations_on_host,
+        schedule=SCHEDULES[schedule],
+    )
+    memory = predict(work, placement, shape, SCHEDULES[schedule])
     read, written = ssd_bytes(SCHEDULES[schedule](work, placement, shape))
-    queue = IOQueue(io_threads, read_limit, write_limit)
+    queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
     store = None
     try:
         store = LocalStore.open(ssd, retain=retain, disk=disk, queue=queue, direct=direct)
         found = _newest(store, parts)
-        pool = BufferPool((budget or Budget()).host_bytes())
+        pool = BufferPool(None)
         builder = Builder(parts, store, target, pool, placement, retain + (1 if commit_every == 1 else 2))
-        spilled = sum(not on_host for on_host in placement.activations[:-1]) * micro_batches * work.input_bytes
+        spilled = (
+            sum(not on_host for on_host in placement.activations[:-1]) * micro_batches * work.input_bytes
+        )
         preflight = Preflight(
             directory=str(ssd),
             parameters=sum(p.parameter.numel() for p in parts.captured.parameters),
@@ -119,8 +134,8 @@ def offload(
             free_bytes=store.free_bytes(),
             read_bytes_per_step=read,
             written_bytes_per_step=written,
-            host_bytes_predicted=None,
-            host_budget=pool.budget_bytes,
+            host_bytes_predicted=None if sample is None else held + memory.host_bytes,
+            host_budget=host_budget,
             block_names=tuple(unit.name for unit in parts.units),
         )
         preflight.check()
@@ -162,19 +177,26 @@ def _check_choices(
     ):
         if value not in allowed:
             raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")
-    for name, count, least in (("commit_every", every, 0), ("retain", retain, 1), ("update_workers", workers, 1)):
+    for name, count, least in (
+        ("commit_every", every, 0),
+        ("retain", retain, 1),
+        ("update_workers", workers, 1),
+    ):
         if count < least:
             raise BadInput(f"{name} = {count} must be at least {least}")
     if clip_norm is not None and not clip_norm > 0:
         raise BadInput(f"clip_norm = {clip_norm} must be positive; None is no clipping")
 
 
-def _fraction(value: Fraction, automatic: float) -> float:
-    if value is None or value == "auto":
-        return automatic
-    if not 0 <= value <= 1:
-        raise BadInput(f"a fraction on the host lies between 0 and 1, got {value}")
-    return float(value)
+def _measured(parts: Parts, sample: Any) -> Measured | None:
+    """What a micro-batch takes; None, with a warning, where the model cannot be traced."""
+    if sample is None:
+        return None
+    try:
+        return measure(parts.model, parts.blocks, sample, parts.resident.dtype)
+    except ModelNotSupported as error:
+        warnings.warn(f"memory is not predicted: {error}", stacklevel=3)
+        return None
 
 
 def _newest(store: LocalStore, parts: Parts) -> Manifest | None:

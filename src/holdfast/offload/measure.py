@@ -120,13 +120,17 @@ class _Probe:
         return sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad)
 
 
-def measure(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any = None) -> Measured:
+def measure(
+    model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any = None
+) -> Measured:
     """Trace one micro-batch. Raises ``ModelNotSupported`` if the model cannot be traced this way; training
     may still work, only the prediction is missing."""
     try:
         return _trace(model, blocks, sample, dtype, loss_fn)
     except Exception as error:
-        raise ModelNotSupported(f"{type(model).__name__} cannot be traced with fake tensors: {error}") from error
+        raise ModelNotSupported(
+            f"{type(model).__name__} cannot be traced with fake tensors: {error}"
+        ) from error
 
 
 def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any) -> Measured:

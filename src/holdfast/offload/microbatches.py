@@ -140,9 +140,7 @@ def _thread_state() -> Callable[[ExitStack], None]:
     """The caller's thread-local settings of torch, to be entered by another thread."""
     grad, threads, device = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_device()
     autocast = [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
+        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     stream = torch.cuda.current_stream() if cuda else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
@@ -24,8 +26,9 @@ class Preflight:
     read_bytes_per_step: int
     written_bytes_per_step: int
     host_bytes_predicted: int | None
-    """Host memory beyond what the process held when the engine was built; None if not predicted."""
+    """Memory of the whole process at its peak; None if not predicted."""
     host_budget: int | None
+    """What the whole process may take; None is no limit."""
     block_names: tuple[str, ...]
 
     def check(self) -> None:
@@ -48,3 +51,12 @@ def ssd_bytes(operations: list[Op]) -> tuple[int, int]:
     """Bytes read and written on the SSD by a step."""
     moved = lane_bytes(operations)
     return moved[SSD_READ], moved[SSD_WRITE]
+
+
+def process_bytes() -> int:
+    """Memory that this process holds now."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -6,7 +6,6 @@ the disk, the budget, and, on resume, that the run holds this model and that its
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BadInput, Damaged, DoesNotFit, ModelNotSupported, RunMismatch
+from ..errors import BadInput, ModelNotSupported, RunMismatch
 from ..io.buffers import Buffer, BufferPool
 from ..plan.work import BlockWork, Placement, Work
 from ..state.atoms import Atom
@@ -24,13 +23,15 @@ from ..state.capture import Captured, capture
 from ..store.generations import Unit as StoredUnit
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
+from ..units import round_up
 from ..update.optimizer import HostOptimizer
 from . import rng
 from .blocks import Blocks, find_blocks, install, owned_parameters
 from .device import Device
+from .measure import Measured
+from .microbatches import Patch
 from .residency import Residency
 from .runtime import InputScratch, Runtime, Step, Stored
-from .microbatches import Patch
 from .units import Unit, as_tensor, leaf
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -65,7 +66,9 @@ class Parts:
         ]
         for unit in units:
             if not unit.members:
-                raise ModelNotSupported(f"{unit.name} has no parameters of its own, so there is nothing to stream.")
+                raise ModelNotSupported(
+                    f"{unit.name} has no parameters of its own, so there is nothing to stream."
+                )
         rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers)
         return cls(model, blocks, units, rest, host, [p.name for p in captured.parameters], captured)
 
@@ -73,8 +76,8 @@ class Parts:
     def all_units(self) -> list[Unit]:
         return [*self.units, self.resident]
 
-    def work(self, input_bytes: int, unified: bool) -> Work:
-        """The model's sizes, for the planner."""
+    def work(self, measured: Measured | None, unified: bool) -> Work:
+        """The model's sizes, for the planner; block inputs count as nothing where they were not measured."""
         return Work(
             blocks=tuple(
                 BlockWork(
@@ -84,14 +87,18 @@ class Parts:
                     state_bytes=unit.layout.file_bytes,
                     image_bytes=unit.layout.file_bytes,
                     grad_bytes=unit.grad_bytes,
+                    forward_flop=measured.block_flop if measured else 0.0,
                 )
                 for unit in self.units
             ),
-            input_bytes=input_bytes,
+            input_bytes=round_up(measured.input_bytes) if measured else 0,
             resident_image_bytes=self.resident.layout.file_bytes,
             resident_state_bytes=self.resident.layout.file_bytes,
             resident_param_bytes=self.resident.copy_bytes,
             resident_elements=self.resident.elements,
+            resident_grad_bytes=self.resident.grad_bytes,
+            workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
+            head_flop=measured.head_flop if measured else 0.0,
             unified=unified,
         )
 
@@ -127,7 +134,9 @@ def _check_parameters(captured: Captured) -> None:
                 f"parameter {parameter.name} is {parameter.parameter.dtype}; only floating-point ones are trained."
             )
     if not any(parameter.trained for parameter in captured.parameters):
-        raise BadInput("no parameter both requires grad and is in the optimizer, so there is nothing to train.")
+        raise BadInput(
+            "no parameter both requires grad and is in the optimizer, so there is nothing to train."
+        )
 
 
 def same_model(parts: Parts, store: LocalStore, manifest: Manifest) -> None:
@@ -136,7 +145,11 @@ def same_model(parts: Parts, store: LocalStore, manifest: Manifest) -> None:
     ours = parts.index()["atoms"]
     for key in [*ours, *theirs]:
         mine, other = ours.get(key), theirs.get(key)
-        if mine is None or other is None or (mine["shape"], mine["dtype"]) != (other["shape"], other["dtype"]):
+        if (
+            mine is None
+            or other is None
+            or (mine["shape"], mine["dtype"]) != (other["shape"], other["dtype"])
+        ):
             raise RunMismatch(
                 f"{store.root} holds another model or optimizer: {key} is {_sort(other)} there and {_sort(mine)} here. "
                 "Give this one its own directory, or build the model and optimizer that the run was made with."
@@ -150,7 +163,9 @@ def _sort(atom: dict[str, Any] | None) -> str:
 # Values
 
 
-def materialise(parts: Parts, unit: Unit, modules: list[nn.Module], init, seed: int) -> dict[str, torch.Tensor]:
+def materialise(
+    parts: Parts, unit: Unit, modules: list[nn.Module], init, seed: int
+) -> dict[str, torch.Tensor]:
     """The initial values of a unit's parameters: their own where they are real, made by ``init`` (or by the
     modules' own ``reset_parameters``) where they are on ``meta``. Each unit draws from its own key."""
     values = {m.name: m.owned.captured.parameter for m in unit.members}
@@ -159,14 +174,18 @@ def materialise(parts: Parts, unit: Unit, modules: list[nn.Module], init, seed: 
     empty = {}
     for member in unit.members:
         parameter = member.owned.captured.parameter
-        made = torch.empty(parameter.shape, dtype=parameter.dtype) if parameter.is_meta else parameter.detach()
+        made = (
+            torch.empty(parameter.shape, dtype=parameter.dtype) if parameter.is_meta else parameter.detach()
+        )
         empty[member.name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
         install(member.owned, empty[member.name])
     rng.seed_generators(rng.key_seed(seed, 0, 0, f"init {unit.name}"), torch.device("cpu"))
     try:
         with torch.no_grad():
             for module in modules:
-                if any(p is not None and any(p is e for e in empty.values()) for p in module._parameters.values()):
+                if any(
+                    p is not None and any(p is e for e in empty.values()) for p in module._parameters.values()
+                ):
                     _initialise(parts.model, module, init)
     finally:
         for member in unit.members:
@@ -198,13 +217,21 @@ class Builder:
     """Makes the runtime of ``parts`` in an open store, and fills it afresh or from a commit."""
 
     def __init__(
-        self, parts: Parts, store: LocalStore, device: Device, pool: BufferPool, placement: Placement, copies: int
+        self,
+        parts: Parts,
+        store: LocalStore,
+        device: Device,
+        pool: BufferPool,
+        placement: Placement,
+        copies: int,
     ) -> None:
         self.parts, self.store, self.device = parts, store, device
         self.pool, self.placement = pool, placement
         self.stored = {unit.name: store.unit(unit.name, unit.layout, copies) for unit in parts.all_units}
         self.stored_frozen = {
-            unit.name: store.unit(frozen_name(unit), unit.frozen_layout, 1) for unit in parts.all_units if unit.frozen
+            unit.name: store.unit(frozen_name(unit), unit.frozen_layout, 1)
+            for unit in parts.all_units
+            if unit.frozen
         }
         self.newest: dict[str, Stored] = {}
         self.frozen: dict[str, Stored] = {}
@@ -289,7 +316,9 @@ class Builder:
             state, frozen = self._image(run, index), self._frozen_image(unit)
             self._read(manifest, unit.name, self.stored[unit.name], state, unit.name, self.newest)
             if frozen is not None:
-                self._read(manifest, frozen_name(unit), self.stored_frozen[unit.name], frozen, unit.name, self.frozen)
+                self._read(
+                    manifest, frozen_name(unit), self.stored_frozen[unit.name], frozen, unit.name, self.frozen
+                )
             self._derive(run, index, unit, state, frozen)
         run.resident.read_buffers(as_tensor(run.resident_buffer))
 
@@ -310,7 +339,13 @@ class Builder:
         book[unit.name] = Stored(generation, tuple(checksums))
 
     def _read(
-        self, manifest: Manifest, name: str, stored: StoredUnit, image: Buffer, unit: str, book: dict[str, Stored]
+        self,
+        manifest: Manifest,
+        name: str,
+        stored: StoredUnit,
+        image: Buffer,
+        unit: str,
+        book: dict[str, Stored],
     ) -> None:
         ref = manifest.files[name]
         generation = stored.generation_of(ref.path)
@@ -381,7 +416,9 @@ def empty_originals(parts: Parts) -> dict[str, bool]:
             were_real[member.name] = not parameter.is_meta
             if not parameter.is_meta:
                 parameter.grad = None
-                empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+                empty = nn.Parameter(
+                    torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+                )
                 torch.utils.swap_tensors(parameter, empty)
     return were_real
 
@@ -399,4 +436,6 @@ def switch_off_cache(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
-        warnings.warn("model.config.use_cache was switched off: out-of-core blocks keep no cache", stacklevel=3)
+        warnings.warn(
+            "model.config.use_cache was switched off: out-of-core blocks keep no cache", stacklevel=3
+        )

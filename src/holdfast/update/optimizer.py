@@ -26,7 +26,19 @@ from ..errors import OptimizerNotSupported
 TILE_ELEMENTS = 256 * 1024
 """Elements of one tile; a multiple of 4096."""
 
-ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
 """Classes of ``torch.optim`` whose update of an element depends on that element alone."""
 
 STEP = "step"
@@ -91,7 +103,9 @@ class HostOptimizer:
         """The hyper-parameters of every group, by value."""
         return HyperParameters(tuple(self._by_value(group) for group in self._optimizer.param_groups))
 
-    def update(self, state: ParameterState, hyper: HyperParameters, scale: torch.Tensor | None = None) -> None:
+    def update(
+        self, state: ParameterState, hyper: HyperParameters, scale: torch.Tensor | None = None
+    ) -> None:
         """One optimizer step of one parameter, in place. ``scale`` multiplies the gradient first (clipping)."""
         first = float(state.scalars[STEP]) == 0
         scalars: dict[str, torch.Tensor] = {}
@@ -164,7 +178,9 @@ class HostOptimizer:
         state = {name: value for name, value in whole.items() if name != "param"}
         odd = [name for name, value in state.items() if value.numel() not in (1, 10_000)]
         if odd:
-            raise OptimizerNotSupported(f"{self._class.__name__} keeps {odd}, neither a scalar nor one value per element.")
+            raise OptimizerNotSupported(
+                f"{self._class.__name__} keeps {odd}, neither a scalar nor one value per element."
+            )
         return Slots(
             tuple(name for name, value in state.items() if value.dim() and value.numel() > 1),
             tuple(name for name, value in state.items() if not value.dim() or value.numel() == 1),
@@ -185,7 +201,8 @@ class HostOptimizer:
             state = {k: v for k, v in private.state[param].items() if isinstance(v, torch.Tensor)}
             results.append({"param": param.detach(), **state})
         return {
-            name: torch.cat([r[name] for r in results]) if value.dim() else value for name, value in results[0].items()
+            name: torch.cat([r[name] for r in results]) if value.dim() else value
+            for name, value in results[0].items()
         }
 
 

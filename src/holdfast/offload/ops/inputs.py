@@ -70,7 +70,9 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     """Read the moving inputs of a block back."""
     place = (op.key.block, op.key.micro_batch)
     boundary = step.micro_batches[op.key.micro_batch].boundaries[op.key.block]
-    nbytes = packed_bytes([torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in boundary.shapes])
+    nbytes = packed_bytes(
+        [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in boundary.shapes]
+    )
     buffer = run.residency.pool.take(nbytes, "block inputs")
     run.residency.inputs[place] = buffer
     boundary.host = run.residency.unpack_input(buffer, boundary.shapes)
@@ -103,5 +105,3 @@ def _move_grads(run: Runtime, op: Op, step: Step, move) -> None:
 
 def _count(run: Runtime, op: Op, tensors: list[torch.Tensor]) -> None:
     run.moved[op.lane, op.key.kind] += sum(tensor.nbytes for tensor in tensors)
-
-

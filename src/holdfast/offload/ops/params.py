@@ -23,7 +23,11 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     return together(
         [
             scratch.read(
-                offset + start, buffer.view[start:stop], kind="params", phase=op.key.phase, priority=rt.READ_PARAMS
+                offset + start,
+                buffer.view[start:stop],
+                kind="params",
+                phase=op.key.phase,
+                priority=rt.READ_PARAMS,
             )
             for start, stop in parts
             if stop > start

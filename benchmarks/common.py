@@ -1,0 +1,102 @@
+"""What the benchmarks share: models, interleaved timing, tables, and results with machine and commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict:
+    """What the figures were taken on."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {cpu_name()}",
+        "system": f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}",
+        "commit": (commit or "?") + ("+" if dirty else ""),
+        "date": time.strftime("%Y-%m-%d"),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":")[1].strip()
+    return "unknown CPU"
+
+
+def interleaved(cases: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """Seconds of each case, taken in turn, so that a drifting machine drifts for all."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds + warm_up):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            case()
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def paired_ratio(a: list[float], b: list[float]) -> float:
+    """The median over pairs of a/b."""
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def table(rows: list[list[str]]) -> None:
+    """Print ``rows``, the first of them the header."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))]))
+
+
+def spread(values: list[float], digits: int = 2) -> list[str]:
+    return [f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values))]
+
+
+def finish(name: str, result: dict, keep: bool) -> None:
+    """Print the result as one line of JSON, and keep it under benchmarks/results/ if asked."""
+    result = {"benchmark": name, **machine(), **result}
+    line = json.dumps(result)
+    print(line)
+    if keep:
+        RESULTS.mkdir(exist_ok=True)
+        with open(RESULTS / f"{name}.jsonl", "a") as file:
+            file.write(line + "\n")
+
+
+def gpt(layers: int, width: int, vocabulary: int = 16384, context: int = 256, empty: bool = True):
+    """A GPT-2 of the sizes of the comparison: 12 x 512 has 46 M parameters, 24 x 1024 has 319 M."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    import holdfast
+
+    logging.set_verbosity_error()
+    config = GPT2Config(
+        n_embd=width, n_layer=layers, n_head=width // 64, vocab_size=vocabulary, n_positions=context,
+        attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    if not empty:
+        return GPT2LMHeadModel(config)
+    with holdfast.empty_parameters():
+        return GPT2LMHeadModel(config)
+
+
+def token_batches(count: int, tokens: int, vocabulary: int = 16384) -> list[dict]:
+    """``count`` micro-batches of one sequence each."""
+    batches = []
+    for _ in range(count):
+        x = torch.randint(0, vocabulary, (1, tokens))
+        batches.append({"input_ids": x, "labels": x})
+    return batches

@@ -18,8 +18,12 @@ RESULTS = Path(__file__).parent / "results"
 
 def machine() -> dict:
     """What the figures were taken on."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True
+    ).stdout.strip()
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {cpu_name()}",
         "system": f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}",
@@ -36,7 +40,9 @@ def cpu_name() -> str:
     return "unknown CPU"
 
 
-def interleaved(cases: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:
+def interleaved(
+    cases: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2
+) -> dict[str, list[float]]:
     """Seconds of each case, taken in turn, so that a drifting machine drifts for all."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds + warm_up):

@@ -35,7 +35,18 @@ def main() -> None:
     blocks, width = (8, 256) if not options.small else (3, 64)
     if options.small:
         options.pairs, options.micro_batches = 1, [2]
-    rows = [["micro-batches", "vertical s", "horizontal s", "ratio", "by bytes", "of it", "vert./lane", "hor./lane"]]
+    rows = [
+        [
+            "micro-batches",
+            "vertical s",
+            "horizontal s",
+            "ratio",
+            "by bytes",
+            "of it",
+            "vert./lane",
+            "hor./lane",
+        ]
+    ]
     result = {}
     for m in options.micro_batches:
         found = measure(options, blocks, width, m)
@@ -43,7 +54,9 @@ def main() -> None:
         result[m] = found
     print(f"SSD limited to {format_bytes(options.limit)}/s, {options.pairs} pairs, medians\n")
     table(rows)
-    finish("order", {"pairs": options.pairs, "limit": options.limit, "by_micro_batches": result}, options.keep)
+    finish(
+        "order", {"pairs": options.pairs, "limit": options.limit, "by_micro_batches": result}, options.keep
+    )
 
 
 def measure(options: argparse.Namespace, blocks: int, width: int, m: int) -> dict[str, float]:
@@ -65,7 +78,9 @@ def measure(options: argparse.Namespace, blocks: int, width: int, m: int) -> dic
         engine.step(batches)
         engine.wait()
 
-    seconds = interleaved({name: lambda e=engine: settle(e) for name, engine in engines.items()}, options.pairs)
+    seconds = interleaved(
+        {name: lambda e=engine: settle(e) for name, engine in engines.items()}, options.pairs
+    )
     moved = {}
     for name, engine in engines.items():
         before = engine.traffic()

@@ -96,9 +96,15 @@ def main() -> None:
         ratio = paired_ratio(seconds["a"], seconds["b"])
         rows.append([name, *spread(seconds["a"]), *spread(seconds["b"]), f"{ratio:.3f}"])
         result[name] = {"ratio": ratio, **{k: statistics.median(v) for k, v in seconds.items()}}
-    print(f"{options.model}, {options.micro_batches} micro-batches, {options.pairs} pairs, seconds per step\n")
+    print(
+        f"{options.model}, {options.micro_batches} micro-batches, {options.pairs} pairs, seconds per step\n"
+    )
     table(rows)
-    finish("overhead", {"pairs": options.pairs, "micro_batches": options.micro_batches, "ratios": result}, options.keep)
+    finish(
+        "overhead",
+        {"pairs": options.pairs, "micro_batches": options.micro_batches, "ratios": result},
+        options.keep,
+    )
 
 
 if __name__ == "__main__":

@@ -41,13 +41,18 @@ def main() -> None:
         return
     from common import finish, table
 
-    rows, result = [["tokens/s", "engine", "plain", "ratio", "engine peak MB", "plain peak MB", "SSD GB/step"]], {}
+    rows, result = (
+        [["tokens/s", "engine", "plain", "ratio", "engine peak MB", "plain peak MB", "SSD GB/step"]],
+        {},
+    )
     for m in options.micro_batches:
         found: dict[str, list[dict]] = {"engine": [], "plain": []}
         for _ in range(options.rounds):
             for case in found:
                 found[case].append(in_process(case, m, options))
-        engine, plain = (statistics.median(s for f in found[c] for s in f["seconds"]) for c in ("engine", "plain"))
+        engine, plain = (
+            statistics.median(s for f in found[c] for s in f["seconds"]) for c in ("engine", "plain")
+        )
         speed = {"engine": m * TOKENS / engine, "plain": m * TOKENS / plain}
         peak = {case: max(f["peak"] for f in found[case]) / 1e6 for case in found}
         moved = found["engine"][0]["moved"] / 1e9
@@ -57,7 +62,11 @@ def main() -> None:
         )  # fmt: skip
         result[m] = {"tokens_per_second": speed, "peak_mb": peak, "ssd_gb_per_step": moved}
     table(rows)
-    finish("throughput", {"model": options.model, "steps": options.steps, "by_micro_batches": result}, options.keep)
+    finish(
+        "throughput",
+        {"model": options.model, "steps": options.steps, "by_micro_batches": result},
+        options.keep,
+    )
 
 
 def in_process(case: str, m: int, options: argparse.Namespace) -> dict:

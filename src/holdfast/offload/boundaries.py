@@ -131,7 +131,7 @@ def _collector_at(source_ref: weakref.ref[Source]):
 
     def collect(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
         source = source_ref()
-        if source is None or source.edge is None or not source.running.is_set():
+        if source is None or source.edge is None or source.running is None or not source.running.is_set():
             return None  # nobody's any more, or the backward is another micro-batch's
         arrived = grads[source.edge.output_nr]
         if arrived is None:

@@ -161,9 +161,9 @@ def offload(
         _continue(engine, optimizer, scheduler, loader, found)
         return engine
     except BaseException:
+        queue.close()
         if store is not None:
             store.close()
-        queue.close()
         raise
 
 

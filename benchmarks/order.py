@@ -71,6 +71,7 @@ def measure(options: argparse.Namespace, blocks: int, width: int, m: int) -> dic
             model, torch.optim.AdamW(model.parameters(), lr=1e-4), folders[-1], dtype="bf16", init=init_weights,
             schedule=schedule, total_limit=options.limit,
         )  # fmt: skip
+    torch.set_num_threads(1)  # the SSD binds; two threads only collide on a busy machine
     tokens = torch.randint(0, 256, (1, 16))
     batches = [{"tokens": tokens, "targets": tokens}] * m
 

@@ -4,7 +4,7 @@ import tomllib
 from dataclasses import fields
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast import config
@@ -66,6 +66,8 @@ def test_sizes_and_rates_are_read_with_their_units():
         ("train.learning_rate=nan", "train.learning_rate = nan: must be a number"),
         ("train.learning_rate=inf", "train.learning_rate = inf: must be a number"),
         ("train.learning_rate=0", "train.learning_rate = 0.0: must be above 0"),
+        ("train.clip_norm=true", "train.clip_norm = true: must be a number"),
+        ("model.width=8", "model.width = 8: must be a multiple of 2 * model.heads = 16"),
         ("train.clip_norm=-1", "train.clip_norm = -1.0: must not be negative"),
         ("train.dtype=fp8", 'train.dtype = "fp8": must be "bf16" or "fp32"'),
         ("offload.schedule=diagonal", 'must be "vertical" or "horizontal"'),
@@ -139,6 +141,7 @@ def test_the_default_prints_every_key_with_its_meaning():
     fraction=st.one_of(st.floats(0, 1), st.just("auto")),
     seed=st.integers(0, 2**63 - 1),
 )
+@example(text='\\ " \x7f \n \U0001f600', rate=1e-5, fraction=0.5, seed=0)
 def test_what_is_printed_reads_back_equal(text, rate, fraction, seed):
     chosen = Config(
         run=RunConfig(dir=text, seed=seed),

@@ -36,6 +36,12 @@ def test_a_line_torn_anywhere_is_skipped_and_hurts_no_other(tmp_path, torn_at):
     assert [e["step"] for e in read_events(path)] == ([1, 1, 2] if torn_at == 1 else [1, 2])
 
 
+def test_what_is_not_an_event_is_skipped(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'12\n\n{"event": "step"}\n\xff\n[1]\n')
+    assert list(read_events(path)) == [{"event": "step"}]
+
+
 def test_values_without_a_form_in_json_do_not_stop_training(tmp_path):
     path = tmp_path / "events.jsonl"
     EventLog(path).emit("step", loss=float("nan"), norm=np.float32(1.5), where=tmp_path, shape=(1, 2))

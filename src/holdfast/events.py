@@ -32,7 +32,7 @@ class EventLog:
         if self.path is None:
             return
         try:
-            line = json.dumps(_plain({"event": event, "time": time.time(), **fields}), allow_nan=False)
+            line = json.dumps(_plain({"event": event, "time": time.time(), **fields}))
             if self._file < 0:
                 self._open(self.path)
             os.write(self._file, line.encode() + b"\n")

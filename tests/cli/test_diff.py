@@ -110,6 +110,14 @@ def test_tensors_that_only_one_has_or_of_another_kind_differ(run, tmp_path, hold
     assert (found["equal"], found["compared"], found["different"]) == (False, 4, [])
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_tensor_too_many_on_either_side_is_a_difference(run, tmp_path, holdfast, order):
+    more = write_run(tmp_path / "b", *(values(step, **{"new/param": np.uint8(1)}) for step in (1, 2)))
+    found = holdfast("diff", *(run, more)[::order], "--json")
+    assert found.code == 1
+    assert json.loads(found.out)["different"] == []
+
+
 def test_progress_that_differs_is_told_beside_equal_tensors(run, tmp_path, holdfast):
     other = write_run(tmp_path / "b", values(1), values(2), progress={"position": 2, "loader": 7})
     result = holdfast("diff", run, other)

@@ -107,6 +107,7 @@ def test_verify_names_file_offset_and_atom_of_damage_and_exits_1(run, holdfast):
     assert "is damaged in 1 place:" in result.out
     found = holdfast("verify", run, "--json")
     assert found.code == 1
+    assert json.loads(found.out)["whole"] is False
     [damage] = json.loads(found.out)["damaged"]
     assert damage["path"] == str(path.relative_to(run))
     assert damage["offset"] == 0

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from holdfast.cli import announce, machine, stop
 from holdfast.cli.build import learning_rate_factor
+from holdfast.cli.train import Job
 from holdfast.config import load_config
 from holdfast.events import read_events
 
@@ -135,7 +136,7 @@ def test_the_same_command_again_says_that_it_is_finished(uninterrupted, argument
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
     result = holdfast(*arguments(uninterrupted))
     assert result.code == 0
-    assert "is finished: step 4 of 4 is durable" in result.out
+    assert "is finished: step 4 is durable, and train.steps is 4." in result.out
     assert "train.steps=8" in result.out
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
@@ -211,6 +212,30 @@ def test_a_killed_run_continues_from_what_it_acknowledged(
     assert json.loads(holdfast("diff", run, uninterrupted, "--json").out)["equal"] is True
 
 
+def test_a_signal_before_the_first_step_ends_in_order_too(tmp_path, arguments, holdfast, monkeypatch):
+    real = Job.validate
+
+    def interrupted(job):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(job)
+
+    monkeypatch.setattr(Job, "validate", interrupted)
+    result = holdfast(*arguments(tmp_path / "run"))
+    assert result.code == 0
+    assert "Stopped by SIGINT after step 0, which is durable." in result.out
+    assert steps_of(tmp_path / "run") == []
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_configuration_that_does_not_read_is_not_considered(uninterrupted, tmp_path, arguments, holdfast):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    (run / "config.toml").write_text("[model]\nwings = 2\n")
+    result = holdfast(*arguments(run))
+    assert result.code == 0
+    assert result.err.startswith("warning: the run's own configuration is not considered: unknown")
+    assert len(result.err.splitlines()) == 1
+
+
 def test_two_writers_of_one_run_are_told_apart(tmp_path, arguments, holdfast, holdfast_process):
     run = tmp_path / "run"
     process = holdfast_process(*arguments(run, io__write_limit="400KB"))
@@ -243,6 +268,7 @@ def test_a_run_without_held_out_text_has_no_validation(tmp_path, arguments, hold
         ({"model__width": 17}, "model.width = 17: must be a multiple of 2 * model.heads = 4"),
         ({"data__text": "/nowhere"}, "the text '/nowhere' does not exist"),
         ({"model__context": 4000}, "at least 8001 are needed"),
+        ({"offload__host_budget": "1MiB"}, "budget"),
         ({"offload__device": "abacus"}, "offload.device = 'abacus'"),
         ({"offload__device": "cuda:99"}, "offload.device = 'cuda:99'"),
     ],

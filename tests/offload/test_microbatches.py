@@ -77,17 +77,6 @@ def test_a_thread_has_the_callers_settings(enter):
     contextvars.copy_context().run(check)
 
 
-def test_a_thread_computes_on_as_many_threads_as_its_caller_whatever_others_do():
-    torch.set_num_threads(2)
-    try:
-        other = threading.Thread(target=torch.set_num_threads, args=(1,))
-        other.start()
-        other.join()
-        assert torch.get_num_threads() == run_on_a_thread(torch.get_num_threads) == 2
-    finally:
-        torch.set_num_threads(1)
-
-
 def test_what_a_thread_sets_stays_on_it():
     def change():
         TAG.set("its own")

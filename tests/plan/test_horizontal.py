@@ -126,3 +126,15 @@ def test_a_spilled_sum_is_read_after_it_was_written_and_written_after_it_was_rea
                 assert order.before(store, load)
                 if m < 2:
                     assert order.before(load, (0, Key("store_grads", block, m + 1)))
+
+
+def test_gradients_are_measured_where_they_are_summed_before_they_leave():
+    for work, placement, shape in grid((3,)):
+        made = horizontal(work, placement, shape)
+        order = Order(made)
+        measured = keys(made, "norm_block")
+        assert [key.block for key in measured] == ([2, 1, 0] if shape.clip else [])
+        for norm in measured:
+            final = shape.micro_batches - 1
+            assert order.before((0, Key("backward", norm.block, final)), (0, norm))
+            assert order.before((0, norm), (0, Key("download_grads", norm.block, final)))

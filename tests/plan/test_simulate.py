@@ -1,6 +1,7 @@
 """The simulator: small cases by hand, laws for all, and what the schedules promise on a saturated machine."""
 
 import time
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -176,16 +177,25 @@ def test_a_hundred_thousand_operations_take_a_few_seconds():
 
 
 def saturated(
-    schedule: str, m: int, *, compute: float, n: int = 12, shared: bool = True, clip: bool = False
+    schedule: str,
+    m: int,
+    *,
+    compute: float,
+    n: int = 12,
+    shared: bool = True,
+    clip: bool = False,
+    unified: bool = True,
 ) -> Simulation:
     """``n`` blocks with everything on the SSD, where computing takes ``compute`` times what the SSD takes for
-    a vertical step, and updating a tenth of the longer."""
+    a vertical step, and updating a tenth of the longer. A separate device is ten times as far as the SSD."""
     params, tokens, rate = 1_000_000, 2000, 1e9
-    work = equal_blocks(n, params, tokens)
+    work = equal_blocks(n, params, tokens, unified=unified, input_bytes=1_000_000)
     ssd_seconds = (30 if shared else 16) * params * n / rate
     machine = Machine(
         ssd_read_bytes_per_second=rate,
         ssd_write_bytes_per_second=rate,
+        upload_bytes_per_second=inf if unified else 10 * rate,
+        download_bytes_per_second=inf if unified else 10 * rate,
         compute_flop_per_second=8 * params * n * m * tokens / (ssd_seconds * compute),
         update_elements_per_second=params * n / (0.1 * ssd_seconds * max(compute, 1)),
         shared_ssd=shared,
@@ -203,10 +213,12 @@ def test_io_bound_steps_differ_by_the_bytes_of_the_two_orders(m):
     assert fast.over_busiest < 1.05 and slow.over_busiest < 1.05
 
 
+@pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("compute, most", [(0.25, 1.02), (0.5, 1.02), (1.0, 1.1), (2.0, 1.05), (4.0, 1.05)])
-def test_a_vertical_step_takes_little_more_than_its_busiest_lane(compute, most, shared):
-    assert 0.999 < saturated("vertical", 8, compute=compute, shared=shared).over_busiest < most
+@pytest.mark.parametrize("compute, most", [(0.25, 1.03), (0.5, 1.03), (1.0, 1.1), (2.0, 1.05), (4.0, 1.05)])
+def test_a_vertical_step_takes_little_more_than_its_busiest_lane(compute, most, shared, unified):
+    found = saturated("vertical", 8, compute=compute, shared=shared, unified=unified)
+    assert 0.999 < found.over_busiest < most
 
 
 @pytest.mark.parametrize("compute, most", [(0.25, 1.02), (4.0, 1.05)])

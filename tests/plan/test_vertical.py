@@ -256,3 +256,15 @@ def test_the_first_update_is_of_the_block_that_is_wanted_first(clip):
     made = vertical(uneven(4), Placement.fractions(4), StepShape(micro_batches=2, clip=clip))
     updated = [key.block for key in keys(made, "update")]
     assert updated == ([0, 1, 2, 3] if clip else [3, 2, 1, 0])
+
+
+def test_gradients_are_measured_where_they_are_summed_before_they_leave():
+    for work, placement, shape in grid((3,)):
+        made = vertical(work, placement, shape)
+        order = Order(made)
+        measured = keys(made, "norm_block")
+        assert [key.block for key in measured] == ([2, 1, 0] if shape.clip else [])
+        for norm in measured:
+            final = shape.micro_batches - 1
+            assert order.before((0, Key("backward", norm.block, final)), (0, norm))
+            assert order.before((0, norm), (0, Key("download_grads", norm.block, final)))

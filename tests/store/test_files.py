@@ -136,7 +136,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
         "import os, sys, time; from holdfast.store.files import Disk; disk = Disk(sys.argv[1]);"
         "release = disk.lock('lock', {'pid': os.getpid(), 'host': 'here'}); child = os.fork();"
         "child or release();"
-        "print(child or 'child', flush=True);"
+        "os.write(1, f'{child or \"child\"}\\n'.encode());"  # in one piece: both write
         "time.sleep(60)"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

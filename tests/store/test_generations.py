@@ -30,7 +30,7 @@ def queue():
 
 @pytest.fixture
 def make(tmp_path, queue):
-    """Makes units on a disk; ``make.retained`` are the paths that commits name."""
+    """Makes units on a disk; ``make.retained`` are the files that commits name, with sizes."""
     disk = Disk(tmp_path)
     disk.makedirs("data")
     units = []
@@ -41,7 +41,7 @@ def make(tmp_path, queue):
         units.append(unit)
         return unit
 
-    make.retained = set()
+    make.retained = {}
     yield make
     for unit in units:
         unit.close()
@@ -99,7 +99,7 @@ def test_every_generation_is_its_own_file_and_bytes_are_counted(make, queue):
 def test_acquire_passes_over_what_commits_name_and_what_is_out(make):
     unit = make()
     unit.create()
-    make.retained = {unit.path(0)}
+    make.retained = {unit.path(0): unit.layout.file_bytes}
     assert (unit.acquire(), unit.acquire()) == (1, 2)
     with pytest.raises(PoolExhausted, match="3 exist, 2 are being written"):
         unit.acquire()
@@ -157,10 +157,20 @@ def test_create_keeps_files_of_the_right_size_and_says_what_is_missing(make, tmp
     assert (tmp_path / unit.path(2)).stat().st_size == LARGE.file_bytes
 
 
+def test_a_file_of_a_commit_that_was_cut_is_made_anew(make, tmp_path):
+    unit = make()
+    unit.create()
+    make.retained = {unit.path(0): unit.layout.file_bytes}
+    (tmp_path / unit.path(0)).write_bytes(b"cut")
+    assert unit.missing_bytes() == LARGE.file_bytes
+    unit.create()
+    assert (tmp_path / unit.path(0)).stat().st_size == LARGE.file_bytes
+
+
 def test_files_of_another_model_are_refused_not_overwritten(make, tmp_path):
     unit = make()
     unit.create()
-    make.retained = {unit.path(0)}
+    make.retained = {unit.path(0): unit.layout.file_bytes}
     other = make(layout=Layout.build([("w/param", "F32", (5,))]))
     with pytest.raises(RunMismatch, match="the run holds another model"):
         other.create()

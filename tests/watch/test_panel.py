@@ -94,6 +94,7 @@ def test_the_picture_fits_and_nothing_in_it_is_cut_off(width):
         "GB/s",
         "123.0 GiB of 4.0 GiB",
         "97 behind",
+        "▁▁",
         "gradient norm",
     ):
         assert text in captured.get(), text

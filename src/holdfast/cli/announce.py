@@ -73,12 +73,13 @@ def wear(written_bytes_per_step: int, steps: int) -> str:
     return f"this run takes {precise} % of {drive}: {lasts:,} such steps"
 
 
-def say_how_to_go_on(console: Console, config: Config, *, extend: bool) -> None:
-    """The commands that continue and inspect the run, to be copied as they stand."""
+def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None = None) -> None:
+    """The commands that continue (to a later step) and inspect the run, to be copied as they stand."""
     again = [*program(), *sys.argv[1:]]
-    if extend:
-        again = [*without_steps(again), "--set", f"train.steps={2 * config.train.steps}"]
-    commands = {"extend" if extend else "continue": again}
+    if extend_to is None:
+        commands = {"continue": again}
+    else:
+        commands = {"extend": [*without_steps(again), "--set", f"train.steps={extend_to}"]}
     commands |= {verb: [*program(), verb, config.run.dir] for verb in ("show", "verify")}
     console.print()
     for name, command in commands.items():

@@ -51,6 +51,8 @@ def train(
     if print_config:
         print(to_toml(chosen), end="")
         return
+    # torch's threads share the cores with ours: those that wait must sleep, not spin (read when torch loads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from .train import train as run
 
     run(chosen)

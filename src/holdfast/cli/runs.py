@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,12 @@ def state_directory(run: Path) -> Path:
 
 
 def stored_config(run: Path) -> Config | None:
-    """The configuration that the run was last trained with, where it has one that reads."""
+    """The configuration that the run was last trained with. Warns and is None where it cannot be read."""
     path = run / CONFIGURATION
     try:
         return load_config(path) if path.exists() else None
-    except ConfigError:
+    except ConfigError as error:
+        warnings.warn(f"the run's own configuration is not considered: {error}", stacklevel=2)
         return None
 
 

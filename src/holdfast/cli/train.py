@@ -46,8 +46,10 @@ def train(config: Config) -> None:
     refuse_another_run(run, config)
     done = newest_step(config)
     if done >= config.train.steps:
-        console.print(f"{run} is finished: step {done:,} of {config.train.steps:,} is durable.")
-        say_how_to_go_on(console, config, extend=True)
+        console.print(
+            f"{run} is finished: step {done:,} is durable, and train.steps is {config.train.steps:,}."
+        )
+        say_how_to_go_on(console, config, extend_to=2 * done)
         return
     data = config.data
     corpus = Corpus(data.text, context=config.model.context, validation_fraction=data.validation_fraction)
@@ -76,40 +78,40 @@ class Job:
     ) -> None:
         self.config, self.console, self.corpus = config, console, corpus
         self.loader, self.engine, self.events = loader, engine, events
+        self.panel = TrainingPanel(
+            console,
+            title=config.run.dir,
+            steps=config.train.steps,
+            host_budget=engine.preflight.host_budget,
+            commit_every=config.durability.every,
+        )
 
     def run(self) -> None:
         started, first = time.perf_counter(), self.engine.steps_done
         self.events.emit("run", first_step=first, pid=os.getpid(), config=to_values(self.config))
         if self.engine.resumed_from is not None:
             self.console.print(f"Continuing after step {first:,}, the newest that is whole.")
-        start = self.validate()
-        if start is not None:
-            self.console.print(f"Validation loss {start['loss']:.3f} at step {first:,}.")
-        signal_name = self.take_steps()
-        if signal_name:
-            self.report_stop(signal_name)
+        with StopRequest(self.panel.announce_stop) as stop:
+            start = self.validate()
+            if start is not None:
+                self.console.print(f"Validation loss {start['loss']:.3f} at step {first:,}.")
+            self.take_steps(stop)
+        if stop.requested:
+            self.report_stop(stop.requested)
+            say_how_to_go_on(self.console, self.config)
         else:
             self.report_end(start, time.perf_counter() - started)
-        say_how_to_go_on(self.console, self.config, extend=not signal_name)
+            say_how_to_go_on(self.console, self.config, extend_to=2 * self.engine.steps_done)
 
-    def take_steps(self) -> str:
-        """Train to the last step and commit it; the name of the signal if one asked to stop before."""
-        every = self.config.durability.every
-        panel = TrainingPanel(
-            self.console,
-            title=self.config.run.dir,
-            steps=self.config.train.steps,
-            host_budget=self.engine.preflight.host_budget,
-            commit_every=every,
-        )
-        with panel, StopRequest(panel.announce_stop) as stop:
+    def take_steps(self, stop: StopRequest) -> None:
+        """Train to the last step, or until somebody wants to stop, and commit what was reached."""
+        with self.panel:
             while self.engine.steps_done < self.config.train.steps and not stop.requested:
                 self.engine.step(next(self.loader))
-                panel.step(self.engine.last)
-            if every:
+                self.panel.step(self.engine.last)
+            if self.config.durability.every:
                 self.engine.save()
-                panel.durable(self.engine.durable_step)
-        return stop.requested
+                self.panel.durable(self.engine.durable_step)
 
     def validate(self) -> dict[str, Any] | None:
         """The loss on held-out text now, as an event; None where no text is held out."""

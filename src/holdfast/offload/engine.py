@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import mul
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from .executor import Executor
 from .interrupts import deferred
 from .microbatches import Coroutine, all_cancelled, extract_loss, module_call
 from .ops import handlers
-from .preflight import Preflight, process_bytes
-from .residency import Gradients
+from .preflight import Preflight
+from .process import process_bytes
 from .runtime import MicroBatch, Runtime, Step
 from .setup import Parts, frozen_name
 from .units import as_tensor
@@ -100,7 +101,7 @@ class Engine:
             )
             step = self._training_step(micro_batches, weights, loss_fn, shape)
             with self._running(step):
-                self._run.residency.resident_grads = step.resident_grads = self._fresh_resident_grads()
+                step.resident_grads = self._run.residency.start_resident_grads()
                 self._executor.run(self._operations(self._schedule, shape), step)
             self.steps_done += 1
             self.skipped_steps += step.skipped
@@ -246,13 +247,6 @@ class Engine:
             micro_batches=[],
         )
 
-    def _fresh_resident_grads(self) -> Gradients:
-        resident, device = self._run.resident, self._run.device.torch_device
-        if self._run.device.unified:
-            buffer = self._run.residency.pool.take(max(resident.grad_bytes, 1), "resident gradients")
-            return Gradients(as_tensor(buffer), buffer, set())
-        return Gradients(torch.empty(resident.grad_bytes, dtype=torch.uint8, device=device), None, set())
-
     def _forward(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """What the model returns for each call, in evaluation mode and without gradients."""
         self._check_usable()
@@ -337,7 +331,9 @@ class Engine:
             if unit.name in run.frozen:
                 stored = run.frozen[unit.name]
                 files[frozen_name(unit)] = (stored.generation, stored.checksums)
-        run.store.publish(step.number + 1, files, self._index, step.progress)
+        progress = step.progress  # taken when the step began: whether it would be skipped was not known
+        progress["skipped_steps"] += step.skipped
+        run.store.publish(step.number + 1, files, self._index, progress)
         self.durable_step = step.number + 1
 
     def publish_first(self) -> None:
@@ -363,14 +359,8 @@ class Engine:
 
     def _report(self, step: Step, micro_batches: Sequence[Any], seconds: float, before: dict) -> float:
         losses = [batch.loss or 0.0 for batch in step.micro_batches]
-        weights = [
-            batch.weight if batch.weight is not None else 1 / len(losses) for batch in step.micro_batches
-        ]
-        loss = (
-            sum(losses) / len(losses)
-            if weights[0] == 1 / len(losses)
-            else sum(map(_product, losses, weights))
-        )
+        weights = [batch.weight for batch in step.micro_batches if batch.weight is not None]
+        loss = sum(map(mul, losses, weights)) if weights else sum(losses) / len(losses)
         moved = {key: count - before.get(key, 0) for key, count in self._counters().items()}
         self.last = {
             "step": self.steps_done,
@@ -428,10 +418,6 @@ class Engine:
         values = {m.name: unit.frozen_view(as_tensor(buffer), m.name).clone() for m in unit.frozen}
         self._run.residency.pool.give(buffer)
         return values
-
-
-def _product(a: float, b: float) -> float:
-    return a * b
 
 
 def _token_weights(micro_batches: Sequence[Any]) -> list[float | None]:

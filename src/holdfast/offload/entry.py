@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..errors import BadInput, ModelNotSupported
+from ..errors import BadInput, Damaged, ModelNotSupported, NoCommit
 from ..events import EventLog
 from ..io.buffers import BufferPool
 from ..io.queue import IOQueue
@@ -24,13 +25,15 @@ from ..plan.placement import Fraction, choose
 from ..plan.work import StepShape
 from ..state.progress import decode, restore_random_state
 from ..store.files import AnyDisk
+from ..store.housekeeping import restore_index
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..units import MiB, parse_bytes
 from .device import open_device
 from .engine import SCHEDULES, Engine
 from .measure import Measured, measure
-from .preflight import Preflight, process_bytes, ssd_bytes
+from .preflight import Preflight, ssd_bytes
+from .process import process_bytes, use_one_arena
 from .runtime import Step
 from .setup import Builder, Parts, empty_originals, install_resident, same_model, switch_off_cache
 
@@ -48,6 +51,9 @@ class Budget:
 
     def host_bytes(self) -> int | None:
         return None if self.host is None else parse_bytes(self.host)
+
+    def device_bytes(self) -> int | None:
+        return None if self.device is None else parse_bytes(self.device)
 
 
 def offload(
@@ -108,11 +114,12 @@ def offload(
     placement = choose(
         work,
         shape,
-        None if host_budget is None else host_budget - held,
+        host_budget,
         params=params_on_host,
         optimizer=optimizer_on_host,
         activations=activations_on_host,
         schedule=SCHEDULES[schedule],
+        held_bytes=held,
     )
     memory = predict(work, placement, shape, SCHEDULES[schedule])
     read, written = ssd_bytes(SCHEDULES[schedule](work, placement, shape))
@@ -136,6 +143,8 @@ def offload(
             written_bytes_per_step=written,
             host_bytes_predicted=None if sample is None else held + memory.host_bytes,
             host_budget=host_budget,
+            device_bytes_predicted=None if sample is None or target.unified else memory.device_bytes,
+            device_budget=None if target.unified else (budget or Budget()).device_bytes(),
             block_names=tuple(unit.name for unit in parts.units),
         )
         preflight.check()
@@ -143,6 +152,7 @@ def offload(
             confirm(preflight)
         publish: list[Callable[[Step], None]] = []
         switch_off_cache(model)
+        use_one_arena()
         store.begin(found)
         builder.create_files()
         run = builder.build(model, seed, lambda step: publish[0](step))
@@ -203,14 +213,26 @@ def _newest(store: LocalStore, parts: Parts) -> Manifest | None:
     """The newest whole commit to continue, or None for a fresh run. Warns about commits passed over."""
     if not store.commits():
         return None
-    head = store.head()
-    if head is not None:
-        same_model(parts, store, head)
+    for problem in restore_index(store, parts.index()):
+        warnings.warn(f"the model says the same, so it was written anew: {problem}", stacklevel=3)
+    readable = _newest_readable(store)
+    if readable is not None:
+        same_model(parts, store, readable)
     manifest, damaged = store.newest_whole(queue=store.queue)
-    for problem in damaged:
-        warnings.warn(f"a newer commit is damaged and is passed over: {problem}", stacklevel=3)
+    for problem in dict.fromkeys(map(str, damaged)):
+        warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=3)
     same_model(parts, store, manifest)
     return manifest
+
+
+def _newest_readable(store: LocalStore) -> Manifest | None:
+    """The newest commit that says what it holds; its data may be damaged."""
+    for ref in store.line():
+        with suppress(Damaged, NoCommit):
+            manifest = store.load(ref)
+            store.atoms(manifest)
+            return manifest
+    return None
 
 
 def _continue(engine: Engine, optimizer: Any, scheduler: Any, loader: Any, found: Manifest | None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
@@ -29,6 +27,9 @@ class Preflight:
     """Memory of the whole process at its peak; None if not predicted."""
     host_budget: int | None
     """What the whole process may take; None is no limit."""
+    device_bytes_predicted: int | None
+    """Memory of a separate device at its peak; None where the device is the host, or if not predicted."""
+    device_budget: int | None
     block_names: tuple[str, ...]
 
     def check(self) -> None:
@@ -45,18 +46,15 @@ class Preflight:
                 f"{format_bytes(self.host_budget)}. Lower params_on_host or optimizer_on_host, or give it "
                 f"{self.host_bytes_predicted} bytes, the smallest that works."
             )
+        if self.device_budget is not None and (self.device_bytes_predicted or 0) > self.device_budget:
+            raise DoesNotFit(
+                f"the run needs {format_bytes(self.device_bytes_predicted or 0)} of device memory and its budget is "
+                f"{format_bytes(self.device_budget)}. Use smaller micro-batches, or give it "
+                f"{self.device_bytes_predicted} bytes, the smallest that works."
+            )
 
 
 def ssd_bytes(operations: list[Op]) -> tuple[int, int]:
     """Bytes read and written on the SSD by a step."""
     moved = lane_bytes(operations)
     return moved[SSD_READ], moved[SSD_WRITE]
-
-
-def process_bytes() -> int:
-    """Memory that this process holds now."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -28,7 +28,7 @@ class Gradients:
 class Residency:
     """The places of one engine's bytes. Handlers of different lanes touch different keys."""
 
-    def __init__(self, pool: BufferPool, blocks: list[Unit], resident: Unit) -> None:
+    def __init__(self, pool: BufferPool, blocks: list[Unit], resident: Unit, device: torch.device) -> None:
         self.pool, self.blocks, self.resident = pool, blocks, resident
         self.copies: dict[int, Buffer] = {}
         """Working copies that stay on the host."""
@@ -42,6 +42,7 @@ class Residency:
         self.grads: dict[int, Gradients] = {}
         self.host_grads: dict[int, Buffer] = {}
         """Buffers of gradients on the host while the sum is on a separate device."""
+        self._resident_sums = torch.empty(resident.grad_bytes, dtype=torch.uint8, device=device)
         self.resident_grads: Gradients | None = None
         """Where the prologue's and epilogue's gradients of the present step go."""
         self.inputs: dict[tuple[int, int], Buffer] = {}
@@ -63,8 +64,15 @@ class Residency:
             self.grads[block] = held
         return held
 
+    def start_resident_grads(self) -> Gradients:
+        """Gradients of the prologue and epilogue, none yet: the same memory in every step, since no step
+        computes before the last has updated them."""
+        self.resident_grads = Gradients(self._resident_sums, None, set())
+        return self.resident_grads
+
     def free_grads(self, block: int) -> None:
         held = self.grads.pop(block)
+        self.host_grads.pop(block, None)
         if held.buffer is not None:
             self.pool.give(held.buffer)
 
@@ -105,7 +113,7 @@ class Residency:
             held.clear()
         self.on_device.clear()
         self.grads.clear()
-        self.resident_grads = None
+        self.resident_grads, self._resident_sums = None, torch.empty(0)
         self.pool.close()
 
 

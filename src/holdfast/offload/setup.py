@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -235,7 +236,7 @@ class Builder:
         }
         self.newest: dict[str, Stored] = {}
         self.frozen: dict[str, Stored] = {}
-        self.residency = Residency(pool, parts.units, parts.resident)
+        self.residency = Residency(pool, parts.units, parts.resident, device.torch_device)
         self.param_offsets = _offsets([unit.copy_bytes for unit in parts.units])
         self.grad_offsets = _offsets([unit.grad_bytes for unit in parts.units])
 
@@ -264,7 +265,7 @@ class Builder:
         """The runtime, with scratch files and resident memory, not yet filled."""
         parts, resident = self.parts, self.parts.resident
         params, grads = sum(self._param_scratch_bytes()), self._grad_scratch_bytes()
-        extents = iter(range(1_000_000))
+        extents = count()
         resident_copy = as_tensor(self.pool.take(max(resident.copy_bytes, 1), "resident parameters"))
         return Runtime(
             model=model,

@@ -31,14 +31,17 @@ def choose(
     activations: Fraction = "auto",
     optimizer: Fraction = "auto",
     schedule: MakesOps = vertical,
+    held_bytes: int = 0,
 ) -> Placement:
     """The placement with the fractions asked for, and the others as large as the budget allows.
 
-    No budget (None) is no limit. Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
+    The budget covers ``held_bytes`` that the process holds anyway. No budget (None) is no limit.
+
+    Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
     ``BadInput`` for a fraction that is none.
     """
     asked = {"params": params, "gradients": gradients, "activations": activations, "optimizer": optimizer}
-    search = _Search(work, shape, schedule, host_budget_bytes)
+    search = _Search(work, shape, schedule, host_budget_bytes, held_bytes)
     fractions = search.smallest({kind: _checked(kind, asked[kind]) for kind in ORDER})
     if not search.fits(fractions):
         raise _does_not_fit(search, asked, fractions)
@@ -51,14 +54,18 @@ def choose(
 class _Search:
     """Placements of one kind of step, and what they take."""
 
-    def __init__(self, work: Work, shape: StepShape, schedule: MakesOps, budget: int | None) -> None:
-        self.work, self.shape, self.schedule, self.budget = work, shape, schedule, budget
+    def __init__(
+        self, work: Work, shape: StepShape, schedule: MakesOps, budget: int | None, held: int
+    ) -> None:
+        self.work, self.shape, self.schedule = work, shape, schedule
+        self.budget, self.held = budget, held
 
     def placement(self, fractions: dict[str, float]) -> Placement:
         return Placement.fractions(len(self.work.blocks), **fractions)
 
     def host_bytes(self, fractions: dict[str, float]) -> int:
-        return predict(self.work, self.placement(fractions), self.shape, self.schedule).host_bytes
+        memory = predict(self.work, self.placement(fractions), self.shape, self.schedule)
+        return self.held + memory.host_bytes
 
     def fits(self, fractions: dict[str, float]) -> bool:
         return self.budget is None or self.host_bytes(fractions) <= self.budget

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -27,8 +27,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 class Unit:
     """The files ``data/<name>.<k>.safetensors``, k = 0..copies-1. Made by ``LocalStore.unit``.
 
-    ``retained`` gives the paths that retained manifests name; ``way_out`` says what to do about a path
-    that is damaged. Safe to use from several threads; different generations may be written at once.
+    ``retained`` gives the files that retained manifests name, with their sizes; ``way_out`` says what to do
+    about a path that is damaged. Safe to use from several threads; different generations may be written at once.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Unit:
         *,
         disk: AnyDisk,
         queue: IOQueue,
-        retained: Callable[[], Collection[str]],
+        retained: Callable[[], Mapping[str, int]],
         way_out: Callable[[str], str],
         direct: bool = True,
     ) -> None:
@@ -67,7 +67,7 @@ class Unit:
     def create(self) -> None:
         """Reserve the space of all generations. Durable in name; called before the first ``acquire``.
 
-        Files that a retained manifest names are left alone and must have this layout's size.
+        Whole files that a retained manifest names are left alone and must have this layout's size.
         """
         missing = [path for path in map(self.path, range(self.copies)) if not self._usable(path)]
         for path in missing:
@@ -178,17 +178,18 @@ class Unit:
             )
 
     def _usable(self, path: str) -> bool:
-        """Whether ``path`` is there with the right size; ``RunMismatch`` if it is another model's."""
-        try:
-            size = self._disk.size(path)
-        except FileNotFoundError:
-            return False
-        if size != self.layout.file_bytes and path in self._retained():
+        """Whether ``path`` is there with the right size; ``RunMismatch`` if it is another model's. One of a
+        commit that has lost its right size is damaged: its commit is too, and it is made anew."""
+        wanted = self._retained().get(path, self.layout.file_bytes)
+        if wanted != self.layout.file_bytes:
             raise RunMismatch(
-                f"{path} has {size} bytes and belongs to a commit, unit {self.name!r} has"
+                f"{path} has {wanted} bytes and belongs to a commit, unit {self.name!r} has"
                 f" {self.layout.file_bytes}: the run holds another model. Give this one its own directory."
             )
-        return size == self.layout.file_bytes
+        try:
+            return self._disk.size(path) == wanted
+        except FileNotFoundError:
+            return False
 
     def _file(self, generation: int) -> OpenFile:
         """The open file of ``generation``; it stays open until ``close``."""

@@ -6,10 +6,18 @@ Only what is known to be ours by name is touched; anything else in the directory
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
-from holdfast.errors import Damaged
+import xxhash
+
+from holdfast.errors import Damaged, NoCommit
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.manifest import Timeline, is_ours
+from holdfast.store.reading import encode_index, index_of
+
+if TYPE_CHECKING:
+    from holdfast.store.local import LocalStore
 
 
 def sweep(disk: AnyDisk) -> None:
@@ -29,3 +37,24 @@ def restore(disk: AnyDisk, timelines: Mapping[int, Timeline], damaged: Iterable[
     for record in timelines.values():
         if record.path in lost:
             write_durably(disk, record.path, record.encode(), why="timeline")
+
+
+def restore_index(store: LocalStore, data: dict[str, Any]) -> list[Damaged]:
+    """Write the index ``data`` anew if commits name it by its hash and its file is not that any more.
+
+    All commits of a run share this file, so its loss would be theirs; its hash proves that ``data`` is what
+    they mean. Called before a commit is verified. Returns what was wrong.
+    """
+    path = f"index/{xxhash.xxh3_128_hexdigest(encode_index(data))}.json"
+    for ref in store.commits():
+        with suppress(Damaged, NoCommit):
+            manifest = store.load(ref)
+            if manifest.index["path"] != path:
+                continue
+            try:
+                index_of(store.disk, manifest)
+            except Damaged as error:
+                store.put_index(data)
+                return [error]
+            return []
+    return []

@@ -50,7 +50,7 @@ class LocalStore(RunReader):
         self._queue, self._own_queue = queue, queue is None
         self._release: Callable[[], None] | None = None
         self._retained: dict[CommitRef, Manifest | None] = {}
-        self._retained_paths: frozenset[str] = frozenset()
+        self._retained_files: dict[str, int] = {}
         self._units: dict[str, Unit] = {}
         self._scratch: list[Scratch] = []
         self._fork: Timeline | None = None
@@ -129,7 +129,7 @@ class LocalStore(RunReader):
             copies,
             disk=self.disk,
             queue=self.queue,
-            retained=lambda: self._retained_paths,
+            retained=lambda: self._retained_files,
             way_out=self.way_out,
             direct=self.direct,
         )
@@ -270,7 +270,7 @@ class LocalStore(RunReader):
         """From now on these commits are retained (None: a manifest that cannot be read), with their files."""
         self._retained = retained
         manifests = [manifest for manifest in retained.values() if manifest is not None]
-        self._retained_paths = frozenset(file.path for item in manifests for file in item.files.values())
+        self._retained_files = {f.path: f.bytes for item in manifests for f in item.files.values()}
 
     def _check_writer(self) -> None:
         if self._release is None:

@@ -34,7 +34,9 @@ KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "load_state": state.load,
     "update": state.update,
     "store_state": state.store,
+    "download_resident_grads": state.download_resident_grads,
     "update_resident": state.update_resident,
+    "upload_resident": state.upload_resident,
     "store_resident": state.store_resident,
     "commit": commit.commit,
 }

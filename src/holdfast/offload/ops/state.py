@@ -92,21 +92,28 @@ def write_image(run: Runtime, unit: StoredUnit, name: str, image: memoryview) ->
     return done
 
 
+def download_resident_grads(run: Runtime, op: Op, step: Step) -> None:
+    """Bring the gradients of the prologue and epilogue from a separate device."""
+    held = step.resident_grads
+    assert held is not None
+    step.resident_grads = Gradients(run.device.download(held.flat), None, held.touched)
+    run.moved[op.lane, op.key.kind] += held.flat.nbytes
+
+
+def upload_resident(run: Runtime, op: Op, step: Step) -> None:
+    """Refresh what a separate device computes with."""
+    for member in run.resident.trained:
+        run.resident_leaves[member.name].data.copy_(run.resident.copy_view(run.resident_copy, member))
+    run.moved[op.lane, op.key.kind] += run.resident.copy_bytes
+
+
 def update_resident(run: Runtime, op: Op, step: Step) -> None:
-    """Apply the optimizer to the prologue and epilogue, and refresh what the device computes with."""
+    """Apply the optimizer to the prologue and epilogue. On a unified device their leaves share the copy."""
     assert step.resident_grads is not None
     if not step.skipped:
-        held = step.resident_grads
-        if not run.device.unified:
-            held = Gradients(run.device.download(held.flat), None, held.touched)
-        apply(run, step, run.resident, as_tensor(run.resident_buffer), held, run.resident_copy)
-        for member in run.resident.trained:
-            leaf = run.resident_leaves[member.name]
-            if not run.device.unified:
-                leaf.data.copy_(run.resident.copy_view(run.resident_copy, member))
+        image = as_tensor(run.resident_buffer)
+        apply(run, step, run.resident, image, step.resident_grads, run.resident_copy)
     run.resident.write_buffers(as_tensor(run.resident_buffer))
-    if step.resident_grads.buffer is not None:
-        run.residency.pool.give(step.resident_grads.buffer)
     step.resident_grads = None
 
 

@@ -1,0 +1,31 @@
+"""What all crash tests share: the server that forks their processes, the text, and the uninterrupted run."""
+
+from __future__ import annotations
+
+import pytest
+
+from crash_run import STEPS, Reference, write_text
+from fork_server import ForkServer
+from holdfast.store.local import LocalStore
+
+
+@pytest.fixture(scope="session")
+def server():
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="session")
+def reference(server, text, tmp_path_factory):
+    """Every step of the run that nobody disturbed, its losses, and how long a process of it takes."""
+    root = tmp_path_factory.mktemp("reference") / "run"
+    outcome = server.run(root=root, text=text, steps=STEPS, retain=STEPS + 1)
+    assert outcome.finished, outcome
+    reference = Reference(LocalStore.read(root), outcome.losses, outcome.seconds)
+    assert sorted(reference.steps) == list(range(STEPS + 1))
+    return reference

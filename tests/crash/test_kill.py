@@ -1,0 +1,140 @@
+"""Training killed by SIGKILL: at random moments, at every failpoint, and again while it resumes.
+
+After each kill nothing acknowledged is lost and every listed commit is the state of its step, bit for bit; and
+the run ends as one ends that nobody disturbed: parameters, optimizer state, random generators, position in the
+text, schedule, losses.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from crash_run import MIXED, ON_SSD, STEPS, atoms_of
+from holdfast import failpoints
+from holdfast.store.local import LocalStore
+
+KILLS = 50
+IN_HOST = dict.fromkeys(MIXED, 1.0)
+WAYS = [
+    {},
+    {"commit_every": 3},
+    {"retain": 1},
+    {**ON_SSD, "schedule": "horizontal"},
+    {**IN_HOST, "retain": 1, "commit_every": 3},
+]
+"""How a run may be made. What it computes is the same in all."""
+
+
+def resume(server, reference, order, acknowledged):
+    """Let the run end, and compare. ``acknowledged`` is the newest step that a killed process had seen."""
+    reference.check_run(order["root"])
+    outcome = server.run(**order, steps=STEPS)
+    assert outcome.finished and not outcome.error and not outcome.warnings, outcome
+    assert outcome.resumed >= acknowledged
+    assert outcome.losses == reference.losses[outcome.resumed :]
+    assert reference.check_run(order["root"])[0] == STEPS
+
+
+def kill_at_random(server, reference, text, folder, rng, kills):
+    """``kills`` runs, each killed once in the time that a whole run takes, and resumed in another way."""
+    number = killed = 0
+    while killed < kills:
+        number += 1
+        order = {"root": folder / f"run{number}", "text": text, **rng.choice(WAYS)}
+        moment = rng.uniform(0, reference.seconds)
+        outcome = server.run(**order, steps=STEPS, kill_after=moment)
+        killed += outcome.killed
+        order = {"root": folder / f"run{number}", "text": text, **rng.choice(WAYS)}
+        resume(server, reference, order, outcome.durable)
+        assert number < 2 * kills + 2, "most kills came after the end"
+
+
+def test_killed_at_a_few_random_moments(server, reference, text, tmp_path):
+    kill_at_random(server, reference, text, tmp_path, random.Random(1), 3)
+    reader = LocalStore.read(tmp_path / "run1")
+    atoms = atoms_of(reader, reader.head())
+    assert len(atoms) > 100 and atoms.items() <= reference.steps[STEPS].items()
+
+
+@pytest.mark.crash
+def test_killed_at_fifty_random_moments(server, reference, text, tmp_path):
+    kill_at_random(server, reference, text, tmp_path, random.Random(2), KILLS)
+
+
+@pytest.mark.crash
+def test_killed_again_and_again_while_it_resumes(server, reference, text, tmp_path):
+    """No process is given the time to come far: some die before their first step."""
+    rng, order, newest, kills = random.Random(3), {"root": tmp_path / "run", "text": text}, -1, 0
+    while newest < STEPS - 1:
+        outcome = server.run(**order, steps=STEPS, kill_after=rng.uniform(0, reference.seconds / 3))
+        assert outcome.killed or outcome.finished
+        assert outcome.resumed is None or outcome.resumed >= newest
+        newest, kills = max(newest, outcome.durable), kills + outcome.killed
+        reference.check_run(order["root"])
+    assert kills >= 5
+    resume(server, reference, order, newest)
+
+
+ARRIVALS = dict.fromkeys(failpoints.NAMES, (1, 2, 7)) | {
+    "before_data_sync": (1, 4, 6, 9, 13, 18, 31),  # 5 units: in the making, in steps 1, 1, 2, 3, 6
+    "after_data_sync": (1, 5, 10, 22, 40),
+    "after_timeline_opened": (1,),
+}
+"""Which arrivals at a failpoint end the process."""
+KILLED = [(name, arrival) for name, arrivals in ARRIVALS.items() for arrival in arrivals]
+FEW = [("after_data_sync", 9), ("after_manifest_rename", 3), ("after_retire_unlink", 2)]
+
+
+def kill_at_failpoint(server, reference, order, failpoint, arrival):
+    outcome = server.run(**order, steps=STEPS, failpoint=f"{failpoint}:{arrival}")
+    assert outcome.killed, "the failpoint was never reached"
+    resume(server, reference, order, outcome.durable)
+
+
+@pytest.mark.parametrize("failpoint, arrival", FEW)
+def test_killed_at_a_failpoint(server, reference, text, tmp_path, failpoint, arrival):
+    kill_at_failpoint(server, reference, {"root": tmp_path / "run", "text": text}, failpoint, arrival)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("way", [{}, {"retain": 1, **ON_SSD}], ids=["retain 2", "retain 1"])
+@pytest.mark.parametrize("failpoint, arrival", KILLED)
+def test_killed_at_every_failpoint(server, reference, text, tmp_path, failpoint, arrival, way):
+    order = {"root": tmp_path / "run", "text": text, **way}
+    kill_at_failpoint(server, reference, order, failpoint, arrival)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint", failpoints.NAMES)
+def test_killed_at_every_failpoint_of_a_commit_every_three_steps(
+    server, reference, text, tmp_path, failpoint
+):
+    order = {"root": tmp_path / "run", "text": text, "commit_every": 3}
+    kill_at_failpoint(server, reference, order, failpoint, 1 if failpoint == "after_timeline_opened" else 2)
+
+
+@pytest.mark.crash
+def test_killed_at_each_failpoint_in_turn_of_one_run(server, reference, text, tmp_path):
+    """Every process of the run is killed, each while it resumes from what the one before had left."""
+    order, newest = {"root": tmp_path / "run", "text": text}, -1
+    for failpoint in failpoints.NAMES:
+        outcome = server.run(**order, steps=STEPS, failpoint=failpoint)
+        assert outcome.killed and (outcome.resumed is None or outcome.resumed >= newest)
+        newest = max(newest, outcome.durable)
+        reference.check_run(order["root"])
+    resume(server, reference, order, newest)
+
+
+def test_a_skipped_step_is_counted_by_the_commit_that_it_ends_in(server, text, tmp_path):
+    """The step after the kill finds the same count as in a run that was not killed."""
+    order = {"root": tmp_path / "run", "text": text, "nan_at": 2}
+    assert server.run(**order, steps=3, retain=9).acknowledged == [0, 1, 2, 3]
+    assert server.run(**order, steps=5, retain=9).resumed == 3
+    assert [progress["skipped_steps"] for progress in progress_of(order["root"])] == [1, 1, 1, 0, 0, 0]
+
+
+def progress_of(root):
+    reader = LocalStore.read(root)
+    return [reader.load(ref).progress for ref in reader.commits()]

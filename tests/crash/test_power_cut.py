@@ -1,0 +1,90 @@
+"""The power cut in the middle of training, and right after a step was acknowledged, on real file systems.
+
+The process that trains cuts the power itself, at a failpoint or in the moment in which ``durable_step`` has
+moved; what the file system then has when it is mounted again is resumed.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from crash_run import ON_SSD, STEPS
+from holdfast import failpoints
+from powercut import power_cut_disk
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(scope="module", params=["ext4", "xfs"])
+def disk(request, tmp_path_factory):
+    with power_cut_disk(tmp_path_factory.mktemp("power"), request.param) as disk:
+        yield disk
+
+
+@pytest.fixture
+def root(disk):
+    """A run directory on the disk; the one of the test before is gone."""
+    for old in disk.folder.iterdir():
+        shutil.rmtree(old)
+    return disk.folder / "run"
+
+
+def resume(server, reference, order, disk, outcome):
+    """Boot, see that nothing acknowledged is lost, and let the run end."""
+    assert outcome.killed, outcome
+    disk.reboot()
+    steps = reference.check_run(order["root"])
+    assert max(steps, default=-1) >= outcome.durable
+    outcome = server.run(**order, steps=STEPS)
+    assert outcome.finished and not outcome.warnings, outcome
+    assert outcome.losses == reference.losses[outcome.resumed :]
+    assert reference.check_run(order["root"])[0] == STEPS
+
+
+def test_power_cut_right_after_an_acknowledgement(server, reference, text, disk, root):
+    order = {"root": root, "text": text}
+    outcome = server.run(**order, steps=STEPS, cut=disk.mount, cut_after=3)
+    assert outcome.durable == 3
+    resume(server, reference, order, disk, outcome)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("way", [{}, {"retain": 1, "commit_every": 3, **ON_SSD}], ids=["mixed", "SSD"])
+def test_power_cut_right_after_each_acknowledgement_of_one_run(server, reference, text, disk, root, way):
+    """Every process ends in a power cut, the first of them before it has taken a step."""
+    order, newest = {"root": root, "text": text, **way}, -1
+    while newest < STEPS:
+        target = 0 if newest < 0 else min(newest + way.get("commit_every", 1), STEPS)
+        outcome = server.run(**order, steps=STEPS, cut=disk.mount, cut_after=target)
+        assert outcome.killed and outcome.durable == target
+        assert newest < 0 or outcome.resumed == newest
+        disk.reboot()
+        newest = reference.check_run(root)[0]
+        assert newest == target
+
+
+ARRIVALS = [(name, 1) for name in failpoints.NAMES] + [
+    (name, 3) for name in failpoints.NAMES if name != "after_timeline_opened"
+] + [("before_data_sync", 13), ("after_data_sync", 18)]  # fmt: skip
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint, arrival", ARRIVALS)
+def test_power_cut_at_every_failpoint(server, reference, text, disk, root, failpoint, arrival):
+    order = {"root": root, "text": text}
+    outcome = server.run(**order, steps=STEPS, cut=disk.mount, failpoint=f"{failpoint}:{arrival}")
+    resume(server, reference, order, disk, outcome)
+
+
+@pytest.mark.crash
+def test_power_cut_at_each_failpoint_in_turn_of_one_run(server, reference, text, disk, root):
+    """Each process resumes from what the power cut of the one before has left."""
+    order, newest = {"root": root, "text": text}, -1
+    for failpoint in failpoints.NAMES:
+        outcome = server.run(**order, steps=STEPS, cut=disk.mount, failpoint=failpoint)
+        assert outcome.killed and (outcome.resumed is None or outcome.resumed >= newest)
+        newest = max(newest, outcome.durable)
+        disk.reboot()
+        assert max(reference.check_run(root), default=-1) >= newest

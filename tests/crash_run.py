@@ -1,0 +1,154 @@
+"""A training run to be killed: small, with everything in it that a resumed run must put back.
+
+Dropout, clipping, two groups, a warm-up, and a loader that crosses from one epoch into the next. ``train`` is
+what one process does; a ``Reference`` is the same run left alone, with every step kept for comparison.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import holdfast
+from holdfast.data.corpus import Corpus
+from holdfast.data.loader import CorpusLoader
+from holdfast.io.queue import IOQueue
+from holdfast.models.decoder import Decoder, DecoderConfig
+from holdfast.offload.engine import Engine
+from holdfast.store.local import LocalStore
+from holdfast.store.manifest import Manifest
+from holdfast.store.reader import RunReader
+from holdfast.store.reading import PayloadFile
+from training import adamw, warm_up
+
+STEPS = 10
+CONTEXT = 16
+TEXT = bytes(32 + (index * index) // 7 % 90 for index in range(500))
+"""31 windows: the 8th step of 4 samples ends in the second epoch."""
+
+MIXED = {"params_on_host": 0.5, "optimizer_on_host": 0.5, "activations_on_host": 0.5}
+ON_SSD = {"params_on_host": 0.0, "optimizer_on_host": 0.0, "activations_on_host": 0.0}
+
+
+def write_text(folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+def model(blocks: int = 4, frozen: bool = False) -> Decoder:
+    """The same initial values every time, and the same random numbers after them."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    config = DecoderConfig(
+        blocks=blocks, width=16, heads=2, kv_heads=1, hidden=24, context=CONTEXT, dropout=0.1
+    )
+    made = Decoder(config)
+    made.blocks[1].attention.query.weight.requires_grad_(not frozen)
+    return made
+
+
+def engine_of(
+    root: str | Path, text: str | Path, *, blocks: int = 4, frozen: bool = False, **options: Any
+) -> Engine:
+    """The engine of the run, fresh or resumed, with its loader as ``engine.loader``."""
+    made = model(blocks, frozen)
+    optimizer = adamw(made)
+    loader = CorpusLoader(Corpus(str(text), context=CONTEXT), 3, micro_batch_size=2, micro_batches=2)
+    options = {"dtype": "fp32", "clip_norm": 0.5, **MIXED, **options}
+    engine = holdfast.offload(
+        made, optimizer, root, scheduler=warm_up(optimizer), loader=loader, seed=5, **options
+    )
+    engine.loader = loader  # type: ignore[attr-defined]
+    return engine
+
+
+def train(
+    root: str | Path, text: str | Path, steps: int, *, nan_at: int | None = None, **options: Any
+) -> list:
+    """One process: start or resume, and go on to ``steps``. Returns the losses.
+
+    The batch of step ``nan_at`` (counted from 0) has no targets, so that its loss is not a number.
+    """
+    engine = engine_of(root, text, **options)
+    return take_steps(engine, steps, nan_at)
+
+
+def take_steps(engine: Engine, steps: int, nan_at: int | None = None) -> list:
+    losses = []
+    with engine:
+        while engine.steps_done < steps:
+            batches = next(engine.loader)  # type: ignore[attr-defined]
+            random.random(), np.random.rand(), torch.rand(1)  # as a user's data pipeline would draw
+            if engine.steps_done == nan_at:
+                batches[0]["targets"].fill_(-100)
+            losses.append(engine.step(batches))
+    return losses
+
+
+@contextmanager
+def acknowledging(acknowledge: Callable[[Engine, int], None]) -> Iterator[None]:
+    """Inside, ``acknowledge(engine, step)`` is called the moment ``engine.durable_step`` says ``step``, by the
+    thread that lets it say so."""
+
+    def assign(engine: Engine, step: int) -> None:
+        engine.__dict__["durable_step"] = step
+        if step >= 0:
+            acknowledge(engine, step)
+
+    Engine.durable_step = property(lambda engine: engine.__dict__["durable_step"], assign)  # type: ignore
+    try:
+        yield
+    finally:
+        del Engine.durable_step
+
+
+class Reference:
+    """What each step of an uninterrupted run left: every atom's bytes, and the progress."""
+
+    def __init__(self, reader: RunReader, losses: Sequence[float] = (), seconds: float = 0.0) -> None:
+        self.steps = {ref.step: state_of(reader, reader.load(ref)) for ref in reader.commits()}
+        self.losses, self.seconds = list(losses), seconds
+
+    def check(self, reader: RunReader, manifest: Manifest) -> None:
+        """``manifest`` has exactly the state of its step."""
+        expected, found = self.steps[manifest.step], state_of(reader, manifest)
+        odd = [key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)]
+        assert not odd, f"step {manifest.step} differs from the uninterrupted run in {sorted(odd)[:5]}"
+
+    def check_run(self, root: str | Path) -> list[int]:
+        """Every commit that ``root`` lists is whole and has the state of its step. Returns their steps."""
+        if not (Path(root) / "commits").exists():
+            return []
+        return self.check_all(LocalStore.read(root))
+
+    def check_all(self, reader: RunReader, queue: IOQueue | None = None) -> list[int]:
+        """The same for whatever ``reader`` reads."""
+        for ref in reader.commits():
+            manifest = reader.load(ref)
+            assert reader.verify(manifest, queue=queue) == []
+            self.check(reader, manifest)
+        return [ref.step for ref in reader.commits()]
+
+
+def state_of(reader: RunReader, manifest: Manifest) -> dict[str, Any]:
+    """Bytes of every atom by key, and the parts of the progress by name. Every block read is verified."""
+    state: dict[str, Any] = {f"progress {key}": value for key, value in manifest.progress.items()}
+    for ref in manifest.files.values():
+        file = PayloadFile(reader.disk, ref)
+        state |= {e.key: bytes(file.read(e)) for e in file.layout.entries if not e.key.startswith("__pad__")}
+        file.close()
+    return state
+
+
+def atoms_of(reader: RunReader, manifest: Manifest) -> dict[str, bytes]:
+    """The same atoms as any tool gets them, one by one through the index."""
+    keys = [f"{atom['name']}/{atom['slot']}" for atom in reader.atoms(manifest)]
+    return {key: bytes(reader.read_atom(manifest, key)) for key in keys}

@@ -1,0 +1,198 @@
+"""Processes that train and are killed, at 30 ms each: forked from a server that has torch loaded.
+
+    with ForkServer() as server:
+        outcome = server.run(root="run", text="text.txt", steps=8, kill_after=0.2)
+
+The server has one thread and has run nothing, so a fork of it is as good as a fresh process. A child says
+over a pipe what ``durable_step`` it saw, whatever happens to it afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+PATIENCE_SECONDS = 60.0
+
+
+@dataclass
+class Outcome:
+    """What became of a child."""
+
+    code: int
+    """0, or minus the signal that ended it."""
+    seconds: float
+    acknowledged: list[int] = field(default_factory=list)
+    """Every ``durable_step`` it saw, in order; the first is the step resumed from, if there was one."""
+    resumed: int | None = None
+    """The step at which training began: known when ``offload`` had returned."""
+    finished: bool = False
+    losses: list[float] = field(default_factory=list)
+    error: str = ""
+    exit_code: int | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def durable(self) -> int:
+        """The newest acknowledged step, -1 if there is none."""
+        return max(self.acknowledged, default=-1)
+
+    @property
+    def killed(self) -> bool:
+        return self.code == -signal.SIGKILL
+
+
+class ForkServer:
+    """The test's end. Runs one child at a time."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
+        )
+
+    def run(self, **order: Any) -> Outcome:
+        """Fork a child that does ``crash_run.train``; see ``_Child``. Returns when it is gone."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps(order, default=str), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline())
+        outcome = Outcome(answer["code"], answer["seconds"])
+        for line in answer["lines"]:
+            for name, value in json.loads(line).items():
+                if name == "acknowledged":
+                    outcome.acknowledged.append(value)
+                else:
+                    setattr(outcome, name, value)
+        return outcome
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve() -> None:
+    """The server's end: one line of JSON in, one child, one line of JSON out."""
+    import torch
+    import torch._dynamo  # what an optimizer imports at its first step
+
+    import crash_run  # noqa: F401
+
+    torch.set_num_threads(1)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork takes one thread with it"
+    for line in sys.stdin:
+        print(json.dumps(_supervise(json.loads(line))), flush=True)
+
+
+def _supervise(order: dict[str, Any]) -> dict[str, Any]:
+    """Fork, listen, kill when it is time, wait."""
+    kill_after = order.pop("kill_after", None)
+    reading, writing = os.pipe()
+    started = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        _Child(writing, **order).main()
+    os.close(writing)
+    heard = _listen(reading, pid, started + (PATIENCE_SECONDS if kill_after is None else kill_after))
+    os.close(reading)
+    _, status = os.waitpid(pid, 0)
+    lines = heard.decode().split("\n")[:-1]  # a line cut by the kill was not said
+    return {
+        "code": os.waitstatus_to_exitcode(status),
+        "seconds": time.monotonic() - started,
+        "lines": lines,
+    }
+
+
+def _listen(reading: int, pid: int, deadline: float) -> bytes:
+    heard, killed = b"", False
+    while True:
+        left = None if killed else max(0.0, deadline - time.monotonic())
+        if not select.select([reading], [], [], left)[0]:
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+            continue
+        data = os.read(reading, 65536)
+        if not data:
+            return heard
+        heard += data
+
+
+class _Child:
+    """A process that trains. ``failpoint`` ends it at a place of the commit protocol; with ``cut`` the power
+    of that mount goes first, and it goes right after step ``cut_after`` was acknowledged."""
+
+    def __init__(
+        self, pipe: int, *, failpoint: str = "", cut: str = "", cut_after: int | None = None, **run: Any
+    ) -> None:
+        self.pipe, self.failpoint, self.cut, self.cut_after, self.run = pipe, failpoint, cut, cut_after, run
+
+    def main(self) -> None:
+        import warnings
+
+        from holdfast import failpoints
+
+        failpoints.armed, failpoints.action = self.failpoint, self.die
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                try:
+                    self.train()
+                finally:
+                    self.say(warnings=[str(warning.message) for warning in caught])
+        except BaseException as error:
+            self.say(error=f"{type(error).__name__}: {error}", exit_code=getattr(error, "exit_code", None))
+        finally:
+            os._exit(0)
+
+    def train(self) -> None:
+        import crash_run
+
+        run = dict(self.run)
+        steps, nan_at = run.pop("steps"), run.pop("nan_at", None)
+        with crash_run.acknowledging(self.acknowledge):
+            engine = crash_run.engine_of(**run)
+            self.say(resumed=engine.steps_done)
+            losses = crash_run.take_steps(engine, steps, nan_at)
+        self.say(finished=True, losses=losses)
+
+    def acknowledge(self, engine: Any, step: int) -> None:
+        self.say(acknowledged=step)
+        if step == self.cut_after:
+            self.die()
+
+    def die(self) -> None:
+        if self.cut:
+            from powercut import shut_down
+
+            shut_down(self.cut)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def say(self, **what: Any) -> None:
+        os.write(self.pipe, json.dumps(what).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    serve()

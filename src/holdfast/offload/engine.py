@@ -27,6 +27,7 @@ from ..state.progress import encode, random_state
 from . import rng
 from .blocks import install
 from .executor import Executor
+from .interrupts import deferred
 from .microbatches import Coroutine, all_cancelled, extract_loss, module_call
 from .ops import handlers
 from .preflight import Preflight
@@ -92,20 +93,21 @@ class Engine:
         self._check_usable()
         if not micro_batches:
             raise BadInput("a step needs at least one micro-batch")
-        started = time.perf_counter()
-        moved = self._counters()
-        shape = StepShape(
-            micro_batches=len(micro_batches),
-            clip=self._clip_norm is not None,
-            commit=self._commit_every > 0 and (self.steps_done + 1) % self._commit_every == 0,
-        )
-        step = self._training_step(micro_batches, loss_fn, shape)
-        with self._running(step):
-            step.resident_grads = self._run.residency.start_resident_grads()
-            self._executor.run(self._operations(self._schedule, shape), step)
-        self.steps_done += 1
-        self.skipped_steps += step.skipped
-        return self._report(step, micro_batches, time.perf_counter() - started, moved)
+        weights = self._weights(micro_batches)
+        with self._closing_on_error():
+            started, moved = time.perf_counter(), self._counters()
+            shape = StepShape(
+                micro_batches=len(micro_batches),
+                clip=self._clip_norm is not None,
+                commit=self._commit_every > 0 and (self.steps_done + 1) % self._commit_every == 0,
+            )
+            step = self._training_step(micro_batches, weights, loss_fn, shape)
+            with self._running(step):
+                step.resident_grads = self._run.residency.start_resident_grads()
+                self._executor.run(self._operations(self._schedule, shape), step)
+            self.steps_done += 1
+            self.skipped_steps += step.skipped
+            return self._report(step, micro_batches, time.perf_counter() - started, moved)
 
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded."""
@@ -218,14 +220,19 @@ class Engine:
 
     # Steps
 
-    def _training_step(self, micro_batches: Sequence[Any], loss_fn: Any, shape: StepShape) -> Step:
+    def _weights(self, micro_batches: Sequence[Any]) -> list[float | None]:
+        """What each loss is multiplied by; None for a plain mean."""
+        if self._normalize == "tokens":
+            return _token_weights(micro_batches)
+        return [None] * len(micro_batches)
+
+    def _training_step(
+        self, micro_batches: Sequence[Any], weights: list[float | None], loss_fn: Any, shape: StepShape
+    ) -> Step:
         """Hyper-parameters and progress are taken now: the scheduler belongs to the next step from here on."""
         step = self._blank_step(shape, training=True)
         step.hyper = self._run.optimizer.snapshot()
         step.clip_norm = self._clip_norm
-        weights = (
-            _token_weights(micro_batches) if self._normalize == "tokens" else [None] * len(micro_batches)
-        )
         step.micro_batches = [
             MicroBatch(
                 Coroutine(module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)), weight
@@ -278,13 +285,17 @@ class Engine:
     @contextmanager
     def _running(self, step: Step) -> Iterator[None]:
         """The model is patched, the generators are kept, and no thread of the step outlives it."""
-        with self._closing_on_error(), rng.preserved_generators(self._run.device.torch_device):
+        grad = torch.is_grad_enabled()
+        device = self._run.device.torch_device
+        with self._closing_on_error(), deferred() as safe_point, rng.preserved_generators(device):
+            self._executor.safe_point = safe_point
             self._run.patch.apply()
             try:
                 with all_cancelled([batch.coroutine for batch in step.micro_batches]):
                     yield
             finally:
                 self._run.patch.remove()
+                torch.set_grad_enabled(grad)  # a key press may have left it otherwise
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
@@ -304,9 +315,10 @@ class Engine:
         for unit in self._parts.all_units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
-        self._run.store.queue.close()  # nothing is under way any more when the lock goes
+        self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
-        self._run.residency.pool.close()
+        self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a circle that no one collects
+        self._run.residency.let_go()
         self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step)
 
     def _check_usable(self) -> None:

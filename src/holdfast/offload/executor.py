@@ -5,16 +5,20 @@ they need is over, each on its lane's own threads; of several that are ready, th
 priority. ``run`` returns when the last computation is over; updates, writes and the commit go on beside the
 next step, whose operations wait for exactly those they need.
 
-After a failure nothing new starts, and the error is raised in the caller's thread.
+After a failure nothing new starts, and the error is raised in the caller's thread. An error of a computation
+is the model's: its step is given up, and what earlier steps still have to write is finished.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from ..plan.ops import COMMIT, COMPUTE, UPDATE, Key, Op
@@ -32,6 +36,8 @@ class Task:
     priority: int
     missing: int = 0
     over: bool = False
+    thread: int | None = None
+    """The thread that runs the handler, until the handler has returned."""
     dependents: list[Task] = field(default_factory=list)
     started: float = 0.0
 
@@ -52,14 +58,17 @@ class Executor:
     def __init__(self, handlers: dict[str, Handler], update_workers: int, prepare_worker: Callable[[], None]):
         self._handlers = handlers
         self._lanes = {
-            UPDATE: ThreadPoolExecutor(update_workers, "holdfast-update", initializer=prepare_worker),
-            COMMIT: ThreadPoolExecutor(1, "holdfast-commit"),
+            UPDATE: _Lane(update_workers, "holdfast-update", prepare_worker),
+            COMMIT: _Lane(1, "holdfast-commit", lambda: None),
         }
         self._changed = threading.Condition()
         self._latest: dict[Key, Task] = {}
-        self._running = 0  # asynchronous operations under way
-        self._outstanding = 0  # operations admitted and not over
+        self._running: set[Task] = set()  # asynchronous operations under way
+        self._outstanding: Counter[int] = Counter()  # operations admitted and not over, by their step
+        self._given_up: Any = None
         self._failure: BaseException | None = None
+        self.safe_point: Callable[[], None] = lambda: None
+        """Called between computations and while they wait; may raise."""
         self.spans: list[Span] | None = None
         """Set to a list to record when every operation ran."""
 
@@ -71,23 +80,28 @@ class Executor:
                 self._wait(lambda task=task: task.missing == 0)
                 self._execute(task)
                 self._raise_failure()
+                self.safe_point()
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises the first failure."""
         with self._changed:
-            self._changed.wait_for(lambda: self._running == 0 and (self._failure or self._outstanding == 0))
+            self._changed.wait_for(lambda: not self._running and (self._failure or not self._left()))
         self._raise_failure()
 
     def abort(self) -> None:
-        """Start nothing more, and wait for what runs."""
+        """Start nothing more, and wait for what runs. What this thread itself was running has been broken off
+        by the error that leads here. If a computation failed, earlier steps are finished first."""
         with self._changed:
+            if self._given_up is not None:
+                self._changed.wait_for(lambda: self._failure is not None or not self._left())
             self._failure = self._failure or RuntimeError("the step was given up")
-            self._changed.wait_for(lambda: self._running == 0)
+            self._running = {task for task in self._running if task.thread != threading.get_ident()}
+            self._changed.wait_for(lambda: not self._running)
 
     def close(self) -> None:
         """Stop the lanes. Idempotent."""
-        for pool in self._lanes.values():
-            pool.shutdown(wait=True)
+        for lane in self._lanes.values():
+            lane.close()
 
     def _admit(self, operations: Sequence[Op], step: Any) -> list[Task]:
         """Link the operations to what they need, and start those that need nothing."""
@@ -103,41 +117,55 @@ class Executor:
                         other.dependents.append(task)
                         task.missing += 1
             self._latest = {**earlier, **mine}
-            self._outstanding += len(mine)
+            self._outstanding[id(step)] += len(mine)
             ready = [task for task in mine.values() if task.missing == 0 and task.op.lane != COMPUTE]
-            self._running += len(ready)
-        for task in ready:
-            self._dispatch(task)
+        self._dispatch(ready)
         return list(mine.values())
 
-    def _dispatch(self, task: Task) -> None:
-        """Start an asynchronous operation, already counted as running."""
-        pool = self._lanes.get(task.op.lane)
-        if pool is None:
+    def _dispatch(self, ready: list[Task]) -> None:
+        """Start asynchronous operations: on their lane's threads, or on this one, whose handlers only submit."""
+        inline = []
+        with self._changed:
+            for task in ready if self._failure is None else ():
+                if task.step is self._given_up:
+                    continue
+                lane = self._lanes.get(task.op.lane)
+                if lane is None:
+                    inline.append(task)
+                else:
+                    lane.put(partial(self._start, task))
+        for task in inline:
             self._start(task)
-        else:
-            pool.submit(self._start, task)
 
     def _start(self, task: Task) -> None:
-        """Run the handler of an asynchronous operation; never raises."""
-        task.started = time.perf_counter()
+        """Run the handler of an asynchronous operation, unless something has failed; never raises."""
         try:
+            with self._changed:
+                if self._failure is not None or task.step is self._given_up:
+                    return
+                task.thread, task.started = threading.get_ident(), time.perf_counter()
+                self._running.add(task)
             future = self._handlers[task.op.key.kind](task.op, task.step)
+            if future is not None:
+                future.add_done_callback(lambda done: self._finish(task, done.exception()))
+                task.thread = None
+                return
         except BaseException as error:
-            self._finish(task, error, running=1)
+            self._finish(task, error)
             return
-        if future is None:
-            self._finish(task, None, running=1)
-        else:
-            future.add_done_callback(lambda done: self._finish(task, done.exception(), running=1))
+        self._finish(task, None)
 
     def _execute(self, task: Task) -> None:
         """Run a computation on the calling thread."""
         task.started = time.perf_counter()
-        self._handlers[task.op.key.kind](task.op, task.step)
-        self._finish(task, None, running=0)
+        try:
+            self._handlers[task.op.key.kind](task.op, task.step)
+        except Exception:
+            self._given_up = task.step
+            raise
+        self._finish(task, None)
 
-    def _finish(self, task: Task, error: BaseException | None, running: int) -> None:
+    def _finish(self, task: Task, error: BaseException | None) -> None:
         if self.spans is not None:
             self.spans.append(Span(task.op.key, task.op.lane, task.started, time.perf_counter()))
         with self._changed:
@@ -146,28 +174,59 @@ class Executor:
                 self._failure = self._failure or error
             else:
                 task.over = True
-                self._outstanding -= 1
+                self._outstanding[id(task.step)] -= 1
+                self._outstanding += Counter()  # without those that are over
                 for other in task.dependents:
                     other.missing -= 1
                     if other.missing == 0 and other.op.lane != COMPUTE:
                         ready.append(other)
             task.dependents = []
             task.step = None
-            if self._failure is not None:
-                ready = []
-            self._running += len(ready) - running
+            self._running.discard(task)
             self._changed.notify_all()
-        for other in sorted(ready, key=lambda task: task.priority):
-            self._dispatch(other)
+        self._dispatch(sorted(ready, key=lambda task: task.priority))
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._failure is not None or condition())
+            while not self._changed.wait_for(lambda: self._failure is not None or condition(), timeout=0.2):
+                self.safe_point()
         self._raise_failure()
+
+    def _left(self) -> bool:
+        """Is an operation of a step that was not given up still to be done?"""
+        return any(count and step != id(self._given_up) for step, count in self._outstanding.items())
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+
+class _Lane:
+    """Threads that do what is put, in order. A pool of the standard library would start them late and wait on
+    locks in Python, both of which a key press can break off half way."""
+
+    def __init__(self, workers: int, name: str, prepare: Callable[[], None]) -> None:
+        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.put = self._todo.put
+        self._threads = [
+            threading.Thread(target=self._work, args=(prepare,), name=f"{name}-{index}", daemon=True)
+            for index in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads once all that was put is done."""
+        for _ in self._threads:
+            self._todo.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self, prepare: Callable[[], None]) -> None:
+        prepare()
+        while (do := self._todo.get()) is not None:
+            do()
+            del do
 
 
 def together(futures: Sequence[Future]) -> Future:

@@ -4,8 +4,8 @@ Each micro-batch runs ``model(...)`` on a thread of its own, and one thread runs
 calls a block, the thread hands over the call and waits; the engine runs the block when the schedule says so
 and hands the output back. Models therefore need no rewriting.
 
-A thread takes the caller's grad mode, autocast, default device, device, stream, intra-op thread count and
-context variables with it. Cancelling raises inside the thread, which is then joined.
+A thread takes the caller's grad and inference mode, autocast, default device, device, stream, intra-op thread
+count and context variables with it. Cancelling raises inside the thread, which is then joined.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,25 +46,49 @@ class Returned:
     value: Any
 
 
+class _Signal:
+    """One thread gives, another takes. A bare lock, which a key press cannot leave half taken."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def give(self) -> None:
+        with suppress(RuntimeError):  # given already
+            self._lock.release()
+
+    def take(self) -> None:
+        self._lock.acquire()
+
+
 class Coroutine:
     """One micro-batch's forward. ``resume`` runs it to its next block call or its end."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
         self._run = run
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._back = _Signal(), _Signal()
         self._reply: Any = None
         self._event: BlockCall | Returned | None = None
         self._error: BaseException | None = None
         self._cancelled = self.finished = False
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
 
     def start(self) -> BlockCall | Returned:
         enter = _thread_state()
         context = contextvars.copy_context()
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=context.run, args=(self._main, enter), name="holdfast-micro-batch", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+            self._thread = thread
+        except BaseException:  # a key press; if the thread came to be, it ends at once
+            self._cancelled = True
+            self._go.give()
+            if self._ended.wait(1.0):
+                thread.join()
+            raise
         return self._switch()
 
     def resume(self, reply: Any) -> BlockCall | Returned:
@@ -78,7 +102,7 @@ class Coroutine:
             return
         if not self.finished:
             self._cancelled = True
-            self._go.release()
+            self._go.give()
         self._thread.join()
         self._thread = None
 
@@ -88,16 +112,16 @@ class Coroutine:
             raise _Cancelled
         self._event = BlockCall(block, args, kwargs)
         del args, kwargs
-        self._back.release()
-        self._go.acquire()
+        self._back.give()
+        self._go.take()
         if self._cancelled:
             raise _Cancelled
         reply, self._reply = self._reply, None
         return reply
 
     def _switch(self) -> BlockCall | Returned:
-        self._go.release()
-        self._back.acquire()
+        self._go.give()
+        self._back.take()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -106,7 +130,7 @@ class Coroutine:
         return event
 
     def _main(self, enter: Callable[[ExitStack], None]) -> None:
-        self._go.acquire()
+        self._go.take()
         try:
             if not self._cancelled:
                 with ExitStack() as stack:
@@ -121,7 +145,8 @@ class Coroutine:
             self._error = error
         finally:
             self.finished = True
-            self._back.release()
+            self._ended.set()
+            self._back.give()
 
 
 def _in_place(error: RuntimeError) -> BlockInputChanged | None:
@@ -142,16 +167,19 @@ def _thread_state() -> Callable[[ExitStack], None]:
     autocast = [
         (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
     ]
+    inference, cached = torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     stream = torch.cuda.current_stream() if cuda else None
 
     def enter(stack: ExitStack) -> None:
         torch.set_num_threads(threads)
+        if inference:
+            stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(grad))
         if device != torch.device("cpu"):
             stack.enter_context(device)
         for kind, dtype in autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
         if stream is not None:
             torch.cuda.set_device(stream.device)
             stack.enter_context(torch.cuda.stream(stream))

@@ -107,15 +107,14 @@ class Residency:
             offset = end
         return tensors
 
-    def give_all(self) -> None:
-        """Give back what a failed step left behind."""
-        for held in (self.loaded, self.outgoing, self.inputs):
-            for buffer in held.values():
-                self.pool.give(buffer)
+    def let_go(self) -> None:
+        """Hold nothing any more: the memory goes back to the system as soon as nobody looks at it."""
+        for held in (self.copies, self.images, self.loaded, self.outgoing, self.host_grads, self.inputs):
             held.clear()
         self.on_device.clear()
-        for block in list(self.grads):
-            self.free_grads(block)
+        self.grads.clear()
+        self.resident_grads, self._resident_sums = None, torch.empty(0)
+        self.pool.close()
 
 
 def packed_bytes(tensors: list[torch.Tensor]) -> int:

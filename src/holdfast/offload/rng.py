@@ -1,15 +1,18 @@
 """Random numbers keyed by (seed, step, micro-batch, place in the model).
 
 Dropout then does not depend on the order in which blocks and micro-batches run, and the recomputation of a
-block draws what its forward pass drew. ``keyed_rng`` gives the same keys to an ordinary training loop.
+block draws what its forward pass drew. That goes for the global generators of torch, Python and NumPy, which
+are as they were when a step is over. ``keyed_rng`` gives the same keys to an ordinary training loop.
 """
 
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,6 +39,8 @@ def after(block: int) -> str:
 
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the default generators that modules on ``device`` draw from."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFF_FFFF)
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
@@ -44,11 +49,13 @@ def seed_generators(seed: int, device: torch.device) -> None:
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
     """Leave the default generators as they were."""
-    cpu = torch.get_rng_state()
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)

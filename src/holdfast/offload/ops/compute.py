@@ -171,6 +171,7 @@ def _installed(run: Runtime, op: Op, step: Step, grads: Gradients | None) -> Ite
     finally:
         for member in unit.members:
             install(member.owned, member.owned.captured.parameter)
+        torch.clear_autocast_cache()  # which would hold every parameter of every block
     if micro_batch >= 0 or op.key.micro_batch == step.shape.micro_batches - 1:
         params.release(run, phase, block, micro_batch)
 

@@ -1,0 +1,401 @@
+"""Each micro-batch's forward runs on a thread of its own as if it ran on the caller's, and never outlives the step."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import EngineFailed, ModelNotSupported
+from holdfast.offload.microbatches import BlockCall, Coroutine, Returned, extract_loss, module_call
+from holdfast.store.local import LocalStore
+from training import adamw, batches, decoder, differing, stored
+
+TAG = contextvars.ContextVar("tag", default="unset")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def run_on_a_thread(function):
+    """What ``function`` returns on a coroutine's thread."""
+    coroutine = Coroutine(function)
+    event = coroutine.start()
+    coroutine.cancel()
+    assert isinstance(event, Returned)
+    return event.value
+
+
+# What a thread takes with it
+
+
+def settings():
+    return {
+        "thread": threading.current_thread() is not threading.main_thread(),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "autocast of cuda": torch.is_autocast_enabled("cuda"),
+        "cache": torch.is_autocast_cache_enabled(),
+        "device": torch.empty(1).device.type,
+        "threads": torch.get_num_threads(),
+        "tag": TAG.get(),
+    }
+
+
+@pytest.mark.parametrize(
+    "enter",
+    [
+        torch.enable_grad,
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
+        lambda: torch.autocast("cpu", enabled=False),
+        lambda: torch.device("meta"),
+    ],
+    ids=["grad", "no grad", "inference", "bf16", "fp16 uncached", "no autocast", "meta"],
+)
+def test_a_thread_has_the_callers_settings(enter):
+    def check():
+        TAG.set("mine")
+        with enter():
+            assert run_on_a_thread(settings) == {**settings(), "thread": True, "tag": "mine"}
+
+    contextvars.copy_context().run(check)
+
+
+def test_what_a_thread_sets_stays_on_it():
+    def change():
+        TAG.set("its own")
+        torch.set_grad_enabled(False)
+        return TAG.get()
+
+    assert run_on_a_thread(change) == "its own"
+    assert TAG.get() == "unset"
+    assert torch.is_grad_enabled()
+
+
+def test_training_under_autocast_equals_a_plain_loop(tmp_path):
+    model = decoder(blocks=3)
+    optimizer = adamw(model, fused=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = []
+        for batch in batches(0, 2):
+            loss = model(**batch)
+            (loss / 2).backward()
+            losses.append(loss.item())
+    optimizer.step()
+    expected = {f"{name}/param": p.detach().clone() for name, p in model.named_parameters()}
+    model = decoder(blocks=3)
+    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32")
+    with engine, torch.autocast("cpu", dtype=torch.bfloat16):
+        assert engine.step(batches(0, 2)) == sum(losses) / 2
+    assert differing(stored(tmp_path), expected) == []
+
+
+def test_evaluation_in_inference_mode_gives_the_same(tmp_path):
+    model = decoder(blocks=3)
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        plain = engine.evaluate(batches(0, 3))
+        with torch.inference_mode():
+            assert engine.evaluate(batches(0, 3)) == plain
+        engine.step(batches(0, 2))
+
+
+# Handing over
+
+
+def test_a_coroutine_stops_at_every_block_call_and_gets_its_reply():
+    def forward():
+        return coroutine.call_block(0, (1,), {}) + coroutine.call_block(1, (2,), {"three": 3})
+
+    coroutine = Coroutine(forward)
+    assert coroutine.start() == BlockCall(0, (1,), {})
+    assert coroutine.resume(10) == BlockCall(1, (2,), {"three": 3})
+    assert coroutine.resume(20) == Returned(30)
+    assert coroutine.finished
+    coroutine.cancel()
+
+
+def test_an_error_of_the_thread_is_raised_where_it_was_resumed_with_its_traceback():
+    def forward():
+        coroutine.call_block(0, (), {})
+        raise LookupError("deep in the model")
+
+    coroutine = Coroutine(forward)
+    coroutine.start()
+    with pytest.raises(LookupError, match="deep in the model") as caught:
+        coroutine.resume(None)
+    assert "forward" in [entry.name for entry in caught.traceback]
+    coroutine.cancel()
+
+
+def test_cancelling_unwinds_the_thread_through_its_own_cleanups():
+    cleaned = []
+
+    def forward():
+        try:
+            coroutine.call_block(0, (), {})
+        finally:
+            cleaned.append(True)
+
+    coroutine = Coroutine(forward)
+    coroutine.start()
+    coroutine.cancel()
+    coroutine.cancel()
+    assert cleaned == [True]
+
+
+def test_a_thread_that_catches_everything_and_tries_again_is_cancelled_all_the_same():
+    def forward():
+        for _ in range(3):
+            try:
+                coroutine.call_block(0, (), {})
+            except BaseException:
+                continue
+
+    coroutine = Coroutine(forward)
+    coroutine.start()
+    coroutine.cancel()
+
+
+def test_a_coroutine_that_was_not_started_is_cancelled_at_no_cost():
+    Coroutine(lambda: None).cancel()
+
+
+# Losses
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(2.0),
+        torch.tensor([2.0]),
+        {"loss": torch.tensor(2.0), "logits": torch.zeros(3)},
+        (torch.tensor(2.0), torch.zeros(3)),
+        type("Output", (), {"loss": torch.tensor(2.0)})(),
+    ],
+    ids=["tensor", "one element", "dict", "tuple", "attribute"],
+)
+def test_a_loss_is_found_in_what_models_return(value):
+    assert extract_loss(value).item() == 2.0
+
+
+@pytest.mark.parametrize("value", [None, torch.zeros(3), {"logits": 1}, (), (1, 2), "loss", {"loss": None}])
+def test_a_model_without_a_scalar_loss_is_told_what_to_pass(value):
+    with pytest.raises(ModelNotSupported, match="without a scalar loss"):
+        extract_loss(value)
+
+
+def test_tuples_are_positional_inputs_and_a_target_for_the_loss_function():
+    def model(a, b=0, c=0):
+        return a + 10 * b + 100 * c
+
+    assert module_call(model, {"a": 1, "c": 3}, None)() == 301
+    assert module_call(model, (1, 2, 3), None)() == 321
+    assert module_call(model, (1, 2, 7), lambda output, target: (output, target))() == (21, 7)
+
+
+def test_tuples_with_a_loss_function_train_as_keywords_do(tmp_path):
+    def cross_entropy(logits, targets):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    losses = {}
+    for kind in ("keywords", "tuples"):
+        model = decoder(blocks=2)
+        with holdfast.offload(model, adamw(model), tmp_path / kind, dtype="fp32") as engine:
+            if kind == "keywords":
+                losses[kind] = [engine.step(batches(0, 2)), engine.evaluate(batches(1, 2))]
+            else:
+                data = [[(b["tokens"], b["targets"]) for b in batches(step, 2)] for step in range(2)]
+                losses[kind] = [
+                    engine.step(data[0], loss_fn=cross_entropy),
+                    engine.evaluate(data[1], loss_fn=cross_entropy),
+                ]
+    assert losses["keywords"] == losses["tuples"]
+    assert differing(stored(tmp_path / "tuples"), stored(tmp_path / "keywords")) == []
+
+
+# Errors and interrupts leave nothing behind
+
+
+class Trouble(Exception):
+    pass
+
+
+def raising(error):
+    def hook(module, *args):
+        if hook.armed and torch.is_grad_enabled() == hook.wanted_grad:
+            hook.armed -= 1
+            if not hook.armed:
+                raise error
+
+    hook.armed, hook.wanted_grad = 0, True
+    return hook
+
+
+PLACES = {
+    "prologue": (lambda model: model.embed, True),
+    "a block's forward": (lambda model: model.blocks[1].mlp, False),
+    "a block's recomputation": (lambda model: model.blocks[1].mlp, True),
+    "the last block": (lambda model: model.blocks[2].mlp, True),
+    "epilogue": (lambda model: model.norm, True),
+}
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("error", [Trouble("in the model"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("place", PLACES)
+def test_an_error_in_the_model_leaves_no_thread_and_no_patch_and_a_run_that_resumes(
+    tmp_path, place, error, schedule
+):
+    model = decoder(blocks=3)
+    forwards = [dict(block.__dict__) for block in model.blocks]
+    module, wanted_grad = PLACES[place]
+    hook = raising(error)
+    hook.wanted_grad = wanted_grad
+    handle = module(model).register_forward_pre_hook(hook)
+    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", schedule=schedule)
+    threads = [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+    assert threads
+    engine.step(batches(0, 3))
+    hook.armed = 2  # for the second micro-batch
+    with pytest.raises(type(error)) as caught:
+        engine.step(batches(1, 3))
+    assert caught.value is error
+    assert not any(t.name.startswith("holdfast") for t in threading.enumerate())
+    assert [block.__dict__.keys() for block in model.blocks] == [before.keys() for before in forwards]
+    whole = engine.durable_step
+    assert whole == 1 if isinstance(error, Exception) else whole in (0, 1)  # whoever presses a key leaves now
+    with pytest.raises(EngineFailed, match=f"its run is whole up to step {whole}"):
+        engine.step(batches(1, 3))
+    engine.close()
+    handle.remove()
+    resumed = decoder(blocks=3)
+    with holdfast.offload(resumed, adamw(resumed), tmp_path, dtype="fp32", schedule=schedule) as engine:
+        assert engine.steps_done == whole
+        for step in range(whole, 2):
+            engine.step(batches(step, 3))
+    assert differing(stored(tmp_path), two_steps(tmp_path / "whole")) == []
+
+
+def two_steps(directory):
+    """The state of a run of two steps without trouble."""
+    model = decoder(blocks=3)
+    with holdfast.offload(model, adamw(model), directory, dtype="fp32") as engine:
+        for step in range(2):
+            engine.step(batches(step, 3))
+    return stored(directory)
+
+
+def test_an_error_in_the_model_does_not_lose_the_step_before_it(tmp_path):
+    """Its state is still on the way to a slow disk."""
+    model = decoder(blocks=3)
+    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", write_limit=200_000)
+    engine.step(batches(0, 2))
+    assert engine.durable_step == 0
+    model.norm.register_forward_pre_hook(raising_once(Trouble()))
+    with pytest.raises(Trouble):
+        engine.step(batches(1, 2))
+    assert engine.durable_step == 1
+    reader = LocalStore.read(tmp_path)
+    assert reader.head().step == 1
+    assert reader.verify(reader.head()) == []
+
+
+def raising_once(error):
+    hook = raising(error)
+    hook.armed = 1
+    return hook
+
+
+def test_an_error_in_the_loss_function_is_the_error_of_the_step(tmp_path):
+    def broken(output, target):
+        raise Trouble("in the loss")
+
+    model = decoder(blocks=3)
+    engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32")
+    with pytest.raises(Trouble, match="in the loss"):
+        engine.step([(b["tokens"], b["targets"]) for b in batches(0, 2)], loss_fn=broken)
+
+
+def test_a_block_called_outside_of_the_engine_says_what_to_call(tmp_path):
+    model = decoder(blocks=3)
+    calls = []
+
+    def call_from_another_thread(module, args):
+        other = threading.Thread(target=lambda: calls.append(attempt(model)))
+        other.start()
+        other.join()
+
+    def attempt(model):
+        try:
+            return model.blocks[0](torch.zeros(1, 1, 16), None, None)
+        except ModelNotSupported as error:
+            return error
+
+    handle = model.embed.register_forward_pre_hook(call_from_another_thread)
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        engine.step(batches(0, 1))
+    handle.remove()
+    assert "blocks.0 was called directly, but its parameters are on the SSD" in str(calls[0])
+
+
+def press_a_key(after_seconds):
+    time.sleep(after_seconds)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_key_press_at_any_time_leaves_no_thread_and_a_run_that_resumes(tmp_path):
+    """Control-C lands anywhere: in the model, in a handler, while waiting for the disk, between steps."""
+    done = 0
+    for attempt in range(12):
+        model = decoder(blocks=3)
+        engine = holdfast.offload(model, adamw(model), tmp_path, dtype="fp32")
+        assert engine.steps_done >= done
+        finger = threading.Thread(target=press_a_key, args=(0.004 + 0.011 * attempt,))
+        with pytest.raises(KeyboardInterrupt), engine:
+            finger.start()
+            while True:
+                engine.step(batches(engine.steps_done, 3))
+                done = engine.durable_step
+        finger.join()
+        assert not any(t.name.startswith("holdfast") for t in threading.enumerate())
+        with pytest.raises(EngineFailed):
+            engine.step(batches(0, 1))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert done > 0
+
+
+def live_parameters(blocks, directory):
+    """Parameters of blocks that are alive when block 0 runs backward under autocast."""
+    model, counts = decoder(blocks=blocks), []
+    gc.collect()
+
+    def count(module, args):
+        if torch.is_grad_enabled():
+            found = (thing for thing in gc.get_objects() if type(thing) is nn.Parameter)
+            counts.append(sum(p.shape == (24, 16) and not p.is_meta for p in found))
+
+    with holdfast.offload(model, adamw(model), directory, dtype="fp32") as engine:
+        model.blocks[0].mlp.register_forward_pre_hook(count)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            engine.step(batches(0, 1))
+    return counts
+
+
+def test_autocast_holds_no_more_than_one_blocks_parameters(tmp_path):
+    assert live_parameters(3, tmp_path / "few") == live_parameters(9, tmp_path / "many")

@@ -7,15 +7,22 @@ hold is resident.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelNotSupported
 from ..state.capture import Captured, CapturedParameter, plain_name
+from ..units import KiB
+
+SMALL = 64 * KiB
+"""Bytes. Tensors below leave no holes worth the name."""
 
 Place = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
@@ -92,7 +99,9 @@ def install(owned: Owned, parameter: nn.Parameter) -> None:
 def empty_parameters() -> Iterator[None]:
     """Modules built inside have their parameters on ``meta`` and their buffers real.
 
-    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block.
+    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block. What a
+    layer allocates for a parameter, only for it to be thrown away, does not come from the heap: it would
+    leave holes there, as many as there are blocks, that fill with memory while training.
     """
     register = nn.Module.register_parameter
 
@@ -105,6 +114,23 @@ def empty_parameters() -> Iterator[None]:
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
     try:
-        yield
+        with _OutsideTheHeap():
+            yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class _OutsideTheHeap(TorchFunctionMode):
+    """``torch.empty`` of host memory gives pages that go back to the system with the tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plain = kwargs.keys() <= {"device", "dtype"} and kwargs.get("device") is None
+        if func is not torch.empty or not plain or torch.get_default_device() != torch.device("cpu"):
+            return func(*args, **kwargs)
+        shape = torch.Size(args if args and isinstance(args[0], int) else args[0] if args else ())
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes < SMALL:
+            return func(*args, **kwargs)
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)

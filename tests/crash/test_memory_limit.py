@@ -1,0 +1,133 @@
+"""Training under a memory limit: the state is many times what the process may take, and stays so when it grows.
+
+Each measurement is a process of its own. A hard limit is a cgroup's; what a cgroup charges for the pages of
+shared libraries depends on who touched them first, so the peaks that are compared are of one kind each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fork_server import ONE_THREAD, TESTS
+from holdfast.store.local import LocalStore
+
+MIB = 1024**2
+LIMIT = 448 * MIB
+GROUP = Path("/sys/fs/cgroup/memory")
+
+
+def run(root, **order):
+    """The process's return code, and what it said, merged."""
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    done = subprocess.run(
+        [sys.executable, TESTS / "memory_run.py", json.dumps({"root": str(root), **order})],
+        env={**os.environ, **ONE_THREAD, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    said: dict = {}
+    for line in done.stdout.splitlines():
+        said |= json.loads(line)
+    assert done.returncode in (0, -9), done.stderr
+    return done.returncode, said
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Gigabytes are not left for pytest to keep."""
+    yield tmp_path
+    for path in tmp_path.iterdir():
+        shutil.rmtree(path)
+
+
+@contextmanager
+def hard_limit(nbytes):
+    """A cgroup of ``nbytes``, or the reason why there is none."""
+    group = GROUP / f"holdfast-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(nbytes))
+    except OSError as error:
+        yield None, f"no cgroup to be had ({error}), so the peak is looked at instead"
+        return
+    try:
+        yield group, ""
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.crash
+@pytest.mark.root
+@pytest.mark.timeout(600)
+def test_a_state_four_times_the_limit_trains_is_killed_resumes_and_verifies(folder):
+    if shutil.disk_usage(folder).free < 9 * 1024 * MIB:
+        pytest.skip("9 GiB of disk are needed")
+    with hard_limit(LIMIT) as (group, reason):
+        order = {"blocks": 56, "cgroup": str(group or "")}
+        code, said = run(folder / "run", **order, steps=3, dies=True)
+        assert code == -9 and said["durable"] == 3, (code, said)
+        assert said["state_bytes"] >= 4 * LIMIT
+        peaks = [said]
+        code, said = run(folder / "run", **order, steps=5)
+        assert code == 0 and said["resumed"] >= 3 and said["durable"] == 5, (code, said)
+        peaks.append(said)
+        if group is not None:
+            taken = int((group / "memory.max_usage_in_bytes").read_text())
+            print(
+                f"state {said['state_bytes'] / MIB:.0f} MiB, limit {LIMIT / MIB:.0f} MiB, {taken / MIB:.0f} taken"
+            )
+        else:
+            print(reason)
+            assert all(said["peak"] - said["of_files"] <= LIMIT for said in peaks)
+    reader = LocalStore.read(folder / "run")
+    manifest, damaged = reader.newest_whole()
+    assert (manifest.step, damaged) == (5, [])
+
+
+def growth(folder, few, many, **order):
+    """What both runs said, and what of the added state the second one added to the peak."""
+    said = []
+    for blocks in (few, many):
+        said.append(run(folder / "run", blocks=blocks, **order)[1])
+        shutil.rmtree(folder / "run")
+    small, large = said
+    share = (large["peak"] - small["peak"]) / (large["state_bytes"] - small["state_bytes"])
+    print(f"{share:.1%} of {(large['state_bytes'] - small['state_bytes']) / MIB:.0f} MiB")
+    return said, share
+
+
+def test_more_blocks_hardly_add_to_the_peak(folder):
+    _, share = growth(folder, 4, 32, width=256, tokens=128, steps=2)
+    assert share < 0.10  # of 250 MB: the noise of a heap is a few per cent of it
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_eight_times_the_blocks_add_a_twentieth_of_their_state_to_the_peak(folder):
+    said, share = growth(folder, 4, 32, width=512, tokens=256, steps=3)
+    assert share < 0.05
+    for one in said:
+        assert 0.9 < one["peak"] / one["predicted"] < 1.1
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_more_micro_batches_do_not_multiply_the_logits(folder):
+    """Seven more micro-batches take less than two tensors of logits more."""
+    sizes = {"blocks": 2, "width": 128, "vocabulary": 32768, "tokens": 512}
+    logits_bytes = sizes["tokens"] * sizes["vocabulary"] * 4
+    peaks = []
+    for micro_batches in (1, 8):
+        peaks.append(run(folder / "run", **sizes, micro_batches=micro_batches, steps=2)[1]["peak"])
+        shutil.rmtree(folder / "run")
+    print(f"{(peaks[1] - peaks[0]) / MIB:.0f} MiB more, a tensor of logits has {logits_bytes / MIB:.0f}")
+    assert peaks[1] - peaks[0] < 2 * logits_bytes

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -141,13 +142,30 @@ def _listen(reading: int, pid: int, deadline: float) -> bytes:
 
 
 class _Child:
-    """A process that trains. ``failpoint`` ends it at a place of the commit protocol; with ``cut`` the power
-    of that mount goes first, and it goes right after step ``cut_after`` was acknowledged."""
+    """A process that trains.
+
+    ``failpoint`` ends it at a place of the commit protocol; with ``cut`` the power of that mount goes first,
+    and it goes right after step ``at`` was acknowledged. ``fill`` is a file that takes all space at that time.
+    """
 
     def __init__(
-        self, pipe: int, *, failpoint: str = "", cut: str = "", cut_after: int | None = None, **run: Any
+        self,
+        pipe: int,
+        *,
+        failpoint: str = "",
+        cut: str = "",
+        fill: str = "",
+        at: int | None = None,
+        **run: Any,
     ) -> None:
-        self.pipe, self.failpoint, self.cut, self.cut_after, self.run = pipe, failpoint, cut, cut_after, run
+        self.pipe, self.failpoint, self.cut, self.fill, self.at, self.run = (
+            pipe,
+            failpoint,
+            cut,
+            fill,
+            at,
+            run,
+        )
 
     def main(self) -> None:
         import warnings
@@ -180,8 +198,8 @@ class _Child:
 
     def acknowledge(self, engine: Any, step: int) -> None:
         self.say(acknowledged=step)
-        if step == self.cut_after:
-            self.die()
+        if step == self.at:
+            fill_disk(self.fill) if self.fill else self.die()
 
     def die(self) -> None:
         if self.cut:
@@ -192,6 +210,16 @@ class _Child:
 
     def say(self, **what: Any) -> None:
         os.write(self.pipe, json.dumps(what).encode() + b"\n")
+
+
+def fill_disk(path: str) -> None:
+    """Let a file grow until not a byte more fits."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for size in (1 << 20, 1 << 12, 1):
+        with suppress(OSError):
+            while os.write(fd, b"x" * size):
+                pass
+    os.close(fd)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 A process may cut the power itself, in the middle of its work, with ``shut_down(disk.mount)``; then
 ``disk.reboot()`` is called once it has ended. Every file below must be closed before. Needs root;
-where mounting is refused the test is skipped with the reason.
+where mounting is refused ``unittest.SkipTest`` says why, which pytest takes as it is meant.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import os
 import shutil
 import struct
 import subprocess
+import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import pytest
 
 FS_IOC_SHUTDOWN = 0x8004587D  # ext4 and xfs take the same number
 NO_LOG_FLUSH = 2
@@ -56,20 +55,20 @@ class PowerCutDisk:
 
 @contextmanager
 def power_cut_disk(directory: Path, fs: str = "ext4", nbytes: int | None = None) -> Iterator[PowerCutDisk]:
-    """A fresh file system of ``nbytes`` in ``directory``; skips the test where there can be none."""
+    """A fresh file system of ``nbytes`` in ``directory``; ``unittest.SkipTest`` where there can be none."""
     disk = PowerCutDisk(directory / f"{fs}.img", directory / f"{fs}.mnt")
     disk.mount.mkdir()
     disk.image.touch()
     os.truncate(disk.image, nbytes or SMALLEST[fs])
     if os.geteuid() != 0:
-        pytest.skip("a power cut needs root to mount a file system")
+        raise unittest.SkipTest("a power cut needs root to mount a file system")
     if shutil.which(f"mkfs.{fs}") is None:
-        pytest.skip(f"mkfs.{fs} is not installed")
+        raise unittest.SkipTest(f"mkfs.{fs} is not installed")
     _run(f"mkfs.{fs}", "-q", disk.image)
     try:
         _run("mount", "-o", "loop", disk.image, disk.mount)
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"mounting {fs} is refused here: {error.stderr.strip()}")
+        raise unittest.SkipTest(f"mounting {fs} is refused here: {error.stderr.strip()}") from None
     try:
         disk.folder.mkdir()
         sync_directory(disk.mount)
@@ -77,6 +76,7 @@ def power_cut_disk(directory: Path, fs: str = "ext4", nbytes: int | None = None)
     finally:
         subprocess.run(["umount", "-l", disk.mount], check=False, capture_output=True)
         disk.image.unlink()
+        disk.mount.rmdir()
 
 
 def sync_directory(directory: Path) -> None:

@@ -6,11 +6,17 @@ moved; what the file system then has when it is mounted again is resumed.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from crash_run import ON_SSD, STEPS
+from fork_server import ONE_THREAD
 from holdfast import failpoints
 from powercut import power_cut_disk
 
@@ -45,7 +51,7 @@ def resume(server, reference, order, disk, outcome):
 
 def test_power_cut_right_after_an_acknowledgement(server, reference, text, disk, root):
     order = {"root": root, "text": text}
-    outcome = server.run(**order, steps=STEPS, cut=disk.mount, cut_after=3)
+    outcome = server.run(**order, steps=STEPS, cut=disk.mount, at=3)
     assert outcome.durable == 3
     resume(server, reference, order, disk, outcome)
 
@@ -57,7 +63,7 @@ def test_power_cut_right_after_each_acknowledgement_of_one_run(server, reference
     order, newest = {"root": root, "text": text, **way}, -1
     while newest < STEPS:
         target = 0 if newest < 0 else min(newest + way.get("commit_every", 1), STEPS)
-        outcome = server.run(**order, steps=STEPS, cut=disk.mount, cut_after=target)
+        outcome = server.run(**order, steps=STEPS, cut=disk.mount, at=target)
         assert outcome.killed and outcome.durable == target
         assert newest < 0 or outcome.resumed == newest
         disk.reboot()
@@ -88,3 +94,21 @@ def test_power_cut_at_each_failpoint_in_turn_of_one_run(server, reference, text,
         newest = max(newest, outcome.durable)
         disk.reboot()
         assert max(reference.check_run(root), default=-1) >= newest
+
+
+@pytest.mark.timeout(300)
+def test_the_table_of_what_a_power_cut_leaves(tmp_path):
+    """The benchmark sees that a plain save is lost, that one by the rules is not, and that ours is not."""
+    script = Path(__file__).parents[2] / "benchmarks/power_cut.py"
+    command = [sys.executable, script, "--small", "--folder", tmp_path]
+    env = {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    if "skipped" in result:
+        pytest.skip(result["skipped"])
+    there = {(row["way"], row["moment"]): row["step 2"] for row in result["rows"]}
+    assert there["torch.save, new name", "at once"] == 0
+    for moment in ("at once", "after a sync of another file"):
+        assert there["torch.save, fsync, rename, fsync by hand", moment] == 1
+        assert there["holdfast: durable_step == 2", moment] == 1

@@ -457,11 +457,15 @@ def live_tensors(layers, directory):
         class layer(Layer):
             def forward(self, x):
                 if torch.is_grad_enabled() and self is model.blocks[0]:
-                    tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
-                    counts.append(sum(tensor.shape == (2, CONTEXT, WIDTH) for tensor in tensors))
+                    counts.append(of_that_size() - before)
                 return super().forward(x)
 
-    Counting.layers, counts = layers, []
+    def of_that_size():
+        tensors = (thing for thing in gc.get_objects() if type(thing) is torch.Tensor)
+        return sum(tensor.shape == (2, CONTEXT, WIDTH) for tensor in tensors)
+
+    gc.collect()  # what earlier tests have left
+    Counting.layers, counts, before = layers, [], of_that_size()
     model = build(Counting)
     with holdfast.offload(
         model, torch.optim.AdamW(model.parameters()), directory, dtype="fp32", activations_on_host=0.0

@@ -157,6 +157,19 @@ def test_create_keeps_files_of_the_right_size_and_says_what_is_missing(make, tmp
     assert (tmp_path / unit.path(2)).stat().st_size == LARGE.file_bytes
 
 
+def test_files_beyond_the_copies_go_when_no_commit_needs_them(make, tmp_path):
+    make().create()
+    (tmp_path / "data/block_0.old.9.safetensors").write_bytes(b"of another unit")
+    unit = make(copies=1)
+    make.retained = {unit.path(2): unit.layout.file_bytes}
+    unit.create()
+    names = [unit.path(0), unit.path(2), "data/block_0.old.9.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [name[5:] for name in names]
+    make.retained = {unit.path(0): unit.layout.file_bytes}
+    unit.trim()
+    assert not (tmp_path / unit.path(2)).exists()
+
+
 def test_a_file_of_a_commit_that_was_cut_is_made_anew(make, tmp_path):
     unit = make()
     unit.create()

@@ -32,7 +32,7 @@ def make_engine(
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
     sample = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
-    return offload(
+    engine = offload(
         model,
         optimizer,
         config.offload.ssd or config.run.dir,
@@ -63,6 +63,10 @@ def make_engine(
         events=events,
         confirm=confirm,
     )
+    for group, base in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+        # a run that goes on for another number of steps has the rates of that number from here on
+        group["lr"] = base * learning_rate_factor(scheduler.last_epoch, warmup, steps)
+    return engine
 
 
 def make_optimizer(model: Decoder, config: Config) -> torch.optim.AdamW:

@@ -6,7 +6,11 @@ what an operation hands over, which on a separate device is what crosses the bus
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 
 class HostDevice:
@@ -25,6 +29,13 @@ class HostDevice:
         """``tensor`` of the device, in host memory. Readable when it returns."""
         return tensor
 
+    def take_batch(self, batch: Any) -> Any:
+        """A micro-batch whose tensors are on the device."""
+        return batch
+
+    def take_buffers(self, model: nn.Module) -> None:
+        """Move the model's buffers to the device."""
+
 
 class CudaDevice:
     """One CUDA device. Copies are synchronous; overlapping them with computation comes with streams."""
@@ -41,6 +52,14 @@ class CudaDevice:
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu")
+
+    def take_batch(self, batch: Any) -> Any:
+        return pytree.tree_map(lambda x: x.to(self.torch_device) if isinstance(x, torch.Tensor) else x, batch)
+
+    def take_buffers(self, model: nn.Module) -> None:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(self.torch_device)
 
 
 Device = HostDevice | CudaDevice

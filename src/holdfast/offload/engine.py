@@ -22,6 +22,7 @@ from ..plan.horizontal import horizontal
 from ..plan.ops import Op
 from ..plan.vertical import commit_only, forward_only, vertical
 from ..plan.work import StepShape, Work
+from ..state.capture import buffer_at
 from ..state.progress import encode, random_state
 from . import rng
 from .blocks import install
@@ -77,6 +78,7 @@ class Engine:
         """The newest step that survives power loss; -1 before the first commit."""
         self.resumed_from: int | None = None
         self.skipped_steps = 0
+        self._positions: dict[str, Any] = {}  # since the last step a batch may have been fetched
         self.last: dict[str, Any] = {}
         """The event of the last step."""
 
@@ -112,7 +114,9 @@ class Engine:
         """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded."""
         if not micro_batches:
             raise BadInput("an evaluation needs at least one micro-batch")
-        results = self._forward([module_call(self._run.model, batch, loss_fn) for batch in micro_batches])
+        results = self._forward(
+            [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in micro_batches]
+        )
         return sum(float(extract_loss(value)) for value in results) / len(results)
 
     def generate(
@@ -148,7 +152,7 @@ class Engine:
         if self.durable_step < self.steps_done:
             step = self._blank_step(StepShape(micro_batches=1), training=True)
             step.number = self.steps_done - 1
-            step.progress = self._progress()
+            step.progress = self._progress() | self._positions
             with self._running(step):
                 self._executor.run(commit_only(self._work, self._run.placement), step)
                 self._executor.drain()
@@ -167,7 +171,7 @@ class Engine:
             values.update(self._values(index, unit))
         ordered = {name: values[p.name] for p in self._parts.captured.parameters for name in p.names}
         return ordered | {
-            name: buffer.detach().clone() for name, buffer in self._parts.captured.buffers.items()
+            name: buffer_at(place).detach().clone() for name, place in self._parts.captured.buffers.items()
         }
 
     def close(self) -> None:
@@ -197,8 +201,12 @@ class Engine:
         if kind is None:
             self.close()
         elif not self._closed:
-            self._executor.abort()
-            self._shut_down()
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Stop without a further commit: what is under way ends, nothing else is written. The run stays whole."""
+        self._executor.abort()
+        self._shut_down()
 
     # Observation
 
@@ -231,12 +239,15 @@ class Engine:
         step.hyper = self._run.optimizer.snapshot()
         step.clip_norm = self._clip_norm
         step.micro_batches = [
-            MicroBatch(Coroutine(module_call(self._run.model, batch, loss_fn)), weight)
+            MicroBatch(
+                Coroutine(module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)), weight
+            )
             for batch, weight in zip(micro_batches, weights, strict=True)
         ]
         if self.scheduler is not None:
             self.scheduler.step()
         step.progress = self._progress()
+        self._positions = {key: step.progress[key] for key in ("random", "loader") if key in step.progress}
         return step
 
     def _blank_step(self, shape: StepShape, training: bool) -> Step:
@@ -296,8 +307,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            self._executor.abort()
-            self._shut_down()
+            self.give_up()
             raise
 
     def _shut_down(self) -> None:
@@ -345,16 +355,8 @@ class Engine:
 
     def _progress(self) -> dict[str, Any]:
         """What resuming needs besides tensors, as it is when the step under way is over."""
-        groups = [
-            {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
-            for i, group in enumerate(self._optimizer.param_groups)
-        ]
-        progress = {"random": encode(random_state()), "groups": groups, "skipped_steps": self.skipped_steps}
-        if self.scheduler is not None:
-            progress["scheduler"] = encode(self.scheduler.state_dict(), "scheduler")
-        if self._loader is not None:
-            progress["loader"] = encode(self._loader.state_dict(), "loader")
-        return progress
+        progress = progress_of(self._optimizer, self.scheduler, self._loader)
+        return {**progress, "skipped_steps": self.skipped_steps}
 
     # Reports
 
@@ -388,7 +390,7 @@ class Engine:
 
     def _values(self, index: int, unit: Any) -> dict[str, torch.Tensor]:
         """The master parameters of one unit."""
-        store, manifest_free = self._run, {}
+        store = self._run
         is_resident = index == len(self._parts.units)
         if is_resident:
             image = as_tensor(store.resident_buffer)
@@ -406,7 +408,7 @@ class Engine:
         values = {m.name: unit.state_view(as_tensor(buffer), m.name, "param").clone() for m in unit.trained}
         if taken is not None:
             store.residency.pool.give(taken)
-        return values | manifest_free | self._frozen(unit)
+        return values | self._frozen(unit)
 
     def _frozen(self, unit: Any) -> dict[str, torch.Tensor]:
         if not unit.frozen:
@@ -419,6 +421,21 @@ class Engine:
         values = {m.name: unit.frozen_view(as_tensor(buffer), m.name).clone() for m in unit.frozen}
         self._run.residency.pool.give(buffer)
         return values
+
+
+def progress_of(optimizer: torch.optim.Optimizer, scheduler: Any, loader: Any) -> dict[str, Any]:
+    """Random generators, hyper-parameters, schedule and data position, as JSON. Raises ``BadInput`` naming
+    the first thing that cannot be stored by value."""
+    groups = [
+        {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    progress = {"random": encode(random_state()), "optimizer": type(optimizer).__name__, "groups": groups}
+    if scheduler is not None:
+        progress["scheduler"] = encode(scheduler.state_dict(), "scheduler")
+    if loader is not None:
+        progress["loader"] = encode(loader.state_dict(), "loader")
+    return progress
 
 
 def _token_weights(micro_batches: Sequence[Any]) -> list[float | None]:

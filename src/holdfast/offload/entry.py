@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..errors import BadInput, Damaged, ModelNotSupported, NoCommit
+from ..errors import BadInput, Damaged, ModelNotSupported, NoCommit, RunMismatch
 from ..events import EventLog
 from ..io.buffers import BufferPool
 from ..io.queue import IOQueue
@@ -30,12 +30,20 @@ from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..units import MiB, parse_bytes
 from .device import open_device
-from .engine import SCHEDULES, Engine
+from .engine import SCHEDULES, Engine, progress_of
 from .measure import Measured, measure
 from .preflight import Preflight, ssd_bytes
 from .process import process_bytes, use_one_arena
 from .runtime import Step
-from .setup import Builder, Parts, empty_originals, install_resident, same_model, switch_off_cache
+from .setup import (
+    Builder,
+    Parts,
+    empty_originals,
+    install_resident,
+    same_layouts,
+    same_model,
+    switch_off_cache,
+)
 
 KERNEL_BYTES = 48 * MiB
 """What a process grows by when torch's kernels run for the first time: code, tables and scratch. Measured on
@@ -124,12 +132,16 @@ def offload(
     memory = predict(work, placement, shape, SCHEDULES[schedule])
     read, written = ssd_bytes(SCHEDULES[schedule](work, placement, shape))
     queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
-    store = None
+    store = engine = None
     try:
-        store = LocalStore.open(ssd, retain=retain, disk=disk, queue=queue, direct=direct)
+        store = LocalStore.open(
+            ssd, retain=retain, spare=1 if commit_every == 1 else 2, disk=disk, queue=queue, direct=direct
+        )
         found = _newest(store, parts)
         pool = BufferPool(None)
-        builder = Builder(parts, store, target, pool, placement, retain + (1 if commit_every == 1 else 2))
+        builder = Builder(parts, store, target, pool, placement, retain + store.spare)
+        if found is not None:
+            same_layouts(builder, found)
         spilled = (
             sum(not on_host for on_host in placement.activations[:-1]) * micro_batches * work.input_bytes
         )
@@ -151,6 +163,10 @@ def offload(
         if confirm is not None:
             confirm(preflight)
         publish: list[Callable[[Step], None]] = []
+        if found is None:
+            progress_of(optimizer, scheduler, loader)  # whatever cannot be stored is refused now
+        else:
+            _restore(found, optimizer, scheduler, loader)
         switch_off_cache(model)
         use_one_arena()
         store.begin(found)
@@ -160,18 +176,23 @@ def offload(
             builder.fill_fresh(run, init, seed)
         else:
             builder.fill_from(run, found)
+        were_real = {p.name: not p.parameter.is_meta for p in parts.captured.parameters}
         engine = Engine(
             run, parts, work, preflight,
             optimizer=optimizer, scheduler=scheduler, loader=loader, schedule=schedule, clip_norm=clip_norm,
             commit_every=commit_every, normalize=normalize, update_workers=update_workers,
-            events=events or EventLog(None), were_real=empty_originals(parts),
+            events=events or EventLog(None), were_real=were_real,
         )  # fmt: skip
         publish.append(engine.publish)
+        _continue(engine, optimizer, found)
+        empty_originals(parts)
         install_resident(run)
-        _continue(engine, optimizer, scheduler, loader, found)
+        target.take_buffers(model)
         return engine
     except BaseException:
-        queue.close()
+        if engine is not None:
+            engine.give_up()
+        queue.close()  # nothing is under way any more when the lock goes
         if store is not None:
             store.close()
         raise
@@ -235,19 +256,33 @@ def _newest_readable(store: LocalStore) -> Manifest | None:
     return None
 
 
-def _continue(engine: Engine, optimizer: Any, scheduler: Any, loader: Any, found: Manifest | None) -> None:
-    """Put everything that is not a tensor where the commit had it; a fresh run gets its first commit."""
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        optimizer._opt_called = True  # the engine steps for it, so its scheduler need not warn
-    if found is None:
-        engine.publish_first()
-        return
+def _restore(found: Manifest, optimizer: Any, scheduler: Any, loader: Any) -> None:
+    """Put hyper-parameters, scheduler and loader where the commit had them. Raises ``RunMismatch``."""
     progress = found.progress
-    engine.steps_done = engine.durable_step = engine.resumed_from = found.step
-    engine.skipped_steps = progress.get("skipped_steps", 0)
+    if len(progress["groups"]) != len(optimizer.param_groups):
+        raise RunMismatch(
+            f"the run's optimizer has {len(progress['groups'])} parameter groups, this one has "
+            f"{len(optimizer.param_groups)}. Build it with the groups that the run was made with."
+        )
+    theirs, ours = progress.get("optimizer"), type(optimizer).__name__
+    if theirs not in (None, ours):
+        raise RunMismatch(
+            f"the run was made with {theirs}, this optimizer is {ours}. Use {theirs}, or another directory."
+        )
     for group, saved in zip(optimizer.param_groups, progress["groups"], strict=True):
         group.update({key: decode(value) for key, value in saved.items()})
     for name, thing in (("scheduler", scheduler), ("loader", loader)):
         if thing is not None and name in progress:
             thing.load_state_dict(decode(progress[name]))
-    restore_random_state(decode(progress["random"]))
+
+
+def _continue(engine: Engine, optimizer: Any, found: Manifest | None) -> None:
+    """A resumed engine counts on from its commit; a fresh one gets its first."""
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        optimizer._opt_called = True  # the engine steps for it, so its scheduler need not warn
+    if found is None:
+        engine.publish_first()
+        return
+    engine.steps_done = engine.durable_step = engine.resumed_from = found.step
+    engine.skipped_steps = found.progress.get("skipped_steps", 0)
+    restore_random_state(decode(found.progress["random"]))

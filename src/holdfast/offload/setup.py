@@ -157,6 +157,22 @@ def same_model(parts: Parts, store: LocalStore, manifest: Manifest) -> None:
             )
 
 
+def same_layouts(builder: Builder, manifest: Manifest) -> None:
+    """Raises ``RunMismatch`` if a file of the run has its tensors at other places: the same names, shapes and
+    dtypes in another order, as after a change of the model's code."""
+    for name, stored in builder.by_file_name().items():
+        ref = manifest.files.get(name)
+        if ref is None or builder.store.layout(ref).header != stored.layout.header:
+            raise _other_layout(ref.path if ref else name)
+
+
+def _other_layout(path: str) -> RunMismatch:
+    return RunMismatch(
+        f"{path} holds its tensors in another order, or other blocks, than this model has. Build the model with the "
+        "code and the blocks= that the run was made with, or give this one its own directory."
+    )
+
+
 def _sort(atom: dict[str, Any] | None) -> str:
     return "absent" if atom is None else f"{atom['dtype']} {atom['shape']}"
 
@@ -165,33 +181,41 @@ def _sort(atom: dict[str, Any] | None) -> str:
 
 
 def materialise(
-    parts: Parts, unit: Unit, modules: list[nn.Module], init, seed: int
+    parts: Parts, unit: Unit, modules: list[nn.Module], init: Callable[[nn.Module], Any] | None, seed: int
 ) -> dict[str, torch.Tensor]:
-    """The initial values of a unit's parameters: their own where they are real, made by ``init`` (or by the
-    modules' own ``reset_parameters``) where they are on ``meta``. Each unit draws from its own key."""
-    values = {m.name: m.owned.captured.parameter for m in unit.members}
-    if not any(value.is_meta for value in values.values()):
-        return {name: value.detach() for name, value in values.items()}
-    empty = {}
+    """The initial values of a unit's parameters: their own where they are real; where they are on ``meta``,
+    made by ``init`` or by the modules' own ``reset_parameters``. Each unit draws from its own key.
+
+    Raises ``ModelNotSupported`` for a parameter that nothing initialises.
+    """
+    originals = {m.name: m.owned.captured.parameter for m in unit.members}
+    made = {name: nn.Parameter(_fresh(p), p.requires_grad) for name, p in originals.items()}
+    missing = {id(made[name]) for name, p in originals.items() if p.is_meta}
     for member in unit.members:
-        parameter = member.owned.captured.parameter
-        made = (
-            torch.empty(parameter.shape, dtype=parameter.dtype) if parameter.is_meta else parameter.detach()
-        )
-        empty[member.name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-        install(member.owned, empty[member.name])
+        install(member.owned, made[member.name])
     rng.seed_generators(rng.key_seed(seed, 0, 0, f"init {unit.name}"), torch.device("cpu"))
     try:
         with torch.no_grad():
             for module in modules:
-                if any(
-                    p is not None and any(p is e for e in empty.values()) for p in module._parameters.values()
-                ):
+                if any(id(p) in missing for p in module._parameters.values()):
                     _initialise(parts.model, module, init)
     finally:
         for member in unit.members:
             install(member.owned, member.owned.captured.parameter)
-    return {name: value.detach() for name, value in empty.items()}
+    for name, parameter in originals.items():
+        if parameter.is_meta and bool(torch.isnan(made[name]).any()):
+            raise ModelNotSupported(
+                f"nothing initialises parameter {name}, which is on meta. Pass init=, a function that initialises the "
+                "parameters that one module itself holds."
+            )
+    return {name: (made[name] if p.is_meta else p).detach() for name, p in originals.items()}
+
+
+def _fresh(parameter: nn.Parameter) -> torch.Tensor:
+    """Memory for an initialiser to fill: a copy of a real parameter, or nothing but NaN."""
+    if not parameter.is_meta:
+        return parameter.detach().clone()
+    return torch.full(parameter.shape, float("nan"), dtype=parameter.dtype, device="cpu")
 
 
 def _initialise(model: nn.Module, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
@@ -239,6 +263,11 @@ class Builder:
         self.residency = Residency(pool, parts.units, parts.resident, device.torch_device)
         self.param_offsets = _offsets([unit.copy_bytes for unit in parts.units])
         self.grad_offsets = _offsets([unit.grad_bytes for unit in parts.units])
+
+    def by_file_name(self) -> dict[str, StoredUnit]:
+        """Every unit's files by the name under which a manifest refers to them."""
+        frozen = {f"{name}.frozen": stored for name, stored in self.stored_frozen.items()}
+        return {**self.stored, **frozen}
 
     def space_needed(self, clip: bool, horizontal: bool, input_bytes: int) -> int:
         """Bytes that the run still has to take from the file system."""
@@ -305,6 +334,9 @@ class Builder:
                 values = materialise(self.parts, unit, unit_modules(self.parts, unit), init, seed)
                 state, frozen = self._image(run, index), self._frozen_image(unit)
                 unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
+                parts_state = self.parts.optimizer.state_of
+                for member in unit.trained:
+                    unit.write_state(member, as_tensor(state), parts_state(member.owned.captured.parameter))
                 del values
                 self._write(unit, self.stored[unit.name], state, self.newest)
                 if frozen is not None:
@@ -351,6 +383,8 @@ class Builder:
         ref = manifest.files[name]
         generation = stored.generation_of(ref.path)
         stored.read(generation, image.view, ref.checksums, kind="state", phase="setup", priority=0).result()
+        if bytes(image.view[: len(stored.layout.header)]) != stored.layout.header:
+            raise _other_layout(ref.path)
         book[unit] = Stored(generation, ref.checksums)
 
     def _derive(self, run: Runtime, index: int, unit: Unit, state: Buffer, frozen: Buffer | None) -> None:
@@ -405,23 +439,29 @@ def _resident_accumulator(run: Runtime, member):
     return accumulate
 
 
-def empty_originals(parts: Parts) -> dict[str, bool]:
-    """Move the model's own parameters to ``meta``: their values live in the store now. Says which were real.
+def empty_originals(parts: Parts) -> None:
+    """Move the model's own parameters to ``meta``: their values live in the store now. The objects stay the
+    same, so the optimizer's groups still refer to them. Either all are moved or none.
 
-    The objects stay the same, so the optimizer's groups still refer to them.
+    Raises ``BadInput`` naming a parameter that something else holds on to.
     """
-    were_real = {}
-    for unit in parts.all_units:
-        for member in unit.members:
-            parameter = member.owned.captured.parameter
-            were_real[member.name] = not parameter.is_meta
-            if not parameter.is_meta:
-                parameter.grad = None
-                empty = nn.Parameter(
-                    torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-                )
-                torch.utils.swap_tensors(parameter, empty)
-    return were_real
+    moved: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for captured in parts.captured.parameters:
+        parameter = captured.parameter
+        if parameter.is_meta:
+            continue
+        parameter.grad = None
+        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        try:
+            torch.utils.swap_tensors(parameter, empty)
+        except RuntimeError as error:
+            for original, real in moved:
+                torch.utils.swap_tensors(original, real)
+            raise BadInput(
+                f"parameter {captured.name} cannot be moved out of memory, because something else holds on to it: "
+                f"{error}. Let go of earlier outputs of the model, and of weak references to its parameters."
+            ) from error
+        moved.append((parameter, empty))
 
 
 def _offsets(sizes: list[int]) -> list[int]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import ModelNotSupported
 from ..io.buffers import Buffer
 from ..state.atoms import Atom
-from ..state.capture import FROM_NAME, TO_NAME
+from ..state.capture import FROM_NAME, TO_NAME, BufferPlace, buffer_at
 from ..store.layout import Layout
 from ..units import round_up
 from ..update.optimizer import STEP, HostOptimizer, ParameterState, Slots
@@ -71,7 +73,7 @@ class Unit:
         owned: Sequence[Owned],
         optimizer: HostOptimizer,
         dtype: torch.dtype,
-        buffers: dict[str, torch.Tensor] | None = None,
+        buffers: dict[str, BufferPlace] | None = None,
     ) -> None:
         self.name, self.dtype, self.slots = name, dtype, optimizer.slots
         self.buffers = buffers or {}
@@ -113,7 +115,9 @@ class Unit:
         names = dict.fromkeys(name for _, s in slots for name in s.tensors)
         atoms += [Atom(m.name, name, m.shape, "F32") for name in names for m, s in slots if name in s.tensors]
         atoms += [Atom(m.name, name, (), "F32") for m, s in slots for name in s.scalars]
-        atoms += [Atom(name, "buffer", tuple(b.shape), TO_NAME[b.dtype]) for name, b in self.buffers.items()]
+        for name, place in self.buffers.items():
+            buffer = buffer_at(place)
+            atoms.append(Atom(name, "buffer", tuple(buffer.shape), TO_NAME[buffer.dtype]))
         return atoms
 
     # Views
@@ -179,15 +183,30 @@ class Unit:
                 self.frozen_view(frozen, member.name).copy_(values[member.name])
         self.write_buffers(state)
 
+    def write_state(self, member: Member, image: torch.Tensor, state: dict[str, Any]) -> None:
+        """Take over what the user's optimizer holds for a parameter already, if it holds anything."""
+        slots = self.member_slots(member)
+        for slot in (*slots.tensors, *slots.scalars):
+            if slot in state:
+                self.state_view(image, member.name, slot).copy_(torch.as_tensor(state[slot]))
+        if state and STEP not in state:
+            self.state_view(image, member.name, STEP).fill_(1)
+
     def write_buffers(self, state: torch.Tensor) -> None:
         """Copy the model's persistent buffers into the state image."""
-        for name, buffer in self.buffers.items():
-            self.state_view(state, name, "buffer").copy_(buffer)
+        for name, place in self.buffers.items():
+            view, buffer = self.state_view(state, name, "buffer"), buffer_at(place)
+            if (view.shape, view.dtype) != (buffer.shape, buffer.dtype):
+                raise ModelNotSupported(
+                    f"buffer {name} was {view.dtype} {tuple(view.shape)} and is {buffer.dtype} {tuple(buffer.shape)} "
+                    "now; the state of a run keeps its shapes."
+                )
+            view.copy_(buffer)
 
     def read_buffers(self, state: torch.Tensor) -> None:
         """Set the model's persistent buffers from the state image."""
-        for name, buffer in self.buffers.items():
-            buffer.copy_(self.state_view(state, name, "buffer"))
+        for name, place in self.buffers.items():
+            buffer_at(place).copy_(self.state_view(state, name, "buffer"))
 
 
 def leaf(view: torch.Tensor, trained: bool) -> nn.Parameter:

@@ -102,7 +102,10 @@ def _backward(s: Schedule, block: int, uploaded: Key) -> None:
             Key("backward", block, m),
             needs=(uploaded, *needs),
             work=flop,
-            needs_previous=updates.resident_updated(s) if is_last and block == 0 else (),
+            needs_previous=(
+                *(updates.resident_updated(s) if is_last and block == 0 else ()),
+                *(updates.committed(s) if block == 0 and m == final else ()),
+            ),
             takes=(
                 *(gradients.begin(s, block) if m == 0 else ()),
                 *(inputs.made_grad(s, block, m) if block else ()),

@@ -48,12 +48,16 @@ class CapturedParameter:
         return tuple(self.parameter.shape)
 
 
+BufferPlace = tuple[nn.Module, str]
+"""A module, and the name under which it holds a buffer."""
+
+
 @dataclass(frozen=True)
 class Captured:
-    """Parameters in the model's order, each once, and the persistent buffers by name."""
+    """Parameters in the model's order, each once, and where each persistent buffer is: a module may rebind it."""
 
     parameters: tuple[CapturedParameter, ...]
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, BufferPlace]
 
 
 def plain_name(name: str) -> str:
@@ -91,11 +95,19 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Captured:
     )
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a ``state_dict`` would hold, by plain name."""
+def persistent_buffers(model: nn.Module) -> dict[str, BufferPlace]:
+    """Where the buffers are that a ``state_dict`` would hold, by plain name."""
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[plain_name(f"{prefix}.{name}" if prefix else name)] = buffer
+                found[plain_name(f"{prefix}.{name}" if prefix else name)] = (module, name)
     return found
+
+
+def buffer_at(place: BufferPlace) -> torch.Tensor:
+    """The buffer that is there now."""
+    module, name = place
+    buffer = module._buffers[name]
+    assert buffer is not None, f"{type(module).__name__}.{name} was a buffer and is None now"
+    return buffer

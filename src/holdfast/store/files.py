@@ -183,8 +183,13 @@ class Disk:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise _failure("lock", self.root / path, error, 0) from error
             raise RunLocked(_locked_text(self.root, holder)) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(owner).encode() + b"\n", 0)
+        text = json.dumps(owner).encode() + b"\n"
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, text, 0)
+        except OSError as error:
+            os.close(fd)
+            raise _failure("write", self.root / path, error, len(text)) from error
         _held_locks.add(fd)
 
         def release() -> None:

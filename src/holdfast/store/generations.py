@@ -53,13 +53,14 @@ class Unit:
         self._acquired: set[int] = set()
         self._synced: dict[int, tuple[str, ...]] = {}
         self._files: dict[int, OpenFile] = {}
+        self._surplus: list[str] | None = None
 
     def path(self, generation: int) -> str:
         return f"data/{self.name}.{generation}.safetensors"
 
     def generation_of(self, path: str) -> int:
         """The generation that lies at ``path``, as a manifest names it."""
-        match = re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
+        match = self._numbered(path)
         if not match:
             raise ValueError(f"{path} is no generation of the unit {self.name!r}")
         return int(match[1])
@@ -74,6 +75,16 @@ class Unit:
             self._disk.allocate(path, self.layout.file_bytes)
         if missing:
             self._disk.sync_dir("data", why="unit directory")
+        self.trim()
+
+    def trim(self) -> None:
+        """Remove generations beyond ``copies``, of a time when more commits were kept, that none needs now."""
+        if self._surplus is None:
+            names = [path for name in self._disk.listdir("data") if self._numbered(path := f"data/{name}")]
+            self._surplus = [path for path in names if self.generation_of(path) >= self.copies]
+        for path in [path for path in self._surplus if path not in self._retained()]:
+            self._disk.unlink(path)
+            self._surplus.remove(path)
 
     def missing_bytes(self) -> int:
         """What ``create`` will take from the file system."""
@@ -170,6 +181,9 @@ class Unit:
     def is_synced(self, generation: int, checksums: tuple[str, ...]) -> bool:
         """Whether a ``write`` with this result has ended since ``generation`` was acquired."""
         return self._synced.get(generation) == checksums
+
+    def _numbered(self, path: str) -> re.Match | None:
+        return re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
 
     def _check(self, image: memoryview) -> None:
         if len(image) != self.layout.file_bytes:

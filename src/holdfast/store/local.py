@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import EngineFailed, NoCommit, StaleCommit
+from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.generations import Unit
@@ -45,7 +45,7 @@ class LocalStore(RunReader):
         if retain < 1:
             raise ValueError(f"durability.retain is at least 1, got {retain}")
         super().__init__(root, disk, direct=direct)
-        self.retain = retain
+        self.retain, self.spare = retain, 1
         self.timeline: int | None = None
         self._queue, self._own_queue = queue, queue is None
         self._release: Callable[[], None] | None = None
@@ -63,6 +63,7 @@ class LocalStore(RunReader):
         root: str | Path,
         *,
         retain: int = 2,
+        spare: int = 1,
         disk: AnyDisk | None = None,
         queue: IOQueue | None = None,
         direct: bool = True,
@@ -70,9 +71,11 @@ class LocalStore(RunReader):
         """Open ``root`` for writing, made if absent. Raises ``RunLocked`` if another process writes to it.
 
         When this returns, what the directory lists survives power loss; what an earlier process left
-        half-made (temporary files, scratch) is gone.
+        half-made (temporary files, scratch) is gone. ``spare`` is how many files of each unit must be free of
+        commits: 1 to write a step, 1 more where steps between commits are written too.
         """
         store = cls(root, retain, disk, queue, direct)
+        store.spare = spare
         store.disk.makedirs("")
         store._release = store.disk.lock(LOCK, {**this_writer(), "started": time.time()})
         try:
@@ -194,8 +197,9 @@ class LocalStore(RunReader):
         if self._own_queue and self._queue is not None:
             self._queue.close()
             self._queue = None
-        for scratch in self._scratch:
-            scratch.close()
+        with suppress(DiskFailed):  # what is left of it is removed at the next opening
+            for scratch in self._scratch:
+                scratch.close()
         for unit in self._units.values():
             unit.close()
         self._scratch = []
@@ -244,7 +248,10 @@ class LocalStore(RunReader):
     def _retire(self) -> None:
         """Unlink the manifests beyond ``retain``; when their names are durably gone, their files are free."""
         assert self.timeline is not None
-        room = min((unit.copies - 1 for unit in self._units.values() if unit.copies > 1), default=self.retain)
+        copies = min(
+            (unit.copies for unit in self._units.values() if unit.copies > 1), default=self.retain + 1
+        )
+        room = copies - self.spare
         room = max(room, self.retain)
         drop = dropped(self._retained, self._timelines, self.timeline, retain=self.retain, room=room)
         if not drop:
@@ -258,6 +265,8 @@ class LocalStore(RunReader):
         gone = [self._retained[ref] for ref in drop]
         self._keep({ref: manifest for ref, manifest in self._retained.items() if ref not in drop})
         self._drop_indexes(gone)
+        for unit in self._units.values():
+            unit.trim()
 
     def _drop_indexes(self, gone: list[Manifest | None]) -> None:
         """Remove the index files that only retired manifests named."""

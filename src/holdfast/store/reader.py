@@ -14,7 +14,8 @@ from holdfast.errors import Damaged, FileMissing, ManifestCorrupt, NoCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store import reading, verifying
 from holdfast.store.files import AnyDisk, Disk
-from holdfast.store.manifest import CommitRef, Manifest, Timeline, timeline_of_name
+from holdfast.store.layout import Layout
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name
 from holdfast.store.retention import lineage
 
 Report = Callable[[int, int], None]
@@ -116,6 +117,10 @@ class RunReader:
     def read_atom(self, manifest: Manifest, atom_key: str) -> bytearray:
         """The verified bytes of one atom, in C order. Raises ``Damaged``; ``KeyError`` for an unknown one."""
         return reading.read_atom(self.disk, manifest, atom_key, direct=self.direct)
+
+    def layout(self, ref: FileRef) -> Layout:
+        """Where the tensors of one file lie, as its own header says."""
+        return reading.unverified_layout(self.disk, ref)
 
     def way_out(self, path: str) -> str:
         """What to do about damage in ``path``: the newest step that does not need it."""

@@ -99,6 +99,10 @@ class HostOptimizer:
         self._worker = _Worker()
         self.slots = tuple(self._discover(group) for group in self.snapshot().groups)
 
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """What the user's optimizer holds for ``parameter`` already, by slot; empty for a fresh one."""
+        return {k: v for k, v in self._optimizer.state.get(parameter, {}).items() if v is not None}
+
     def snapshot(self) -> HyperParameters:
         """The hyper-parameters of every group, by value."""
         return HyperParameters(tuple(self._by_value(group) for group in self._optimizer.param_groups))

@@ -138,6 +138,9 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
     """Epilogue, loss, and the backward of both down to the last block's output."""
     batch = step.micro_batches[m]
     loss = extract_loss(_finish(run, step, m, batch.deliveries[len(run.blocks) - 1].reply()))
+    if batch.weight == 0.0:  # no target tokens: its mean loss is not a number, and it has no share
+        batch.loss = 0.0
+        return
     batch.loss = float(loss.detach())
     scaled = loss / len(step.micro_batches) if batch.weight is None else loss * batch.weight
     scaled.backward(retain_graph=True)  # the prologue's graph is still needed; the rest goes with its tensors

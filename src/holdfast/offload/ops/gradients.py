@@ -21,7 +21,7 @@ def download(run: Runtime, op: Op, step: Step) -> None:
     held = run.residency.grads[block]
     if not run.device.unified:
         buffer = run.residency.host_grads.get(block) or run.residency.pool.take(held.flat.nbytes, "gradients")
-        as_tensor(buffer).copy_(held.flat)
+        as_tensor(buffer)[: held.flat.numel()].copy_(held.flat)
         run.residency.host_grads[block] = buffer
         run.residency.grads[block] = Gradients(as_tensor(buffer), buffer, held.touched)
     run.moved[op.lane, op.key.kind] += run.blocks[block].grad_bytes
@@ -84,7 +84,7 @@ def norm(run: Runtime, op: Op, step: Step) -> None:
             step.skipped, step.reason = True, f"the gradient norm is {step.total_norm}"
         return
     scale = torch.clamp(step.clip_norm / (total + 1e-6), max=1.0)
-    step.scale = scale if float(scale) != 1.0 else None
+    step.scale = scale.cpu() if float(scale) != 1.0 else None
 
 
 def _norms(unit: Unit, held: Gradients, step: Step) -> None:

@@ -59,7 +59,7 @@ def store(run: Runtime, op: Op, step: Step) -> Future:
     assert boundary.host is not None
     buffer, boundary.shapes = run.residency.pack_input(boundary.host)
     boundary.host = None
-    more = len(run.blocks) * len(step.micro_batches)
+    more = sum(not stays for stays in run.placement.activations[:-1]) * len(step.micro_batches)
     scratch, offset = run.input_scratch.slot(place, buffer.nbytes, more)
     future = scratch.write(offset, buffer.view, kind="inputs", phase="forward", priority=rt.WRITE_INPUTS)
     future.add_done_callback(lambda _: run.residency.pool.give(buffer))

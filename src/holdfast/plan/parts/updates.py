@@ -110,6 +110,11 @@ def update_resident(s: Schedule, *after: Key) -> None:
         store_resident(s, updated)
 
 
+def committed(s: Schedule) -> tuple[Key, ...]:
+    """What a step's last computation waits for, so that at most one step is on its way when it is over."""
+    return (Key("commit"),) if s.shape.commit else ()
+
+
 def resident_updated(s: Schedule) -> tuple[Key, ...]:
     """What a step's first computation waits for."""
     return (Key("update_resident") if s.work.unified else Key("upload_resident"),)

@@ -1,0 +1,200 @@
+"""Handing a model over and resuming it: nothing of the user's is lost, nothing goes to the wrong place."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import BadInput, ModelNotSupported, RunMismatch
+from holdfast.store.local import LocalStore
+from training import adamw, batches, decoder, stored
+
+
+class Pair(nn.Module):
+    """Blocks whose two equal-shaped layers may be registered in either order."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self._block(order) for _ in range(2)])
+        self.head = nn.Linear(4, 1)
+
+    @staticmethod
+    def _block(order: str) -> nn.Module:
+        block = Residual()
+        for name in order:
+            block.add_module(name, nn.Linear(4, 4))
+        return block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class Residual(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(self.a(x).tanh())
+
+
+INPUTS = [{"x": torch.ones(2, 4)}]
+
+
+def offload(model: nn.Module, root, **choices) -> holdfast.Engine:
+    optimizer = choices.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return holdfast.offload(model, optimizer, root, dtype="fp32", **choices)
+
+
+def test_a_run_whose_tensors_lie_in_another_order_is_refused_and_left_alone(tmp_path):
+    with offload(Pair("ab"), tmp_path) as engine:
+        engine.step(INPUTS)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(RunMismatch, match="another order"):
+        offload(Pair("ba"), tmp_path)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_real_values_beside_empty_ones_are_kept(tmp_path):
+    model = decoder()
+    weight = model.embed.weight.detach().clone()
+    model.head.weight = nn.Parameter(torch.empty_like(model.head.weight, device="meta"))
+    with offload(model, tmp_path, init=lambda module: nn.init.ones_(module.weight)):
+        pass
+    assert torch.equal(stored(tmp_path)["embed.weight/param"], weight)
+    assert torch.equal(model.embed.weight, weight)
+
+
+def test_a_parameter_that_nothing_initialises_is_named(tmp_path):
+    with holdfast.empty_parameters():
+        model = decoder()
+    with pytest.raises(ModelNotSupported, match=r"nothing initialises parameter blocks\.0"):
+        offload(model, tmp_path, init=lambda module: None)
+
+
+def test_a_loader_that_cannot_be_stored_costs_no_weights_and_writes_nothing(tmp_path):
+    class Loader:
+        def state_dict(self) -> dict:
+            return {"position": object()}
+
+    model = decoder()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(BadInput, match="loader"):
+        offload(model, tmp_path / "run", loader=Loader())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_parameter_that_something_holds_on_to_is_named_and_none_is_lost(tmp_path):
+    model = decoder()
+    loss = model(**batches(0, 1)[0])
+    with pytest.raises(BadInput, match="holds on to it"):
+        offload(model, tmp_path)
+    assert not any(parameter.is_meta for parameter in model.parameters()) and loss.grad_fn is not None
+
+
+def test_at_most_one_step_is_not_yet_durable(tmp_path, monkeypatch):
+    publish = LocalStore.publish
+
+    def slowly(*arguments, **options):
+        time.sleep(0.05)
+        return publish(*arguments, **options)
+
+    monkeypatch.setattr(LocalStore, "publish", slowly)
+    for choices in (
+        {},
+        {"clip_norm": 1.0},
+        {"params_on_host": 1.0, "optimizer_on_host": 1.0, "clip_norm": 1.0},
+    ):
+        with offload(decoder(blocks=2), tmp_path / str(len(choices)), **choices) as engine:
+            for step in range(6):
+                engine.step(batches(step, 1))
+                assert engine.steps_done - engine.durable_step <= 1
+
+
+def test_a_buffer_that_the_model_rebinds_is_committed_as_it_is(tmp_path):
+    class Counting(type(decoder())):
+        def forward(self, tokens, targets=None):
+            self.seen = self.seen + 1
+            return super().forward(tokens, targets)
+
+    def make() -> nn.Module:
+        model = decoder()
+        model.__class__ = Counting
+        model.register_buffer("seen", torch.zeros(()))
+        return model
+
+    with offload(make(), tmp_path) as engine:
+        for step in range(3):
+            engine.step(batches(step, 1))
+    assert stored(tmp_path)["seen/buffer"] == 3
+    model = make()
+    with offload(model, tmp_path):
+        assert model.seen == 3
+
+
+def test_a_commit_at_the_end_has_the_position_of_its_step(tmp_path):
+    class Position:
+        at = 0
+
+        def state_dict(self) -> dict:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict) -> None:
+            self.at = state["at"]
+
+    loader = Position()
+    with offload(decoder(), tmp_path, loader=loader, commit_every=5) as engine:
+        for step in range(3):
+            loader.at = step + 1
+            engine.step(batches(step, 1))
+        loader.at = 100  # the loop has fetched a batch that no step has used
+    resumed = Position()
+    with offload(decoder(), tmp_path, loader=resumed):
+        assert resumed.at == 3
+
+
+def test_what_the_optimizer_holds_already_is_taken_over(tmp_path):
+    plain, handed_over = decoder(), decoder()
+    optimizers = [
+        torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in (plain, handed_over)
+    ]
+    for model, optimizer in zip((plain, handed_over), optimizers, strict=True):
+        model(**batches(0, 1)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain(**batches(1, 1)[0]).backward()
+    optimizers[0].step()
+    with offload(handed_over, tmp_path, optimizer=optimizers[1]) as engine:
+        engine.step(batches(1, 1))
+    for name, value in handed_over.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_another_optimizer_or_other_groups_are_refused(tmp_path):
+    with offload(decoder(), tmp_path, optimizer=None) as engine:
+        engine.step(batches(0, 1))
+    model = decoder()
+    with pytest.raises(RunMismatch, match="groups"):
+        offload(model, tmp_path, optimizer=adamw(model))
+    with pytest.raises(RunMismatch, match="made with AdamW"):
+        offload(model, tmp_path, optimizer=torch.optim.Adam(model.parameters()))
+
+
+def test_commits_at_every_second_step_go_on_after_a_damaged_one(tmp_path):
+    with offload(decoder(), tmp_path, commit_every=2) as engine:
+        for step in range(4):
+            engine.step(batches(step, 1))
+    newest = LocalStore.read(tmp_path).head()
+    path = tmp_path / newest.files["blocks.0"].path
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match="damage"):
+        engine = offload(decoder(), tmp_path, commit_every=2)
+    with engine:
+        assert engine.steps_done == 2
+        for step in range(2, 9):
+            engine.step(batches(step, 1))

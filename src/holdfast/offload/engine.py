@@ -87,9 +87,8 @@ class Engine:
     def step(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """One optimizer step over ``micro_batches``: keyword dicts for the model, or tuples with ``loss_fn``.
 
-        Returns the mean loss. The step is durable when ``durable_step`` has reached ``steps_done``, at the
-        latest when the next but one returns: this step and the one before it may be on their way. A loss
-        that is not finite skips the update, and ``last["skipped"]`` says so.
+        Returns the mean loss. The step is durable when ``durable_step`` has reached ``steps_done``; at most
+        one step is on its way. A loss that is not finite skips the update, and ``last["skipped"]`` says so.
         """
         self._check_usable()
         if not micro_batches:

@@ -22,13 +22,6 @@ from training import adamw, batches, decoder, differing, stored
 TAG = contextvars.ContextVar("tag", default="unset")
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left():
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) <= before
-
-
 def run_on_a_thread(function):
     """What ``function`` returns on a coroutine's thread."""
     coroutine = Coroutine(function)

@@ -200,8 +200,12 @@ class Engine:
         if kind is None:
             self.close()
         elif not self._closed:
-            self._executor.abort()
-            self._shut_down()
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Stop without a further commit: what is under way ends, nothing else is written. The run stays whole."""
+        self._executor.abort()
+        self._shut_down()
 
     # Observation
 
@@ -302,8 +306,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            self._executor.abort()
-            self._shut_down()
+            self.give_up()
             raise
 
     def _shut_down(self) -> None:

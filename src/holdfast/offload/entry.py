@@ -132,7 +132,7 @@ def offload(
     memory = predict(work, placement, shape, SCHEDULES[schedule])
     read, written = ssd_bytes(SCHEDULES[schedule](work, placement, shape))
     queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
-    store = None
+    store = engine = None
     try:
         store = LocalStore.open(
             ssd, retain=retain, spare=1 if commit_every == 1 else 2, disk=disk, queue=queue, direct=direct
@@ -190,6 +190,8 @@ def offload(
         target.take_buffers(model)
         return engine
     except BaseException:
+        if engine is not None:
+            engine.give_up()
         queue.close()  # nothing is under way any more when the lock goes
         if store is not None:
             store.close()

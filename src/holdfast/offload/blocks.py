@@ -58,9 +58,14 @@ def find_blocks(model: nn.Module, chosen: nn.ModuleList | None = None) -> Blocks
             + (" that is the one given" if chosen is not None else "")
             + ". Pass blocks=model.path.to.the.list: out-of-core training streams repeated blocks."
         )
-    name, module = max(lists, key=lambda item: len(item[1]))
+    name, module = max(_outermost(lists), key=lambda item: len(item[1]))
     prefix = plain_name(name + ".")
     return Blocks(tuple(module), tuple(f"{prefix}{i}" for i in range(len(module))))
+
+
+def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.ModuleList]]:
+    """Those that do not lie in another: a block's list of experts is part of the block."""
+    return [item for item in lists if not any(item[0].startswith(f"{name}.") for name, _ in lists if name)]
 
 
 def _repeats(module: nn.ModuleList) -> bool:

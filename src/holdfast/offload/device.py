@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..errors import BadInput
+
 
 class HostDevice:
     """The CPU. ``unified``: the device computes in host memory."""
@@ -69,4 +71,12 @@ def open_device(name: str) -> Device:
     """``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"``: CUDA where there is one."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    return HostDevice() if torch.device(name).type == "cpu" else CudaDevice(name)
+    try:
+        wanted = torch.device(name)
+    except RuntimeError as error:
+        raise BadInput(f"device {name!r} is not one of cpu, cuda, cuda:N, auto") from error
+    if wanted.type == "cpu":
+        return HostDevice()
+    if wanted.type != "cuda" or (wanted.index or 0) >= torch.cuda.device_count():
+        raise BadInput(f"device {name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices.")
+    return CudaDevice(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import mul
 from typing import Any
 
@@ -200,6 +200,9 @@ class Engine:
         if kind is None:
             self.close()
         elif not self._closed:
+            if issubclass(kind, Exception):  # the script's own: the step that was computed is still committed
+                with suppress(Exception):
+                    self._executor.drain()
             self.give_up()
 
     def give_up(self) -> None:

@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..errors import BadInput, Damaged, ModelNotSupported, NoCommit, RunMismatch
+from ..errors import BadInput, Damaged, ModelNotSupported, NoCommit, RunLocked, RunMismatch
 from ..events import EventLog
 from ..io.buffers import BufferPool
 from ..io.queue import IOQueue
@@ -58,10 +59,17 @@ class Budget:
     host: int | str | None = None
 
     def host_bytes(self) -> int | None:
-        return None if self.host is None else parse_bytes(self.host)
+        return _bytes(self.host)
 
     def device_bytes(self) -> int | None:
-        return None if self.device is None else parse_bytes(self.device)
+        return _bytes(self.device)
+
+
+def _bytes(text: int | str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise BadInput(f"budget: {error}") from error
 
 
 def offload(
@@ -113,7 +121,14 @@ def offload(
     Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
     """
-    _check_choices(schedule, order, normalize, commit_every, retain, clip_norm, update_workers)
+    _check_choices(schedule, order, normalize, clip_norm)
+    _check_counts(
+        {"commit_every": (commit_every, 0), "retain": (retain, 1), "micro_batches": (micro_batches, 1),
+         "io_threads": (io_threads, 1), "update_workers": (update_workers, 1)},
+        {"read_limit": read_limit, "write_limit": write_limit, "total_limit": total_limit},
+    )  # fmt: skip
+    _check_stateful(scheduler, loader)
+    _check_directory(ssd, disk)
     parts = Parts.of(model, optimizer, dtype, blocks)
     target = open_device(device)
     shape = StepShape(micro_batches=micro_batches, clip=clip_norm is not None, commit=commit_every > 0)
@@ -134,10 +149,13 @@ def offload(
     queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
     store = engine = None
     try:
-        store = LocalStore.open(
+        store = LocalStore.look(
             ssd, retain=retain, spare=1 if commit_every == 1 else 2, disk=disk, queue=queue, direct=direct
         )
-        found = _newest(store, parts)
+        fresh = not store.commits()
+        if not fresh:
+            store.enter()
+        found = None if fresh else _newest(store, parts)
         pool = BufferPool(None)
         builder = Builder(parts, store, target, pool, placement, retain + store.spare)
         if found is not None:
@@ -167,6 +185,8 @@ def offload(
             progress_of(optimizer, scheduler, loader)  # whatever cannot be stored is refused now
         else:
             _restore(found, optimizer, scheduler, loader)
+        if fresh:  # until here a directory that was not there is not there
+            _enter_fresh(store)
         switch_off_cache(model)
         use_one_arena()
         store.begin(found)
@@ -198,9 +218,7 @@ def offload(
         raise
 
 
-def _check_choices(
-    schedule: str, order: str, normalize: str, every: int, retain: int, clip_norm: float | None, workers: int
-) -> None:
+def _check_choices(schedule: str, order: str, normalize: str, clip_norm: float | None) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ("plain",)),
@@ -208,15 +226,49 @@ def _check_choices(
     ):
         if value not in allowed:
             raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")
-    for name, count, least in (
-        ("commit_every", every, 0),
-        ("retain", retain, 1),
-        ("update_workers", workers, 1),
-    ):
-        if count < least:
-            raise BadInput(f"{name} = {count} must be at least {least}")
     if clip_norm is not None and not clip_norm > 0:
         raise BadInput(f"clip_norm = {clip_norm} must be positive; None is no clipping")
+
+
+def _check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:
+    for name, (count, least) in at_least.items():
+        if count < least:
+            raise BadInput(f"{name} = {count} must be at least {least}")
+    for name, rate in rates.items():
+        if rate is not None and rate <= 0:
+            raise BadInput(f"{name} = {rate} must be positive, in bytes per second; None is no limit")
+
+
+def _check_stateful(scheduler: Any, loader: Any) -> None:
+    """What belongs to a commit can be stored and restored, and the scheduler stepped by the engine."""
+    for name, thing in (("scheduler", scheduler), ("loader", loader)):
+        kind = type(thing).__name__
+        if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            instead = (
+                " holdfast.loader(dataset, batch_size) is a loader that has." if name == "loader" else ""
+            )
+            raise BadInput(
+                f"{name}: {kind} has no state_dict and load_state_dict, so a resume would lose it.{instead}"
+            )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise BadInput(
+            "ReduceLROnPlateau needs a metric at each step, and the engine has none to give: do not pass it as "
+            "scheduler=, step it yourself."
+        )
+
+
+def _check_directory(ssd: str | Path, disk: AnyDisk | None) -> None:
+    if disk is None and Path(ssd).exists() and not Path(ssd).is_dir():
+        raise BadInput(f"{ssd} is a file. Give a directory for the run; it is made if it is not there.")
+
+
+def _enter_fresh(store: LocalStore) -> None:
+    """Make the directory and take its lock. Raises ``RunLocked`` if somebody has begun a run there since."""
+    store.enter()
+    if store.commits():
+        raise RunLocked(
+            f"{store.root} got a run from another process a moment ago. Run again to continue that one."
+        )
 
 
 def _measured(parts: Parts, sample: Any) -> Measured | None:

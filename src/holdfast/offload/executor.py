@@ -125,15 +125,12 @@ class Executor:
     def _dispatch(self, ready: list[Task]) -> None:
         """Start asynchronous operations: on their lane's threads, or on this one, whose handlers only submit."""
         inline = []
-        with self._changed:
-            for task in ready if self._failure is None else ():
-                if task.step is self._given_up:
-                    continue
-                lane = self._lanes.get(task.op.lane)
-                if lane is None:
-                    inline.append(task)
-                else:
-                    lane.put(partial(self._start, task))
+        for task in ready:
+            lane = self._lanes.get(task.op.lane)
+            if lane is None:
+                inline.append(task)
+            else:
+                lane.put(partial(self._start, task))
         for task in inline:
             self._start(task)
 

@@ -134,6 +134,11 @@ def _check_parameters(captured: Captured) -> None:
             raise ModelNotSupported(
                 f"parameter {parameter.name} is {parameter.parameter.dtype}; only floating-point ones are trained."
             )
+        if parameter.parameter.dtype == torch.float64:
+            raise ModelNotSupported(
+                f"parameter {parameter.name} is torch.float64; masters are kept in fp32, which would lose bits. "
+                "Call model.float() first."
+            )
     if not any(parameter.trained for parameter in captured.parameters):
         raise BadInput(
             "no parameter both requires grad and is in the optimizer, so there is nothing to train."

@@ -74,20 +74,40 @@ class LocalStore(RunReader):
         half-made (temporary files, scratch) is gone. ``spare`` is how many files of each unit must be free of
         commits: 1 to write a step, 1 more where steps between commits are written too.
         """
+        store = cls.look(root, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
+        store.enter()
+        return store
+
+    @classmethod
+    def look(
+        cls,
+        root: str | Path,
+        *,
+        retain: int = 2,
+        spare: int = 1,
+        disk: AnyDisk | None = None,
+        queue: IOQueue | None = None,
+        direct: bool = True,
+    ) -> LocalStore:
+        """``root`` as ``open`` would open it: it may be read and units counted, nothing is written or locked
+        before ``enter``."""
         store = cls(root, retain, disk, queue, direct)
         store.spare = spare
-        store.disk.makedirs("")
-        store._release = store.disk.lock(LOCK, {**this_writer(), "started": time.time()})
+        return store
+
+    def enter(self) -> None:
+        """Take the lock and make the directory ready. Raises ``RunLocked``."""
+        self.disk.makedirs("")
+        self._release = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
         try:
             for directory in DIRECTORIES:
-                store.disk.makedirs(directory)
-            sweep(store.disk)
-            store.disk.sync_dir("commits", why="reopen")
-            store._keep({ref: store._load_or_none(ref) for ref in store.commits()})
+                self.disk.makedirs(directory)
+            sweep(self.disk)
+            self.disk.sync_dir("commits", why="reopen")
+            self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
         except BaseException:
-            store.close()
+            self.close()
             raise
-        return store
 
     @staticmethod
     def read(root: str | Path, *, disk: AnyDisk | None = None, direct: bool = True) -> RunReader:

@@ -1,0 +1,409 @@
+"""What cannot be done is said in one clear line, before anything is written or taken from the caller."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+import holdfast
+from holdfast.errors import (
+    BadInput,
+    DoesNotFit,
+    HoldfastError,
+    ModelNotSupported,
+    OptimizerNotSupported,
+    RunLocked,
+    RunMismatch,
+)
+from holdfast.store.files import Disk
+from training import adamw, batches, decoder
+
+
+def listing(directory):
+    """Every file and directory below ``directory``, with sizes and times of change."""
+    found = {}
+    for path in sorted(Path(directory).rglob("*")):
+        status = path.stat()
+        found[str(path)] = None if path.is_dir() else (status.st_size, status.st_mtime_ns)
+    return found
+
+
+@contextmanager
+def refused(directory, kind, match):
+    """Inside, ``kind`` is raised with text ``match``; it is bad input, and ``directory`` is as it was."""
+    before = listing(directory)
+    with pytest.raises(kind, match=match) as caught:
+        yield
+    assert isinstance(caught.value, HoldfastError)
+    assert caught.value.exit_code == 2
+    after = listing(directory)
+    assert set(after) == set(before)
+    assert {p: v for p, v in after.items() if not p.endswith("lock")} == {
+        p: v for p, v in before.items() if not p.endswith("lock")
+    }
+
+
+def offload(directory, model=None, optimizer=None, **options):
+    model = decoder(blocks=2) if model is None else model
+    optimizer = adamw(model) if optimizer is None else optimizer
+    return holdfast.offload(model, optimizer, directory / "not" / "yet", **{"dtype": "fp32", **options})
+
+
+# Choices
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"dtype": "fp16"}, "dtype 'fp16' is not one of fp32, bf16"),
+        ({"schedule": "diagonal"}, "schedule = 'diagonal' is not one of vertical, horizontal"),
+        ({"order": "snake"}, "order = 'snake' is not one of plain"),
+        ({"normalize": "words"}, "normalize = 'words' is not one of micro_batches, tokens"),
+        ({"commit_every": -1}, "commit_every = -1 must be at least 0"),
+        ({"retain": 0}, "retain = 0 must be at least 1"),
+        ({"update_workers": 0}, "update_workers = 0 must be at least 1"),
+        ({"io_threads": 0}, "io_threads = 0 must be at least 1"),
+        ({"micro_batches": 0}, "micro_batches = 0 must be at least 1"),
+        ({"read_limit": 0}, "read_limit = 0 must be positive"),
+        ({"write_limit": -5}, "write_limit = -5 must be positive"),
+        ({"clip_norm": 0.0}, "clip_norm = 0.0 must be positive; None is no clipping"),
+        ({"clip_norm": float("nan")}, "clip_norm = nan must be positive"),
+        ({"params_on_host": 1.5}, "params_on_host = 1.5 is neither a fraction between 0 and 1 nor"),
+        ({"optimizer_on_host": -0.1}, "optimizer_on_host = -0.1 is neither"),
+        ({"activations_on_host": "most"}, "activations_on_host = 'most' is neither"),
+        ({"budget": holdfast.Budget(host="lots")}, "'lots' is not a number of bytes"),
+        ({"device": "abacus"}, "device 'abacus'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_choice_is_named_with_the_right_ones(tmp_path, options, said):
+    with refused(tmp_path, BadInput, said):
+        offload(tmp_path, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_is_named(tmp_path):
+    with refused(tmp_path, BadInput, "device 'cuda:0'"):
+        offload(tmp_path, device="cuda:0")
+
+
+def test_a_file_is_no_run_directory(tmp_path):
+    (tmp_path / "not").mkdir()
+    (tmp_path / "not" / "yet").write_text("mine")
+    with refused(tmp_path, BadInput, "is a file"):
+        offload(tmp_path)
+
+
+# Models
+
+
+class Flat(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4)])
+        self.nothing = nn.ModuleList()
+
+
+@pytest.mark.parametrize("kind", [Flat, Mixed])
+def test_a_model_without_repeated_blocks_is_told_how_to_name_them(tmp_path, kind):
+    model = kind()
+    with refused(tmp_path, ModelNotSupported, f"{kind.__name__} has no nn.ModuleList of blocks of one class"):
+        offload(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_blocks_that_are_not_the_models_are_refused(tmp_path):
+    with refused(tmp_path, ModelNotSupported, "that is the one given"):
+        offload(tmp_path, blocks=nn.ModuleList([nn.Linear(2, 2)]))
+
+
+def test_blocks_without_parameters_are_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.blocks = nn.ModuleList([nn.ReLU(), nn.ReLU()])
+    with refused(tmp_path, ModelNotSupported, r"blocks\.0 has no parameters of its own"):
+        offload(tmp_path, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_parameter_of_integers_is_refused_by_name(tmp_path):
+    model = decoder(blocks=2)
+    model.blocks[1].table = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    with refused(tmp_path, ModelNotSupported, r"parameter blocks\.1\.table is torch\.int64"):
+        offload(tmp_path, model)
+
+
+def test_a_parameter_with_more_precision_than_its_master_is_refused_by_name(tmp_path):
+    model = decoder(blocks=2)
+    model.blocks[1].double()
+    with refused(tmp_path, ModelNotSupported, r"parameter blocks\.1\.\S+ is torch\.float64"):
+        offload(tmp_path, model)
+
+
+def test_a_model_with_nothing_to_train_is_refused(tmp_path):
+    model = decoder(blocks=2).requires_grad_(False)
+    with refused(tmp_path, BadInput, "nothing to train"):
+        offload(tmp_path, model)
+
+
+def test_a_list_of_blocks_inside_blocks_is_not_taken_for_the_blocks(tmp_path):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+
+        def forward(self, x):
+            return x + sum(expert(x) for expert in self.experts)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Experts() for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    model = Model()
+    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32") as engine:
+        assert engine.preflight.block_names == ("layers.0", "layers.1", "layers.2")
+        engine.step([{"x": torch.ones(2, 4)}])
+
+
+# Optimizers
+
+
+def test_optimizers_that_cannot_be_cut_are_refused_with_those_that_can(tmp_path):
+    model = decoder(blocks=2)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    for optimizer in (
+        torch.optim.LBFGS(model.parameters()),
+        torch.optim.Adafactor(model.parameters()),
+        torch.optim.Muon(matrices),
+        torch.optim.SparseAdam(model.parameters()),
+    ):
+        name = type(optimizer).__name__
+        with refused(tmp_path, OptimizerNotSupported, f"{name} is not known to be elementwise.* AdamW, "):
+            offload(tmp_path, model, optimizer)
+
+
+def test_a_class_that_calls_itself_adamw_is_not_believed(tmp_path):
+    class AdamW(torch.optim.AdamW):
+        pass
+
+    model = decoder(blocks=2)
+    with refused(tmp_path, OptimizerNotSupported, "AdamW is not known to be elementwise"):
+        offload(tmp_path, model, AdamW(model.parameters()))
+
+
+def test_an_optimizer_of_other_parameters_says_which(tmp_path):
+    model, other = decoder(blocks=2), nn.Linear(3, 5)
+    optimizer = adamw(model)
+    optimizer.add_param_group({"params": [other.bias, other.weight]})
+    with refused(tmp_path, OptimizerNotSupported, r"parameter 0 of optimizer group 2, shape \(5,\)"):
+        offload(tmp_path, model, optimizer)
+
+
+def test_a_scheduler_that_needs_a_metric_is_refused(tmp_path):
+    model = decoder(blocks=2)
+    optimizer = adamw(model)
+    with refused(tmp_path, BadInput, "ReduceLROnPlateau"):
+        offload(tmp_path, model, optimizer, scheduler=ReduceLROnPlateau(optimizer))
+
+
+class Stateless:
+    pass
+
+
+class Unstorable:
+    def state_dict(self):
+        return {"generator": iter(())}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("what", ["scheduler", "loader"])
+@pytest.mark.parametrize(
+    "thing, said",
+    [
+        (Stateless(), "Stateless has no state_dict"),
+        (Unstorable(), r"\['generator'\] holds a tuple_iterator, which cannot be stored by value"),
+    ],
+    ids=["stateless", "unstorable"],
+)
+def test_what_cannot_be_stored_is_refused_by_name(tmp_path, what, thing, said):
+    with refused(tmp_path, BadInput, said):
+        offload(tmp_path, **{what: thing})
+
+
+def test_a_plain_data_loader_is_told_of_holdfasts_own(tmp_path):
+    loader = torch.utils.data.DataLoader([1, 2, 3])
+    with refused(tmp_path, BadInput, r"DataLoader has no state_dict.*holdfast\.loader"):
+        offload(tmp_path, loader=loader)
+
+
+# Room
+
+
+def free(nbytes):
+    return lambda disk: nbytes
+
+
+def test_a_disk_too_small_says_how_much_is_needed(tmp_path, monkeypatch):
+    with offload(tmp_path / "elsewhere") as engine:
+        needed = engine.preflight.needed_bytes
+    monkeypatch.setattr(Disk, "free_bytes", free(needed - 1))
+    with refused(tmp_path, DoesNotFit, rf"needs .* more \({needed} bytes\).*retain=1"):
+        offload(tmp_path)
+    monkeypatch.setattr(Disk, "free_bytes", free(needed))
+    offload(tmp_path).close()
+
+
+def test_a_disk_with_room_for_fewer_copies_works_with_fewer(tmp_path, monkeypatch):
+    with offload(tmp_path / "elsewhere") as engine:
+        three = engine.preflight.needed_bytes
+    monkeypatch.setattr(Disk, "free_bytes", free(three * 3 // 4))
+    with refused(tmp_path, DoesNotFit, "retain=1"):
+        offload(tmp_path)
+    with offload(tmp_path, retain=1) as engine:
+        engine.step(batches(0, 1))
+
+
+def test_the_space_that_the_preflight_asks_for_is_what_a_run_takes(tmp_path):
+    def used(directory):
+        return sum(
+            path.stat().st_size for path in directory.rglob("*") if path.parent.name in ("data", "scratch")
+        )
+
+    for number, options in enumerate(
+        ({}, {"params_on_host": 1.0}, {"activations_on_host": 0.0, "clip_norm": 1.0}, {"commit_every": 0})
+    ):
+        root = tmp_path / str(number)
+        sizes = {"sample": batches(0, 1)[0], "micro_batches": 3}
+        with offload(root, **sizes, **options) as engine:
+            for step in range(2):
+                engine.step(batches(step, 3))
+            engine.wait()
+            assert used(root) == engine.preflight.needed_bytes, options
+
+
+def test_a_budget_too_small_says_the_smallest_that_works(tmp_path):
+    sizes = {"sample": batches(0, 1)[0], "micro_batches": 2}
+    with refused(tmp_path, DoesNotFit, r"The smallest budget that works.* is \d+ bytes"):
+        offload(tmp_path, budget=holdfast.Budget(host="10MiB"), **sizes)
+
+
+def test_whoever_sees_the_preflight_may_say_no(tmp_path):
+    seen = []
+
+    def confirm(preflight):
+        seen.append(preflight)
+        raise BadInput("too dear")
+
+    with refused(tmp_path, BadInput, "too dear"):
+        offload(tmp_path, confirm=confirm)
+    assert seen[0].parameters == sum(p.numel() for p in decoder(blocks=2).parameters())
+
+
+# Runs of others
+
+
+@pytest.fixture
+def run(tmp_path):
+    with offload(tmp_path) as engine:
+        engine.step(batches(0, 1))
+    return tmp_path
+
+
+def test_a_run_of_another_model_names_the_first_atom_that_differs(run):
+    cases = {
+        r"blocks\.0\.attention_norm\.weight/param is F32 \[16\] there and F32 \[32\] here": {"width": 32},
+        r"blocks\.0\.mlp\.gate\.weight/param is F32 \[24, 16\] there and F32 \[40, 16\] here": {"hidden": 40},
+        r"blocks\.2\.attention_norm\.weight/param is absent there and F32 \[16\] here": {"blocks": 3},
+        r"blocks\.1\.attention_norm\.weight/param is F32 \[16\] there and absent here": {"blocks": 1},
+    }
+    for said, sizes in cases.items():
+        with refused(run, RunMismatch, said):
+            offload(run, decoder(**{"blocks": 2, **sizes}))
+
+
+def test_a_run_of_another_optimizer_names_what_differs(run):
+    model = decoder(blocks=2)
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == two] for two in (True, False))
+    groups = [{"params": matrices}, {"params": vectors}]
+    with refused(
+        run, RunMismatch, r"/exp_avg is F32 .* there and absent here|/momentum_buffer is absent there"
+    ):
+        offload(run, model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    with refused(run, RunMismatch, "2 parameter groups, this one has 1"):
+        offload(run, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_run_in_which_something_else_was_frozen_names_it(run):
+    model = decoder(blocks=2)
+    model.blocks[1].mlp.down.weight.requires_grad_(False)
+    with refused(run, RunMismatch, r"blocks\.1\.mlp\.down\.weight/exp_avg is F32 .* there and absent here"):
+        offload(run, model)
+
+
+def test_a_run_on_another_text_is_refused_by_its_loader(tmp_path):
+    def loader(count):
+        return holdfast.loader(list(range(count)), 2)
+
+    offload(tmp_path, loader=loader(10)).close()
+    with refused(tmp_path, RunMismatch, "the data is not what the run was trained on"):
+        offload(tmp_path, loader=loader(11))
+
+
+def test_a_directory_that_is_being_written_is_refused(tmp_path):
+    with offload(tmp_path) as engine:
+        engine.step(batches(0, 1))
+        engine.wait()
+        with refused(tmp_path, RunLocked, f"is being written by process {os.getpid()} on "):
+            offload(tmp_path)
+        engine.step(batches(1, 1))
+
+
+@pytest.mark.parametrize("options", [{"schedule": "diagonal"}, {"blocks": nn.ModuleList()}])
+def test_what_was_refused_can_be_trained_afterwards(tmp_path, options):
+    """Nothing of the model was changed."""
+    model = decoder(blocks=2)
+    optimizer = adamw(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(HoldfastError):
+        offload(tmp_path, model, optimizer, **options)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with offload(tmp_path, model, optimizer) as engine:
+        engine.step(batches(0, 1))
+
+
+# Steps
+
+
+def test_a_step_of_nothing_is_refused_and_the_engine_goes_on(tmp_path):
+    with offload(tmp_path) as engine:
+        engine.step(batches(0, 1))
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(BadInput, match="needs at least one micro-batch"):
+                call([])
+        assert engine.step(batches(1, 1)) > 0
+        assert engine.steps_done == 2
+
+
+def test_token_weights_without_targets_are_refused_and_the_engine_goes_on(tmp_path):
+    with offload(tmp_path, normalize="tokens") as engine:
+        with pytest.raises(BadInput, match='normalize="tokens" needs "labels" or "targets"'):
+            engine.step([{"tokens": batches(0, 1)[0]["tokens"]}])
+        engine.step(batches(0, 1))
+        assert engine.steps_done == 1

@@ -1,0 +1,191 @@
+"""The bytes that an engine moves are those of its operation list, and those of the formulas."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import holdfast
+from holdfast.plan.ops import traffic
+from holdfast.plan.work import StepShape
+from training import CONTEXT, adamw, batches, decoder
+
+WIDTH, ROWS = 64, 2
+INPUT_BYTES = ROWS * CONTEXT * WIDTH * 4
+"""Of one micro-batch in fp32: one page."""
+ON_THE_SSD = {
+    "load_params": "params", "store_params": "params", "load_state": "state", "store_state": "state",
+    "store_resident": "state", "load_input": "inputs", "store_input": "inputs", "load_grads": "gradients",
+    "store_grads": "gradients",
+}  # fmt: skip
+"""How the SSD's queue calls what an operation moves."""
+PLACEMENTS = {
+    "ssd": {"activations_on_host": 0.0},
+    "host": {"params_on_host": 1.0, "optimizer_on_host": 1.0},
+    "mixed": {"params_on_host": 0.5, "optimizer_on_host": 0.34, "activations_on_host": 0.5},
+}
+
+
+def model(blocks):
+    """Every matrix is a multiple of 16 KiB, so that files have hardly any filler."""
+    return decoder(blocks=blocks, width=WIDTH, kv_heads=2, hidden=128)
+
+
+def offload(directory, blocks, dtype="fp32", **options):
+    made = model(blocks)
+    made.blocks[0].mlp.up.weight.requires_grad_(False)
+    return holdfast.offload(made, adamw(made), directory, dtype=dtype, sample=batches(0, 1)[0], **options)
+
+
+def moved_by(engine, call):
+    """Bytes by (lane, what) of ``call`` and all that it leaves to be done. Setting up and verifying came
+    before."""
+    before = engine.traffic()
+    call()
+    engine.wait()
+    moved = Counter(engine.traffic())
+    moved.subtract(before)
+    return {key: nbytes for key, nbytes in moved.items() if nbytes}
+
+
+def listed(engine, schedule, **shape):
+    """The same of an operation list."""
+    found = Counter()
+    for (lane, kind), nbytes in traffic(engine.operations[schedule, StepShape(**shape)]).items():
+        found[lane, ON_THE_SSD.get(kind, kind)] += nbytes
+    return dict(found)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placement, clip_norm):
+    with offload(
+        tmp_path, blocks, schedule=schedule, clip_norm=clip_norm, commit_every=2, **PLACEMENTS[placement]
+    ) as engine:
+        for step, count in enumerate((1, 3, 2, 2)):
+            moved = moved_by(engine, lambda step=step, count=count: engine.step(batches(step, count)))
+            shape = {"micro_batches": count, "clip": clip_norm is not None, "commit": step % 2 == 1}
+            assert moved == listed(engine, schedule, **shape), (step, count)
+        moved = moved_by(engine, lambda: engine.evaluate(batches(0, 3)))
+        assert moved == listed(engine, "evaluate", micro_batches=3)
+
+
+def test_a_skipped_step_moves_the_bytes_of_its_list_less_what_did_not_change(tmp_path):
+    with offload(tmp_path, 3) as engine:
+        engine.step(batches(0, 2))
+        engine.wait()
+        handle = engine._run.model.head.register_forward_hook(lambda *hooked: hooked[2] * float("nan"))
+        moved = moved_by(engine, lambda: engine.step(batches(1, 2)))
+        handle.remove()
+        expected = listed(engine, "vertical", micro_batches=2)
+        resident = engine._run.resident.layout.file_bytes
+        assert moved[("ssd_write", "state")] == resident
+        assert moved.get(("ssd_write", "params"), 0) == 0
+        assert all(moved[key] == nbytes for key, nbytes in expected.items() if key[0] != "ssd_write")
+
+
+def rounded(nbytes, unit=4096):
+    """Whole pages: how much a file or a copy may be larger than what it holds."""
+    return pytest.approx(nbytes, abs=unit)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_vertical_traffic_is_that_of_the_formulas(tmp_path, count):
+    """Of n equal blocks of P parameters in bf16, with inputs of S bytes: parameters cross 2n - 1 times and
+    gradients n times whatever M; inputs and their gradients (5n - 4) M times. On the SSD, parameters are read
+    as often and written once, state of 12 P bytes is read and written once, inputs of n - 1 blocks both."""
+    n = 4
+    with offload(tmp_path, n, dtype="bf16", **PLACEMENTS["ssd"]) as engine:
+        engine.step(batches(0, count))
+        engine.wait()
+        moved = moved_by(engine, lambda: engine.step(batches(1, count)))
+        elements = [sum(p.numel() for p in block.parameters()) for block in model(n).blocks]
+        frozen = model(n).blocks[0].mlp.up.weight.numel()
+        resident = sum(p.numel() for p in model(n).parameters()) - sum(elements)
+    total, last, s = sum(elements), elements[-1], INPUT_BYTES // 2
+    trained = total - frozen
+    filler = (2 + 2 * 3) * 16384  # of a file: header and counters; what follows a norm starts at the next 16 KiB
+    assert moved["upload", "upload_params"] == rounded(2 * (2 * total - last), 16 * 4096)
+    assert moved["download", "download_grads"] == rounded(4 * trained, n * 4096)
+    assert moved["download", "download_input"] == n * count * s
+    assert moved["upload", "upload_input"] == (2 * n - 2) * count * s
+    assert moved["download", "download_input_grad"] == moved["upload", "upload_input_grad"]
+    assert moved["download", "download_input_grad"] == (n - 1) * count * s
+    assert moved["ssd_read", "params"] == moved["upload", "upload_params"]
+    assert moved["ssd_write", "params"] == rounded(2 * trained, n * 4096)
+    assert moved["ssd_read", "state"] == rounded(12 * trained, n * filler)
+    assert moved["ssd_write", "state"] == rounded(12 * (trained + resident), (n + 1) * filler)
+    assert moved["ssd_read", "inputs"] == moved["ssd_write", "inputs"] == (n - 1) * count * 4096
+
+
+def test_horizontal_traffic_is_that_of_the_formulas(tmp_path):
+    """Parameters cross (2n - 1) M times and the sum of gradients 2 M - 1 times, inputs twice but for the last
+    block's, their gradients never."""
+    n, count = 4, 3
+    with offload(tmp_path, n, dtype="bf16", schedule="horizontal") as engine:
+        once = moved_by(engine, lambda: engine.step(batches(0, 1)))
+        moved = moved_by(engine, lambda: engine.step(batches(1, count)))
+    s = INPUT_BYTES // 2
+    assert moved["upload", "upload_params"] == count * once["upload", "upload_params"]
+    assert moved["ssd_read", "params"] == count * once["ssd_read", "params"]
+    assert moved["download", "download_grads"] == count * once["download", "download_grads"]
+    assert moved["upload", "upload_grads"] == (count - 1) * once["download", "download_grads"]
+    assert moved["download", "download_input"] == moved["upload", "upload_input"] == (n - 1) * count * s
+    assert ("download", "download_input_grad") not in moved
+    for what in ("state", "params"):
+        assert moved["ssd_write", what] == once["ssd_write", what]
+    assert moved["ssd_read", "state"] == once["ssd_read", "state"]
+
+
+def test_inputs_that_are_no_whole_pages_take_whole_pages_on_the_ssd(tmp_path):
+    with offload(tmp_path, 3, **PLACEMENTS["ssd"]) as engine:
+        tokens = [{name: t[:, :5] for name, t in batch.items()} for batch in batches(0, 2)]
+        moved = moved_by(engine, lambda: engine.step(tokens))
+        assert moved["download", "download_input"] == 3 * 2 * ROWS * 5 * WIDTH * 4
+        assert moved["ssd_write", "inputs"] == moved["ssd_read", "inputs"] == 2 * 2 * 4096
+
+
+def test_tensors_that_code_between_blocks_makes_are_counted_by_themselves(tmp_path):
+    made = model(3)
+    for block in made.blocks[:2]:
+        block.register_forward_hook(lambda module, args, output: output * 2)
+    with holdfast.offload(made, adamw(made), tmp_path, dtype="fp32") as engine:
+        moved = moved_by(engine, lambda: engine.step(batches(0, 2)))
+    assert moved["download", "between"] == 2 * 2 * INPUT_BYTES
+
+
+@pytest.mark.parametrize("on_host", [0.0, 0.5, 1.0])
+def test_a_save_writes_what_stays_in_memory_and_nothing_else(tmp_path, on_host):
+    with offload(tmp_path, 4, commit_every=0, optimizer_on_host=on_host) as engine:
+        engine.step(batches(0, 1))
+        engine.wait()
+        run = engine._run
+        moved = moved_by(engine, engine.save)
+        stays = sum(unit.layout.file_bytes for unit, here in zip(run.blocks, run.placement.optimizer) if here)
+        assert moved == {("ssd_write", "state"): stays + run.resident.layout.file_bytes}
+
+
+def test_setting_up_writes_everything_once_and_resuming_reads_it(tmp_path):
+    with offload(tmp_path, 3) as engine:
+        files = sum(path.stat().st_size for path in tmp_path.glob("data/*.0.safetensors"))
+        copies = sum(unit.copy_bytes for unit in engine._run.blocks)
+        assert engine.traffic() == {("ssd_write", "state"): files, ("ssd_write", "params"): copies}
+    with offload(tmp_path, 3) as engine:
+        moved = engine.traffic()
+        assert moved["ssd_read", "verify"] == moved["ssd_read", "state"] == files
+        assert moved["ssd_write", "params"] == copies
+        assert ("ssd_write", "state") not in moved
+
+
+def test_the_preflight_says_what_a_step_reads_and_writes(tmp_path):
+    for number, options in enumerate(({}, PLACEMENTS["ssd"], PLACEMENTS["host"], {"schedule": "horizontal"})):
+        with offload(tmp_path / str(number), 3, micro_batches=2, **options) as engine:
+            moved = moved_by(engine, lambda engine=engine: engine.step(batches(0, 2)))
+            for lane, said in (
+                ("ssd_read", engine.preflight.read_bytes_per_step),
+                ("ssd_write", engine.preflight.written_bytes_per_step),
+            ):
+                assert sum(nbytes for (where, _), nbytes in moved.items() if where == lane) == said

@@ -220,11 +220,14 @@ def test_a_failure_after_the_last_computation_is_raised_by_drain_and_by_the_next
 
 
 def test_what_was_queued_on_a_lane_does_not_start_after_a_failure(executor, log):
-    let_go = log.hold("long")
+    let_go, fail = log.hold("long"), log.hold("bad")
     log.errors["bad"] = Trouble()
     listed = [op("long", COMMIT), op("queued", COMMIT), op("bad", UPDATE), op("compute", needs=["bad"])]
+    watcher = threading.Thread(target=lambda: (log.wait_for("long begins"), fail()))
+    watcher.start()
     with pytest.raises(Trouble):
         executor.run(listed, STEP)
+    watcher.join()
     let_go()
     executor.abort()
     assert "long ends" in log.events

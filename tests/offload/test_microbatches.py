@@ -14,8 +14,15 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.errors import EngineFailed, ModelNotSupported
-from holdfast.offload.microbatches import BlockCall, Coroutine, Returned, extract_loss, module_call
+from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
+from holdfast.offload.microbatches import (
+    BlockCall,
+    Coroutine,
+    Returned,
+    autocast_state,
+    extract_loss,
+    module_call,
+)
 from holdfast.store.local import LocalStore
 from training import adamw, batches, decoder, differing, stored
 
@@ -99,6 +106,118 @@ def test_training_under_autocast_equals_a_plain_loop(tmp_path):
     assert differing(stored(tmp_path), expected) == []
 
 
+class CastsInside(nn.Module):
+    """A decoder that autocasts its blocks, but the second one, whatever its caller does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = decoder(blocks=3)
+
+    def forward(self, tokens, targets):
+        inner = self.inner
+        x = inner.embed(tokens)
+        for index, block in enumerate(inner.blocks):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=index != 1):
+                x = block(x, inner.cos[: x.shape[1]], inner.sin[: x.shape[1]])
+        logits = inner.head(inner.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def test_autocast_that_the_model_sets_around_its_blocks_holds_in_them(tmp_path):
+    model = CastsInside()
+    optimizer = adamw(model, fused=True)
+    losses = [model(**batch) for batch in batches(0, 2)]
+    for loss in losses:
+        (loss / 2).backward()
+    optimizer.step()
+    expected = {f"{name}/param": p.detach().clone() for name, p in model.named_parameters()}
+    model.eval()
+    with torch.no_grad():
+        evaluated = sum(model(**batch).item() for batch in batches(1, 2)) / 2
+    model = CastsInside()
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        assert engine.step(batches(0, 2)) == sum(loss.item() for loss in losses) / 2
+        assert engine.evaluate(batches(1, 2)) == evaluated
+        assert not torch.is_autocast_enabled("cpu")
+    assert differing(stored(tmp_path), expected) == []
+
+
+def test_a_block_called_without_gradients_is_refused_by_name(tmp_path):
+    model = decoder(blocks=3)
+    forward = model.blocks[0].forward
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        model.forward = torch.no_grad()(model.forward)
+        assert engine.evaluate(batches(0, 1)) > 0
+        with pytest.raises(ModelNotSupported, match=r"called block 0 under torch.no_grad\(\)"):
+            engine.step(batches(0, 1))
+    assert model.blocks[0].forward == forward
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused_and_another_can_follow(tmp_path, mode):
+    model = decoder(blocks=3)
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        with mode(), pytest.raises(BadInput, match="a step needs gradients"):
+            engine.step(batches(0, 1))
+        engine.step(batches(0, 1))
+
+
+def test_an_error_in_an_evaluation_loses_nothing(tmp_path):
+    """The model is handed bad tokens; a hook of the last block fails; the training goes on as if nothing was."""
+    states = []
+    for disturbed in (False, True):
+        model = decoder(blocks=4)
+        options = {"dtype": "fp32", "commit_every": 0, "clip_norm": 0.5, "activations_on_host": 0.5}
+        with holdfast.offload(model, adamw(model), tmp_path / str(disturbed), **options) as engine:
+            for step in range(3):
+                engine.step(batches(step, 2))
+                if disturbed:
+                    evaluate_badly(engine, model)
+        states.append(stored(tmp_path / str(disturbed)))
+    assert differing(*states) == []
+
+
+def evaluate_badly(engine, model):
+    bad = batches(0, 3)
+    bad[1]["tokens"][:] = 10**6
+    good = engine.evaluate(batches(0, 3))
+    pool = engine._run.residency.pool
+    engine.wait()
+    held = pool.in_use_bytes
+    with pytest.raises(IndexError):
+        engine.evaluate(bad)
+    handle = model.blocks[-1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.evaluate(batches(0, 3))
+    handle.remove()
+    assert pool.in_use_bytes == held
+    assert engine.evaluate(batches(0, 3)) == good
+    assert model.training
+
+
+def test_an_evaluation_holds_no_outputs(tmp_path):
+    """A model returns its logits along with the loss; those of earlier micro-batches are gone."""
+    model, alive = decoder(blocks=2), []
+    model.register_forward_hook(lambda module, args, output: Output(output, alive))
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        engine.evaluate(batches(0, 8))
+    assert len(alive) == 8 and max(alive) == 1
+
+
+class Output:
+    """Knows how many of it there are."""
+
+    count = 0
+
+    def __init__(self, loss, alive):
+        self.loss = loss
+        Output.count += 1
+        alive.append(Output.count)
+
+    def __del__(self):
+        Output.count -= 1
+
+
 def test_evaluation_in_inference_mode_gives_the_same(tmp_path):
     model = decoder(blocks=3)
     with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
@@ -116,8 +235,10 @@ def test_a_coroutine_stops_at_every_block_call_and_gets_its_reply():
         return coroutine.call_block(0, (1,), {}) + coroutine.call_block(1, (2,), {"three": 3})
 
     coroutine = Coroutine(forward)
-    assert coroutine.start() == BlockCall(0, (1,), {})
-    assert coroutine.resume(10) == BlockCall(1, (2,), {"three": 3})
+    modes = autocast_state()
+    assert coroutine.start() == BlockCall(0, (1,), {}, modes)
+    with torch.autocast("cpu"):  # of this thread, which is not the coroutine's
+        assert coroutine.resume(10) == BlockCall(1, (2,), {"three": 3}, modes)
     assert coroutine.resume(20) == Returned(30)
     assert coroutine.finished
     coroutine.cancel()

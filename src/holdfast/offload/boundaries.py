@@ -20,7 +20,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from .microbatches import BlockCall
+from .microbatches import Autocast, BlockCall
 
 Seed = tuple[torch.Tensor, torch.Tensor]
 """A tensor, and the gradient that it has before a backward."""
@@ -154,6 +154,7 @@ class Boundary:
     block: int
     spec: pytree.TreeSpec
     kept: list[Any]
+    autocast: Autocast
     moving: dict[int, Source] = field(default_factory=dict)
     repeated: dict[int, int] = field(default_factory=dict)
     device: list[torch.Tensor] | None = None
@@ -216,7 +217,7 @@ class Tracker:
     def boundary(self, call: BlockCall) -> Boundary:
         """Describe ``call``; its moving inputs are on the device."""
         flat, spec = pytree.tree_flatten((call.args, call.kwargs))
-        boundary = Boundary(call.block, spec, list(flat))
+        boundary = Boundary(call.block, spec, list(flat), call.autocast)
         boundary.device = []
         first: dict[int, int] = {}
         for position, leaf in enumerate(flat):

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import BlockInputChanged
 
@@ -19,7 +18,7 @@ class Watch:
     """What a block must leave as it is while it runs: its inputs, and its buffers."""
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], holders: list[tuple[str, nn.Module]]) -> None:
-        self._inputs, self._holders = (args, kwargs), holders
+        self._args, self._kwargs, self._holders = args, kwargs, holders
         self._before = self._look()
 
     def refuse_changes(self, block: str) -> None:
@@ -27,22 +26,32 @@ class Watch:
         after = self._look()
         if after == self._before:
             return
-        before, nothing = self._before, object()
-        names = [*after, *before]
-        changed = (name for name in names if after.get(name, nothing) != before.get(name, nothing))
+        name = next(name for name in {**after, **self._before} if after.get(name) != self._before.get(name))
+        where = _place(self._before.get(name), after.get(name))
         raise BlockInputChanged(
-            f"{block} changed its {next(changed)} while it ran. Out-of-core training runs a block"
+            f"{block} changed its {name}{where} while it ran. Out-of-core training runs a block"
             " twice, so what it is given and its buffers must stay as they are: make the block return a new"
             " value."
         )
 
     def _look(self) -> dict[str, Any]:
-        leaves, _ = pytree.tree_flatten_with_path(self._inputs)
-        seen = {f"input {_name(path)}": fingerprint(leaf) for path, leaf in leaves}
+        seen = {f"input argument [{index}]": fingerprint(value) for index, value in enumerate(self._args)}
+        for name, value in self._kwargs.items():
+            seen[f"input {name}"] = fingerprint(value)
         for prefix, module in self._holders:
             for name, buffer in module._buffers.items():
-                seen[f"buffer {prefix}.{name}".replace(" .", " ")] = fingerprint(buffer)
+                seen[f"buffer {prefix}.{name}" if prefix else f"buffer {name}"] = fingerprint(buffer)
         return seen
+
+
+def _place(before: Any, after: Any) -> str:
+    """Where in two fingerprints of a container the first difference is, as it would be indexed."""
+    if isinstance(before, list) and isinstance(after, list):
+        before, after = dict(enumerate(before)), dict(enumerate(after))
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return ""
+    key = next(key for key in {**before, **after} if before.get(key) != after.get(key))
+    return f"[{key!r}]{_place(before.get(key), after.get(key))}"
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -75,13 +84,5 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [fingerprint(item, depth - 1) for item in value]
     if isinstance(value, dict):
-        return [(str(key), fingerprint(item, depth - 1)) for key, item in value.items()]
+        return {str(key): fingerprint(item, depth - 1) for key, item in value.items()}
     return (_Same(value), fingerprint(vars(value), depth - 1)) if hasattr(value, "__dict__") else _Same(value)
-
-
-def _name(path: tuple) -> str:
-    """A readable name of a place in (args, kwargs)."""
-    first, rest = path[0], path[1:]
-    if getattr(first, "idx", None) == 1 and rest:
-        return f"{getattr(rest[0], 'key', rest[0])}{pytree.keystr(rest[1:])}"
-    return f"argument {pytree.keystr(rest)}"

@@ -31,7 +31,7 @@ from .interrupts import deferred
 from .microbatches import Coroutine, all_cancelled, extract_loss, module_call
 from .ops import handlers
 from .preflight import Preflight
-from .process import process_bytes
+from .process import one_torch_thread, process_bytes
 from .runtime import MicroBatch, Runtime, Step
 from .setup import Parts, frozen_name
 from .units import as_tensor
@@ -69,7 +69,8 @@ class Engine:
         self._commit_every, self._normalize = commit_every, normalize
         self._events, self._were_real = events, were_real
         self._index = run.store.put_index(parts.index())
-        self._executor = Executor(handlers(run), update_workers, lambda: torch.set_num_threads(1))
+        self._executor = Executor(handlers(run), update_workers, one_torch_thread)
+        torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
         self._lists: dict[Any, list[Op]] = {}
         self._closed = False
         self.steps_done = 0
@@ -93,6 +94,10 @@ class Engine:
         self._check_usable()
         if not micro_batches:
             raise BadInput("a step needs at least one micro-batch")
+        if not torch.is_grad_enabled():
+            raise BadInput(
+                "a step needs gradients: call engine.step outside torch.no_grad() and inference_mode()"
+            )
         weights = self._weights(micro_batches)
         with self._closing_on_error():
             started, moved = time.perf_counter(), self._counters()
@@ -113,10 +118,9 @@ class Engine:
         """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded."""
         if not micro_batches:
             raise BadInput("an evaluation needs at least one micro-batch")
-        results = self._forward(
-            [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in micro_batches]
-        )
-        return sum(float(extract_loss(value)) for value in results) / len(results)
+        calls = [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in micro_batches]
+        losses = self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
+        return sum(losses) / len(losses)
 
     def generate(
         self,
@@ -152,7 +156,7 @@ class Engine:
             step = self._blank_step(StepShape(micro_batches=1), training=True)
             step.number = self.steps_done - 1
             step.progress = self._progress() | self._positions
-            with self._running(step):
+            with self._closing_on_error(), self._running(step):
                 self._executor.run(commit_only(self._work, self._run.placement), step)
                 self._executor.drain()
 
@@ -273,7 +277,7 @@ class Engine:
                 shape = StepShape(micro_batches=len(group))
                 step = self._blank_step(shape, training=False)
                 step.micro_batches = [MicroBatch(Coroutine(call), None) for call in group]
-                with torch.no_grad(), self._running(step):
+                with self._only_losing(step), torch.no_grad(), self._running(step):
                     self._executor.run(self._operations("evaluate", shape), step)
                 results += [batch.result for batch in step.micro_batches]
         finally:
@@ -294,7 +298,7 @@ class Engine:
         """The model is patched, the generators are kept, and no thread of the step outlives it."""
         grad = torch.is_grad_enabled()
         device = self._run.device.torch_device
-        with self._closing_on_error(), deferred() as safe_point, rng.preserved_generators(device):
+        with deferred() as safe_point, rng.preserved_generators(device):
             self._executor.safe_point = safe_point
             self._run.patch.apply()
             try:
@@ -303,6 +307,19 @@ class Engine:
             finally:
                 self._run.patch.remove()
                 torch.set_grad_enabled(grad)  # a key press may have left it otherwise
+
+    @contextmanager
+    def _only_losing(self, evaluation: Step) -> Iterator[None]:
+        """An error of the model in an evaluation ends the evaluation; any other closes the engine."""
+        with self._closing_on_error():
+            try:
+                yield
+                return
+            except Exception as error:
+                self._executor.go_on()  # raises what failed, unless it was a computation
+                self._run.residency.drop_pass("evaluate")
+                failed = error
+        raise failed
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ from .device import open_device
 from .engine import SCHEDULES, Engine, progress_of
 from .measure import Measured, measure
 from .preflight import Preflight, ssd_bytes
-from .process import process_bytes, use_one_arena
+from .process import process_bytes, share_heaps
 from .runtime import Step
 from .setup import (
     Builder,
@@ -188,7 +188,7 @@ def offload(
         if fresh:  # until here a directory that was not there is not there
             _enter_fresh(store)
         switch_off_cache(model)
-        use_one_arena()
+        share_heaps()
         store.begin(found)
         builder.create_files()
         run = builder.build(model, seed, lambda step: publish[0](step))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -36,6 +35,8 @@ class Task:
     priority: int
     missing: int = 0
     over: bool = False
+    dropped: bool = False
+    """Its step was given up: it will not start any more."""
     thread: int | None = None
     """The thread that runs the handler, until the handler has returned."""
     dependents: list[Task] = field(default_factory=list)
@@ -64,8 +65,8 @@ class Executor:
         self._changed = threading.Condition()
         self._latest: dict[Key, Task] = {}
         self._running: set[Task] = set()  # asynchronous operations under way
-        self._outstanding: Counter[int] = Counter()  # operations admitted and not over, by their step
-        self._given_up: Any = None
+        self._left: set[Task] = set()  # operations admitted, neither over nor dropped
+        self._computation_failed = False
         self._failure: BaseException | None = None
         self.safe_point: Callable[[], None] = lambda: None
         """Called between computations and while they wait; may raise."""
@@ -78,22 +79,33 @@ class Executor:
         for task in tasks:
             if task.op.lane == COMPUTE:
                 self._wait(lambda task=task: task.missing == 0)
-                self._execute(task)
+                try:
+                    self._execute(task)
+                except Exception:
+                    self._drop(tasks)
+                    raise
                 self._raise_failure()
                 self.safe_point()
 
     def drain(self) -> None:
         """Wait until nothing is under way. Raises the first failure."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._running and (self._failure or not self._left()))
+            self._changed.wait_for(lambda: not self._running and (self._failure or not self._left))
         self._raise_failure()
+
+    def go_on(self) -> None:
+        """After a failed computation whose step nothing else depends on: finish everything before it, and be
+        ready for another step. Raises the first failure of another lane."""
+        self.drain()
+        with self._changed:
+            self._latest, self._computation_failed = {}, False
 
     def abort(self) -> None:
         """Start nothing more, and wait for what runs. What this thread itself was running has been broken off
         by the error that leads here. If a computation failed, earlier steps are finished first."""
         with self._changed:
-            if self._given_up is not None:
-                self._changed.wait_for(lambda: self._failure is not None or not self._left())
+            if self._computation_failed:
+                self._changed.wait_for(lambda: self._failure is not None or not self._left)
             self._failure = self._failure or RuntimeError("the step was given up")
             self._running = {task for task in self._running if task.thread != threading.get_ident()}
             self._changed.wait_for(lambda: not self._running)
@@ -117,7 +129,7 @@ class Executor:
                         other.dependents.append(task)
                         task.missing += 1
             self._latest = {**earlier, **mine}
-            self._outstanding[id(step)] += len(mine)
+            self._left.update(mine.values())
             ready = [task for task in mine.values() if task.missing == 0 and task.op.lane != COMPUTE]
         self._dispatch(ready)
         return list(mine.values())
@@ -138,7 +150,7 @@ class Executor:
         """Run the handler of an asynchronous operation, unless something has failed; never raises."""
         try:
             with self._changed:
-                if self._failure is not None or task.step is self._given_up:
+                if self._failure is not None or task.dropped:
                     return
                 task.thread, task.started = threading.get_ident(), time.perf_counter()
                 self._running.add(task)
@@ -155,12 +167,16 @@ class Executor:
     def _execute(self, task: Task) -> None:
         """Run a computation on the calling thread."""
         task.started = time.perf_counter()
-        try:
-            self._handlers[task.op.key.kind](task.op, task.step)
-        except Exception:
-            self._given_up = task.step
-            raise
+        self._handlers[task.op.key.kind](task.op, task.step)
         self._finish(task, None)
+
+    def _drop(self, tasks: list[Task]) -> None:
+        """A computation failed: nothing more of its step starts."""
+        with self._changed:
+            self._computation_failed = True
+            self._left.difference_update(tasks)
+            for task in tasks:
+                task.dropped = True
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
         if self.spans is not None:
@@ -171,8 +187,7 @@ class Executor:
                 self._failure = self._failure or error
             else:
                 task.over = True
-                self._outstanding[id(task.step)] -= 1
-                self._outstanding += Counter()  # without those that are over
+                self._left.discard(task)
                 for other in task.dependents:
                     other.missing -= 1
                     if other.missing == 0 and other.op.lane != COMPUTE:
@@ -188,10 +203,6 @@ class Executor:
             while not self._changed.wait_for(lambda: self._failure is not None or condition(), timeout=0.2):
                 self.safe_point()
         self._raise_failure()
-
-    def _left(self) -> bool:
-        """Is an operation of a step that was not given up still to be done?"""
-        return any(count and step != id(self._given_up) for step, count in self._outstanding.items())
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

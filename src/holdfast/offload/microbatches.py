@@ -22,8 +22,13 @@ from torch import nn
 
 from ..errors import BlockInputChanged, ModelNotSupported
 from .blocks import Blocks
+from .process import end_openmp_threads
 
 _running = threading.local()
+
+
+Autocast = tuple[tuple[str, bool, torch.dtype], ...]
+"""For each kind of device: whether autocast is on, and its dtype."""
 
 
 class _Cancelled(BaseException):
@@ -37,6 +42,8 @@ class BlockCall:
     block: int
     args: tuple
     kwargs: dict[str, Any]
+    autocast: Autocast = ()
+    """As the model has set it around the call."""
 
 
 @dataclass
@@ -70,12 +77,12 @@ class Coroutine:
         self._reply: Any = None
         self._event: BlockCall | Returned | None = None
         self._error: BaseException | None = None
-        self._cancelled = self.finished = False
+        self._cancelled = self.finished = self._grad = False
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
 
     def start(self) -> BlockCall | Returned:
-        enter = _thread_state()
+        enter, self._grad = _thread_state(), torch.is_grad_enabled()
         context = contextvars.copy_context()
         thread = threading.Thread(
             target=context.run, args=(self._main, enter), name="holdfast-micro-batch", daemon=True
@@ -110,14 +117,23 @@ class Coroutine:
         """On the coroutine's thread: hand the call over and wait for its output."""
         if self._cancelled:  # a model that catches everything and tries again
             raise _Cancelled
-        self._event = BlockCall(block, args, kwargs)
+        if self._grad and not torch.is_grad_enabled():
+            raise ModelNotSupported(
+                f"the model called block {block} under torch.no_grad(). Take requires_grad from the parameters that"
+                " are not to be trained instead."
+            )
+        self._event = BlockCall(block, args, kwargs, autocast_state())
         del args, kwargs
-        self._back.give()
+        self._hand_back()
         self._go.take()
         if self._cancelled:
             raise _Cancelled
         reply, self._reply = self._reply, None
         return reply
+
+    def _hand_back(self) -> None:
+        end_openmp_threads()
+        self._back.give()
 
     def _switch(self) -> BlockCall | Returned:
         self._go.give()
@@ -146,7 +162,7 @@ class Coroutine:
         finally:
             self.finished = True
             self._ended.set()
-            self._back.give()
+            self._hand_back()
 
 
 def _in_place(error: RuntimeError) -> BlockInputChanged | None:
@@ -164,10 +180,11 @@ def _in_place(error: RuntimeError) -> BlockInputChanged | None:
 def _thread_state() -> Callable[[ExitStack], None]:
     """The caller's thread-local settings of torch, to be entered by another thread."""
     grad, threads, device = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_device()
-    autocast = [
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    ]
-    inference, cached = torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
+    autocast, inference, cached = (
+        autocast_state(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_cache_enabled(),
+    )
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     stream = torch.cuda.current_stream() if cuda else None
 
@@ -178,13 +195,30 @@ def _thread_state() -> Callable[[ExitStack], None]:
         stack.enter_context(torch.set_grad_enabled(grad))
         if device != torch.device("cpu"):
             stack.enter_context(device)
-        for kind, dtype in autocast:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cached))
+        stack.enter_context(autocast_as(autocast, cached))
         if stream is not None:
             torch.cuda.set_device(stream.device)
             stack.enter_context(torch.cuda.stream(stream))
 
     return enter
+
+
+def autocast_state() -> Autocast:
+    """How this thread autocasts at present."""
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+    )
+
+
+@contextmanager
+def autocast_as(wanted: Autocast, cached: bool = True) -> Iterator[None]:
+    """Autocast as another thread did."""
+    with ExitStack() as stack:
+        for mode, current in zip(wanted, autocast_state(), strict=True):
+            if mode != current and (mode[1] or current[1]):
+                kind, enabled, dtype = mode
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+        yield
 
 
 class Patch:

@@ -15,6 +15,10 @@ from ..io.buffers import Buffer, BufferPool
 from ..units import round_up
 from .units import Member, Unit, as_tensor
 
+SUMMED_AT_ONCE = 1 << 20
+"""Elements. torch adds a bf16 tensor to an fp32 one by way of an fp32 copy of it, and the memory of a large copy
+comes from the system anew every time: eight times slower on 8 M elements."""
+
 
 @dataclass
 class Gradients:
@@ -37,6 +41,9 @@ class Residency:
         self.loaded: dict[tuple[str, int, int], Buffer] = {}
         """Working copies loaded for one pass, by (phase, block, micro-batch)."""
         self.on_device: dict[tuple[str, int, int], torch.Tensor] = {}
+        """Working copies on the device for one pass."""
+        self.leaves: dict[tuple[str, int, int], list[torch.nn.Parameter]] = {}
+        """The parameters that share their memory, in the order of the unit's members."""
         self.outgoing: dict[int, Buffer] = {}
         """Updated working copies on their way to the SSD."""
         self.grads: dict[int, Gradients] = {}
@@ -79,23 +86,26 @@ class Residency:
     def accumulate(self, unit: Unit, held: Gradients, member: Member, grad: torch.Tensor) -> None:
         """Add ``grad`` to the sum, in fp32; the first of a step starts it."""
         view = unit.grad_view(held.flat, member)
-        if member.name in held.touched:
-            view.add_(grad)
-        else:
+        if member.name not in held.touched:
             view.copy_(grad)
             held.touched.add(member.name)
+            return
+        total, grad = view.flatten(), grad.flatten()
+        for start in range(0, total.numel(), SUMMED_AT_ONCE):
+            total[start : start + SUMMED_AT_ONCE].add_(grad[start : start + SUMMED_AT_ONCE])
 
     # Block inputs on the SSD
 
     def pack_input(self, tensors: list[torch.Tensor]) -> tuple[Buffer, list[tuple[torch.dtype, torch.Size]]]:
         """A buffer with the bytes of ``tensors`` one after another, and what is needed to unpack it."""
-        buffer = self.pool.take(packed_bytes(tensors), "block inputs")
+        shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        buffer = self.pool.take(packed_bytes(shapes), "block inputs")
         flat, offset = as_tensor(buffer), 0
         for tensor in tensors:
             end = offset + tensor.numel() * tensor.element_size()
             flat[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             offset = end
-        return buffer, [(tensor.dtype, tensor.shape) for tensor in tensors]
+        return buffer, shapes
 
     @staticmethod
     def unpack_input(buffer: Buffer, shapes: list[tuple[torch.dtype, torch.Size]]) -> list[torch.Tensor]:
@@ -107,16 +117,25 @@ class Residency:
             offset = end
         return tensors
 
+    def drop_pass(self, phase: str) -> None:
+        """Give back what a pass that was broken off has loaded."""
+        for place in [place for place in self.on_device if place[0] == phase]:
+            del self.on_device[place]
+            self.leaves.pop(place, None)
+        for place in [place for place in self.loaded if place[0] == phase]:
+            self.pool.give(self.loaded.pop(place))
+
     def let_go(self) -> None:
         """Hold nothing any more: the memory goes back to the system as soon as nobody looks at it."""
         for held in (self.copies, self.images, self.loaded, self.outgoing, self.host_grads, self.inputs):
             held.clear()
+        self.leaves.clear()
         self.on_device.clear()
         self.grads.clear()
         self.resident_grads, self._resident_sums = None, torch.empty(0)
         self.pool.close()
 
 
-def packed_bytes(tensors: list[torch.Tensor]) -> int:
+def packed_bytes(shapes: list[tuple[torch.dtype, torch.Size]]) -> int:
     """Bytes of a packed input, whole pages."""
-    return round_up(sum(t.numel() * t.element_size() for t in tensors))
+    return round_up(sum(shape.numel() * dtype.itemsize for dtype, shape in shapes))

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..io.buffers import Buffer
+from ..plan.ops import Op
 from ..plan.work import Placement, StepShape
 from ..store.generations import Unit as StoredUnit
 from ..store.local import LocalStore
@@ -26,10 +27,6 @@ from .device import Device
 from .microbatches import Coroutine, Patch
 from .residency import Gradients, Residency
 from .units import Unit
-
-# Priorities on the SSD's queue: what a computation waits for first.
-READ_PARAMS, READ_INPUTS, READ_GRADS, READ_STATE = 0, 1, 2, 3
-WRITE_PARAMS, WRITE_INPUTS, WRITE_GRADS, WRITE_STATE = 2, 2, 2, 4
 
 
 @dataclass
@@ -139,3 +136,8 @@ class Step:
     scale: torch.Tensor | None = None
     touched: dict[int, set[str]] = field(default_factory=dict)
     committed: bool = False
+
+
+def of(op: Op) -> dict[str, Any]:
+    """How the SSD's queue orders and counts what ``op`` moves."""
+    return {"kind": op.key.kind, "phase": op.key.phase, "priority": op.priority}

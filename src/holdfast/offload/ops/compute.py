@@ -20,10 +20,10 @@ from .. import rng
 from ..blocks import install
 from ..boundaries import Boundary, Delivery
 from ..changes import Watch
-from ..microbatches import BlockCall, Returned, extract_loss
+from ..microbatches import BlockCall, Returned, autocast_as, extract_loss
 from ..residency import Gradients
 from ..runtime import Runtime, Step
-from ..units import leaf
+from ..units import Member, Unit, leaf
 from . import inputs, params
 
 
@@ -48,7 +48,8 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
         boundary = _reach(run, step, m, block)
         del batch.boundaries[block]
         args, kwargs, _ = boundary.inputs()
-        output = run.patch.forwards[block](*args, **kwargs)
+        with autocast_as(boundary.autocast):
+            output = run.patch.forwards[block](*args, **kwargs)
     _deliver(run, step, m, boundary, output)
     if block == len(run.blocks) - 1:
         batch.result = _finish(run, step, m, batch.deliveries[block].reply())
@@ -111,7 +112,8 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
     """The block's own forward, with its random numbers, and a check that it left all else alone."""
     watch = Watch(args, kwargs, run.patch.buffer_holders[boundary.block])
     _enter(run, step, m, rng.inside(boundary.block))
-    output = run.patch.forwards[boundary.block](*args, **kwargs)
+    with autocast_as(boundary.autocast):
+        output = run.patch.forwards[boundary.block](*args, **kwargs)
     watch.refuse_changes(run.blocks[boundary.block].name)
     return output
 
@@ -160,12 +162,9 @@ def _installed(run: Runtime, op: Op, step: Step, grads: Gradients | None) -> Ite
     for micro_batch in (op.key.micro_batch, -1):
         if (phase, block, micro_batch) in run.residency.on_device:
             break
-    copy = run.residency.on_device[phase, block, micro_batch]
+    place = (phase, block, micro_batch)
     try:
-        for member in unit.members:
-            parameter = leaf(unit.copy_view(copy, member), member.trained and grads is not None)
-            if parameter.requires_grad and grads is not None:
-                parameter.register_post_accumulate_grad_hook(_accumulator(run, unit, grads, member))
+        for member, parameter in zip(unit.members, _leaves(run, place, unit, grads), strict=True):
             install(member.owned, parameter)
         yield
     finally:
@@ -176,7 +175,21 @@ def _installed(run: Runtime, op: Op, step: Step, grads: Gradients | None) -> Ite
         params.release(run, phase, block, micro_batch)
 
 
-def _accumulator(run: Runtime, unit, grads: Gradients, member):
+def _leaves(run: Runtime, place: tuple, unit: Unit, grads: Gradients | None) -> list[torch.nn.Parameter]:
+    """What a pass computes with, made at its first computation."""
+    leaves = run.residency.leaves.get(place)
+    if leaves is None:
+        copy = run.residency.on_device[place]
+        leaves = run.residency.leaves[place] = []
+        for member in unit.members:
+            parameter = leaf(unit.copy_view(copy, member), member.trained and grads is not None)
+            if parameter.requires_grad and grads is not None:
+                parameter.register_post_accumulate_grad_hook(_accumulator(run, unit, grads, member))
+            leaves.append(parameter)
+    return leaves
+
+
+def _accumulator(run: Runtime, unit: Unit, grads: Gradients, member: Member):
     def accumulate(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         run.residency.accumulate(unit, grads, member, parameter.grad)

@@ -9,9 +9,8 @@ from concurrent.futures import Future
 import torch
 
 from ...plan.ops import Op
-from .. import runtime as rt
 from ..residency import Gradients
-from ..runtime import Runtime, Step
+from ..runtime import Runtime, Step, of
 from ..units import Unit, as_tensor
 
 
@@ -46,9 +45,7 @@ def store(run: Runtime, op: Op, step: Step) -> Future:
     assert held.buffer is not None and run.grad_scratch is not None
     step.touched[block] = held.touched
     view = held.buffer.view[: run.blocks[block].grad_bytes]  # none, if nothing of the block is trained
-    future = run.grad_scratch.write(
-        run.grad_offsets[block], view, kind="gradients", phase="backward", priority=rt.WRITE_GRADS
-    )
+    future = run.grad_scratch.write(run.grad_offsets[block], view, **of(op))
     buffer = held.buffer
     future.add_done_callback(lambda _: run.residency.pool.give(buffer))
     return future
@@ -61,9 +58,7 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     run.residency.grads[block] = Gradients(as_tensor(buffer), buffer, step.touched[block])
     assert run.grad_scratch is not None
     view = buffer.view[: run.blocks[block].grad_bytes]
-    return run.grad_scratch.read(
-        run.grad_offsets[block], view, kind="gradients", phase="update", priority=rt.READ_GRADS
-    )
+    return run.grad_scratch.read(run.grad_offsets[block], view, **of(op))
 
 
 def norm_block(run: Runtime, op: Op, step: Step) -> None:

@@ -11,10 +11,9 @@ from concurrent.futures import Future
 import torch
 
 from ...plan.ops import Op
-from .. import runtime as rt
 from ..boundaries import Boundary, Delivery
 from ..residency import packed_bytes
-from ..runtime import Runtime, Step
+from ..runtime import Runtime, Step, of
 
 
 def download(run: Runtime, op: Op, step: Step) -> None:
@@ -61,7 +60,7 @@ def store(run: Runtime, op: Op, step: Step) -> Future:
     boundary.host = None
     more = sum(not stays for stays in run.placement.activations[:-1]) * len(step.micro_batches)
     scratch, offset = run.input_scratch.slot(place, buffer.nbytes, more)
-    future = scratch.write(offset, buffer.view, kind="inputs", phase="forward", priority=rt.WRITE_INPUTS)
+    future = scratch.write(offset, buffer.view, **of(op))
     future.add_done_callback(lambda _: run.residency.pool.give(buffer))
     return future
 
@@ -70,14 +69,12 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     """Read the moving inputs of a block back."""
     place = (op.key.block, op.key.micro_batch)
     boundary = step.micro_batches[op.key.micro_batch].boundaries[op.key.block]
-    nbytes = packed_bytes(
-        [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape in boundary.shapes]
-    )
+    nbytes = packed_bytes(boundary.shapes)
     buffer = run.residency.pool.take(nbytes, "block inputs")
     run.residency.inputs[place] = buffer
     boundary.host = run.residency.unpack_input(buffer, boundary.shapes)
     scratch, offset = run.input_scratch.slot(place, nbytes)
-    return scratch.read(offset, buffer.view, kind="inputs", phase="backward", priority=rt.READ_INPUTS)
+    return scratch.read(offset, buffer.view, **of(op))
 
 
 def used(run: Runtime, block: int, micro_batch: int) -> None:

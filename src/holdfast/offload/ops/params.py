@@ -5,9 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 
 from ...plan.ops import Op
-from .. import runtime as rt
 from ..executor import together
-from ..runtime import Runtime, Step
+from ..runtime import Runtime, Step, of
 from ..units import as_tensor
 
 
@@ -25,9 +24,7 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
             scratch.read(
                 offset + start,
                 buffer.view[start:stop],
-                kind="params",
-                phase=op.key.phase,
-                priority=rt.READ_PARAMS,
+                **of(op),
             )
             for start, stop in parts
             if stop > start
@@ -49,6 +46,7 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
 def release(run: Runtime, phase: str, block: int, micro_batch: int) -> None:
     """The last computation of a pass is over: its parameters leave the device."""
     place = (phase, block, micro_batch)
+    run.residency.leaves.pop(place, None)
     run.residency.on_device.pop(place)
     if place in run.residency.loaded:
         run.residency.pool.give(run.residency.loaded.pop(place))
@@ -61,8 +59,6 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     if buffer is None:  # the step was skipped
         return None
     assert run.param_scratch is not None
-    future = run.param_scratch.write(
-        run.param_offsets[block], buffer.view, kind="params", phase="update", priority=rt.WRITE_PARAMS
-    )
+    future = run.param_scratch.write(run.param_offsets[block], buffer.view, **of(op))
     future.add_done_callback(lambda _: run.residency.pool.give(buffer))
     return future

@@ -8,9 +8,8 @@ import torch
 
 from ...plan.ops import Op
 from ...store.generations import Unit as StoredUnit
-from .. import runtime as rt
 from ..residency import Gradients
-from ..runtime import Runtime, Step, Stored
+from ..runtime import Runtime, Step, Stored, of
 from ..units import Unit, as_tensor
 
 
@@ -20,9 +19,7 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     unit, stored = run.block_units[block], run.newest[run.blocks[block].name]
     buffer = run.residency.pool.take(unit.layout.file_bytes, "optimizer state")
     run.residency.images[block] = buffer
-    return unit.read(
-        stored.generation, buffer.view, stored.checksums, kind="state", phase="update", priority=rt.READ_STATE
-    )
+    return unit.read(stored.generation, buffer.view, stored.checksums, **of(op))
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
@@ -64,13 +61,13 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     if step.skipped and not stays:  # what stays may have changed since it was last written
         run.residency.pool.give(buffer)
         return None
-    future = write_image(run, run.block_units[block], run.blocks[block].name, buffer.view)
+    future = _write_image(run, op, run.block_units[block], run.blocks[block].name, buffer.view)
     if not stays:
         future.add_done_callback(lambda _: run.residency.pool.give(buffer))
     return future
 
 
-def write_image(run: Runtime, unit: StoredUnit, name: str, image: memoryview) -> Future:
+def _write_image(run: Runtime, op: Op, unit: StoredUnit, name: str, image: memoryview) -> Future:
     """Write ``image`` as the newest generation of a unit. The future is done when it is synced."""
     generation = unit.acquire()
     done: Future = Future()
@@ -86,9 +83,7 @@ def write_image(run: Runtime, unit: StoredUnit, name: str, image: memoryview) ->
             unit.release(before.generation)
         done.set_result(None)
 
-    unit.write(generation, image, kind="state", phase="update", priority=rt.WRITE_STATE).add_done_callback(
-        written
-    )
+    unit.write(generation, image, **of(op)).add_done_callback(written)
     return done
 
 
@@ -119,4 +114,4 @@ def update_resident(run: Runtime, op: Op, step: Step) -> None:
 
 def store_resident(run: Runtime, op: Op, step: Step) -> Future:
     """Write the resident state image."""
-    return write_image(run, run.resident_unit, run.resident.name, run.resident_buffer.view)
+    return _write_image(run, op, run.resident_unit, run.resident.name, run.resident_buffer.view)

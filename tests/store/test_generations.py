@@ -12,7 +12,7 @@ from holdfast.errors import ChunkCorrupt, DiskFull, PoolExhausted, RunMismatch
 from holdfast.io.buffers import BufferPool
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import Disk
-from holdfast.store.generations import Unit
+from holdfast.store.generations import Generations
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout
 
 LARGE = Layout.build(
@@ -36,8 +36,8 @@ def make(tmp_path, queue):
     units = []
 
     def make(name="block_0", layout=LARGE, copies=3):
-        unit = Unit(name, layout, copies, disk=disk, queue=queue, retained=lambda: make.retained,
-                    way_out=lambda path: "Step 7 does not use it.")  # fmt: skip
+        unit = Generations(name, layout, copies, disk=disk, queue=queue, retained=lambda: make.retained,
+                           way_out=lambda path: "Step 7 does not use it.")  # fmt: skip
         units.append(unit)
         return unit
 

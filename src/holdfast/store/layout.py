@@ -50,16 +50,6 @@ class Layout:
     header: bytes
     file_bytes: int
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes after the header, filler included."""
-        return self.file_bytes - len(self.header)
-
-    @property
-    def num_blocks(self) -> int:
-        """Checksum blocks of the file."""
-        return -(-self.file_bytes // CHECKSUM_BLOCK)
-
     @cached_property
     def _by_key(self) -> dict[str, Entry]:
         return {entry.key: entry for entry in self.entries}

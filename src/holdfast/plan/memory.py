@@ -65,9 +65,9 @@ def resident(work: Work, placement: Placement) -> dict[tuple[str, str], int]:
         return sum(getattr(block, size) for block, here in zip(work.blocks, stays) if here)
 
     return {
-        ("host", "resident_state"): work.resident_image_bytes,
+        ("host", "resident_state"): work.resident_state_bytes,
         ("host", "params_on_host"): chosen(placement.params, "param_bytes"),
-        ("host", "optimizer_on_host"): chosen(placement.optimizer, "image_bytes"),
+        ("host", "optimizer_on_host"): chosen(placement.optimizer, "state_bytes"),
         (device, "resident_working_copy"): work.resident_param_bytes,
         (device, "resident_sums"): work.resident_grad_bytes,
         (device, "workspace"): work.workspace_bytes,

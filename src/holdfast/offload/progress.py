@@ -1,0 +1,67 @@
+"""Progress: what the user's script holds that belongs to every commit, besides the model's tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import RunMismatch
+from ..state.progress import decode, encode, random_state
+
+
+@dataclass(frozen=True)
+class UserState:
+    """The optimizer (for its hyper-parameters), the scheduler and the loader of a run."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: Any = None
+    loader: Any = None
+
+    def now(self) -> dict[str, Any]:
+        """Random generators, hyper-parameters, schedule and data position, as JSON. Raises ``BadInput`` naming
+        the first thing that cannot be stored by value."""
+        groups = [
+            {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
+            for i, group in enumerate(self.optimizer.param_groups)
+        ]
+        progress = {
+            "random": encode(random_state()),
+            "optimizer": type(self.optimizer).__name__,
+            "groups": groups,
+        }
+        for name, thing in self._stateful():
+            progress[name] = encode(thing.state_dict(), name)
+        return progress
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Put hyper-parameters, scheduler and loader where a commit had them. Raises ``RunMismatch``."""
+        self._refuse_another(progress)
+        for group, saved in zip(self.optimizer.param_groups, progress["groups"], strict=True):
+            group.update({key: decode(value) for key, value in saved.items()})
+        for name, thing in self._stateful():
+            if name in progress:
+                thing.load_state_dict(decode(progress[name]))
+
+    def hand_over(self) -> None:
+        """From here on the engine steps for the optimizer, so a scheduler need not warn that nobody does."""
+        if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _stateful(self) -> list[tuple[str, Any]]:
+        things = (("scheduler", self.scheduler), ("loader", self.loader))
+        return [(name, thing) for name, thing in things if thing is not None]
+
+    def _refuse_another(self, progress: dict[str, Any]) -> None:
+        there, here = len(progress["groups"]), len(self.optimizer.param_groups)
+        if there != here:
+            raise RunMismatch(
+                f"the run's optimizer has {there} parameter groups, this one has {here}. Build it with the groups "
+                "that the run was made with."
+            )
+        theirs, ours = progress.get("optimizer"), type(self.optimizer).__name__
+        if theirs not in (None, ours):
+            raise RunMismatch(
+                f"the run was made with {theirs}, this optimizer is {ours}. Use {theirs}, or another directory."
+            )

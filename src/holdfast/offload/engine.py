@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ import torch
 from ..errors import BadInput, EngineFailed
 from ..events import EventLog
 from ..plan.ops import Op
-from ..plan.vertical import commit_only, forward_only
-from ..plan.work import StepShape
 from ..state.capture import Captured
 from ..state.progress import decode, restore_random_state
 from ..store.manifest import Manifest
@@ -29,29 +26,21 @@ from .blocks import install
 from .executor import Executor
 from .export import state_dict
 from .interrupts import deferred
-from .microbatches import Coroutine, all_cancelled, extract_loss, module_call
+from .microbatches import all_cancelled, evaluating, extract_loss, module_call
 from .ops import handlers
 from .ops.commit import publish
-from .planning import SCHEDULES, Plan
+from .planning import Plan
 from .preflight import Preflight
 from .process import one_torch_thread
 from .progress import UserState
-from .reports import step_event, token_weights, traffic
-from .runtime import MicroBatch, Runtime, Step
+from .reports import step_event, traffic
+from .runtime import Runtime, Step
+from .sampling import chooser, continued
+from .steps import Rules, StepMaker
 from .takeover import give_back
 
 EVALUATION_BATCHES = 8
 """Micro-batches that an evaluation takes through the blocks together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How steps are made; all of it may change from one resume to the next."""
-
-    schedule: str
-    clip_norm: float | None
-    commit_every: int
-    normalize: str
 
 
 class Engine:
@@ -69,13 +58,12 @@ class Engine:
         events: EventLog,
         update_workers: int,
     ) -> None:
-        self._run, self._plan, self._rules = run, plan, rules
+        self._run, self._rules, self._steps = run, rules, StepMaker(run, plan, rules)
         self._captured, self._user, self._events = captured, user, events
         self._were_real = {p.name for p in captured.parameters if not p.parameter.is_meta}
         self.preflight = preflight
         self._executor = Executor(handlers(run), update_workers, one_torch_thread)
         torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
-        self._lists: dict[Any, list[Op]] = {}
         self._closed = False
         self.steps_done = 0
         """Optimizer steps done, skipped ones included."""
@@ -105,13 +93,16 @@ class Engine:
             raise BadInput(
                 "a step needs gradients: call engine.step outside torch.no_grad() and inference_mode()"
             )
-        weights = self._weights(micro_batches)
+        weights = self._steps.weights(micro_batches)
         with self._closing_on_error():
             started, before = time.perf_counter(), traffic(self._run)
-            step = self._training_step(micro_batches, weights, loss_fn)
+            step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn)
+            self._user.step_scheduler()  # the hyper-parameters were taken: from here on it is the next step's
+            step.progress = self._progress()
+            self._positions = {k: step.progress[k] for k in ("random", "loader") if k in step.progress}
             with self._running(step):
                 step.resident_grads = self._run.residency.start_resident_grads()
-                self._executor.run(self._operations(self._rules.schedule, step.shape), step)
+                self._executor.run(step.operations, step)
             self.steps_done += 1
             self.skipped_steps += step.skipped
             seconds = time.perf_counter() - started
@@ -139,17 +130,14 @@ class Engine:
     ) -> torch.Tensor:
         """``tokens`` (int64, shape (1, T)) continued by ``max_new_tokens`` sampled ones. Every token takes a
         pass over all blocks, of the last ``context`` tokens. A temperature of 0 takes the likeliest."""
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(max_new_tokens):
-            window = tokens if context is None else tokens[:, -context:]
+
+        def model(window: torch.Tensor) -> Any:
             (value,) = self._forward(
-                [module_call(self._run.model, (window.to(self._run.device.torch_device),), None)]
+                [module_call(self._run.model, self._run.device.take_batch((window,)), None)]
             )
-            logits = value if isinstance(value, torch.Tensor) else value.logits
-            tokens = torch.cat(
-                [tokens, _sample(logits[:, -1].float().cpu(), temperature, top_k, generator)], dim=1
-            )
-        return tokens
+            return value
+
+        return continued(model, tokens, max_new_tokens, chooser(temperature, top_k, seed), context)
 
     def save(self) -> None:
         """Make the present state a commit. It is durable when this returns."""
@@ -158,11 +146,9 @@ class Engine:
             return
         self.wait()
         if self.durable_step < self.steps_done:
-            step = self._blank_step(StepShape(micro_batches=1), training=True)
-            step.number = self.steps_done - 1
-            step.progress = self._progress() | self._positions
+            step = self._steps.saving(self.steps_done - 1, self._progress() | self._positions)
             with self._closing_on_error(), self._running(step):
-                self._executor.run(commit_only(self._plan.work, self._plan.placement), step)
+                self._executor.run(step.operations, step)
                 self._executor.drain()
 
     def wait(self) -> None:
@@ -214,7 +200,7 @@ class Engine:
     @property
     def operations(self) -> dict[Any, list[Op]]:
         """The operation lists made so far, by schedule and shape."""
-        return self._lists
+        return self._steps.lists
 
     def traffic(self) -> dict[tuple[str, str], int]:
         """Bytes moved since the engine was built, by (lane, kind of operation)."""
@@ -226,68 +212,17 @@ class Engine:
 
     # Steps
 
-    def _weights(self, micro_batches: Sequence[Any]) -> list[float | None]:
-        """What each loss is multiplied by; None for a plain mean."""
-        if self._rules.normalize == "tokens":
-            return token_weights(micro_batches)
-        return [None] * len(micro_batches)
-
-    def _training_step(self, micro_batches: Sequence[Any], weights: list[float | None], loss_fn: Any) -> Step:
-        """Hyper-parameters and progress are taken now: the scheduler belongs to the next step from here on."""
-        rules, done = self._rules, self.steps_done + 1
-        commit = rules.commit_every > 0 and done % rules.commit_every == 0
-        shape = StepShape(micro_batches=len(micro_batches), clip=rules.clip_norm is not None, commit=commit)
-        step = self._blank_step(shape, training=True)
-        step.hyper = self._run.optimizer.snapshot()
-        step.clip_norm = rules.clip_norm
-        step.micro_batches = [
-            MicroBatch(
-                Coroutine(module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)), weight
-            )
-            for batch, weight in zip(micro_batches, weights, strict=True)
-        ]
-        if self._user.scheduler is not None:
-            self._user.scheduler.step()
-        step.progress = self._progress()
-        self._positions = {key: step.progress[key] for key in ("random", "loader") if key in step.progress}
-        return step
-
-    def _blank_step(self, shape: StepShape, training: bool) -> Step:
-        return Step(
-            number=self.steps_done,
-            shape=shape,
-            training=training,
-            horizontal=training and self._rules.schedule == "horizontal",
-            micro_batches=[],
-        )
-
     def _forward(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """What the model returns for each call, in evaluation mode and without gradients."""
         self._check_usable()
-        model, results = self._run.model, []
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
+        results: list[Any] = []
+        with evaluating(self._run.model):
             for start in range(0, len(calls), EVALUATION_BATCHES):
-                group = calls[start : start + EVALUATION_BATCHES]
-                shape = StepShape(micro_batches=len(group))
-                step = self._blank_step(shape, training=False)
-                step.micro_batches = [MicroBatch(Coroutine(call), None) for call in group]
-                with self._only_losing(step), torch.no_grad(), self._running(step):
-                    self._executor.run(self._operations("evaluate", shape), step)
+                step = self._steps.evaluation(calls[start : start + EVALUATION_BATCHES])
+                with self._only_losing(), torch.no_grad(), self._running(step):
+                    self._executor.run(step.operations, step)
                 results += [batch.result for batch in step.micro_batches]
-        finally:
-            for module, mode in modes:
-                module.training = mode
         return results
-
-    def _operations(self, schedule: str, shape: StepShape) -> list[Op]:
-        """The operation list for one shape of step, made once."""
-        found = self._lists.get((schedule, shape))
-        if found is None:
-            make = SCHEDULES.get(schedule, forward_only)
-            found = self._lists[schedule, shape] = make(self._plan.work, self._plan.placement, shape)
-        return found
 
     @contextmanager
     def _running(self, step: Step) -> Iterator[None]:
@@ -304,7 +239,7 @@ class Engine:
                 torch.set_grad_enabled(grad)  # a key press may have left it otherwise
 
     @contextmanager
-    def _only_losing(self, evaluation: Step) -> Iterator[None]:
+    def _only_losing(self) -> Iterator[None]:
         """An error of the model in an evaluation ends the evaluation; any other closes the engine."""
         with self._closing_on_error():
             try:
@@ -362,13 +297,3 @@ class Engine:
     def _progress(self) -> dict[str, Any]:
         """What resuming needs besides tensors, as it is when the step under way is over."""
         return {**self._user.now(), "skipped_steps": self.skipped_steps}
-
-
-def _sample(
-    logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator
-) -> torch.Tensor:
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    if top_k is not None:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
-    return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)

@@ -23,13 +23,14 @@ from ..store.local import LocalStore
 from .builder import build, fill_fresh, fill_from, stored_units
 from .checks import check_choices, check_counts, check_directory, check_stateful
 from .device import open_device
-from .engine import Engine, Rules
+from .engine import Engine
 from .parts import Parts
 from .planning import Budget, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
 from .progress import UserState
 from .resume import newest_commit, same_layouts
+from .steps import Rules
 from .takeover import empty_originals, install_resident, switch_off_cache
 
 

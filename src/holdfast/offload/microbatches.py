@@ -246,6 +246,18 @@ def all_cancelled(coroutines: list[Coroutine]) -> Iterator[None]:
             coroutine.cancel()
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and then as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def extract_loss(value: Any) -> torch.Tensor:
     """The loss in what a model returned: a scalar tensor, ``.loss``, ``["loss"]`` or the first of a tuple."""
     loss = value

@@ -44,6 +44,10 @@ class UserState:
             if name in progress:
                 thing.load_state_dict(decode(progress[name]))
 
+    def step_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
     def hand_over(self) -> None:
         """From here on the engine steps for the optimizer, so a scheduler need not warn that nobody does."""
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):

@@ -122,14 +122,15 @@ class MicroBatch:
 
 @dataclass
 class Step:
-    """One step (or evaluation) under way."""
+    """One step (or evaluation, or save) under way."""
 
     number: int
-    """Counted from 0; also the key of its random numbers."""
+    """Counted from 0; also the key of its random numbers. An evaluation has none: -1."""
     shape: StepShape
-    training: bool
-    horizontal: bool
-    micro_batches: list[MicroBatch]
+    operations: list[Op]
+    training: bool = True
+    horizontal: bool = False
+    micro_batches: list[MicroBatch] = field(default_factory=list)
     hyper: HyperParameters | None = None
     clip_norm: float | None = None
     progress: dict[str, Any] = field(default_factory=dict)

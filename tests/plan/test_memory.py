@@ -105,6 +105,35 @@ def test_the_bound_is_reached(clip, unified):
         assert worst([made, made], kind) == size, kind
 
 
+@given(
+    step=steps(), schedule=st.sampled_from(sorted(SCHEDULES)), machine=machines(), at_once=st.integers(1, 9)
+)
+@settings(max_examples=60, deadline=None)
+def test_an_evaluation_between_steps_stays_within_the_prediction(step, schedule, machine, at_once):
+    """It begins while the step before it still updates and writes."""
+    work, placement, shape = step
+    made = SCHEDULES[schedule](*step)
+    evaluation = forward_only(work, placement, StepShape(micro_batches=at_once))
+    found = simulate([made, evaluation, evaluation, made], machine)
+    predicted = predict(work, placement, shape, SCHEDULES[schedule], at_once)
+    for place in ("host", "device"):
+        stays = sum(size for (where, _), size in resident(work, placement).items() if where == place)
+        assert found.peak.get(place, 0) <= sum(predicted.at(place).values()) - stays
+
+
+def test_an_evaluation_of_more_micro_batches_than_a_step_is_predicted_with_what_the_step_leaves():
+    work, placement = uneven(5), Placement.fractions(5, activations=0.0)
+    alone = predict(work, placement, StepShape(micro_batches=1)).at("host")
+    found = predict(work, placement, StepShape(micro_batches=1), evaluation_batches=40).at("host")
+    assert found["frames"] == 40 * work.input_bytes and found["inputs"] == 41 * work.input_bytes
+    for left in ("state", "updated_params", "grads", "resident_state", "workspace"):
+        assert found[left] == alone[left]
+    assert "input_grads" in alone and "input_grads" not in found
+    assert predict(work, placement, StepShape(micro_batches=40), evaluation_batches=1) == predict(
+        work, placement, StepShape(micro_batches=40)
+    )
+
+
 def test_a_class_holds_its_largest_buffers_as_many_as_it_has_slots():
     made = [
         Op(Key("a", i), ops.UPLOAD, takes=(Hold(("x", i), size, slots=2),), gives=(("x", i),))

@@ -29,7 +29,7 @@ from .interrupts import deferred
 from .microbatches import all_cancelled, evaluating, extract_loss, module_call
 from .ops import handlers
 from .ops.commit import publish
-from .planning import Plan
+from .planning import EVALUATION_BATCHES, Plan
 from .preflight import Preflight
 from .process import one_torch_thread
 from .progress import UserState
@@ -38,9 +38,6 @@ from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .steps import Rules, StepMaker
 from .takeover import give_back
-
-EVALUATION_BATCHES = 8
-"""Micro-batches that an evaluation takes through the blocks together."""
 
 
 class Engine:

@@ -29,7 +29,7 @@ from .planning import Budget, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
 from .progress import UserState
-from .resume import newest_commit, same_layouts
+from .resume import newest_commit, same_blocks, same_layouts
 from .steps import Rules
 from .takeover import empty_originals, install_resident, switch_off_cache
 
@@ -57,6 +57,7 @@ def offload(
     seed: int = 0,
     init: Callable[[nn.Module], Any] | None = None,
     sample: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
     micro_batches: int = 1,
     direct: bool = True,
     io_threads: int = 4,
@@ -75,10 +76,10 @@ def offload(
     and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
     from its newest whole commit; scheduler, loader and random generators are restored.
 
-    ``sample`` (a micro-batch as ``step`` takes it; its values do not matter) and ``micro_batches`` (per step)
-    let memory be predicted before anything runs; ``"auto"`` fractions and a host ``budget`` need them. The
-    host budget is the process's whole memory. ``confirm`` sees the preflight before anything is written and
-    may raise.
+    ``sample`` (a micro-batch as ``step`` takes it; its values do not matter; a tuple with its ``loss_fn``) and
+    ``micro_batches`` (per step) let memory be predicted before anything runs; ``"auto"`` fractions and a
+    ``budget`` need them. The host budget is the process's whole memory, evaluations included. ``confirm`` sees
+    the preflight before anything is written and may raise.
 
     Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
@@ -91,9 +92,9 @@ def offload(
     )  # fmt: skip
     check_stateful(scheduler, loader)
     check_directory(ssd, disk)
-    rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
-    user, budget = UserState(optimizer, scheduler, loader), budget or Budget()
     parts = Parts.of(model, optimizer, dtype, blocks)
+    rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
+    user, budget = UserState(parts.captured, optimizer, scheduler, loader), budget or Budget()
     target = open_device(device)
     plan = make_plan(
         parts,
@@ -102,6 +103,7 @@ def offload(
         StepShape(micro_batches=micro_batches, clip=clip_norm is not None, commit=commit_every > 0),
         budget,
         sample,
+        loss_fn,
         params=params_on_host,
         optimizer=optimizer_on_host,
         activations=activations_on_host,
@@ -117,6 +119,7 @@ def offload(
         found = None if fresh else newest_commit(store, parts)
         stored = stored_units(parts, store, retain + store.spare)
         if found is not None:
+            same_blocks(stored, store, found)
             same_layouts(stored, store, found)
         preflight = preflight_of(parts, plan, budget, store, stored)
         preflight.check()

@@ -6,6 +6,7 @@ Memory, traffic and space are then read off that list. Pure: nothing is changed,
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,9 @@ from .parts import Parts
 from .process import process_bytes
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
+
+EVALUATION_BATCHES = 8
+"""Micro-batches that an evaluation takes through the blocks together."""
 
 KERNEL_BYTES = 48 * MiB
 """What a process grows by when torch's kernels run for the first time: code, tables and scratch. Measured on
@@ -105,30 +109,54 @@ def make_plan(
     shape: StepShape,
     budget: Budget,
     sample: Any,
+    loss_fn: Callable[..., Any] | None,
     **on_host: Fraction,
 ) -> Plan:
     """Choose what stays ``on_host`` (fractions of params, optimizer and activations) within the budget.
 
     Raises ``BadInput``, and ``DoesNotFit`` naming the smallest budget that works.
     """
-    work = parts.work(_measured(parts, sample), device.unified)
+    if sample is None:
+        _refuse_unmeasured(budget, device, on_host)
+    measured = None if sample is None else _measured(parts, sample, loss_fn)
+    work = parts.work(measured, device.unified)
     order, held = SCHEDULES[schedule], process_bytes() + KERNEL_BYTES
-    placement = choose(work, shape, budget.host_bytes(), schedule=order, held_bytes=held, **on_host)
+    placement = choose(
+        work,
+        shape,
+        budget.host_bytes(),
+        schedule=order,
+        evaluation_batches=EVALUATION_BATCHES,
+        held_bytes=held,
+        **on_host,
+    )
+    memory = predict(work, placement, shape, order, EVALUATION_BATCHES)
     return Plan(
         work=work,
         placement=placement,
         operations=order(work, placement, shape),
         held_bytes=held,
-        memory=None if sample is None else predict(work, placement, shape, order),
+        memory=None if measured is None else memory,
     )
 
 
-def _measured(parts: Parts, sample: Any) -> Measured | None:
+def _refuse_unmeasured(budget: Budget, device: Device, on_host: dict[str, Fraction]) -> None:
+    """Without a sample, block inputs and activations would count as nothing."""
+    host, on_device = budget.host_bytes(), budget.device_bytes()
+    asked = [f"{kind}_on_host={share!r}" for kind, share in on_host.items() if share in ("auto", None)]
+    asked += [f"a budget of {host} bytes of host memory"] if host is not None else []
+    asked += [f"a budget of {on_device} bytes on the device"] if on_device and not device.unified else []
+    if asked:
+        raise BadInput(
+            f"{asked[0]} cannot be kept to without knowing what a micro-batch takes: pass sample=, a micro-batch as "
+            "engine.step takes it (its values do not matter), and micro_batches=, how many make a step."
+        )
+
+
+def _measured(parts: Parts, sample: Any, loss_fn: Callable[..., Any] | None) -> Measured | None:
     """What a micro-batch takes; None, with a warning, where the model cannot be traced."""
-    if sample is None:
-        return None
     try:
-        return measure(parts.model, parts.blocks, sample, parts.resident.dtype)
+        return measure(parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn)
     except ModelNotSupported as error:
-        warnings.warn(f"memory is not predicted: {error}", stacklevel=4)
+        warnings.warn(f"memory is not predicted, nor is a budget sure to be kept: {error}", stacklevel=4)
         return None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import RunMismatch
+from ..state.capture import Captured
 from ..state.progress import decode, encode, random_state
 
 
@@ -15,6 +16,7 @@ from ..state.progress import decode, encode, random_state
 class UserState:
     """The optimizer (for its hyper-parameters), the scheduler and the loader of a run."""
 
+    model: Captured
     optimizer: torch.optim.Optimizer
     scheduler: Any = None
     loader: Any = None
@@ -30,6 +32,7 @@ class UserState:
             "random": encode(random_state()),
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
+            "group_parameters": self._group_parameters(),
         }
         for name, thing in self._stateful():
             progress[name] = encode(thing.state_dict(), name)
@@ -53,6 +56,14 @@ class UserState:
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
+    def _group_parameters(self) -> list[list[str]]:
+        """By group: the trained parameters that its hyper-parameters are for."""
+        groups: list[list[str]] = [[] for _ in self.optimizer.param_groups]
+        for parameter in self.model.parameters:
+            if parameter.trained and parameter.group is not None:
+                groups[parameter.group].append(parameter.name)
+        return groups
+
     def _stateful(self) -> list[tuple[str, Any]]:
         things = (("scheduler", self.scheduler), ("loader", self.loader))
         return [(name, thing) for name, thing in things if thing is not None]
@@ -64,6 +75,15 @@ class UserState:
                 f"the run's optimizer has {there} parameter groups, this one has {here}. Build it with the groups "
                 "that the run was made with."
             )
+        saved = progress.get("group_parameters", [])  # a run of an earlier version does not say
+        was_in = {name: group for group, names in enumerate(saved) for name in names}
+        for group, names in enumerate(self._group_parameters()):
+            for name in names:
+                if was_in.get(name, group) != group:
+                    raise RunMismatch(
+                        f"{name} was in parameter group {was_in[name]} of the run's optimizer and is in group {group} "
+                        "of this one. Build it with the groups that the run was made with, in the same order."
+                    )
         theirs, ours = progress.get("optimizer"), type(self.optimizer).__name__
         if theirs not in (None, ours):
             raise RunMismatch(

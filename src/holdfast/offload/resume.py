@@ -58,18 +58,32 @@ def _sort(atom: dict[str, Any] | None) -> str:
     return "absent" if atom is None else f"{atom['dtype']} {atom['shape']}"
 
 
+def same_blocks(stored: dict[str, StoredUnit], store: LocalStore, manifest: Manifest) -> None:
+    """Raises ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
+    there, here = (
+        ", ".join(sorted(one - other))
+        for one, other in ((manifest.files.keys(), stored.keys()), (stored.keys(), manifest.files.keys()))
+    )
+    if there or here:
+        raise RunMismatch(
+            f"{store.root} was made with other blocks= of this model: there are files of {there or 'no others'} in "
+            f"it, and here of {here or 'no others'}. Pass the blocks= that the run was made with, or give this one its "
+            "own directory."
+        )
+
+
 def same_layouts(stored: dict[str, StoredUnit], store: LocalStore, manifest: Manifest) -> None:
     """Raises ``RunMismatch`` if a file of the run has its tensors at other places: the same names, shapes and
     dtypes in another order, as after a change of the model's code."""
     for name, unit in stored.items():
-        ref = manifest.files.get(name)
-        if ref is None or store.layout(ref).header != unit.layout.header:
-            raise other_layout(ref.path if ref else name)
+        ref = manifest.files[name]
+        if store.layout(ref).header != unit.layout.header:
+            raise other_layout(ref.path)
 
 
 def other_layout(path: str) -> RunMismatch:
     """The error for a file whose tensors are not where this model would have them."""
     return RunMismatch(
-        f"{path} holds its tensors in another order, or other blocks, than this model has. Build the model with the "
-        "code and the blocks= that the run was made with, or give this one its own directory."
+        f"{path} holds its tensors in another order than this model has them. Build the model with the code that the "
+        "run was made with, or give this one its own directory."
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.plan import ops
 from holdfast.plan.horizontal import horizontal
+from holdfast.plan.machine import Machine
 from holdfast.plan.memory import buffers, predict, resident
 from holdfast.plan.ops import Hold, Key, Op
 from holdfast.plan.simulate import simulate
@@ -119,6 +120,17 @@ def test_an_evaluation_between_steps_stays_within_the_prediction(step, schedule,
     for place in ("host", "device"):
         stays = sum(size for (where, _), size in resident(work, placement).items() if where == place)
         assert found.peak.get(place, 0) <= sum(predicted.at(place).values()) - stays
+
+
+def test_an_evaluation_beside_slow_updates_takes_more_than_one_alone():
+    work, placement = uneven(5), Placement.fractions(5, activations=0.0, gradients=0.0)
+    shape, alone = StepShape(micro_batches=1, clip=True), StepShape(micro_batches=40)
+    made, evaluation = vertical(work, placement, shape), forward_only(work, placement, alone)
+    slow = Machine(update_elements_per_second=1e3, ssd_write_bytes_per_second=1e7)
+    peak = simulate([made, evaluation], slow).peak["host"]
+    assert peak > max(sum(buffers(made).values()), sum(buffers(evaluation).values()))
+    predicted = predict(work, placement, shape, vertical, 40).host_bytes
+    assert peak <= predicted - sum(resident(work, placement).values())
 
 
 def test_an_evaluation_of_more_micro_batches_than_a_step_is_predicted_with_what_the_step_leaves():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -221,10 +222,26 @@ class MadeIntegers(Model):
         return x
 
 
+class ComplexTensors(Model):
+    """Complex activations, beside an odd number of half-precision ones."""
+
+    class layer(Layer):
+        def forward(self, half, z):
+            y = super().forward(z.real + half.float().mean())
+            return (half * 1.5 + y.mean()).bfloat16(), torch.complex(y, torch.tanh(z.imag + 0.1 * y))
+
+    def run(self, x, tokens):
+        half, z = x[0, 0, :3].bfloat16(), torch.complex(x, torch.zeros_like(x))
+        for block in self.blocks:
+            half, z = block(half, z)
+        return z.real + z.imag + half.float().mean()
+
+
 MODELS = [
     KeywordsAndContainers, CodeBetweenBlocks, TensorOfThePrologueInEveryBlock, ParameterInEveryBlock,
     SkipConnections, EverythingInTheEpilogue, OneBlock, TwoBlocks, SameTensorTwice, InputReturnedAsItIs,
     FrozenBeginning, FrozenBetween, OddParameters, NothingButBlocks, MadeIntegers,
+    ComplexTensors,
 ]  # fmt: skip
 
 
@@ -417,6 +434,69 @@ def test_a_model_that_changes_a_blocks_output_in_place_is_told_what_to_write_ins
     engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
     with pytest.raises(BlockInputChanged, match=r"write x = x \+ y instead of x \+= y"):
         engine.step(batches(0, 1))
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slots:
+    parts: list
+
+
+class TakesAnObject(Model):
+    class layer(Layer):
+        def forward(self, state):
+            return super().forward(state.x)
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            x = block(State(x))
+        return x
+
+
+class ReturnsAnObject(Model):
+    class layer(Layer):
+        def forward(self, x):
+            return {"out": Slots([None, super().forward(x)])}
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            x = block(x)["out"].parts[1]
+        return x
+
+
+HIDDEN = {
+    TakesAnObject: r"State\.x in the input of blocks\.0 is a tensor with a gradient inside an object",
+    ReturnsAnObject: r"Slots\.parts\[1\] in the output of blocks\.3 is a tensor with a gradient inside",
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_a_gradient_that_hides_in_an_object_is_refused_by_name(tmp_path, kind):
+    model = build(kind)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    with pytest.raises(ModelNotSupported, match=HIDDEN[kind]):
+        engine.step(batches(0, 2))
+
+
+class ObjectWithoutGradients(Model):
+    """What an object holds may be anything that has no gradient, or a parameter."""
+
+    class layer(Layer):
+        def forward(self, x, state):
+            return x + self.linear(self.norm(x)) * state.x[0].float()[..., None] + state.x[1]
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            x = block(x, State((tokens, self.bias)))
+        return x
+
+
+def test_an_object_may_hold_tensors_without_gradients_and_parameters(tmp_path):
+    check(tmp_path, ObjectWithoutGradients, lambda step: batches(step, 1))
 
 
 @pytest.mark.parametrize(

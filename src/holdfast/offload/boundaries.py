@@ -1,8 +1,8 @@
 """Boundaries: what a block was called with, what it returned, and the way back for gradients.
 
-A block's inputs are a pytree. Float tensors that require grad *move*: they are detached for the block, kept
-(on the host or on the SSD) for its recomputation, and their gradients go back to whatever made them. All
-else is kept by reference, once. An input that changes while the block runs is refused by name, since the
+A block's inputs are a pytree. Float (and complex) tensors that require grad *move*: they are detached for the
+block, kept (on the host or on the SSD) for its recomputation, and their gradients go back to whatever made
+them. All else is kept by reference, once; an object in which a tensor with a gradient hides is refused. An input that changes while the block runs is refused by name, since the
 recomputation would see other values (``changes.py``).
 
 A gradient that several blocks contribute to is summed in the order of an ordinary backward: what there is so
@@ -20,6 +20,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from ..errors import ModelNotSupported
+from .changes import hidden_gradient
 from .microbatches import Autocast, BlockCall
 
 Seed = tuple[torch.Tensor, torch.Tensor]
@@ -246,4 +248,22 @@ class Tracker:
 
 
 def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def refuse_hidden(leaves: list[Any], block: str, role: str) -> None:
+    """Raise ``ModelNotSupported`` if a tensor that requires grad hides in one of ``leaves``, the flattened inputs
+    or output of ``block``: its gradient would be lost."""
+    for leaf in leaves:
+        if isinstance(leaf, _HIDES_NOTHING):
+            continue
+        where = hidden_gradient(leaf, type(leaf).__name__)
+        if where is not None:
+            raise ModelNotSupported(
+                f"{where} in the {role} of {block} is a tensor with a gradient inside an object. Gradients flow"
+                " between blocks through tensors, tuples, lists, dicts and dataclasses registered with"
+                " torch.utils._pytree alone: pass the tensor itself."
+            )
+
+
+_HIDES_NOTHING = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

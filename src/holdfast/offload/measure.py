@@ -110,8 +110,8 @@ class _Probe:
     @staticmethod
     def _detached(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         def cut(leaf: Any) -> Any:
-            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
-            return leaf.detach().requires_grad_() if floats else leaf
+            moves = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            return leaf.detach().requires_grad_() if moves else leaf
 
         return pytree.tree_map(cut, (args, kwargs))
 

@@ -14,7 +14,7 @@ import torch
 
 from ..io.buffers import Buffer, BufferPool
 from ..units import round_up
-from .units import Member, Unit, as_tensor
+from .units import ALIGN, Member, Unit, as_tensor
 
 SUMMED_AT_ONCE = 1 << 20
 """Elements. torch adds a bf16 tensor to an fp32 one by way of an fp32 copy of it, and the memory of a large copy
@@ -118,9 +118,9 @@ class Residency:
         buffer = self.pool.take(packed_bytes(shapes), "block inputs")
         flat, offset = as_tensor(buffer), 0
         for tensor in tensors:
-            end = offset + tensor.numel() * tensor.element_size()
+            end = offset + tensor.nbytes
             flat[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            offset = end
+            offset = round_up(end, ALIGN)
         return buffer, shapes
 
     @staticmethod
@@ -130,7 +130,7 @@ class Residency:
         for dtype, shape in shapes:
             end = offset + shape.numel() * dtype.itemsize
             tensors.append(flat[offset:end].view(dtype).view(shape))
-            offset = end
+            offset = round_up(end, ALIGN)
         return tensors
 
     def drop_pass(self, phase: str) -> None:
@@ -154,4 +154,4 @@ class Residency:
 
 def packed_bytes(shapes: list[tuple[torch.dtype, torch.Size]]) -> int:
     """Bytes of a packed input, whole pages."""
-    return round_up(sum(shape.numel() * dtype.itemsize for dtype, shape in shapes))
+    return round_up(sum(round_up(shape.numel() * dtype.itemsize, ALIGN) for dtype, shape in shapes))

@@ -24,7 +24,7 @@ from ..update.optimizer import STEP, HostOptimizer, ParameterState, Slots
 from .blocks import Owned
 
 ALIGN = 64
-"""Bytes. Tensors in working copies and gradients start at multiples of it."""
+"""Bytes. Tensors in working copies, gradients and packed inputs start at multiples of it."""
 
 
 def as_tensor(buffer: Buffer | memoryview) -> torch.Tensor:

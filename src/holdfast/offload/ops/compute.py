@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ...errors import ModelNotSupported
 from ...plan.ops import Op
 from .. import rng
 from ..blocks import install
-from ..boundaries import Boundary, Delivery
+from ..boundaries import Boundary, Delivery, refuse_hidden
 from ..changes import Watch
 from ..microbatches import BlockCall, Returned, autocast_as, extract_loss
 from ..residency import Gradients
@@ -64,6 +65,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
         boundary = _reach(run, step, m, block) if is_last else batch.boundaries[block]
         args, kwargs, leaves = boundary.inputs()
         output = _run_block(run, step, m, boundary, args, kwargs)
+        refuse_hidden(pytree.tree_leaves(output), run.blocks[block].name, "output")
         del args, kwargs
         batch.tracker.running.set()
         if is_last:
@@ -101,6 +103,7 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
             "call every block once, in order (no early exit, no layer drop)."
         )
     boundary = batch.boundaries[block] = batch.tracker.boundary(event)
+    refuse_hidden(boundary.kept, run.blocks[block].name, "input")
     if block:
         inputs.hand_on(run, batch.deliveries[block - 1], boundary)
     return boundary

@@ -422,6 +422,48 @@ def test_a_block_that_changes_what_it_is_given_is_refused_by_name(tmp_path, chan
     assert caught.value.exit_code == 2
 
 
+class ChangesAnObjectBetweenBlocks(Model):
+    class layer(Layer):
+        def forward(self, x, context):
+            return super().forward(x) * (1 + context.layer)
+
+    def run(self, x, tokens):
+        context = SimpleNamespace(layer=0)
+        for context.layer, block in enumerate(self.blocks):
+            x = block(x, context)
+        return x
+
+
+class ChangesATensorBetweenBlocks(Model):
+    class layer(Layer):
+        def forward(self, x, *, notes):
+            return super().forward(x) * torch.cos(notes["depth"].float())
+
+    def run(self, x, tokens):
+        depth = torch.zeros(1, dtype=torch.int64)
+        for block in self.blocks:
+            x = block(x, notes={"depth": depth})
+            depth += 1
+        return x
+
+
+CHANGED_BETWEEN = {
+    ChangesAnObjectBetweenBlocks: r"input argument \[1\] of blocks\.2 was changed after the block ran and before",
+    ChangesATensorBetweenBlocks: r"input notes\['depth'\] of blocks\.2 was changed after the block ran",
+}
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("kind", CHANGED_BETWEEN)
+def test_an_input_that_changes_between_a_blocks_two_runs_is_refused_by_name(tmp_path, kind, schedule):
+    model = build(kind)
+    engine = holdfast.offload(
+        model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32", schedule=schedule
+    )
+    with pytest.raises(BlockInputChanged, match=CHANGED_BETWEEN[kind]):
+        engine.step(batches(0, 2))
+
+
 def test_a_model_that_changes_a_blocks_output_in_place_is_told_what_to_write_instead(tmp_path):
     class InPlace(Model):
         def run(self, x, tokens):

@@ -2,8 +2,9 @@
 
 A block's inputs are a pytree. Float (and complex) tensors that require grad *move*: they are detached for the
 block, kept (on the host or on the SSD) for its recomputation, and their gradients go back to whatever made
-them. All else is kept by reference, once; an object in which a tensor with a gradient hides is refused. An input that changes while the block runs is refused by name, since the
-recomputation would see other values (``changes.py``).
+them. All else is kept by reference, once. An object in which a tensor with a gradient hides is refused by name,
+as is an input that changes while the block runs or before it runs again, since the recomputation would see
+other values (``changes.py``).
 
 A gradient that several blocks contribute to is summed in the order of an ordinary backward: what there is so
 far goes into the next block's backward as a root, rather than being added to its result.
@@ -20,8 +21,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from ..errors import ModelNotSupported
-from .changes import hidden_gradient
+from ..errors import BlockInputChanged, ModelNotSupported
+from .changes import fingerprint, hidden_gradient
 from .microbatches import Autocast, BlockCall
 
 Seed = tuple[torch.Tensor, torch.Tensor]
@@ -164,6 +165,8 @@ class Boundary:
     shapes: list[tuple[torch.dtype, torch.Size]] = field(default_factory=list)
     roots: list[Source] = field(default_factory=list)
     """Points of the thread's own graph that were first seen here."""
+    seen: list[Any] = field(default_factory=list)
+    """Fingerprints of what is kept by reference, at the block's first run."""
 
     def inputs(self) -> tuple[tuple, dict[str, Any], list[torch.Tensor]]:
         """The block's arguments with fresh leaves in place of the moving inputs, and those leaves."""
@@ -176,6 +179,29 @@ class Boundary:
             flat[position] = flat[first]
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         return args, kwargs, leaves
+
+    def remember(self) -> None:
+        """The block runs for the first time: what is kept by reference is to stay as it is now."""
+        self.seen = [fingerprint(leaf) for leaf in self.kept]
+
+    def refuse_changes(self, block: str) -> None:
+        """Before the recomputation: raise ``BlockInputChanged`` naming what is not as the first run saw it."""
+        for position, (before, leaf) in enumerate(zip(self.seen, self.kept, strict=True)):
+            if fingerprint(leaf) != before:
+                raise BlockInputChanged(
+                    f"{self._name(position)} of {block} was changed after the block ran and before it ran again."
+                    " Out-of-core training runs a block twice and keeps what has no gradient by reference: give"
+                    " every block a value of its own."
+                )
+
+    def _name(self, position: int) -> str:
+        """How the model gave the block the leaf at ``position``."""
+        numbered = pytree.tree_unflatten(list(range(len(self.kept))), self.spec)
+        paths, _ = pytree.tree_flatten_with_path(numbered)
+        (_, first, *rest) = next(path for path, number in paths if number == position)
+        positional = isinstance(first, pytree.SequenceKey)
+        name = f"argument [{first.idx}]" if positional else str(getattr(first, "key", first))
+        return f"input {name}{pytree.keystr(tuple(rest))}"
 
     @property
     def constants(self) -> set[int]:

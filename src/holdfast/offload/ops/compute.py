@@ -33,6 +33,7 @@ def forward(run: Runtime, op: Op, step: Step) -> None:
     block, m = op.key.block, op.key.micro_batch
     with _installed(run, op, step, None):
         boundary = _reach(run, step, m, block)
+        boundary.remember()
         args, kwargs, _ = boundary.inputs()
         with torch.no_grad():
             output = _run_block(run, step, m, boundary, args, kwargs)
@@ -63,6 +64,8 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
     grads = run.residency.start_grads(block, run.device.torch_device)
     with _installed(run, op, step, grads), torch.enable_grad():
         boundary = _reach(run, step, m, block) if is_last else batch.boundaries[block]
+        if not is_last:
+            boundary.refuse_changes(run.blocks[block].name)
         args, kwargs, leaves = boundary.inputs()
         output = _run_block(run, step, m, boundary, args, kwargs)
         refuse_hidden(pytree.tree_leaves(output), run.blocks[block].name, "output")

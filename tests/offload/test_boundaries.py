@@ -541,6 +541,93 @@ def test_an_object_may_hold_tensors_without_gradients_and_parameters(tmp_path):
     check(tmp_path, ObjectWithoutGradients, lambda step: batches(step, 1))
 
 
+class BlocksKeepALoss(Model):
+    """An auxiliary loss of each block, which the model adds up after them."""
+
+    class layer(Layer):
+        def forward(self, x):
+            y = super().forward(x)
+            self.norm.kept = [y.square().mean()]
+            return y
+
+    def loss(self, x, targets):
+        return super().loss(x, targets) + sum(block.norm.kept[0] for block in self.blocks)
+
+
+class PrologueSetsAMask(Model):
+    class layer(Layer):
+        def forward(self, x):
+            return super().forward(x) * model_of_masks.mask
+
+    def run(self, x, tokens):
+        global model_of_masks
+        model_of_masks, self.mask = self, (tokens > 3).float()[..., None]
+        return super().run(x, tokens)
+
+
+class PrologueSetsMasksOfBlocks(Model):
+    class layer(Layer):
+        def forward(self, x):
+            return super().forward(x) * self.mask
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            block.mask = (tokens > 3).float()[..., None]
+        return super().run(x, tokens)
+
+
+class KeepsThePrologue(Model):
+    def run(self, x, tokens):
+        self.first = x
+        return super().run(x, tokens)
+
+
+@pytest.mark.parametrize(
+    "kind, count, said",
+    [
+        (BlocksKeepALoss, 1, r"attribute blocks\.3\.norm\.kept keeps a gradient of a block"),
+        (BlocksKeepALoss, 2, r"attribute blocks\.3\.norm\.kept keeps a gradient of a block"),
+        (PrologueSetsAMask, 2, r"attribute mask is set by every micro-batch before a block"),
+        (
+            PrologueSetsMasksOfBlocks,
+            3,
+            r"attribute blocks\.0\.mask is set by every micro-batch before a block",
+        ),
+        (KeepsThePrologue, 1, r"attribute first is set before a block"),
+    ],
+)
+def test_a_tensor_in_an_attribute_is_refused_by_name(tmp_path, kind, count, said):
+    model = build(kind)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    with pytest.raises(ModelNotSupported, match=said):
+        engine.step(batches(0, count))
+
+
+@pytest.mark.parametrize("kind", [PrologueSetsAMask, PrologueSetsMasksOfBlocks])
+def test_a_mask_in_an_attribute_works_where_micro_batches_do_not_take_turns(tmp_path, kind):
+    check(tmp_path / "one", kind, lambda step: batches(step, 1))
+    check(tmp_path / "horizontal", kind, lambda step: batches(step, 2), schedule="horizontal")
+
+
+class CachesATable(Model):
+    """Once, as tables of rotary embeddings are, in a block and before the blocks."""
+
+    class layer(Layer):
+        table = None
+
+        def forward(self, x):
+            self.table = torch.linspace(0, 1, WIDTH) if self.table is None else self.table
+            return super().forward(x) + self.table
+
+    def run(self, x, tokens):
+        self.table = getattr(self, "table", torch.linspace(0, 1, WIDTH))
+        return super().run(x + self.table, tokens)
+
+
+def test_a_cached_table_is_no_tensor_handed_on(tmp_path):
+    check(tmp_path, CachesATable)
+
+
 @pytest.mark.parametrize(
     "order, said",
     [

@@ -22,6 +22,7 @@ from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.scratch import Scratch
 from ..update.optimizer import HostOptimizer, HyperParameters
+from .attributes import Attributes
 from .blocks import Patch
 from .boundaries import Boundary, Delivery, Tracker
 from .device import Device
@@ -74,6 +75,9 @@ class Runtime:
     """The newest step that survives power loss; -1 before the first commit."""
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes handed between host and device, by (lane, kind of operation)."""
+
+    def __post_init__(self) -> None:
+        self.attributes = Attributes(self.model, self.patch.blocks)
 
     @property
     def units(self) -> list[Unit]:

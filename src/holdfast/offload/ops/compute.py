@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -68,6 +68,8 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
             boundary.refuse_changes(run.blocks[block].name)
         args, kwargs, leaves = boundary.inputs()
         output = _run_block(run, step, m, boundary, args, kwargs)
+        if run.attributes.looking:
+            run.attributes.refuse_gradients(block)
         refuse_hidden(pytree.tree_leaves(output), run.blocks[block].name, "output")
         del args, kwargs
         batch.tracker.running.set()
@@ -93,12 +95,12 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
 def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
     """Let the thread of micro-batch ``m`` run to its call of ``block``, and describe the call."""
     batch = step.micro_batches[m]
-    if block == 0:
-        _enter(run, step, m, rng.PROLOGUE)
-        event = batch.coroutine.start()
-    else:
-        _enter(run, step, m, rng.after(block - 1))
-        event = batch.coroutine.resume(batch.deliveries[block - 1].reply())
+    if step.training and block == m == 0:
+        run.attributes.begin(len(step.micro_batches))
+    looking = step.training and run.attributes.looking
+    interleaved = not step.horizontal
+    with run.attributes.between_blocks(m, block, interleaved) if looking else nullcontext():
+        event = _to_next_block(run, step, m, block)
     if not isinstance(event, BlockCall) or event.block != block:
         got = f"called block {event.block}" if isinstance(event, BlockCall) else "returned"
         raise ModelNotSupported(
@@ -110,6 +112,16 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
     if block:
         inputs.hand_on(run, batch.deliveries[block - 1], boundary)
     return boundary
+
+
+def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | Returned:
+    """Run the model's own code, which is to call ``block`` next."""
+    batch = step.micro_batches[m]
+    if block == 0:
+        _enter(run, step, m, rng.PROLOGUE)
+        return batch.coroutine.start()
+    _enter(run, step, m, rng.after(block - 1))
+    return batch.coroutine.resume(batch.deliveries[block - 1].reply())
 
 
 def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:

@@ -14,6 +14,8 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BlockInputChanged, ModelNotSupported
+from holdfast.io.buffers import BufferPool
+from holdfast.offload.residency import Residency
 from training import CONTEXT, VOCABULARY, batches, differing, state_of, stored
 
 WIDTH, STEPS = 16, 3
@@ -304,6 +306,57 @@ def test_inputs_on_the_ssd_may_grow_from_step_to_step(tmp_path):
         return [{n: t[:, : 2 + 3 * step] for n, t in batch.items()} for batch in batches(step, 2, rows=150)]
 
     check(tmp_path, Model, growing, **SETTINGS["ssd"])
+
+
+class OtherLayouts(Model):
+    """What flows is no contiguous tensor: transposed, so dense, on the way in and out of every block."""
+
+    class layer(Layer):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.layouts = nn.Linear(CONTEXT, CONTEXT), set()
+
+        def forward(self, x):
+            self.layouts.add(x.stride())
+            y = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+            return y.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def run(self, x, tokens):
+        return super().run(x.transpose(0, 1).contiguous().transpose(0, 1), tokens)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tensors_keep_their_layout_wherever_they_wait(tmp_path, setting):
+    def data(step):
+        return batches(step, 2, rows=40)
+
+    models = []
+
+    class Remembered(OtherLayouts):
+        def __init__(self):
+            super().__init__()
+            models.append(self)
+
+    check(tmp_path, Remembered, data, **SETTINGS[setting])
+    plain, offloaded = ([block.layouts for block in model.blocks] for model in models)
+    assert offloaded == plain
+    assert plain[1] == {(WIDTH * CONTEXT, 1, CONTEXT)}
+
+
+@pytest.mark.parametrize("layout", [(0, 1, 2), (2, 0, 1), (1, 0, 2), "gaps", "expanded"])
+def test_a_packed_tensor_has_the_layout_of_a_clone(layout):
+    tensor = torch.randn(3, 4, 5)
+    if layout == "gaps":
+        tensor = tensor.transpose(0, 2)[:, ::2]
+    elif layout == "expanded":
+        tensor = tensor[:, :1].expand(3, 4, 5)
+    else:
+        tensor = tensor.permute(layout)
+    residency = Residency(BufferPool(None), [], SimpleNamespace(grad_bytes=0), torch.device("cpu"))
+    half = torch.randn(3).bfloat16()
+    packed = residency.unpack_input(*residency.pack_input([half, tensor, half]))
+    assert [t.stride() for t in packed] == [t.clone().stride() for t in (half, tensor, half)]
+    assert all(map(torch.equal, packed, (half, tensor, half)))
 
 
 def test_losses_can_be_weighted_by_their_target_tokens(tmp_path):

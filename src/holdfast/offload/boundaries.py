@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torch.utils import _pytree as pytree
 from ..errors import BlockInputChanged, ModelNotSupported
 from .changes import fingerprint, hidden_gradient
 from .microbatches import Autocast, BlockCall
+from .residency import Form
 
 Seed = tuple[torch.Tensor, torch.Tensor]
 """A tensor, and the gradient that it has before a backward."""
@@ -47,13 +50,12 @@ class Delivery:
         self._given: list[weakref.ref] = []
 
     def reply(self) -> Any:
-        """The output for the thread: its float tensors are leaves that collect gradients."""
+        """The output for the thread: its float tensors collect their gradients."""
         assert self.device is not None
         leaves = list(self._rest)
         for index, (position, tensor) in enumerate(zip(self._positions, self.device, strict=True)):
             if self._needs_grad:
-                tensor = tensor.detach().requires_grad_()
-                tensor.register_post_accumulate_grad_hook(self._collector(index))
+                tensor = collecting(tensor, partial(self.add_grad, index))
             leaves[position] = tensor
             self._given.append(weakref.ref(tensor))
         return pytree.tree_unflatten(leaves, self._spec)
@@ -77,13 +79,21 @@ class Delivery:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         self.device, self.grads = None, []
 
-    def _collector(self, index: int):
-        def collect(tensor: torch.Tensor) -> None:
-            if tensor.grad is not None:  # nothing, where a source took all that was on its way here
-                self.add_grad(index, tensor.grad)
-                tensor.grad = None
 
-        return collect
+def collecting(tensor: torch.Tensor, collect: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """A tensor that shares the memory of ``tensor`` and begins a graph: a backward that arrives there gives
+    ``collect`` the gradient as it is. (A leaf would bring it into the tensor's own layout first.)"""
+    begin = tensor.detach().requires_grad_()
+    begin = begin.view_as(begin)
+
+    def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+        if grads[0] is not None:
+            collect(grads[0])
+        return (None,)
+
+    assert begin.grad_fn is not None
+    begin.grad_fn.register_prehook(take)  # type: ignore[arg-type]
+    return begin
 
 
 def moving_positions(leaves: list[Any], constants: set[int]) -> list[int]:
@@ -162,16 +172,22 @@ class Boundary:
     repeated: dict[int, int] = field(default_factory=dict)
     device: list[torch.Tensor] | None = None
     host: list[torch.Tensor] | None = None
-    shapes: list[tuple[torch.dtype, torch.Size]] = field(default_factory=list)
+    forms: list[Form] = field(default_factory=list)
     roots: list[Source] = field(default_factory=list)
     """Points of the thread's own graph that were first seen here."""
+    grads: list[torch.Tensor | None] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     """Fingerprints of what is kept by reference, at the block's first run."""
 
     def inputs(self) -> tuple[tuple, dict[str, Any], list[torch.Tensor]]:
-        """The block's arguments with fresh leaves in place of the moving inputs, and those leaves."""
+        """The block's arguments with new tensors in place of the moving inputs, and those tensors. Where a graph
+        is made it begins there, and the gradients come to ``grads``."""
         assert self.device is not None
-        leaves = [tensor.detach().requires_grad_() for tensor in self.device]
+        self.grads = grads = [None] * len(self.device)
+        if torch.is_grad_enabled():
+            leaves = [collecting(t, partial(grads.__setitem__, i)) for i, t in enumerate(self.device)]
+        else:
+            leaves = [tensor.detach().requires_grad_() for tensor in self.device]
         flat = list(self.kept)
         for position, leaf in zip(self.moving, leaves, strict=True):
             flat[position] = leaf
@@ -213,12 +229,12 @@ class Boundary:
         pairs = zip(leaves, self.moving.values(), strict=True)
         return [(leaf, source.grad) for leaf, source in pairs if source.grad is not None]
 
-    def send_back(self, leaves: list[torch.Tensor]) -> None:
-        """Pass the gradients of ``leaves`` on to their sources, and on through the thread's own graph where
+    def send_back(self) -> None:
+        """Pass the gradients of the inputs on to their sources, and on through the thread's own graph where
         nothing more can arrive: at the boundary that saw a point first."""
-        for source, leaf in zip(self.moving.values(), leaves, strict=True):
-            if leaf.grad is not None:
-                source.grad = leaf.grad
+        for source, grad in zip(self.moving.values(), self.grads, strict=True):
+            if grad is not None:
+                source.grad = grad
         for source in self.roots:
             source.open()
         roots = [(s.edge, s.grad) for s in self.roots if s.edge is not None and s.grad is not None]

@@ -78,7 +78,7 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
             _loss_and_backward(run, step, m)
         batch.deliveries.pop(block).backward(output, boundary.constants, boundary.seeds(leaves))
         del output
-        boundary.send_back(leaves)
+        boundary.send_back()
         batch.tracker.running.clear()
     del leaves, batch.boundaries[block], boundary
     inputs.used(run, block, m)

@@ -681,6 +681,48 @@ def test_a_cached_table_is_no_tensor_handed_on(tmp_path):
     check(tmp_path, CachesATable)
 
 
+def hooks_the_input(model):
+    model.blocks[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(lambda g: g * 0) and None)
+
+
+def hooks_the_output(model):
+    model.blocks[0].register_forward_hook(lambda _, args, out: out.register_hook(lambda g: g * 0) and None)
+
+
+def hooks_the_prologue(model):
+    model.embed.register_forward_hook(lambda _, args, out: out.register_hook(lambda g: g * 0) and None)
+
+
+@pytest.mark.parametrize(
+    "hooks, block", [(hooks_the_input, 1), (hooks_the_output, 1), (hooks_the_prologue, 0)]
+)
+def test_a_hook_on_the_gradient_of_an_input_is_refused_by_name(tmp_path, hooks, block):
+    model = build(Model)
+    hooks(model)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    with pytest.raises(
+        ModelNotSupported, match=rf"an input of blocks\.{block}, shape .* has a hook on its grad"
+    ):
+        engine.step(batches(0, 2))
+
+
+class HooksInsideAndAfter(Model):
+    class layer(Layer):
+        def forward(self, x):
+            y = super().forward(x)
+            if y.requires_grad:
+                y.register_hook(lambda grad: grad * 1.5)
+            return y * 1.25
+
+    def loss(self, x, targets):
+        x.register_hook(lambda grad: grad * 0.5)
+        return super().loss(x, targets)
+
+
+def test_hooks_inside_of_blocks_and_after_them_are_called(tmp_path):
+    check(tmp_path, HooksInsideAndAfter)
+
+
 @pytest.mark.parametrize(
     "order, said",
     [

@@ -183,7 +183,8 @@ class Boundary:
         """The block's arguments with new tensors in place of the moving inputs, and those tensors. Where a graph
         is made it begins there, and the gradients come to ``grads``."""
         assert self.device is not None
-        self.grads = grads = [None] * len(self.device)
+        grads: list[torch.Tensor | None] = [None] * len(self.device)
+        self.grads = grads
         if torch.is_grad_enabled():
             leaves = [collecting(t, partial(grads.__setitem__, i)) for i, t in enumerate(self.device)]
         else:
@@ -258,8 +259,10 @@ class Tracker:
     def delivered(self, delivery: Delivery) -> None:
         self._deliveries.append(delivery)
 
-    def boundary(self, call: BlockCall) -> Boundary:
-        """Describe ``call``; its moving inputs are on the device."""
+    def boundary(self, call: BlockCall, name: str) -> Boundary:
+        """Describe ``call`` of the block ``name``; its moving inputs are on the device. Raises
+        ``ModelNotSupported`` for a hook on the gradient of an input, which goes past it, and a gradient that
+        hides."""
         flat, spec = pytree.tree_flatten((call.args, call.kwargs))
         boundary = Boundary(call.block, spec, list(flat), call.autocast)
         boundary.device = []
@@ -267,6 +270,11 @@ class Tracker:
         for position, leaf in enumerate(flat):
             if not (_is_float(leaf) and leaf.requires_grad):
                 continue
+            if leaf._backward_hooks:
+                raise ModelNotSupported(
+                    f"an input of {name}, shape {tuple(leaf.shape)}, has a hook on its gradient, which would not be"
+                    " called. Register it inside the block, on a tensor that the block computes."
+                )
             boundary.kept[position] = None
             if id(leaf) in first:
                 boundary.repeated[position] = first[id(leaf)]
@@ -274,6 +282,7 @@ class Tracker:
             first[id(leaf)] = position
             boundary.moving[position] = self._source(leaf, boundary)
             boundary.device.append(leaf.detach())
+        refuse_hidden(boundary.kept, name, "input")
         return boundary
 
     def _source(self, tensor: torch.Tensor, boundary: Boundary) -> Source:

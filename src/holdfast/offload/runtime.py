@@ -139,6 +139,8 @@ class Step:
     clip_norm: float | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     resident_grads: Gradients | None = None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The model's persistent buffers, as the last computation has left them."""
     skipped: bool = False
     reason: str = ""
     norms: dict[str, torch.Tensor] = field(default_factory=dict)

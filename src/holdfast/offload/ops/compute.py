@@ -82,6 +82,8 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
         batch.tracker.running.clear()
     del leaves, batch.boundaries[block], boundary
     inputs.used(run, block, m)
+    if block == 0 and m == len(step.micro_batches) - 1:
+        step.buffers = run.resident.buffer_values()
 
 
 def check_losses(run: Runtime, op: Op, step: Step) -> None:
@@ -107,8 +109,7 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
             f"after block {block - 1} the model {got}, where block {block} was to come. Every micro-batch must "
             "call every block once, in order (no early exit, no layer drop)."
         )
-    boundary = batch.boundaries[block] = batch.tracker.boundary(event)
-    refuse_hidden(boundary.kept, run.blocks[block].name, "input")
+    boundary = batch.boundaries[block] = batch.tracker.boundary(event, run.blocks[block].name)
     if block:
         inputs.hand_on(run, batch.deliveries[block - 1], boundary)
     return boundary

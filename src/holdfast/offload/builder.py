@@ -72,7 +72,7 @@ def _offsets(sizes: list[int]) -> list[int]:
 
 def fill_fresh(run: Runtime, init: Init | None, seed: int) -> None:
     """Initial values of every unit: written to its first generation, and its working copy derived."""
-    with rng.preserved_generators(torch.device("cpu")):
+    with rng.own_generators(torch.device("cpu")):
         for block, unit in enumerate(run.units):
             values = initial_values(run.model, unit, init, seed)
             state, frozen = _images(run, block)

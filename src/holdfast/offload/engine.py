@@ -226,7 +226,7 @@ class Engine:
         """The model is patched, the generators are kept, and no thread of the step outlives it."""
         grad = torch.is_grad_enabled()
         device = self._run.device.torch_device
-        with deferred() as safe_point, rng.preserved_generators(device):
+        with deferred() as safe_point, rng.own_generators(device, safe_point):
             self._executor.safe_point = safe_point
             try:
                 coroutines = [batch.coroutine for batch in step.micro_batches]

@@ -16,6 +16,7 @@ import holdfast
 from holdfast.errors import BlockInputChanged, ModelNotSupported
 from holdfast.io.buffers import BufferPool
 from holdfast.offload.residency import Residency
+from holdfast.offload.runtime import InputScratch
 from training import CONTEXT, VOCABULARY, batches, differing, state_of, stored
 
 WIDTH, STEPS = 16, 3
@@ -306,6 +307,36 @@ def test_inputs_on_the_ssd_may_grow_from_step_to_step(tmp_path):
         return [{n: t[:, : 2 + 3 * step] for n, t in batch.items()} for batch in batches(step, 2, rows=150)]
 
     check(tmp_path, Model, growing, **SETTINGS["ssd"])
+
+
+def test_inputs_that_grow_take_few_files_and_no_more_than_twice_their_size(tmp_path):
+    model = build(Model)
+    options = {"dtype": "fp32", "activations_on_host": 0.0, "commit_every": 0}
+    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, **options) as engine:
+        for rows in range(8, 400, 8):
+            engine.step(batches(0, 2, rows=rows))
+            found = [path.stat().st_size for path in tmp_path.glob("scratch/inputs-*")]
+            assert len(found) == 1
+            assert sum(found) <= 2 * 3 * 2 * (rows * CONTEXT * WIDTH * 4)
+
+
+def test_room_for_inputs_is_given_up_when_nothing_refers_to_it():
+    def opened(nbytes):
+        files.append(SimpleNamespace(nbytes=nbytes))
+        return files[-1]
+
+    files = []
+    room = InputScratch(opened, files.remove)
+    first = [room.slot((0, m), 10, more=3) for m in range(3)]
+    assert [(s.nbytes, offset) for s, offset in first] == [(30, 0), (30, 10), (30, 20)]
+    assert room.slot((0, 1), 11, more=3)[0].nbytes == 60
+    assert [s.nbytes for s in files] == [30, 60]  # two inputs are still in the first
+    assert room.slot((0, 0), 15)[1] == 20
+    assert room.slot((0, 2), 5) == first[2]
+    assert room.slot((0, 2), 12)[1] == 40
+    assert [s.nbytes for s in files] == [60]
+    assert room.slot((0, 1), 100)[0].nbytes == 100
+    assert [s.nbytes for s in files] == [60, 100]
 
 
 class OtherLayouts(Model):

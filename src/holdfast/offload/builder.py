@@ -58,7 +58,9 @@ def build(
         param_offsets=_offsets([unit.copy_bytes for unit in parts.units]),
         grad_scratch=store.scratch("gradients", grads) if grads else None,
         grad_offsets=_offsets([unit.grad_bytes for unit in parts.units]),
-        input_scratch=InputScratch(lambda nbytes: store.scratch(f"inputs-{next(extents)}", nbytes)),
+        input_scratch=InputScratch(
+            lambda nbytes: store.scratch(f"inputs-{next(extents)}", nbytes), store.remove_scratch
+        ),
         resident_buffer=pool.take(resident.layout.file_bytes, "resident state"),
         resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
         parameter_order=[parameter.name for parameter in parts.captured.parameters],

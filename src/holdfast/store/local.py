@@ -153,6 +153,11 @@ class LocalStore(RunReader):
         self._scratch.append(scratch)
         return scratch
 
+    def remove_scratch(self, scratch: Scratch) -> None:
+        """Close and remove a scratch file before the store is closed. Nothing may be under way on it."""
+        self._scratch.remove(scratch)
+        scratch.close()
+
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
         """Store an index under the hash of its content. Durable when this returns; what ``publish`` takes."""
         self._check_writer()

@@ -107,7 +107,7 @@ def test_the_bound_is_reached(clip, unified):
 
 
 @given(
-    step=steps(), schedule=st.sampled_from(sorted(SCHEDULES)), machine=machines(), at_once=st.integers(1, 9)
+    step=steps(), schedule=st.sampled_from(sorted(SCHEDULES)), machine=machines(), at_once=st.integers(1, 60)
 )
 @settings(max_examples=60, deadline=None)
 def test_an_evaluation_between_steps_stays_within_the_prediction(step, schedule, machine, at_once):

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..config import Fraction
 from ..errors import RunLocked
 from ..events import EventLog
 from ..io.queue import IOQueue
-from ..plan.placement import Fraction
 from ..plan.work import StepShape
 from ..store.files import AnyDisk
 from ..store.local import LocalStore

@@ -10,7 +10,7 @@ import torch
 import holdfast
 from training import adamw, batches, decoder, differing, read_atoms, state_of, stored, warm_up
 
-STEPS, SHORT = 20, 4
+STEPS = 20
 PLACEMENTS = {
     "ssd": {"activations_on_host": 0.0},
     "host": {"params_on_host": 1.0, "optimizer_on_host": 1.0},
@@ -70,34 +70,14 @@ def check(directory, steps, num_micro_batches, clip_norm, dropout=0.0, **options
     assert differing(states[steps - 1], given_back) == []
 
 
-@pytest.mark.parametrize(
-    "num_micro_batches, placement, schedule, clip_norm",
-    [
-        (1, "ssd", "vertical", None),
-        (1, "mixed", "horizontal", 0.5),
-        (2, "mixed", "vertical", 0.5),
-        (2, "host", "horizontal", None),
-        (3, "host", "vertical", 0.5),
-        (3, "ssd", "horizontal", 0.5),
-        (5, "mixed", "vertical", None),
-        (5, "ssd", "vertical", 0.5),
-        (5, "ssd", "horizontal", None),
-    ],
-)
-def test_twenty_steps_have_every_bit_of_a_plain_loop(
-    tmp_path, num_micro_batches, placement, schedule, clip_norm
-):
-    check(tmp_path, STEPS, num_micro_batches, clip_norm, schedule=schedule, **PLACEMENTS[placement])
-
-
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
-def test_every_combination_has_every_bit_of_a_plain_loop(
+def test_twenty_steps_have_every_bit_of_a_plain_loop(
     tmp_path, num_micro_batches, placement, schedule, clip_norm
 ):
-    check(tmp_path, SHORT, num_micro_batches, clip_norm, schedule=schedule, **PLACEMENTS[placement])
+    check(tmp_path, STEPS, num_micro_batches, clip_norm, schedule=schedule, **PLACEMENTS[placement])
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from ..errors import Damaged
+from ..errors import CommitRetired, Damaged
+from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import format_bytes
-from .runs import label, local_time, open_commit, open_run, summary
+from .runs import label, local_time, open_run, summary, with_commits
 
 
 def ls(run: Path, *, as_json: bool) -> None:
@@ -31,6 +33,8 @@ def ls(run: Path, *, as_json: bool) -> None:
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
         try:
             entry |= summary(reader.load(ref))
+        except CommitRetired:  # since it was listed
+            continue
         except Damaged as error:
             entry["damaged"] = str(error)
         commits.append(entry)
@@ -48,8 +52,11 @@ def ls(run: Path, *, as_json: bool) -> None:
 
 def show(commit: str, *, as_json: bool) -> None:
     """Print what a commit holds: where it came from, and its tensors."""
-    reader, manifest = open_commit(commit)
-    atoms = reader.atoms(manifest)
+    with_commits([commit], partial(_show, as_json=as_json))
+
+
+def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
+    atoms = list(reader.atoms(manifest).values())
     if as_json:
         print_json(
             summary(manifest) | {"writer": manifest.writer, "progress": manifest.progress, "atoms": atoms}
@@ -78,13 +85,16 @@ def show(commit: str, *, as_json: bool) -> None:
 def verify(commit: str, *, as_json: bool) -> bool:
     """Print whether every byte of a commit is as it was written; the same as the return value."""
     try:
-        reader, manifest = open_commit(commit)
+        return with_commits([commit], partial(_verify, as_json=as_json))
     except Damaged as error:
         if as_json:
             print_json({"whole": False, "damaged": [_damage(error)]})
         else:
             print(f"damaged: {error}")
         return False
+
+
+def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
     damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
     if as_json:
         print_json(
@@ -149,7 +159,7 @@ def _atom_table(atoms: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _verify_showing_progress(reader: RunReader, manifest: Any, *, quiet: bool) -> list[Damaged]:
+def _verify_showing_progress(reader: RunReader, manifest: Manifest, *, quiet: bool) -> list[Damaged]:
     columns = "reading", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
         task = progress.add_task("reading", total=manifest.total_bytes)

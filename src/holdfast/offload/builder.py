@@ -7,7 +7,7 @@ from itertools import accumulate, count
 import torch
 
 from ..io.buffers import Buffer, BufferPool
-from ..store.generations import Unit as StoredUnit
+from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from . import rng
@@ -23,7 +23,7 @@ from .runtime import InputScratch, Runtime, Stored
 from .units import Unit, as_tensor
 
 
-def stored_units(parts: Parts, store: LocalStore, copies: int) -> dict[str, StoredUnit]:
+def stored_units(parts: Parts, store: LocalStore, copies: int) -> dict[str, Generations]:
     """The files of every unit, by the name under which a commit refers to them. Nothing is written yet."""
     found = {}
     for unit in parts.all_units:
@@ -34,7 +34,7 @@ def stored_units(parts: Parts, store: LocalStore, copies: int) -> dict[str, Stor
 
 
 def build(
-    parts: Parts, plan: Plan, store: LocalStore, stored: dict[str, StoredUnit], device: Device, seed: int
+    parts: Parts, plan: Plan, store: LocalStore, stored: dict[str, Generations], device: Device, seed: int
 ) -> Runtime:
     """The runtime, with all its files and resident memory, not yet filled."""
     pool, resident, extents = BufferPool(None), parts.resident, count()

@@ -112,7 +112,7 @@ def offload(
     store = engine = None
     try:
         spare = 1 if commit_every == 1 else 2
-        store = LocalStore.look(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
+        store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         fresh = not store.commits()
         if not fresh:
             store.enter()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import DoesNotFit
 from ..plan.ops import SSD_READ, SSD_WRITE, lane_bytes
-from ..store.generations import Unit as StoredUnit
+from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..units import format_bytes
 from .parts import Parts
@@ -59,7 +59,7 @@ class Preflight:
 
 
 def preflight_of(
-    parts: Parts, plan: Plan, budget: Budget, store: LocalStore, stored: dict[str, StoredUnit]
+    parts: Parts, plan: Plan, budget: Budget, store: LocalStore, stored: dict[str, Generations]
 ) -> Preflight:
     """What ``plan`` takes in ``store``, whose files may be there already."""
     moved = lane_bytes(plan.operations)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import Damaged, NoCommit, RunMismatch
-from ..store.generations import Unit as StoredUnit
+from ..store.generations import Generations
 from ..store.housekeeping import restore_index
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
@@ -24,7 +24,7 @@ def newest_commit(store: LocalStore, parts: Parts) -> Manifest:
     readable = _newest_readable(store)
     if readable is not None:
         _same_model(parts, store, readable)
-    manifest, damaged = store.newest_whole(queue=store.queue)
+    manifest, damaged = store.newest_whole()
     for problem in dict.fromkeys(map(str, damaged)):
         warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=3)
     _same_model(parts, store, manifest)
@@ -43,7 +43,7 @@ def _newest_readable(store: LocalStore) -> Manifest | None:
 
 def _same_model(parts: Parts, store: LocalStore, manifest: Manifest) -> None:
     """Raises ``RunMismatch`` naming the first atom in which the run differs from the model."""
-    theirs = {f"{atom['name']}/{atom['slot']}": atom for atom in store.atoms(manifest)}
+    theirs = store.atoms(manifest)
     ours = parts.index()["atoms"]
     for key in [*ours, *theirs]:
         there, here = _sort(theirs.get(key)), _sort(ours.get(key))
@@ -58,7 +58,7 @@ def _sort(atom: dict[str, Any] | None) -> str:
     return "absent" if atom is None else f"{atom['dtype']} {atom['shape']}"
 
 
-def same_blocks(stored: dict[str, StoredUnit], store: LocalStore, manifest: Manifest) -> None:
+def same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
     """Raises ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
     there, here = (
         ", ".join(sorted(one - other))
@@ -72,7 +72,7 @@ def same_blocks(stored: dict[str, StoredUnit], store: LocalStore, manifest: Mani
         )
 
 
-def same_layouts(stored: dict[str, StoredUnit], store: LocalStore, manifest: Manifest) -> None:
+def same_layouts(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
     """Raises ``RunMismatch`` if a file of the run has its tensors at other places: the same names, shapes and
     dtypes in another order, as after a change of the model's code."""
     for name, unit in stored.items():

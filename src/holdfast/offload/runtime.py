@@ -18,7 +18,7 @@ from torch import nn
 from ..io.buffers import Buffer
 from ..plan.ops import Op
 from ..plan.work import Placement, StepShape
-from ..store.generations import Unit as StoredUnit
+from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.scratch import Scratch
 from ..update.optimizer import HostOptimizer, HyperParameters
@@ -52,7 +52,7 @@ class Runtime:
     residency: Residency
     store: LocalStore
     patch: Patch
-    stored: dict[str, StoredUnit]
+    stored: dict[str, Generations]
     """The files of every unit, by the name under which a commit refers to them."""
     index: dict[str, Any]
     """Where each atom lies, as commits refer to it."""

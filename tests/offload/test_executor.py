@@ -295,6 +295,11 @@ def test_a_wait_is_broken_off_at_a_safe_point(executor, log):
         executor.run([op("never", UPDATE), op("a", needs=["never"])], STEP)
 
 
+def test_nothing_together_is_done():
+    """A block whose parameters have no elements has nothing to load: its first step waited for ever."""
+    assert together([]).result(0) is None
+
+
 def test_together_is_done_when_all_are_and_fails_with_the_first_error():
     futures = [Future() for _ in range(3)]
     joined = together(futures)

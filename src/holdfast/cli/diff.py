@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 from rich.markup import escape
 
+from ..errors import Damaged, NoCommit
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import format_bytes
-from .inspect import console, plain_table, print_json
+from .output import console, plain_table, print_json, print_table
 from .runs import label, open_commit, summary
 
 CHUNK = 1 << 20
@@ -34,7 +35,12 @@ def diff(a: str, b: str, *, as_json: bool) -> bool:
     """Print how the commits ``a`` and ``b`` differ; True if they do not."""
     reader_a, commit_a = open_commit(a)
     reader_b, commit_b = open_commit(b)
-    found = compare(reader_a, commit_a, reader_b, commit_b)
+    try:
+        found = compare(reader_a, commit_a, reader_b, commit_b)
+    except Damaged:
+        for reader, commit in ((reader_a, commit_a), (reader_b, commit_b)):
+            _refuse_retired(reader, commit)
+        raise
     if as_json:
         print_json({"a": summary(commit_a), "b": summary(commit_b), **found})
     else:
@@ -94,6 +100,14 @@ def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
     return bits.astype(np.float64)
 
 
+def _refuse_retired(reader: RunReader, manifest: Manifest) -> None:
+    """A commit whose files were written anew is not damaged."""
+    if manifest.ref not in reader.commits():
+        raise NoCommit(
+            f"{label(reader, manifest)} was retired by its writer while it was read; take a newer one"
+        )
+
+
 def _atoms(reader: RunReader, manifest: Manifest) -> dict[str, dict[str, Any]]:
     return {
         f"{atom['name']}/{atom['slot']}": {"shape": atom["shape"], "dtype": atom["dtype"]}
@@ -117,13 +131,18 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _print_table(different: list[dict[str, Any]]) -> None:
-    table = plain_table("tensor", ">elements differing", ">largest difference")
-    ordered = sorted(different, key=lambda row: -math.inf if row["largest"] is None else -row["largest"])
+    """Parameters first, and of them what differs most."""
+    table = plain_table("tensor", ">elements that differ", ">by at most")
+    ordered = sorted(different, key=lambda row: (not row["atom"].endswith("/param"), -_largest(row)))
     for row in ordered[:SHOWN]:
         largest = "not a number" if row["largest"] is None else f"{row['largest']:.3g}"
         table.add_row(escape(row["atom"]), f"{row['differing']:,} of {row['elements']:,}", largest)
-    console().print(table)
+    print_table(console(), table)
     _print_rest(len(ordered) - SHOWN)
+
+
+def _largest(row: dict[str, Any]) -> float:
+    return math.inf if row["largest"] is None else row["largest"]
 
 
 def _print_some(lines: list[str]) -> None:

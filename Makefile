@@ -30,7 +30,7 @@ test: install lint types
 	$(BIN)/pytest -n 2 -m "not crash and not gpu"
 
 test-crash: install
-	$(BIN)/pytest -n 2 tests/crash
+	$(BIN)/pytest -n 2 --session-timeout=3300 tests/crash
 
 clean:
 	rm -rf $(VENV) runs

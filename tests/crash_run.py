@@ -18,7 +18,6 @@ import torch
 import holdfast
 from holdfast.data.corpus import Corpus
 from holdfast.data.loader import step_loader
-from holdfast.io.queue import IOQueue
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.engine import Engine
 from holdfast.store.local import LocalStore
@@ -129,11 +128,11 @@ class Reference:
             return []
         return self.check_all(LocalStore.read(root))
 
-    def check_all(self, reader: RunReader, queue: IOQueue | None = None) -> list[int]:
+    def check_all(self, reader: RunReader) -> list[int]:
         """The same for whatever ``reader`` reads."""
         for ref in reader.commits():
             manifest = reader.load(ref)
-            assert reader.verify(manifest, queue=queue) == []
+            assert reader.verify(manifest) == []
             self.check(reader, manifest)
         return [ref.step for ref in reader.commits()]
 
@@ -142,13 +141,11 @@ def state_of(reader: RunReader, manifest: Manifest) -> dict[str, Any]:
     """Bytes of every atom by key, and the parts of the progress by name. Every block read is verified."""
     state: dict[str, Any] = {f"progress {key}": value for key, value in manifest.progress.items()}
     for ref in manifest.files.values():
-        file = PayloadFile(reader.disk, ref)
-        state |= {e.key: bytes(file.read(e)) for e in file.layout.entries if not e.key.startswith("__pad__")}
-        file.close()
+        with PayloadFile(reader.disk, ref) as file:
+            state |= {entry.key: bytes(file.read(entry)) for entry in file.layout.entries}
     return state
 
 
 def atoms_of(reader: RunReader, manifest: Manifest) -> dict[str, bytes]:
     """The same atoms as any tool gets them, one by one through the index."""
-    keys = [f"{atom['name']}/{atom['slot']}" for atom in reader.atoms(manifest)]
-    return {key: bytes(reader.read_atom(manifest, key)) for key in keys}
+    return {key: bytes(reader.read_atom(manifest, atom)) for key, atom in reader.atoms(manifest).items()}

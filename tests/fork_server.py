@@ -4,26 +4,32 @@
         outcome = server.run(root="run", text="text.txt", steps=8, kill_after=0.2)
 
 The server has one thread and has run nothing, so a fork of it is as good as a fresh process. A child says
-over a pipe what ``durable_step`` it saw, whatever happens to it afterwards.
+over a pipe what ``durable_step`` it saw, whatever happens to it afterwards. One that says nothing for
+``PATIENCE_SECONDS`` ends itself and leaves the stacks of all its threads, so that a deadlock is told from a
+slow machine.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 TESTS = Path(__file__).parent
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 PATIENCE_SECONDS = 60.0
+"""Between two words of a child, which are some 50 ms apart on an idle machine. Less than a test may take."""
 
 
 @dataclass
@@ -33,6 +39,7 @@ class Outcome:
     code: int
     """0, or minus the signal that ended it."""
     seconds: float
+    cpu_seconds: float
     acknowledged: list[int] = field(default_factory=list)
     """Every ``durable_step`` it saw, in order; the first is the step resumed from, if there was one."""
     resumed: int | None = None
@@ -42,6 +49,8 @@ class Outcome:
     error: str = ""
     exit_code: int | None = None
     warnings: list[str] = field(default_factory=list)
+    stacks: str = ""
+    """Of all its threads, if it said nothing for too long."""
 
     @property
     def durable(self) -> int:
@@ -67,17 +76,23 @@ class ForkServer:
         )
 
     def run(self, **order: Any) -> Outcome:
-        """Fork a child that does ``crash_run.train``; see ``_Child``. Returns when it is gone."""
+        """Fork a child that does ``crash_run.train``; see ``_Child``. Returns when it is gone. A child that
+        hangs is a failure of the test, with its stacks."""
         assert self._process.stdin and self._process.stdout
         print(json.dumps(order, default=str), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
-        outcome = Outcome(answer["code"], answer["seconds"])
-        for line in answer["lines"]:
+        lines = answer.pop("lines")
+        outcome = Outcome(**answer)
+        for line in lines:
             for name, value in json.loads(line).items():
                 if name == "acknowledged":
                     outcome.acknowledged.append(value)
                 else:
                     setattr(outcome, name, value)
+        assert not outcome.stacks, (
+            f"a process of {order} hung; it ran for {outcome.seconds:.1f} s and computed for"
+            f" {outcome.cpu_seconds:.1f}, and said {lines}\n{outcome.stacks}"
+        )
         return outcome
 
     def close(self) -> None:
@@ -111,29 +126,33 @@ def _supervise(order: dict[str, Any]) -> dict[str, Any]:
     kill_after = order.pop("kill_after", None)
     reading, writing = os.pipe()
     started = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
+    with tempfile.TemporaryFile() as stacks:
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            _Child(writing, stacks, **order).main()
+        os.close(writing)
+        heard = _listen(reading, pid, None if kill_after is None else started + kill_after)
         os.close(reading)
-        _Child(writing, **order).main()
-    os.close(writing)
-    heard = _listen(reading, pid, started + (PATIENCE_SECONDS if kill_after is None else kill_after))
-    os.close(reading)
-    _, status = os.waitpid(pid, 0)
-    lines = heard.decode().split("\n")[:-1]  # a line cut by the kill was not said
-    return {
-        "code": os.waitstatus_to_exitcode(status),
-        "seconds": time.monotonic() - started,
-        "lines": lines,
-    }
+        _, status, usage = os.wait4(pid, 0)
+        stacks.seek(0)
+        return {
+            "code": os.waitstatus_to_exitcode(status),
+            "seconds": time.monotonic() - started,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "lines": heard.decode().split("\n")[:-1],  # a line cut by the kill was not said
+            "stacks": stacks.read().decode(),
+        }
 
 
-def _listen(reading: int, pid: int, deadline: float) -> bytes:
-    heard, killed = b"", False
+def _listen(reading: int, pid: int, deadline: float | None) -> bytes:
+    """What the child says until it is gone. It is killed at ``deadline``."""
+    heard = b""
     while True:
-        left = None if killed else max(0.0, deadline - time.monotonic())
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not select.select([reading], [], [], left)[0]:
             os.kill(pid, signal.SIGKILL)
-            killed = True
+            deadline = None
             continue
         data = os.read(reading, 65536)
         if not data:
@@ -146,36 +165,40 @@ class _Child:
 
     ``failpoint`` ends it at a place of the commit protocol; with ``cut`` the power of that mount goes first,
     and it goes right after step ``at`` was acknowledged. ``fill`` is a file that takes all space at that time.
+    With ``hangs`` the thread that arrives at the failpoint stays there. After ``PATIENCE_SECONDS`` without a
+    word the process writes the stacks of its threads to ``stacks`` and ends.
     """
 
     def __init__(
         self,
         pipe: int,
+        stacks: IO[bytes],
         *,
         failpoint: str = "",
         cut: str = "",
         fill: str = "",
         at: int | None = None,
+        hangs: bool = False,
         **run: Any,
     ) -> None:
-        self.pipe, self.failpoint, self.cut, self.fill, self.at, self.run = (
-            pipe,
-            failpoint,
-            cut,
-            fill,
-            at,
-            run,
-        )
+        self.pipe, self.stacks, self.patience = pipe, stacks, PATIENCE_SECONDS
+        self.failpoint, self.cut, self.fill, self.at, self.hangs = failpoint, cut, fill, at, hangs
+        self.run = run
 
     def main(self) -> None:
         import warnings
 
         from holdfast import failpoints
+        from holdfast.io.threads import BufferedIOWarning
 
-        failpoints.armed, failpoints.action = self.failpoint, self.die
+        failpoints.armed, failpoints.action = self.failpoint, self.hang if self.hangs else self.die
+        self.watch()
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
+                warnings.simplefilter(
+                    "ignore", BufferedIOWarning
+                )  # the machine's, where it has no direct I/O
                 try:
                     self.train()
                 finally:
@@ -210,6 +233,16 @@ class _Child:
 
     def say(self, **what: Any) -> None:
         os.write(self.pipe, json.dumps(what).encode() + b"\n")
+        self.watch()
+
+    def watch(self) -> None:
+        """Begin to count the silence: by a thread that needs no lock of Python's."""
+        faulthandler.dump_traceback_later(self.patience, exit=True, file=self.stacks)
+
+    def hang(self) -> None:
+        self.patience = 0.2
+        self.watch()
+        threading.Event().wait()
 
 
 def fill_disk(path: str) -> None:

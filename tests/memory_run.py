@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +24,7 @@ class Order:
     micro_batches: int = 1
     cgroup: str = ""
     dies: bool = False
-    """After its steps the process kills itself in the middle of another one."""
+    """After its steps the process kills itself when half of the blocks of another one are written."""
 
 
 def main(order: Order) -> None:
@@ -35,6 +33,7 @@ def main(order: Order) -> None:
     import torch
 
     import holdfast
+    from holdfast import failpoints
     from holdfast.models.decoder import Decoder, DecoderConfig, init_weights
 
     torch.set_num_threads(1)
@@ -76,7 +75,7 @@ def main(order: Order) -> None:
         durable=engine.durable_step,
     )
     if order.dies:
-        die_soon()
+        failpoints.armed = f"before_data_sync:{order.blocks // 2}"
         take_step(engine, order)
     engine.close()
 
@@ -95,11 +94,6 @@ def batches(order: Order, step: int) -> list[dict]:
         for _ in range(order.micro_batches)
     ]
     return [{"tokens": one, "targets": one} for one in tokens]
-
-
-def die_soon() -> None:
-    """SIGKILL from another thread, in the middle of the step that is about to begin."""
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def reset_peak() -> None:

@@ -122,9 +122,8 @@ class TinyRun:
 
 def check_content(reader, manifest) -> None:
     """Every atom of ``manifest`` has the bytes that its step wrote."""
-    for atom in reader.atoms(manifest):
-        key = f"{atom['name']}/{atom['slot']}"
-        data = reader.read_atom(manifest, key)
+    for key, atom in reader.atoms(manifest).items():
+        data = reader.read_atom(manifest, atom)
         frozen = atom["fragments"][0]["unit"] in FROZEN
         of = (0, 0) if frozen else (manifest.timeline, manifest.step)
         assert data == content(key, *of, len(data)), (manifest.path, key)

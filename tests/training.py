@@ -74,9 +74,8 @@ def read_atoms(root: str | Path) -> dict[str, torch.Tensor]:
     manifest = reader.head()
     assert manifest is not None
     found = {}
-    for atom in reader.atoms(manifest):
-        key, dtype = f"{atom['name']}/{atom['slot']}", FROM_NAME[atom["dtype"]]
-        raw = reader.read_atom(manifest, key)
+    for key, atom in reader.atoms(manifest).items():
+        raw, dtype = reader.read_atom(manifest, atom), FROM_NAME[atom["dtype"]]
         flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         found[key] = flat.reshape(atom["shape"])
     return found

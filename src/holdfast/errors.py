@@ -90,6 +90,10 @@ class NoCommit(HoldfastError):
     exit_code = 2
 
 
+class CommitRetired(NoCommit):
+    """The commit was there and has been retired by its writer since: its files hold other bytes by now."""
+
+
 class EngineFailed(HoldfastError):
     """An earlier step failed; the engine is closed. Resume from the newest commit."""
 

@@ -176,38 +176,6 @@ def test_a_run_whose_state_lies_elsewhere_is_found_through_its_configuration(run
     assert json.loads(holdfast("ls", tmp_path / "front", "--json").out)[0]["step"] == 3
 
 
-@pytest.mark.parametrize("verb", ["verify", "diff"])
-def test_a_commit_that_is_retired_while_it_is_read_is_not_called_damaged(run, holdfast, monkeypatch, verb):
-    """A run goes on while somebody looks at it: its oldest step's files are written anew."""
-    name = "read_atom" if verb == "diff" else "verify"
-    read = getattr(RunReader, name)
-
-    def read_late(*arguments, **options):
-        with TinyRun(run) as tiny:
-            for _ in range(3):
-                tiny.take_step()
-        return read(*arguments, **options)
-
-    monkeypatch.setattr(RunReader, name, read_late)
-    result = holdfast(verb, *[f"{run}@2"] * (2 if verb == "diff" else 1))
-    assert (result.code, result.out) == (2, "")
-    assert "2 was retired by its writer while it was read; take a newer one" in result.err
-
-
-def test_ls_leaves_out_what_is_retired_while_it_lists(run, holdfast, monkeypatch):
-    load = RunReader.load
-
-    def load_late(reader, ref):
-        if ref.step == 2:
-            (run / ref.path).unlink()
-        return load(reader, ref)
-
-    monkeypatch.setattr(RunReader, "load", load_late)
-    result = holdfast("ls", run, "--json")
-    assert result.code == 0, result.err
-    assert [row["step"] for row in json.loads(result.out)] == [3]
-
-
 def test_looking_changes_nothing(run, holdfast):
     def everything():
         return {path: path.stat().st_mtime_ns for path in sorted(run.rglob("*"))}

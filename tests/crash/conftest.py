@@ -9,6 +9,14 @@ from fork_server import ForkServer
 from holdfast.store.local import LocalStore
 
 
+def pytest_collection_modifyitems(items):
+    """On a busy machine a long test may take many times what it does on an idle one. A process that hangs is
+    told long before (``fork_server.PATIENCE_SECONDS``)."""
+    for item in items:
+        if item.get_closest_marker("crash") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
+
+
 @pytest.fixture(scope="session")
 def server():
     with ForkServer() as server:

@@ -87,23 +87,22 @@ def check_found(reader, manifest, layouts, path, bit, found):
 def layouts_of(reader, manifest):
     layouts = {}
     for ref in manifest.files.values():
-        file = PayloadFile(reader.disk, ref)
-        layouts[ref.path] = file.layout
-        file.close()
+        with PayloadFile(reader.disk, ref) as file:
+            layouts[ref.path] = file.layout
     return layouts
 
 
 def find_flips(run, queue, rng, count):
-    reader = LocalStore.read(run)
+    reader = LocalStore.read(run, queue=queue)
     manifest = reader.head()
     layouts, parts = layouts_of(reader, manifest), parts_of(reader, manifest)
-    assert reader.verify(manifest, queue=queue) == []
+    assert reader.verify(manifest) == []
     for _ in range(count):
         path, bit = random_bit(rng, run, parts)
         flip(run / path, bit)
-        check_found(reader, manifest, layouts, path, bit, reader.verify(manifest, queue=queue))
+        check_found(reader, manifest, layouts, path, bit, reader.verify(manifest))
         flip(run / path, bit)
-    assert reader.verify(manifest, queue=queue) == []
+    assert reader.verify(manifest) == []
 
 
 def test_every_flipped_bit_is_found(run, queue):
@@ -159,7 +158,7 @@ def empty(path):
 
 @pytest.mark.parametrize("harm", [truncate, extend, empty, os.unlink], ids=lambda harm: harm.__name__)
 @pytest.mark.parametrize("what", ["blocks.1", "manifest", "index", "timeline"])
-def test_a_file_cut_or_gone_is_found_and_training_goes_on(server, reference, text, run, queue, harm, what):
+def test_a_file_cut_or_gone_is_found_and_training_goes_on(server, reference, text, run, harm, what):
     reader = LocalStore.read(run)
     manifest = reader.head()
     (path,) = [path for path, kind in parts_of(reader, manifest).items() if kind == what]
@@ -167,12 +166,12 @@ def test_a_file_cut_or_gone_is_found_and_training_goes_on(server, reference, tex
     if (what, harm) == ("manifest", os.unlink):  # then there is no such commit
         assert server.run(root=run, text=text, steps=STEPS).resumed == NEWEST - 1
         return
-    (error,) = reader.verify(manifest, queue=queue)
+    (error,) = reader.verify(manifest)
     assert isinstance(error, (FileMissing, ManifestCorrupt)) and error.path == path and path in str(error)
     check_resumed(server, reference, text, run, NEWEST if what in ("index", "timeline") else NEWEST - 1, path)
 
 
-def test_swapped_files_are_found_and_training_goes_on(server, reference, text, run, queue):
+def test_swapped_files_are_found_and_training_goes_on(server, reference, text, run):
     """Two blocks have files of one size and one layout."""
     reader = LocalStore.read(run)
     manifest = reader.head()
@@ -180,7 +179,7 @@ def test_swapped_files_are_found_and_training_goes_on(server, reference, text, r
     os.rename(run / one, run / "kept")
     os.rename(run / two, run / one)
     os.rename(run / "kept", run / two)
-    found = reader.verify(manifest, queue=queue)
+    found = reader.verify(manifest)
     assert {error.path for error in found} == {one, two}
     assert all(isinstance(error, ChunkCorrupt) for error in found)
     outcome = server.run(root=run, text=text, steps=STEPS)
@@ -188,13 +187,13 @@ def test_swapped_files_are_found_and_training_goes_on(server, reference, text, r
     assert reference.check_run(run)[0] == STEPS
 
 
-def test_the_file_of_another_step_is_found(server, reference, text, run, queue):
+def test_the_file_of_another_step_is_found(server, reference, text, run):
     """Bytes that were right once."""
     reader = LocalStore.read(run)
     newest, older = reader.head(), reader.at(NEWEST - 1)
     path = newest.files["resident"].path
     shutil.copy(run / older.files["resident"].path, run / path)
-    (error,) = reader.verify(newest, queue=queue)
+    (error,) = reader.verify(newest)
     assert isinstance(error, ChunkCorrupt) and error.path == path
     check_resumed(server, reference, text, run, NEWEST - 1, path)
 

@@ -102,11 +102,11 @@ def check(image, reference, queue):
     if not image.disk.exists("commits"):
         assert not timeline
         return
-    reader = LocalStore.read(ROOT, disk=image.disk)
-    reference.check_all(reader, queue)
+    reader = LocalStore.read(ROOT, disk=image.disk, queue=queue)
+    reference.check_all(reader)
     assert max(reader.timelines()[0], default=0) >= timeline
     if step >= 0:
-        assert reader.newest_whole(queue=queue)[0].step >= step
+        assert reader.newest_whole()[0].step >= step
 
 
 def test_every_image_of_a_short_run_recovers(text, undisturbed, queue):
@@ -148,7 +148,7 @@ def test_training_goes_on_from_an_image(text, undisturbed, queue, kill_at):
         again = image.disk
         losses = train(ROOT, text, STEPS, disk=again, blocks=BLOCKS)
         assert losses == undisturbed.losses[STEPS - len(losses) :]
-        assert undisturbed.check_all(LocalStore.read(ROOT, disk=again), queue)[0] == STEPS
+        assert undisturbed.check_all(LocalStore.read(ROOT, disk=again, queue=queue))[0] == STEPS
 
 
 WHYS = ["makedirs", "reopen", "timeline", "timeline directory", "unit directory", "unit data",

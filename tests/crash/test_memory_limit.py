@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,8 @@ def hard_limit(nbytes):
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(nbytes))
     except OSError as error:
+        with suppress(OSError):
+            group.rmdir()
         yield None, f"no cgroup to be had ({error}), so the peak is looked at instead"
         return
     try:
@@ -67,7 +69,7 @@ def hard_limit(nbytes):
 
 @pytest.mark.crash
 @pytest.mark.root
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_state_four_times_the_limit_trains_is_killed_resumes_and_verifies(folder):
     if shutil.disk_usage(folder).free < 9 * 1024 * MIB:
         pytest.skip("9 GiB of disk are needed")
@@ -111,7 +113,6 @@ def test_more_blocks_hardly_add_to_the_peak(folder):
 
 
 @pytest.mark.crash
-@pytest.mark.timeout(300)
 def test_eight_times_the_blocks_add_a_twentieth_of_their_state_to_the_peak(folder):
     said, share = growth(folder, 4, 32, width=512, tokens=256, steps=3)
     assert share < 0.05
@@ -120,7 +121,6 @@ def test_eight_times_the_blocks_add_a_twentieth_of_their_state_to_the_peak(folde
 
 
 @pytest.mark.crash
-@pytest.mark.timeout(300)
 def test_more_micro_batches_do_not_multiply_the_logits(folder):
     """Seven more micro-batches take less than two tensors of logits more."""
     sizes = {"blocks": 2, "width": 128, "vocabulary": 32768, "tokens": 512}

@@ -109,10 +109,10 @@ class Store(RuleBasedStateMachine):
             assert len(self.run.store.commits()) < self.copies
 
     def check(self, disk):
-        reader = LocalStore.read("/sim", disk=disk) if disk.exists("commits") else None
+        reader = LocalStore.read("/sim", disk=disk, queue=self.queue) if disk.exists("commits") else None
         for ref in reader.commits() if reader else []:
             manifest = reader.load(ref)
-            assert reader.verify(manifest, queue=self.queue) == []
+            assert reader.verify(manifest) == []
             check_content(reader, manifest)
         return reader
 
@@ -127,7 +127,7 @@ class Store(RuleBasedStateMachine):
             reader = self.check(image.disk)
             if image.acked and image.acked[1]:
                 assert reader is not None
-                assert reader.newest_whole(queue=self.queue)[0].step >= image.acked[1]
+                assert reader.newest_whole()[0].step >= image.acked[1]
         self.queue.close()
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import suppress
+
 import numpy as np
 import pytest
 
-from holdfast.errors import Damaged, NoCommit
+from holdfast.errors import CommitRetired, Damaged, NoCommit
 from holdfast.io.buffers import Buffer
+from holdfast.store import verifying
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout
 from holdfast.store.local import LocalStore
+from tiny_run import check_content
 
 HOW = {"kind": "state", "phase": "update", "priority": 0}
 
@@ -41,9 +46,8 @@ def test_an_atom_cut_over_two_units_is_joined(tmp_path):
     values = {name: {"w/param": part.tobytes()} for name, part in parts.items()}
     reader = publish(tmp_path / "run", tensors, {"w/param": atom}, values)
     manifest = reader.head()
-    assert reader.read_atom(manifest, "w/param") == whole.tobytes()
-    with pytest.raises(KeyError):
-        reader.read_atom(manifest, "absent/param")
+    assert reader.atoms(manifest) == {"w/param": atom}
+    assert reader.read_atom(manifest, atom) == whole.tobytes()
 
 
 def test_an_atom_larger_than_a_block_and_an_empty_and_a_scalar_one(tmp_path):
@@ -64,7 +68,7 @@ def test_an_atom_larger_than_a_block_and_an_empty_and_a_scalar_one(tmp_path):
         }
     reader = publish(tmp_path / "run", {"u": rows}, atoms, {"u": values})
     for key, data in values.items():
-        assert reader.read_atom(reader.head(), key) == data
+        assert reader.read_atom(reader.head(), atoms[key]) == data
 
 
 def test_fragments_that_leave_a_gap_are_damage(tmp_path):
@@ -73,8 +77,8 @@ def test_fragments_that_leave_a_gap_are_damage(tmp_path):
     reader = publish(
         tmp_path / "run", {"u": [("w/param", "U8", (3,))]}, {"w/param": atom}, {"u": {"w/param": b"abc"}}
     )
-    with pytest.raises(Damaged, match="its fragments cover 3 elements of"):
-        reader.read_atom(reader.head(), "w/param")
+    with pytest.raises(Damaged, match="'w/param' of step 1: its fragments cover 3 elements of"):
+        reader.read_atom(reader.head(), atom)
 
 
 def test_what_is_no_run_directory_is_said_to_be_none(tmp_path):
@@ -93,6 +97,43 @@ def test_reading_takes_no_lock_and_writes_nothing(run):
     assert reader.verify(manifest) == []
     reader.timelines()
     assert {path: path.stat().st_mtime_ns for path in run.store.root.rglob("*")} == before
+
+
+def test_the_newest_whole_commit_is_a_newer_one_if_it_is_retired_while_it_is_read(run, monkeypatch):
+    run.take_step()
+    reader, original, steps = LocalStore.read(run.store.root), verifying._Scan.run, [1, 2, 3]
+
+    def overtaken(scan):
+        while steps:
+            steps.pop()
+            run.take_step()
+        return original(scan)
+
+    monkeypatch.setattr(verifying._Scan, "run", overtaken)
+    manifest, damaged = reader.newest_whole()
+    assert (manifest.step, damaged) == (4, [])
+
+
+def test_beside_a_writer_at_work_a_commit_reads_whole_or_is_said_to_be_retired(run):
+    run.take_step()
+    enough = threading.Event()
+
+    def work():
+        while not enough.is_set():
+            run.take_step()
+
+    writer = threading.Thread(target=work)
+    writer.start()
+    try:
+        for _ in range(50):
+            with suppress(CommitRetired):
+                reader = LocalStore.read(run.store.root, queue=run.queue)
+                manifest = reader.head()
+                check_content(reader, manifest)
+                assert reader.verify(manifest) == []
+    finally:
+        enough.set()
+        writer.join()
 
 
 def test_progress_of_a_verification_is_reported_in_bytes(run):

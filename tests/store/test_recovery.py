@@ -70,16 +70,16 @@ def record(kill_at) -> SimDisk:
 
 def check(image, queue) -> None:
     """The promise."""
-    reader = LocalStore.read("/sim", disk=image.disk) if image.disk.exists("commits") else None
+    reader = LocalStore.read("/sim", disk=image.disk, queue=queue) if image.disk.exists("commits") else None
     for ref in reader.commits() if reader else []:
         manifest = reader.load(ref)
-        assert reader.verify(manifest, queue=queue) == []
+        assert reader.verify(manifest) == []
         check_content(reader, manifest)
     timeline, step = image.acked or (0, 0)
     if timeline:
         assert reader is not None and max(reader.timelines()[0], default=0) >= timeline
     if step:
-        assert reader.newest_whole(queue=queue)[0].step >= step
+        assert reader.newest_whole()[0].step >= step
 
 
 def test_every_image_of_a_run_recovers(kill_at):
@@ -103,7 +103,7 @@ def test_a_run_goes_on_from_an_image(kill_at):
                 manifest = run.take_step()
             assert [ref.step for ref in run.store.commits()] == [manifest.step, manifest.step - 1]
             check_content(run.store, manifest)
-            assert run.store.verify(manifest, queue=queue) == []
+            assert run.store.verify(manifest) == []
     queue.close()
 
 

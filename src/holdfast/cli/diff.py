@@ -7,17 +7,17 @@ difference of the values tells rounding from damage.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 from rich.markup import escape
 
-from ..errors import Damaged, NoCommit
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import format_bytes
 from .output import console, plain_table, print_json, print_table
-from .runs import label, open_commit, summary
+from .runs import label, summary, with_commits
 
 CHUNK = 1 << 20
 """Elements compared at once: the copies made for it stay small."""
@@ -33,32 +33,30 @@ DTYPES = {
 
 def diff(a: str, b: str, *, as_json: bool) -> bool:
     """Print how the commits ``a`` and ``b`` differ; True if they do not."""
-    reader_a, commit_a = open_commit(a)
-    reader_b, commit_b = open_commit(b)
-    try:
-        found = compare(reader_a, commit_a, reader_b, commit_b)
-    except Damaged:
-        for reader, commit in ((reader_a, commit_a), (reader_b, commit_b)):
-            _refuse_retired(reader, commit)
-        raise
+    return with_commits([a, b], partial(_diff, as_json=as_json))
+
+
+def _diff(reader_a: RunReader, a: Manifest, reader_b: RunReader, b: Manifest, *, as_json: bool) -> bool:
+    found = compare(reader_a, a, reader_b, b)
     if as_json:
-        print_json({"a": summary(commit_a), "b": summary(commit_b), **found})
+        print_json({"a": summary(a), "b": summary(b), **found})
     else:
-        print(f"a  {label(reader_a, commit_a)}")
-        print(f"b  {label(reader_b, commit_b)}")
+        print(f"a  {label(reader_a, a)}")
+        print(f"b  {label(reader_b, b)}")
         _print(found)
     return found["equal"]
 
 
 def compare(reader_a: RunReader, a: Manifest, reader_b: RunReader, b: Manifest) -> dict[str, Any]:
     """What differs: atoms that only one has, that are of another kind, and that hold other bits."""
-    in_a, in_b = _atoms(reader_a, a), _atoms(reader_b, b)
+    in_a, in_b = reader_a.atoms(a), reader_b.atoms(b)
     different, other_kind, nbytes = [], [], 0
     for key in (key for key in in_a if key in in_b):
-        if in_a[key] != in_b[key]:
-            other_kind.append({"atom": key, "a": in_a[key], "b": in_b[key]})
+        kind_a, kind_b = _kind_of(in_a[key]), _kind_of(in_b[key])
+        if kind_a != kind_b:
+            other_kind.append({"atom": key, "a": kind_a, "b": kind_b})
             continue
-        left, right = reader_a.read_atom(a, key), reader_b.read_atom(b, key)
+        left, right = reader_a.read_atom(a, in_a[key]), reader_b.read_atom(b, in_b[key])
         nbytes += len(left)
         if left != right:
             different.append({"atom": key, **compare_bytes(left, right, in_a[key]["dtype"])})
@@ -100,19 +98,8 @@ def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
     return bits.astype(np.float64)
 
 
-def _refuse_retired(reader: RunReader, manifest: Manifest) -> None:
-    """A commit whose files were written anew is not damaged."""
-    if manifest.ref not in reader.commits():
-        raise NoCommit(
-            f"{label(reader, manifest)} was retired by its writer while it was read; take a newer one"
-        )
-
-
-def _atoms(reader: RunReader, manifest: Manifest) -> dict[str, dict[str, Any]]:
-    return {
-        f"{atom['name']}/{atom['slot']}": {"shape": atom["shape"], "dtype": atom["dtype"]}
-        for atom in reader.atoms(manifest)
-    }
+def _kind_of(atom: dict[str, Any]) -> dict[str, Any]:
+    return {"shape": atom["shape"], "dtype": atom["dtype"]}
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ Each gathers plain data first and then prints it, as text for a person or as one
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from ..errors import Damaged, NoCommit
+from ..errors import CommitRetired, Damaged
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import counted, format_bytes
 from .output import console, plain_table, print_facts, print_json, print_table
-from .runs import label, local_time, open_commit, open_run, summary
+from .runs import label, local_time, open_run, summary, with_commits
 
 
 def ls(run: Path, *, as_json: bool) -> None:
@@ -31,7 +32,7 @@ def ls(run: Path, *, as_json: bool) -> None:
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
         try:
             entry |= summary(reader.load(ref))
-        except NoCommit:  # retired since it was listed
+        except CommitRetired:  # since it was listed
             continue
         except Damaged as error:
             entry["damaged"] = str(error)
@@ -50,8 +51,11 @@ def ls(run: Path, *, as_json: bool) -> None:
 
 def show(commit: str, *, as_json: bool) -> None:
     """Print what a commit holds: where it came from, and its tensors."""
-    reader, manifest = open_commit(commit)
-    atoms = reader.atoms(manifest)
+    with_commits([commit], partial(_show, as_json=as_json))
+
+
+def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
+    atoms = list(reader.atoms(manifest).values())
     if as_json:
         print_json(
             summary(manifest) | {"writer": manifest.writer, "progress": manifest.progress, "atoms": atoms}
@@ -66,13 +70,16 @@ def show(commit: str, *, as_json: bool) -> None:
 def verify(commit: str, *, as_json: bool) -> bool:
     """Print whether every byte of a commit is as it was written; the same as the return value."""
     try:
-        reader, manifest = open_commit(commit)
+        return with_commits([commit], partial(_verify, as_json=as_json))
     except Damaged as error:
         if as_json:
             print_json({"whole": False, "damaged": [_damage(error)]})
         else:
             print(f"damaged: {error}")
         return False
+
+
+def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
     damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
     if as_json:
         print_json(

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import NoCommit
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
-from ..store.reader import RunReader
+from ..store.reader import RunReader, again_if_retired
 from .record import read_record, state_directory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,17 @@ class Target:
         if match is None or Path(text).is_dir():
             return cls(Path(text))
         return cls(Path(match[1]), int(match[2]), int(match[3]) if match[3] else None)
+
+
+def with_commits(texts: Sequence[str], read: Callable[..., T]) -> T:
+    """What ``read`` returns, given the reader and the manifest of each commit that ``texts`` name. A run may be
+    training: if its newest commit is retired while it is read, the one that is the newest then is taken."""
+
+    def attempt() -> T:
+        return read(*(part for text in texts for part in open_commit(text)))
+
+    named = all(Target.parse(text).step is not None for text in texts)
+    return attempt() if named else again_if_retired(attempt)
 
 
 def open_commit(text: str) -> tuple[RunReader, Manifest]:

@@ -52,11 +52,8 @@ class BufferPool:
         self.budget_bytes = budget_bytes
         self.in_use_bytes = 0
         self.idle_bytes = 0
-        self.peak_bytes = 0
-        """The most that was in use at one time."""
-        self.peak_held_bytes = 0
-        """The most that was in use or idle at one time: what the process held."""
         self.peak_by_kind: dict[str, int] = defaultdict(int)
+        """The most that was in use for each purpose at one time."""
         self._in_use_by_kind: dict[str, int] = defaultdict(int)
         self._idle: dict[int, list[Buffer]] = defaultdict(list)
         self._in_use: set[int] = set()
@@ -98,8 +95,6 @@ class BufferPool:
     def _count(self, size: int, kind: str) -> None:
         self.in_use_bytes += size
         self._in_use_by_kind[kind] += size
-        self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
-        self.peak_held_bytes = max(self.peak_held_bytes, self.in_use_bytes + self.idle_bytes)
         self.peak_by_kind[kind] = max(self.peak_by_kind[kind], self._in_use_by_kind[kind])
 
     def _make_room(self, size: int, kind: str) -> None:

@@ -91,12 +91,11 @@ class _Group:
 
 
 class _Lane:
-    """Groups that wait, and how long the device was busy with this direction."""
+    """Groups that wait, and how many threads work for this direction."""
 
     def __init__(self) -> None:
         self.heap: list[tuple[int, int, _Group]] = []
-        self.workers = self.transfers = 0
-        self.busy_seconds = self.busy_since = 0.0
+        self.workers = 0
 
 
 class IOQueue:
@@ -154,21 +153,10 @@ class IOQueue:
             self._wake.notify(max(1, len(requests)))
         return group.future
 
-    def call(self, fn: Callable[[], Any], *, priority: int) -> Future:
-        """Run ``fn`` on an I/O thread, in the write lane. It must not wait for this queue."""
-        return self.submit([], kind="call", phase="", priority=priority, finish=fn)
-
     def counters(self) -> dict[tuple[str, str, str], int]:
         """Bytes that really moved, by ("read" or "write", kind, phase)."""
         with self._wake:
             return dict(self._counters)
-
-    def busy_seconds(self, direction: str) -> float:
-        """Seconds in which at least one transfer ("read" or "write") was under way, throttle included."""
-        with self._wake:
-            lane = self._lanes[direction == "write"]
-            running = time.perf_counter() - lane.busy_since if lane.transfers else 0.0
-            return lane.busy_seconds + running
 
     def close(self) -> None:
         """Finish the transfers under way, fail what has not begun with ``QueueClosed``, join the threads."""
@@ -260,25 +248,13 @@ class IOQueue:
         return None
 
     def _transfer(self, write: bool, group: _Group, request: Request) -> None:
-        lane, throttle, nbytes = self._lanes[write], self._throttles[write], len(request.view)
+        throttle, nbytes = self._throttles[write], len(request.view)
+        until, until_total = throttle.reserve(nbytes), self._total.reserve(nbytes)
+        (request.file.write if write else request.file.read)(request.view, request.offset)
+        throttle.wait(until)
+        self._total.wait(until_total)
         with self._wake:
-            if lane.transfers == 0:
-                lane.busy_since = time.perf_counter()
-            lane.transfers += 1
-        moved = 0
-        try:
-            until, until_total = throttle.reserve(nbytes), self._total.reserve(nbytes)
-            (request.file.write if write else request.file.read)(request.view, request.offset)
-            throttle.wait(until)
-            self._total.wait(until_total)
-            moved = nbytes
-        finally:
-            with self._wake:
-                lane.transfers -= 1
-                if lane.transfers == 0:
-                    lane.busy_seconds += time.perf_counter() - lane.busy_since
-                if moved:
-                    self._counters["write" if write else "read", group.kind, group.phase] += moved
+            self._counters["write" if write else "read", group.kind, group.phase] += nbytes
 
     @staticmethod
     def _end(group: _Group) -> None:

@@ -149,7 +149,7 @@ def offload(
     queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
     store = engine = None
     try:
-        store = LocalStore.look(
+        store = LocalStore(
             ssd, retain=retain, spare=1 if commit_every == 1 else 2, disk=disk, queue=queue, direct=direct
         )
         fresh = not store.commits()
@@ -291,7 +291,7 @@ def _newest(store: LocalStore, parts: Parts) -> Manifest | None:
     readable = _newest_readable(store)
     if readable is not None:
         same_model(parts, store, readable)
-    manifest, damaged = store.newest_whole(queue=store.queue)
+    manifest, damaged = store.newest_whole()
     for problem in dict.fromkeys(map(str, damaged)):
         warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=3)
     same_model(parts, store, manifest)

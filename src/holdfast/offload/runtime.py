@@ -18,7 +18,7 @@ from torch import nn
 from ..io.buffers import Buffer
 from ..plan.ops import Op
 from ..plan.work import Placement, StepShape
-from ..store.generations import Unit as StoredUnit
+from ..store.generations import Generations as StoredUnit
 from ..store.local import LocalStore
 from ..store.scratch import Scratch
 from ..update.optimizer import HostOptimizer, HyperParameters

@@ -21,7 +21,7 @@ from ..plan.work import BlockWork, Placement, Work
 from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.capture import Captured, capture
-from ..store.generations import Unit as StoredUnit
+from ..store.generations import Generations as StoredUnit
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..units import round_up
@@ -147,7 +147,7 @@ def _check_parameters(captured: Captured) -> None:
 
 def same_model(parts: Parts, store: LocalStore, manifest: Manifest) -> None:
     """Raises ``RunMismatch`` naming the first atom in which the run differs from the model."""
-    theirs = {f"{atom['name']}/{atom['slot']}": atom for atom in store.atoms(manifest)}
+    theirs = store.atoms(manifest)
     ours = parts.index()["atoms"]
     for key in [*ours, *theirs]:
         mine, other = ours.get(key), theirs.get(key)

@@ -52,6 +52,11 @@ class Box:
             tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
         )
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What selects the region of an array."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
     def to_json(self) -> list[list[int]]:
         return [list(self.start), list(self.stop)]
 

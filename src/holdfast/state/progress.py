@@ -9,20 +9,13 @@ from __future__ import annotations
 
 import base64
 import random
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import BadInput
 from .capture import FROM_NAME, TO_NAME
-
-
-class Stateful(Protocol):
-    """Anything whose position can be saved and restored."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 def encode(value: Any, where: str = "progress") -> Any:

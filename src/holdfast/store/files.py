@@ -221,15 +221,21 @@ _held_locks: set[int] = set()
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def write_durably(disk: AnyDisk, path: str, data: bytes, *, why: str) -> None:
+def write_durably(
+    disk: AnyDisk, path: str, data: bytes, *, why: str, after: Callable[[str], None] = lambda _: None
+) -> None:
     """Make ``path`` a file of ``data`` that survives power loss, and never anything in between.
 
-    Order on disk: temporary file, sync, rename, sync of the directory.
+    Order on disk: temporary file, sync, rename, sync of the directory. ``after`` is told the name of each of
+    the first three when it is done.
     """
     temporary = path + TEMPORARY
     disk.write_bytes(temporary, data)
+    after("write")
     disk.sync(temporary, why=why)
+    after("sync")
     disk.rename(temporary, path)
+    after("rename")
     disk.sync_dir(path.rpartition("/")[0], why=f"{why} directory")
 
 

@@ -24,8 +24,8 @@ from holdfast.store.layout import Layout, block_spans
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
-class Unit:
-    """The files ``data/<name>.<k>.safetensors``, k = 0..copies-1. Made by ``LocalStore.unit``.
+class Generations:
+    """The files of the unit ``name``: ``data/<name>.<k>.safetensors``, k = 0..copies-1. Made by ``LocalStore.unit``.
 
     ``retained`` gives the files that retained manifests name, with their sizes; ``way_out`` says what to do
     about a path that is damaged. Safe to use from several threads; different generations may be written at once.
@@ -107,7 +107,7 @@ class Unit:
             )
 
     def release(self, generation: int) -> None:
-        """Give back what was acquired and will not be published: a step that was skipped or failed."""
+        """Give back what was acquired: it was published, or will not be (a step that was skipped or failed)."""
         with self._lock:
             self._acquired.discard(generation)
 
@@ -173,10 +173,6 @@ class Unit:
             files, self._files = list(self._files.values()), {}
         for file in files:
             file.close()
-
-    def published(self, generation: int) -> None:
-        """Called by the store when a retained manifest names ``generation``."""
-        self.release(generation)
 
     def is_synced(self, generation: int, checksums: tuple[str, ...]) -> bool:
         """Whether a ``write`` with this result has ended since ``generation`` was acquired."""

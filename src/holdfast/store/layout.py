@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from holdfast.errors import Damaged
+from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.units import PAGE, KiB, MiB, round_up
 
 CHECKSUM_BLOCK = 4 * MiB
@@ -23,12 +24,6 @@ CHECKSUM_BLOCK = 4 * MiB
 
 LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT = 16 * KiB, 16 * KiB, 64
 PAD = "__pad__"
-
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
-}  # fmt: skip
-"""Bytes of one element, by safetensors name."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +49,6 @@ class Layout:
     pads: tuple[Entry, ...]
     header: bytes
     file_bytes: int
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes after the header, filler included."""
-        return self.file_bytes - len(self.header)
-
-    @property
-    def num_blocks(self) -> int:
-        """Checksum blocks of the file."""
-        return -(-self.file_bytes // CHECKSUM_BLOCK)
 
     @cached_property
     def _by_key(self) -> dict[str, Entry]:

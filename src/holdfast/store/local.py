@@ -18,8 +18,8 @@ import xxhash
 from holdfast import failpoints
 from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
-from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
-from holdfast.store.generations import Unit
+from holdfast.store.files import AnyDisk, write_durably
+from holdfast.store.generations import Generations
 from holdfast.store.housekeeping import restore, sweep
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
@@ -40,66 +40,52 @@ class LocalStore(RunReader):
     """
 
     def __init__(
-        self, root: str | Path, retain: int, disk: AnyDisk | None, queue: IOQueue | None, direct: bool
+        self,
+        root: str | Path,
+        *,
+        retain: int = 2,
+        spare: int = 1,
+        disk: AnyDisk | None = None,
+        queue: IOQueue | None = None,
+        direct: bool = True,
     ) -> None:
+        """``spare`` is how many files of each unit must be free of commits: 1 to write a step, 1 more where
+        steps between commits are written too. ``queue`` stays open; without one the store has its own.
+
+        Until ``enter`` the run may be read and units counted, and nothing is written or locked.
+        """
         if retain < 1:
             raise ValueError(f"durability.retain is at least 1, got {retain}")
-        super().__init__(root, disk, direct=direct)
-        self.retain, self.spare = retain, 1
+        self.queue, self._own_queue = queue or IOQueue(), queue is None
+        super().__init__(root, disk=disk, queue=self.queue, direct=direct)
+        self.retain, self.spare = retain, spare
         self.timeline: int | None = None
-        self._queue, self._own_queue = queue, queue is None
         self._release: Callable[[], None] | None = None
         self._retained: dict[CommitRef, Manifest | None] = {}
         self._retained_files: dict[str, int] = {}
-        self._units: dict[str, Unit] = {}
+        self._units: dict[str, Generations] = {}
         self._scratch: list[Scratch] = []
         self._fork: Timeline | None = None
         self._timelines: dict[int, Timeline] = {}
         self._failed: BaseException | None = None
 
     @classmethod
-    def open(
-        cls,
-        root: str | Path,
-        *,
-        retain: int = 2,
-        spare: int = 1,
-        disk: AnyDisk | None = None,
-        queue: IOQueue | None = None,
-        direct: bool = True,
-    ) -> LocalStore:
-        """Open ``root`` for writing, made if absent. Raises ``RunLocked`` if another process writes to it.
-
-        When this returns, what the directory lists survives power loss; what an earlier process left
-        half-made (temporary files, scratch) is gone. ``spare`` is how many files of each unit must be free of
-        commits: 1 to write a step, 1 more where steps between commits are written too.
-        """
-        store = cls.look(root, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
+    def open(cls, root: str | Path, **options: Any) -> LocalStore:
+        """A store that has been entered; ``options`` are those of the constructor."""
+        store = cls(root, **options)
         store.enter()
         return store
 
-    @classmethod
-    def look(
-        cls,
-        root: str | Path,
-        *,
-        retain: int = 2,
-        spare: int = 1,
-        disk: AnyDisk | None = None,
-        queue: IOQueue | None = None,
-        direct: bool = True,
-    ) -> LocalStore:
-        """``root`` as ``open`` would open it: it may be read and units counted, nothing is written or locked
-        before ``enter``."""
-        store = cls(root, retain, disk, queue, direct)
-        store.spare = spare
-        return store
-
     def enter(self) -> None:
-        """Take the lock and make the directory ready. Raises ``RunLocked``."""
-        self.disk.makedirs("")
-        self._release = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
+        """Take the lock and make the directory ready, made if absent. Raises ``RunLocked`` if another process
+        writes to it.
+
+        When this returns, what the directory lists survives power loss; what an earlier process left half-made
+        (temporary files, scratch) is gone.
+        """
         try:
+            self.disk.makedirs("")
+            self._release = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
             for directory in DIRECTORIES:
                 self.disk.makedirs(directory)
             sweep(self.disk)
@@ -110,9 +96,10 @@ class LocalStore(RunReader):
             raise
 
     @staticmethod
-    def read(root: str | Path, *, disk: AnyDisk | None = None, direct: bool = True) -> RunReader:
-        """Open ``root`` for reading: takes no lock, writes nothing, may be used beside a writer."""
-        reader = RunReader(root, disk, direct=direct)
+    def read(root: str | Path, **options: Any) -> RunReader:
+        """Open ``root`` for reading: takes no lock, writes nothing, may be used beside a writer. ``options`` are
+        those of ``RunReader``."""
+        reader = RunReader(root, **options)
         if not reader.disk.exists("commits"):
             raise NoCommit(f"{root} is not a run directory: it has no commits/ in it")
         return reader
@@ -140,13 +127,13 @@ class LocalStore(RunReader):
             self._retire()
         return record.id
 
-    def unit(self, name: str, layout: Layout, copies: int) -> Unit:
-        """The generation files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``."""
+    def unit(self, name: str, layout: Layout, copies: int) -> Generations:
+        """The files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``."""
         if copies != 1 and copies <= self.retain:
             raise ValueError(
                 f"unit {name!r} needs {self.retain + 1} copies to keep {self.retain} commits, not {copies}"
             )
-        unit = Unit(
+        unit = Generations(
             name,
             layout,
             copies,
@@ -192,31 +179,25 @@ class LocalStore(RunReader):
         data = manifest.encode()
         self._check_fence()
         with self._failing():
-            self._write_manifest(manifest, data)
+            write_durably(self.disk, manifest.path, data, why="manifest", after=_reach)
+            failpoints.reach("after_directory_sync")
             self._keep({**self._retained, manifest.ref: manifest})
             for unit, (generation, _) in files.items():
-                self._units[unit].published(generation)
+                self._units[unit].release(generation)
             self._retire()
         return manifest
 
-    def space_needed(self, units: Iterable[Unit], scratch_bytes: int = 0) -> int:
+    def space_needed(self, units: Iterable[Generations], scratch_bytes: int = 0) -> int:
         """Bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
         return sum(unit.missing_bytes() for unit in units) + scratch_bytes
 
     def free_bytes(self) -> int:
         return self.disk.free_bytes()
 
-    @property
-    def queue(self) -> IOQueue:
-        if self._queue is None:
-            self._queue = IOQueue()
-        return self._queue
-
     def close(self) -> None:
         """Close all files and let go of the lock. Nothing may be under way. A second call does nothing."""
-        if self._own_queue and self._queue is not None:
-            self._queue.close()
-            self._queue = None
+        if self._own_queue:
+            self.queue.close()
         with suppress(DiskFailed):  # what is left of it is removed at the next opening
             for scratch in self._scratch:
                 scratch.close()
@@ -253,17 +234,6 @@ class LocalStore(RunReader):
         if not unit.is_synced(generation, ref.checksums) and ref not in known:
             raise ValueError(f"{ref.path} was not written and synced with these checksums; await the write")
         return ref
-
-    def _write_manifest(self, manifest: Manifest, data: bytes) -> None:
-        temporary = manifest.path + TEMPORARY
-        self.disk.write_bytes(temporary, data)
-        failpoints.reach("after_manifest_write")
-        self.disk.sync(temporary, why="manifest")
-        failpoints.reach("after_manifest_sync")
-        self.disk.rename(temporary, manifest.path)
-        failpoints.reach("after_manifest_rename")
-        self.disk.sync_dir("commits", why="manifest directory")
-        failpoints.reach("after_directory_sync")
 
     def _retire(self) -> None:
         """Unlink the manifests beyond ``retain``; when their names are durably gone, their files are free."""
@@ -326,3 +296,7 @@ class LocalStore(RunReader):
         except BaseException as error:
             self._failed = error
             raise
+
+
+def _reach(done: str) -> None:
+    failpoints.reach(f"after_manifest_{done}")

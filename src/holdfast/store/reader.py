@@ -1,34 +1,47 @@
 """RunReader: what a run directory holds, for whoever wants to look. Takes no lock, writes nothing.
 
 A directory may be read while its writer goes on: commits come and go, so everything is asked of the disk
-each time, by names alone where that is enough.
+each time, by names alone where that is enough. The writer unlinks a manifest before it uses its files again;
+so whoever finds bytes changed looks again whether the commit is still listed, and if not, it was retired.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from holdfast.errors import Damaged, FileMissing, ManifestCorrupt, NoCommit
+from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, ManifestCorrupt, NoCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store import reading, verifying
 from holdfast.store.files import AnyDisk, Disk
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name
 from holdfast.store.retention import lineage
+from holdfast.store.verifying import Report
 
-Report = Callable[[int, int], None]
+T = TypeVar("T")
+ATTEMPTS = 3
+"""How often the newest commit is tried to be read beside a writer that may be faster."""
 
 
 class RunReader:
     """The commits, timelines and atoms of the run directory ``root``. A context manager."""
 
-    def __init__(self, root: str | Path, disk: AnyDisk | None = None, *, direct: bool = True) -> None:
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        disk: AnyDisk | None = None,
+        queue: IOQueue | None = None,
+        direct: bool = True,
+    ) -> None:
+        """Without ``queue`` each verification has its own for the time being."""
         self.root = Path(root)
         self.disk: AnyDisk = disk if disk is not None else Disk(self.root)
         self.direct = direct
-        self._queue: IOQueue | None = None
+        self._queue = queue
 
     def close(self) -> None:
         """Nothing stays open; for symmetry with ``LocalStore``."""
@@ -45,13 +58,11 @@ class RunReader:
         return sorted((ref for ref in refs if ref is not None), reverse=True)
 
     def load(self, ref: CommitRef) -> Manifest:
-        """The manifest of ``ref``. Raises ``ManifestCorrupt``, or ``NoCommit`` if it is not there."""
+        """The manifest of ``ref``. Raises ``ManifestCorrupt``, or ``CommitRetired`` if it is not there any more."""
         try:
             return Manifest.decode(self.disk.read_bytes(ref.path), ref.path)
         except FileNotFoundError:
-            raise NoCommit(
-                f"{self.root} has no step {ref.step} of timeline {ref.timeline} any more"
-            ) from None
+            raise self._retired(ref) from None
 
     def line(self) -> list[CommitRef]:
         """The commits that led to the newest step of the newest timeline, newest first."""
@@ -62,8 +73,12 @@ class RunReader:
 
     def head(self) -> Manifest | None:
         """The newest commit of the newest timeline's line; None if the run has none."""
-        line = self.line()
-        return self.load(line[0]) if line else None
+
+        def newest() -> Manifest | None:
+            line = self.line()
+            return self.load(line[0]) if line else None
+
+        return again_if_retired(newest)
 
     def at(self, step: int, timeline: int | None = None) -> Manifest:
         """The commit of ``step``: of ``timeline``, or of the current line, or of the newest that has one."""
@@ -98,25 +113,26 @@ class RunReader:
                 damaged.setdefault(record.path, _missing(record))
         return records, list(damaged.values())
 
-    def verify(
-        self, manifest: Manifest, *, queue: IOQueue | None = None, report: Report | None = None
-    ) -> list[Damaged]:
+    def verify(self, manifest: Manifest, *, report: Report | None = None) -> list[Damaged]:
         """Read every byte that ``manifest`` stands for, itself included: what is not as it was written."""
-        return verifying.verify(self, manifest, queue=queue or self._queue, report=report)
+        damaged = verifying.verify(self, manifest, self._queue, report)
+        if damaged and not self.is_listed(manifest):
+            raise self._retired(manifest.ref) from damaged[0]
+        return damaged
 
-    def newest_whole(
-        self, *, queue: IOQueue | None = None, report: Report | None = None
-    ) -> tuple[Manifest, list[Damaged]]:
+    def newest_whole(self, *, report: Report | None = None) -> tuple[Manifest, list[Damaged]]:
         """The newest commit of the current line that verifies, and what is wrong with newer ones."""
-        return verifying.newest_whole(self, queue=queue or self._queue, report=report)
+        return again_if_retired(lambda: verifying.newest_whole(self, report))
 
-    def atoms(self, manifest: Manifest) -> list[dict[str, Any]]:
-        """The atoms of ``manifest`` as its index describes them, with their fragments."""
-        return list(reading.index_of(self.disk, manifest)["atoms"].values())
+    def atoms(self, manifest: Manifest) -> dict[str, dict[str, Any]]:
+        """The atoms of ``manifest`` by key, as its index describes them, with their fragments."""
+        with self._listed(manifest):
+            return reading.index_of(self.disk, manifest)["atoms"]
 
-    def read_atom(self, manifest: Manifest, atom_key: str) -> bytearray:
-        """The verified bytes of one atom, in C order. Raises ``Damaged``; ``KeyError`` for an unknown one."""
-        return reading.read_atom(self.disk, manifest, atom_key, direct=self.direct)
+    def read_atom(self, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
+        """The verified bytes of one of the ``atoms``, in C order. Raises ``Damaged``."""
+        with self._listed(manifest):
+            return reading.read_atom(self.disk, manifest, atom, direct=self.direct)
 
     def layout(self, ref: FileRef) -> Layout:
         """Where the tensors of one file lie, as its own header says."""
@@ -132,6 +148,26 @@ class RunReader:
                     f" or inspect with `holdfast verify {self.root}`."
                 )
         return f"No other step is without this file: inspect with `holdfast verify {self.root}`."
+
+    def is_listed(self, manifest: Manifest) -> bool:
+        """Whether the commit is still there. Its files are its own as long as it is."""
+        return self.disk.exists(manifest.path)
+
+    @contextmanager
+    def _listed(self, manifest: Manifest) -> Iterator[None]:
+        """What goes wrong inside is ``CommitRetired`` if the commit is not listed any more."""
+        try:
+            yield
+        except (Damaged, DiskFailed, FileNotFoundError) as error:
+            if self.is_listed(manifest):
+                raise
+            raise self._retired(manifest.ref) from error
+
+    def _retired(self, ref: CommitRef) -> CommitRetired:
+        return CommitRetired(
+            f"step {ref.step} of {self.root} was retired by its writer while it was read. Take one that is there"
+            f" (`holdfast ls {self.root}`), or let the writer keep more: durability.retain."
+        )
 
     def _timeline_ids(self) -> list[int]:
         ids = (timeline_of_name(name) for name in self.disk.listdir("timelines"))
@@ -149,3 +185,11 @@ def _missing(record: Timeline) -> FileMissing:
         f"{record.path} is missing; the manifests of its timeline say the same, the next writer restores it",
         path=record.path,
     )
+
+
+def again_if_retired(read: Callable[[], T]) -> T:
+    """What ``read`` returns, which takes the newest commit there is: tried again if it is retired meanwhile."""
+    for _ in range(ATTEMPTS - 1):
+        with suppress(CommitRetired):
+            return read()
+    return read()

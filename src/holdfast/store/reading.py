@@ -16,9 +16,11 @@ import xxhash
 
 from holdfast.errors import Damaged, FileMissing, ManifestCorrupt
 from holdfast.io.buffers import Buffer
+from holdfast.state.atoms import DTYPE_BYTES
+from holdfast.state.boxes import Box
 from holdfast.store.files import AnyDisk
 from holdfast.store.generations import corrupt
-from holdfast.store.layout import CHECKSUM_BLOCK, DTYPE_BYTES, Entry, Layout
+from holdfast.store.layout import CHECKSUM_BLOCK, Entry, Layout
 from holdfast.store.manifest import FileRef, Manifest
 
 INSPECT = "Find a whole step with `holdfast verify`."
@@ -52,56 +54,49 @@ def index_of(disk: AnyDisk, manifest: Manifest) -> dict[str, Any]:
     return json.loads(text)
 
 
-def read_atom(disk: AnyDisk, manifest: Manifest, atom_key: str, *, direct: bool = True) -> bytearray:
-    """The bytes of one atom in C order, joined from its fragments."""
-    atom = index_of(disk, manifest)["atoms"][atom_key]
+def read_atom(disk: AnyDisk, manifest: Manifest, atom: dict[str, Any], *, direct: bool = True) -> bytearray:
+    """The bytes of one atom of the index in C order, joined from its fragments."""
     shape, itemsize = tuple(atom["shape"]), DTYPE_BYTES[atom["dtype"]]
     result = bytearray(math.prod(shape) * itemsize)
     target = np.frombuffer(result, dtype=f"V{itemsize}").reshape(shape)
     covered = 0
     for fragment in atom["fragments"]:
         stored = _read_fragment(disk, manifest.files[fragment["unit"]], fragment["key"], direct)
-        part = stored[_slices(fragment["local"])]
-        target[_slices(fragment["global"])] = part
+        part = stored[Box.from_json(fragment["local"]).slices]
+        target[Box.from_json(fragment["global"]).slices] = part
         covered += part.size
     if covered != math.prod(shape):
         raise Damaged(
-            f"atom {atom_key!r} of step {manifest.step}: its fragments cover {covered} elements of {shape}"
+            f"atom '{atom['name']}/{atom['slot']}' of step {manifest.step}: its fragments cover {covered} elements"
+            f" of {shape}"
         )
     return result
 
 
-def _slices(box: list[list[int]]) -> tuple[slice, ...]:
-    return tuple(slice(start, stop) for start, stop in zip(*box, strict=True))
-
-
 def _read_fragment(disk: AnyDisk, ref: FileRef, key: str, direct: bool) -> np.ndarray:
     """The tensor ``key`` of a payload file as an array of opaque elements."""
-    file = PayloadFile(disk, ref, direct=direct)
-    try:
+    with PayloadFile(disk, ref, direct=direct) as file:
         if key not in file.layout:
             raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
         entry = file.layout[key]
         return np.frombuffer(file.read(entry), dtype=f"V{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape)
-    finally:
-        file.close()
 
 
 class PayloadFile:
-    """A published payload file, read block by block. ``layout`` is verified."""
+    """A published payload file, read block by block. ``layout`` is verified. A context manager."""
 
     def __init__(self, disk: AnyDisk, ref: FileRef, *, direct: bool = True) -> None:
         self.ref = ref
+        self.layout = Layout((), (), b"", 0)  # nothing is known yet
         check_size(disk, ref)
         self._file = disk.open(ref.path, write=False, direct=direct)
         self._buffer = Buffer(CHECKSUM_BLOCK, "verify")
         self._block = -1
-        header = bytearray()
-        for block in range(len(ref.checksums)):  # nearly always one block
-            header += self._verified(block)
-            if 8 + int.from_bytes(header[:8], "little") <= len(header):
-                break
-        self.layout = Layout.parse(bytes(header))
+        try:
+            self.layout = Layout.parse(self._header())
+        except BaseException:
+            self.close()
+            raise
 
     def read(self, entry: Entry) -> bytearray:
         """The verified bytes of ``entry``."""
@@ -114,6 +109,21 @@ class PayloadFile:
         self._file.close()
         self._buffer.free()
 
+    def __enter__(self) -> PayloadFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _header(self) -> bytearray:
+        """The first blocks of the file, as many as the header needs: nearly always one."""
+        header = bytearray()
+        for block in range(len(self.ref.checksums)):
+            header += self._verified(block)
+            if 8 + int.from_bytes(header[:8], "little") <= len(header):
+                break
+        return header
+
     def _verified(self, block: int) -> memoryview:
         start = block * CHECKSUM_BLOCK
         view = self._buffer.view[: min(CHECKSUM_BLOCK, self.ref.bytes - start)]
@@ -123,7 +133,7 @@ class PayloadFile:
             got = xxhash.xxh3_64_hexdigest(view)
             if got != self.ref.checksums[block]:
                 self._block = -1
-                atoms = atoms_between(self, start, start + len(view))
+                atoms = self.layout.keys_between(start, start + len(view))
                 raise corrupt(self.ref.path, start, len(view), atoms, self.ref.checksums[block], got, INSPECT)
         return view
 
@@ -137,12 +147,6 @@ def unverified_layout(disk: AnyDisk, ref: FileRef) -> Layout:
     finally:
         file.close()
     return Layout.parse(data)
-
-
-def atoms_between(file: PayloadFile, start: int, stop: int) -> list[str]:
-    """The tensors between two offsets, as far as the header is known."""
-    layout = getattr(file, "layout", None)
-    return layout.keys_between(start, stop) if layout is not None else []
 
 
 def check_size(disk: AnyDisk, ref: FileRef) -> None:

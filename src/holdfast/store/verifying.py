@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from holdfast.errors import Damaged, DiskFailed, FileMissing, ManifestCorrupt, NoCommit
+from holdfast.errors import Damaged, DiskFailed, ManifestCorrupt, NoCommit
 from holdfast.io.buffers import Buffer, BufferPool
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import OpenFile
 from holdfast.store.generations import corrupt, name_atoms
 from holdfast.store.layout import CHECKSUM_BLOCK, block_spans
 from holdfast.store.manifest import FileRef, Manifest, timeline_path
-from holdfast.store.reading import INSPECT, check_size, index_of, unverified_layout
+from holdfast.store.reading import check_size, index_of, unverified_layout
 
 if TYPE_CHECKING:
     from holdfast.store.reader import RunReader
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 WINDOW = 8
 """Blocks in flight."""
 Report = Callable[[int, int], None]
+"""Told the bytes that were read and all that there are, now and then."""
 
 
 def verify(
-    store: RunReader, manifest: Manifest, *, queue: IOQueue | None, report: Report | None
+    store: RunReader, manifest: Manifest, queue: IOQueue | None, report: Report | None
 ) -> list[Damaged]:
     """What is not as it was written, in the order manifest, timeline, index, files by offset."""
     damaged = [*_check_manifest(store, manifest), *_check_timeline(store, manifest)]
@@ -50,14 +51,10 @@ def verify(
     finally:
         if used is not queue:
             used.close()
-    if damaged and not store.disk.exists(manifest.path):
-        raise NoCommit(f"step {manifest.step} was retired by its writer while it was read; take a newer one")
     return damaged
 
 
-def newest_whole(
-    store: RunReader, *, queue: IOQueue | None, report: Report | None
-) -> tuple[Manifest, list[Damaged]]:
+def newest_whole(store: RunReader, report: Report | None) -> tuple[Manifest, list[Damaged]]:
     """Walks the current line from its newest commit down to the first whose state verifies."""
     damaged: list[Damaged] = []
     line = store.line()
@@ -67,9 +64,7 @@ def newest_whole(
         except ManifestCorrupt as error:
             damaged.append(error)
             continue
-        except NoCommit:  # retired meanwhile by a writer at work
-            continue
-        found = verify(store, manifest, queue=queue, report=report)
+        found = store.verify(manifest, report=report)
         damaged += found
         if all(error.path == timeline_path(ref.timeline) for error in found):  # the manifest says it too
             return manifest, damaged
@@ -90,8 +85,6 @@ def _check_manifest(store: RunReader, manifest: Manifest) -> list[Damaged]:
             ]
     except ManifestCorrupt as error:
         return [error]
-    except NoCommit:
-        return [FileMissing(f"{manifest.path} is missing. {INSPECT}", path=manifest.path)]
     return []
 
 
@@ -214,6 +207,6 @@ class _Scan:
         known = self.atoms.get(unit, {})
         try:
             keys = unverified_layout(self.store.disk, ref).keys_between(start, stop)
-        except (Damaged, DiskFailed):
+        except (Damaged, DiskFailed, FileNotFoundError):
             keys = []
         return [known[key] for key in keys if key in known] or list(known.values())

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import torch
 
 from ...plan.ops import Op
-from ...store.generations import Unit as StoredUnit
+from ...store.generations import Generations as StoredUnit
 from ..residency import Gradients
 from ..runtime import Runtime, Step, Stored, of
 from ..units import Unit, as_tensor

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
-from holdfast.store.generations import Unit
+from holdfast.store.generations import Generations
 from holdfast.store.layout import Layout, block_spans
 from holdfast.store.local import LocalStore
 from holdfast.units import MiB
@@ -77,7 +77,7 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, list[float]]:
     return rates
 
 
-def raw(queue: IOQueue, unit: Unit, generation: int, image: memoryview, write: bool) -> None:
+def raw(queue: IOQueue, unit: Generations, generation: int, image: memoryview, write: bool) -> None:
     """The same requests without checksums."""
     file = unit._file(generation)
     requests = [Request(file, image[start:stop], start, write) for start, stop in block_spans(len(image))]

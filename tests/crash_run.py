@@ -20,6 +20,7 @@ from holdfast.data.corpus import Corpus
 from holdfast.data.loader import step_loader
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.engine import Engine
+from holdfast.offload.runtime import Runtime
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import Manifest
 from holdfast.store.reader import RunReader
@@ -93,20 +94,20 @@ def take_steps(engine: Engine, steps: int, nan_at: int | None = None) -> list:
 
 
 @contextmanager
-def acknowledging(acknowledge: Callable[[Engine, int], None]) -> Iterator[None]:
-    """Inside, ``acknowledge(engine, step)`` is called the moment ``engine.durable_step`` says ``step``, by the
+def acknowledging(acknowledge: Callable[[Runtime, int], None]) -> Iterator[None]:
+    """Inside, ``acknowledge(runtime, step)`` is called the moment ``engine.durable_step`` says ``step``, by the
     thread that lets it say so."""
 
-    def assign(engine: Engine, step: int) -> None:
-        engine.__dict__["durable_step"] = step
+    def assign(run: Runtime, step: int) -> None:
+        run.__dict__["durable_step"] = step
         if step >= 0:
-            acknowledge(engine, step)
+            acknowledge(run, step)
 
-    Engine.durable_step = property(lambda engine: engine.__dict__["durable_step"], assign)  # type: ignore
+    Runtime.durable_step = property(lambda run: run.__dict__["durable_step"], assign)  # type: ignore
     try:
         yield
     finally:
-        del Engine.durable_step
+        Runtime.durable_step = -1
 
 
 class Reference:

@@ -219,7 +219,7 @@ class _Child:
             losses = crash_run.take_steps(engine, steps, nan_at)
         self.say(finished=True, losses=losses)
 
-    def acknowledge(self, engine: Any, step: int) -> None:
+    def acknowledge(self, runtime: Any, step: int) -> None:
         self.say(acknowledged=step)
         if step == self.at:
             fill_disk(self.fill) if self.fill else self.die()

@@ -28,7 +28,6 @@ def uneven(count: int, unified: bool = True) -> Work:
             param_bytes=20011 + 100 * i,
             trained_param_bytes=19001 + 101 * i,
             state_bytes=120011 + 103 * i,
-            image_bytes=124123 + 107 * i,
             grad_bytes=40009 + 109 * i,
             forward_flop=5.0e6 + i,
         )
@@ -37,7 +36,6 @@ def uneven(count: int, unified: bool = True) -> Work:
     return Work(
         blocks=blocks,
         input_bytes=3001,
-        resident_image_bytes=70001,
         resident_state_bytes=66001,
         resident_param_bytes=11003,
         resident_grad_bytes=22003,
@@ -57,14 +55,12 @@ def equal_blocks(
         param_bytes=2 * params,
         trained_param_bytes=2 * params,
         state_bytes=12 * params,
-        image_bytes=12 * params,
         grad_bytes=4 * params,
         forward_flop=2.0 * params * tokens,
     )
     return Work(
         blocks=(block,) * count,
         input_bytes=input_bytes,
-        resident_image_bytes=0,
         resident_state_bytes=0,
         resident_param_bytes=0,
         resident_elements=0,

@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "offload": ".offload.entry",
-    "Budget": ".offload.entry",
+    "Budget": ".offload.planning",
     "Engine": ".offload.engine",
     "Preflight": ".offload.preflight",
     "empty_parameters": ".offload.blocks",
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from .errors import HoldfastError
     from .offload.blocks import empty_parameters
     from .offload.engine import Engine
-    from .offload.entry import Budget, offload
+    from .offload.entry import offload
+    from .offload.planning import Budget
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
 

@@ -59,8 +59,8 @@ def undisturbed(text):
 def process(disk, text, steps, **options):
     """One process: resume, train to ``steps``; every step it acknowledges is marked on the disk."""
 
-    def acknowledge(engine, step):
-        disk.ack((engine._run.store.timeline, step))
+    def acknowledge(runtime, step):
+        disk.ack((runtime.store.timeline, step))
 
     with acknowledging(acknowledge):
         take_steps(engine_of(ROOT, text, disk=disk, blocks=BLOCKS, io_threads=2, **options), steps)

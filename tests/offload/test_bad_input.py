@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from holdfast.errors import (
     RunLocked,
     RunMismatch,
 )
+from holdfast.offload import planning
 from holdfast.store.files import Disk
-from training import adamw, batches, decoder
+from training import CONTEXT, adamw, batches, decoder
 
 
 def listing(directory):
@@ -304,6 +306,63 @@ def test_a_budget_too_small_says_the_smallest_that_works(tmp_path):
         offload(tmp_path, budget=holdfast.Budget(host="10MiB"), **sizes)
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"budget": holdfast.Budget(host="100GiB")}, "a budget of 107374182400 bytes of host memory"),
+        ({"params_on_host": "auto"}, "params_on_host='auto'"),
+        ({"optimizer_on_host": "auto", "budget": holdfast.Budget(host="100GiB")}, "optimizer_on_host='auto'"),
+        ({"activations_on_host": None}, "activations_on_host=None"),
+    ],
+    ids=["budget", "params", "optimizer", "activations"],
+)
+def test_a_budget_without_a_sample_to_hold_it_against_is_refused(tmp_path, options, said):
+    with refused(tmp_path, BadInput, f"{said} cannot be kept to .*: pass sample=.* and micro_batches="):
+        offload(tmp_path, **options)
+    offload(tmp_path, sample=batches(0, 1)[0], **options).close()
+
+
+def test_the_smallest_budget_has_room_for_evaluations(tmp_path, monkeypatch):
+    """An evaluation takes eight micro-batches at once, a step one."""
+    monkeypatch.setattr(planning, "process_bytes", lambda: 0)
+    sizes = {"sample": batches(0, 1, rows=512)[0], "micro_batches": 1, "activations_on_host": 0.0}
+    input_bytes = 512 * CONTEXT * 16 * 4
+
+    def smallest():
+        with pytest.raises(DoesNotFit) as caught:
+            offload(tmp_path, decoder(blocks=4), budget=holdfast.Budget(host=1), **sizes)
+        return int(re.findall(r"The smallest budget that works.* is (\d+) bytes", str(caught.value))[0])
+
+    with_evaluations = smallest()
+    monkeypatch.setattr(planning, "EVALUATION_BATCHES", 1)
+    assert with_evaluations - smallest() > 4 * input_bytes
+
+
+def test_a_sample_may_be_a_tuple_with_a_loss(tmp_path):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def offload_tuples(**options):
+        model = Model()
+        sample = (torch.ones(2, 4), torch.ones(2, 4))
+        return offload(tmp_path, model, torch.optim.AdamW(model.parameters()), sample=sample, **options)
+
+    with offload_tuples(loss_fn=nn.functional.mse_loss) as engine:
+        assert engine.preflight.host_bytes_predicted is not None
+    with (
+        pytest.warns(UserWarning, match="memory is not predicted"),
+        offload_tuples() as engine,
+    ):
+        assert engine.preflight.host_bytes_predicted is None
+
+
 def test_whoever_sees_the_preflight_may_say_no(tmp_path):
     seen = []
 
@@ -348,6 +407,34 @@ def test_a_run_of_another_optimizer_names_what_differs(run):
         offload(run, model, torch.optim.SGD(groups, lr=0.1, momentum=0.9))
     with refused(run, RunMismatch, "2 parameter groups, this one has 1"):
         offload(run, model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_run_whose_parameter_groups_were_in_another_order_names_a_parameter(run):
+    """Their hyper-parameters would go to the wrong ones."""
+    model = decoder(blocks=2)
+    groups = adamw(model).param_groups
+    swapped = torch.optim.AdamW([{"params": group["params"]} for group in reversed(groups)])
+    with refused(run, RunMismatch, r"norm\.weight was in parameter group 1 .* is in group 0 of this one"):
+        offload(run, model, swapped)
+
+
+def test_a_run_with_other_blocks_of_the_same_model_names_them(tmp_path):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.right = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x):
+            for layer in (*self.left, *self.right):
+                x = layer(x)
+            return x.square().mean()
+
+    model = Two()
+    offload(tmp_path, model, torch.optim.AdamW(model.parameters()), blocks=model.left).close()
+    said = r"other blocks= .*: there are files of left\.0, left\.1 in it, and here of right\.0, right\.1, right\.2"
+    with refused(tmp_path, RunMismatch, said):
+        offload(tmp_path, model, torch.optim.AdamW(model.parameters()))
 
 
 def test_a_run_in_which_something_else_was_frozen_names_it(run):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.plan import ops
 from holdfast.plan.horizontal import horizontal
+from holdfast.plan.machine import Machine
 from holdfast.plan.memory import buffers, predict, resident
 from holdfast.plan.ops import Hold, Key, Op
 from holdfast.plan.simulate import simulate
@@ -105,6 +106,46 @@ def test_the_bound_is_reached(clip, unified):
         assert worst([made, made], kind) == size, kind
 
 
+@given(
+    step=steps(), schedule=st.sampled_from(sorted(SCHEDULES)), machine=machines(), at_once=st.integers(1, 9)
+)
+@settings(max_examples=60, deadline=None)
+def test_an_evaluation_between_steps_stays_within_the_prediction(step, schedule, machine, at_once):
+    """It begins while the step before it still updates and writes."""
+    work, placement, shape = step
+    made = SCHEDULES[schedule](*step)
+    evaluation = forward_only(work, placement, StepShape(micro_batches=at_once))
+    found = simulate([made, evaluation, evaluation, made], machine)
+    predicted = predict(work, placement, shape, SCHEDULES[schedule], at_once)
+    for place in ("host", "device"):
+        stays = sum(size for (where, _), size in resident(work, placement).items() if where == place)
+        assert found.peak.get(place, 0) <= sum(predicted.at(place).values()) - stays
+
+
+def test_an_evaluation_beside_slow_updates_takes_more_than_one_alone():
+    work, placement = uneven(5), Placement.fractions(5, activations=0.0, gradients=0.0)
+    shape, alone = StepShape(micro_batches=1, clip=True), StepShape(micro_batches=40)
+    made, evaluation = vertical(work, placement, shape), forward_only(work, placement, alone)
+    slow = Machine(update_elements_per_second=1e3, ssd_write_bytes_per_second=1e7)
+    peak = simulate([made, evaluation], slow).peak["host"]
+    assert peak > max(sum(buffers(made).values()), sum(buffers(evaluation).values()))
+    predicted = predict(work, placement, shape, vertical, 40).host_bytes
+    assert peak <= predicted - sum(resident(work, placement).values())
+
+
+def test_an_evaluation_of_more_micro_batches_than_a_step_is_predicted_with_what_the_step_leaves():
+    work, placement = uneven(5), Placement.fractions(5, activations=0.0)
+    alone = predict(work, placement, StepShape(micro_batches=1)).at("host")
+    found = predict(work, placement, StepShape(micro_batches=1), evaluation_batches=40).at("host")
+    assert found["frames"] == 40 * work.input_bytes and found["inputs"] == 41 * work.input_bytes
+    for left in ("state", "updated_params", "grads", "resident_state", "workspace"):
+        assert found[left] == alone[left]
+    assert "input_grads" in alone and "input_grads" not in found
+    assert predict(work, placement, StepShape(micro_batches=40), evaluation_batches=1) == predict(
+        work, placement, StepShape(micro_batches=40)
+    )
+
+
 def test_a_class_holds_its_largest_buffers_as_many_as_it_has_slots():
     made = [
         Op(Key("a", i), ops.UPLOAD, takes=(Hold(("x", i), size, slots=2),), gives=(("x", i),))
@@ -125,9 +166,9 @@ def test_what_stays_is_counted_where_it_lies():
     )
     work = uneven(3, unified=False)
     assert resident(work, placement) == {
-        ("host", "resident_state"): 70001,
+        ("host", "resident_state"): 66001,
         ("host", "params_on_host"): 20011 + 20211,
-        ("host", "optimizer_on_host"): 124123 + 107,
+        ("host", "optimizer_on_host"): 120011 + 103,
         ("device", "resident_working_copy"): 11003,
         ("device", "resident_sums"): 22003,
         ("device", "workspace"): 9001,
@@ -141,7 +182,7 @@ def test_a_vertical_step_with_everything_on_the_ssd_by_hand():
     found = predict(work, Placement.fractions(8, activations=0.0), StepShape(micro_batches=m))
     assert found.at("device") == {}
     assert found.at("host") == {
-        "state": sum(b.image_bytes for b in last),
+        "state": sum(b.state_bytes for b in last),
         "params": sum(b.param_bytes for b in last[1:]),
         "updated_params": sum(b.trained_param_bytes for b in last[1:]),
         "grads": sum(b.grad_bytes for b in last[1:]),
@@ -149,7 +190,7 @@ def test_a_vertical_step_with_everything_on_the_ssd_by_hand():
         "staged_inputs": 4 * work.input_bytes,
         "input_grads": (m + 1) * work.input_bytes,
         "frames": m * work.input_bytes,
-        "resident_state": work.resident_image_bytes,
+        "resident_state": work.resident_state_bytes,
         "resident_working_copy": work.resident_param_bytes,
         "resident_sums": work.resident_grad_bytes,
         "workspace": work.workspace_bytes,

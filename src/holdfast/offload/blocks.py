@@ -8,9 +8,10 @@ hold is resident.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,48 @@ class Blocks:
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
+
+    @cached_property
+    def buffer_holders(self) -> list[list[tuple[str, nn.Module]]]:
+        """By block: the modules in it that have buffers, by name."""
+        return [
+            [(name, holder) for name, holder in module.named_modules() if holder._buffers]
+            for module in self.modules
+        ]
+
+
+BlockFunction = Callable[[int, tuple, dict[str, Any]], Any]
+"""Called with a block's number and its arguments; returns what the block would."""
+
+
+class Patch:
+    """Lets ``call`` stand in for the forward of every block, while it is applied."""
+
+    def __init__(self, blocks: Blocks, call: BlockFunction) -> None:
+        self.blocks, self._call = blocks, call
+        self.forwards = [module.forward for module in blocks.modules]
+        """The blocks' own."""
+        self._own = ["forward" in module.__dict__ for module in blocks.modules]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        try:
+            for index, module in enumerate(self.blocks.modules):
+                module.forward = self._stand_in(index)  # type: ignore[method-assign]
+            yield
+        finally:
+            self._remove()
+
+    def _stand_in(self, index: int) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(index, args, kwargs)
+
+    def _remove(self) -> None:
+        """Leave every block as it was."""
+        for module, forward, own in zip(self.blocks.modules, self.forwards, self._own, strict=True):
+            if own:
+                module.forward = forward  # type: ignore[method-assign]
+            else:
+                module.__dict__.pop("forward", None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import ModelNotSupported
-from .blocks import Blocks
+from .blocks import Blocks, Patch
 from .microbatches import extract_loss, module_call
 
 
@@ -76,12 +76,13 @@ class _Probe:
     """Stands in for the blocks' forwards: measures the first, passes the others, keeps the last's graph."""
 
     def __init__(self, blocks: Blocks, bytes_: _LiveBytes, flop: FlopCounterMode) -> None:
-        self.blocks, self.bytes, self.flop = blocks, bytes_, flop
+        self.bytes, self.flop = bytes_, flop
+        self.patch = Patch(blocks, self.call)
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.block_flop = self.blocks_flop = 0.0
 
-    def forward(self, index: int, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        last = index == len(self.blocks.modules) - 1
+    def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        forward, last = self.patch.forwards[index], index == len(self.patch.forwards) - 1
         args, kwargs = self._detached(args, kwargs)
         before = self.flop.get_total_flops()
         if index == 0:
@@ -137,7 +138,7 @@ def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, lo
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
     probe = _Probe(blocks, bytes_, flop)
-    with fake, _fake_parameters(model, fake, dtype), _probed(probe):
+    with fake, _fake_parameters(model, fake, dtype), probe.patch.applied():
         inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, sample)
         with flop, bytes_, torch.enable_grad():
             loss = extract_loss(module_call(model, inputs, loss_fn)())
@@ -151,25 +152,6 @@ def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, lo
         block_flop=float(probe.block_flop),
         head_flop=float(max(head_forward, 0) * 3),
     )
-
-
-@contextmanager
-def _probed(probe: _Probe) -> Iterator[None]:
-    saved = [(module, module.__dict__.get("forward")) for module in probe.blocks.modules]
-    for index, module in enumerate(probe.blocks.modules):
-        original = module.forward
-
-        def forward(*args: Any, _index: int = index, _original: Any = original, **kwargs: Any) -> Any:
-            return probe.forward(_index, _original, args, kwargs)
-
-        module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module, own in saved:
-            module.__dict__.pop("forward", None)
-            if own is not None:
-                module.forward = own  # type: ignore[method-assign]
 
 
 @contextmanager

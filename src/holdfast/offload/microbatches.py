@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..errors import BlockInputChanged, ModelNotSupported
-from .blocks import Blocks
+from .blocks import BlockFunction, Blocks
 from .process import end_openmp_threads
 
 _running = threading.local()
@@ -221,45 +221,19 @@ def autocast_as(wanted: Autocast, cached: bool = True) -> Iterator[None]:
         yield
 
 
-class Patch:
-    """Replaces the forward of every block by one that hands over to the running coroutine."""
+def hand_over(blocks: Blocks) -> BlockFunction:
+    """What the model's threads call instead of a block: it hands over to the engine and waits."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        self.modules = blocks.modules
-        self.forwards = [module.forward for module in blocks.modules]
-        self._names = blocks.names
-        self.buffer_holders = [
-            [(name, holder) for name, holder in module.named_modules() if holder._buffers]
-            for module in blocks.modules
-        ]
-        """By block: the modules in it that have buffers."""
-        self._own = ["forward" in module.__dict__ for module in blocks.modules]
+    def call(block: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        coroutine = getattr(_running, "coroutine", None)
+        if coroutine is None:
+            raise ModelNotSupported(
+                f"{blocks.names[block]} was called directly, but its parameters are on the SSD. Call engine.step, "
+                "engine.evaluate or engine.generate, or engine.close() first."
+            )
+        return coroutine.call_block(block, args, kwargs)
 
-    def apply(self) -> None:
-        for index, module in enumerate(self.modules):
-            module.forward = self._hand_over(index)  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Leave every block as it was."""
-        for module, forward, own in zip(self.modules, self.forwards, self._own, strict=True):
-            if own:
-                module.forward = forward  # type: ignore[method-assign]
-            else:
-                module.__dict__.pop("forward", None)
-
-    def _hand_over(self, index: int) -> Callable[..., Any]:
-        name = self._names[index]
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            coroutine = getattr(_running, "coroutine", None)
-            if coroutine is None:
-                raise ModelNotSupported(
-                    f"{name} was called directly, but its parameters are on the SSD. Call engine.step, "
-                    "engine.evaluate or engine.generate, or engine.close() first."
-                )
-            return coroutine.call_block(index, args, kwargs)
-
-        return forward
+    return call
 
 
 @contextmanager
@@ -270,6 +244,18 @@ def all_cancelled(coroutines: list[Coroutine]) -> Iterator[None]:
     finally:
         for coroutine in coroutines:
             coroutine.cancel()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode, and then as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def extract_loss(value: Any) -> torch.Tensor:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
-from ..plan.ops import SSD_READ, SSD_WRITE, Op, lane_bytes
+from ..plan.ops import SSD_READ, SSD_WRITE, lane_bytes
+from ..store.generations import Generations
+from ..store.local import LocalStore
 from ..units import format_bytes
+from .parts import Parts
+from .planning import Budget, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,22 @@ class Preflight:
             )
 
 
-def ssd_bytes(operations: list[Op]) -> tuple[int, int]:
-    """Bytes read and written on the SSD by a step."""
-    moved = lane_bytes(operations)
-    return moved[SSD_READ], moved[SSD_WRITE]
+def preflight_of(
+    parts: Parts, plan: Plan, budget: Budget, store: LocalStore, stored: dict[str, Generations]
+) -> Preflight:
+    """What ``plan`` takes in ``store``, whose files may be there already."""
+    moved = lane_bytes(plan.operations)
+    return Preflight(
+        directory=str(store.root),
+        parameters=sum(p.parameter.numel() for p in parts.captured.parameters),
+        state_bytes=sum(unit.layout.file_bytes for unit in parts.all_units),
+        needed_bytes=store.space_needed(stored.values(), plan.scratch_bytes),
+        free_bytes=store.free_bytes(),
+        read_bytes_per_step=moved[SSD_READ],
+        written_bytes_per_step=moved[SSD_WRITE],
+        host_bytes_predicted=plan.host_bytes,
+        host_budget=budget.host_bytes(),
+        device_bytes_predicted=plan.device_bytes,
+        device_budget=None if plan.work.unified else budget.device_bytes(),
+        block_names=tuple(unit.name for unit in parts.units),
+    )

@@ -1,4 +1,4 @@
-"""Residency: where every tensor is, and how long its buffer lives. Nobody else takes or gives a buffer.
+"""Residency: where every tensor of a run is. Handlers of operations take and give its buffers and note it here.
 
 For each block it knows the working copy (kept on the host, or loaded for one pass), the state image (kept,
 or loaded for one update) and the gradients; for each block and micro-batch the moving inputs. Buffers come
@@ -7,6 +7,7 @@ from one pool of exact sizes; tensors are views of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +23,11 @@ comes from the system anew every time: eight times slower on 8 M elements."""
 
 @dataclass
 class Gradients:
-    """The accumulated gradients of one unit: one flat buffer, and which members have one this step."""
+    """The accumulated gradients of one unit: where the sum is, and which members have one this step."""
 
     flat: torch.Tensor
     buffer: Buffer | None
+    """Their host memory, once there is any: what ``flat`` shares, unless that is on a separate device."""
     touched: set[str]
 
 
@@ -47,8 +49,6 @@ class Residency:
         self.outgoing: dict[int, Buffer] = {}
         """Updated working copies on their way to the SSD."""
         self.grads: dict[int, Gradients] = {}
-        self.host_grads: dict[int, Buffer] = {}
-        """Buffers of gradients on the host while the sum is on a separate device."""
         self._resident_sums = torch.empty(resident.grad_bytes, dtype=torch.uint8, device=device)
         self.resident_grads: Gradients | None = None
         """Where the prologue's and epilogue's gradients of the present step go."""
@@ -79,9 +79,25 @@ class Residency:
 
     def free_grads(self, block: int) -> None:
         held = self.grads.pop(block)
-        self.host_grads.pop(block, None)
         if held.buffer is not None:
             self.pool.give(held.buffer)
+
+    def leaf(
+        self, unit: Unit, member: Member, view: torch.Tensor, held: Callable[[], Gradients | None] | None
+    ) -> torch.nn.Parameter:
+        """A parameter that shares the memory of ``view``. If it is trained, its gradient is added to the sums
+        that ``held`` gives, the moment it is there; without ``held`` it has none."""
+        parameter = torch.nn.Parameter(view, requires_grad=member.trained and held is not None)
+        if held is not None and parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: self._collect(unit, held(), member, p))
+        return parameter
+
+    def _collect(self, unit: Unit, held: Gradients | None, member: Member, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:  # a source took all that was on its way here
+            return
+        assert held is not None
+        self.accumulate(unit, held, member, parameter.grad)
+        parameter.grad = None
 
     def accumulate(self, unit: Unit, held: Gradients, member: Member, grad: torch.Tensor) -> None:
         """Add ``grad`` to the sum, in fp32; the first of a step starts it."""
@@ -127,7 +143,7 @@ class Residency:
 
     def let_go(self) -> None:
         """Hold nothing any more: the memory goes back to the system as soon as nobody looks at it."""
-        for held in (self.copies, self.images, self.loaded, self.outgoing, self.host_grads, self.inputs):
+        for held in (self.copies, self.images, self.loaded, self.outgoing, self.inputs):
             held.clear()
         self.leaves.clear()
         self.on_device.clear()

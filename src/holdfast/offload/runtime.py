@@ -18,20 +18,21 @@ from torch import nn
 from ..io.buffers import Buffer
 from ..plan.ops import Op
 from ..plan.work import Placement, StepShape
-from ..store.generations import Generations as StoredUnit
+from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.scratch import Scratch
 from ..update.optimizer import HostOptimizer, HyperParameters
+from .blocks import Patch
 from .boundaries import Boundary, Delivery, Tracker
 from .device import Device
-from .microbatches import Coroutine, Patch
+from .microbatches import Coroutine
 from .residency import Gradients, Residency
 from .units import Unit
 
 
 @dataclass
 class Stored:
-    """The newest generation of a unit: which file, and its checksums."""
+    """The newest generation of a file: which one, and its checksums."""
 
     generation: int
     checksums: tuple[str, ...]
@@ -43,7 +44,6 @@ class Runtime:
 
     model: nn.Module
     device: Device
-    dtype: torch.dtype
     seed: int
     blocks: list[Unit]
     resident: Unit
@@ -52,13 +52,10 @@ class Runtime:
     residency: Residency
     store: LocalStore
     patch: Patch
-    block_units: list[StoredUnit]
-    resident_unit: StoredUnit
-    frozen_units: dict[str, StoredUnit]
-    newest: dict[str, Stored]
-    """By unit name: what the next commit refers to."""
-    frozen: dict[str, Stored]
-    """By unit name: files that never change."""
+    stored: dict[str, Generations]
+    """The files of every unit, by the name under which a commit refers to them."""
+    index: dict[str, Any]
+    """Where each atom lies, as commits refer to it."""
     param_scratch: Scratch | None
     param_offsets: list[int]
     grad_scratch: Scratch | None
@@ -68,11 +65,20 @@ class Runtime:
     """The resident state image, in host memory."""
     resident_copy: torch.Tensor
     """The resident working copy, in host memory; on a unified device the leaves are views of it."""
-    resident_leaves: dict[str, nn.Parameter]
     parameter_order: list[str]
-    publish: Callable[[Step], None]
+    newest: dict[str, Stored] = field(default_factory=dict)
+    """By the names of ``stored``: what the next commit refers to."""
+    resident_leaves: dict[str, nn.Parameter] = field(default_factory=dict)
+    """What the prologue and epilogue compute with, by name."""
+    durable_step: int = -1
+    """The newest step that survives power loss; -1 before the first commit."""
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes handed between host and device, by (lane, kind of operation)."""
+
+    @property
+    def units(self) -> list[Unit]:
+        """Every unit; the resident one is the last."""
+        return [*self.blocks, self.resident]
 
 
 class InputScratch:
@@ -116,14 +122,15 @@ class MicroBatch:
 
 @dataclass
 class Step:
-    """One step (or evaluation) under way."""
+    """One step (or evaluation, or save) under way."""
 
     number: int
-    """Counted from 0; also the key of its random numbers."""
+    """Counted from 0; also the key of its random numbers. An evaluation has none: -1."""
     shape: StepShape
-    training: bool
-    horizontal: bool
-    micro_batches: list[MicroBatch]
+    operations: list[Op]
+    training: bool = True
+    horizontal: bool = False
+    micro_batches: list[MicroBatch] = field(default_factory=list)
     hyper: HyperParameters | None = None
     clip_norm: float | None = None
     progress: dict[str, Any] = field(default_factory=dict)
@@ -135,7 +142,7 @@ class Step:
     total_norm: float | None = None
     scale: torch.Tensor | None = None
     touched: dict[int, set[str]] = field(default_factory=dict)
-    committed: bool = False
+    """By block: which of the gradients that wait on the SSD there are."""
 
 
 def of(op: Op) -> dict[str, Any]:

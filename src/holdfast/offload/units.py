@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import ModelNotSupported
 from ..io.buffers import Buffer
@@ -98,6 +97,11 @@ class Unit:
         self.frozen_atoms = [Atom(m.name, "param", m.shape, "F32") for m in self.frozen]
         self.layout = _layout(self.state_atoms)
         self.frozen_layout = _layout(self.frozen_atoms)
+
+    @property
+    def frozen_name(self) -> str:
+        """The name of the file that holds the parameters which never change."""
+        return f"{self.name}.frozen"
 
     @property
     def elements(self) -> int:
@@ -207,11 +211,6 @@ class Unit:
         """Set the model's persistent buffers from the state image."""
         for name, place in self.buffers.items():
             buffer_at(place).copy_(self.state_view(state, name, "buffer"))
-
-
-def leaf(view: torch.Tensor, trained: bool) -> nn.Parameter:
-    """A parameter that shares the memory of ``view``."""
-    return nn.Parameter(view, requires_grad=trained)
 
 
 def _layout(atoms: Sequence[Atom]) -> Layout:

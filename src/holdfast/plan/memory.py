@@ -11,19 +11,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .ops import Op
-from .vertical import vertical
+from .ops import COMPUTE, Key, Op
+from .vertical import forward_only, vertical
 from .work import Placement, StepShape, Work
 
 MakesOps = Callable[[Work, Placement, StepShape], list[Op]]
 """A schedule."""
+Parts = dict[tuple[str, str], int]
+"""Bytes by (place, class of buffer)."""
 
 
 @dataclass(frozen=True)
 class Memory:
     """The most bytes that can be held at once, by (place, what): buffers by their class, and what stays."""
 
-    parts: dict[tuple[str, str], int]
+    parts: Parts
 
     def at(self, place: str) -> dict[str, int]:
         """What lies at ``place``, the largest first."""
@@ -39,13 +41,54 @@ class Memory:
         return sum(self.at("device").values())
 
 
-def predict(work: Work, placement: Placement, shape: StepShape, schedule: MakesOps = vertical) -> Memory:
-    """What running ``schedule`` takes. An evaluation (``forward_only``) has micro-batches of its own number,
-    so a run takes the larger of both."""
-    return Memory({**buffers(schedule(work, placement, shape)), **resident(work, placement)})
+def predict(
+    work: Work,
+    placement: Placement,
+    shape: StepShape,
+    schedule: MakesOps = vertical,
+    evaluation_batches: int = 0,
+) -> Memory:
+    """What a run of ``schedule`` takes that also evaluates, ``evaluation_batches`` micro-batches at once: at each
+    place, what its steps take or its evaluations, whichever is more. 0 is a run that never evaluates."""
+    training = schedule(work, placement, shape)
+    parts = step = buffers(training)
+    if evaluation_batches:
+        made = forward_only(work, placement, StepShape(micro_batches=evaluation_batches))
+        parts = _larger(step, _beside(buffers(made), step, _outlasting(training)))
+    return Memory({**parts, **resident(work, placement)})
 
 
-def buffers(ops: Iterable[Op]) -> dict[tuple[str, str], int]:
+def _larger(one: Parts, other: Parts) -> Parts:
+    """At each place, that of both which has more there."""
+
+    def total(parts: Parts, place: str) -> int:
+        return sum(size for (where, _), size in parts.items() if where == place)
+
+    chosen = {place: max((one, other), key=lambda p: total(p, place)) for place in ("host", "device")}
+    return {key: size for place, parts in chosen.items() for key, size in parts.items() if key[0] == place}
+
+
+def _beside(evaluation: Parts, step: Parts, outlasting: set[str]) -> Parts:
+    """An evaluation, with what the step before it still holds."""
+    tail = {key: size for key, size in step.items() if key[1] in outlasting}
+    return {key: max(evaluation.get(key, 0), tail.get(key, 0)) for key in {**evaluation, **tail}}
+
+
+def _outlasting(ops: list[Op]) -> set[str]:
+    """The classes of buffers that a step may hold when its last computation is over: updates and their writes
+    run beside what comes next."""
+    by_key = {op.key: op for op in ops}
+    waiting = [next(op for op in reversed(ops) if op.lane == COMPUTE)]
+    over: set[Key] = set()
+    while waiting:
+        op = waiting.pop()
+        if op.key not in over:
+            over.add(op.key)
+            waiting += [by_key[key] for key in op.needs]
+    return {name[0] for op in ops if op.key not in over for name in op.gives}
+
+
+def buffers(ops: Iterable[Op]) -> Parts:
     """The most bytes of each class, by (place, class), whatever the speeds of the lanes."""
     sizes: dict[tuple[str, str, int], list[int]] = defaultdict(list)
     for op in ops:
@@ -57,7 +100,7 @@ def buffers(ops: Iterable[Op]) -> dict[tuple[str, str], int]:
     }
 
 
-def resident(work: Work, placement: Placement) -> dict[tuple[str, str], int]:
+def resident(work: Work, placement: Placement) -> Parts:
     """What stays for good."""
     device = "host" if work.unified else "device"
 
@@ -65,9 +108,9 @@ def resident(work: Work, placement: Placement) -> dict[tuple[str, str], int]:
         return sum(getattr(block, size) for block, here in zip(work.blocks, stays) if here)
 
     return {
-        ("host", "resident_state"): work.resident_image_bytes,
+        ("host", "resident_state"): work.resident_state_bytes,
         ("host", "params_on_host"): chosen(placement.params, "param_bytes"),
-        ("host", "optimizer_on_host"): chosen(placement.optimizer, "image_bytes"),
+        ("host", "optimizer_on_host"): chosen(placement.optimizer, "state_bytes"),
         (device, "resident_working_copy"): work.resident_param_bytes,
         (device, "resident_sums"): work.resident_grad_bytes,
         (device, "workspace"): work.workspace_bytes,

@@ -31,17 +31,19 @@ def choose(
     activations: Fraction = "auto",
     optimizer: Fraction = "auto",
     schedule: MakesOps = vertical,
+    evaluation_batches: int = 0,
     held_bytes: int = 0,
 ) -> Placement:
     """The placement with the fractions asked for, and the others as large as the budget allows.
 
-    The budget covers ``held_bytes`` that the process holds anyway. No budget (None) is no limit.
+    The budget covers ``held_bytes`` that the process holds anyway, and evaluations of ``evaluation_batches``
+    micro-batches at once. No budget (None) is no limit.
 
     Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
     ``BadInput`` for a fraction that is none.
     """
     asked = {"params": params, "gradients": gradients, "activations": activations, "optimizer": optimizer}
-    search = _Search(work, shape, schedule, host_budget_bytes, held_bytes)
+    search = _Search(work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes)
     fractions = search.smallest({kind: _checked(kind, asked[kind]) for kind in ORDER})
     if not search.fits(fractions):
         raise _does_not_fit(search, asked, fractions)
@@ -55,16 +57,23 @@ class _Search:
     """Placements of one kind of step, and what they take."""
 
     def __init__(
-        self, work: Work, shape: StepShape, schedule: MakesOps, budget: int | None, held: int
+        self,
+        work: Work,
+        shape: StepShape,
+        schedule: MakesOps,
+        evaluation_batches: int,
+        budget: int | None,
+        held: int,
     ) -> None:
         self.work, self.shape, self.schedule = work, shape, schedule
-        self.budget, self.held = budget, held
+        self.evaluation_batches, self.budget, self.held = evaluation_batches, budget, held
 
     def placement(self, fractions: dict[str, float]) -> Placement:
         return Placement.fractions(len(self.work.blocks), **fractions)
 
     def host_bytes(self, fractions: dict[str, float]) -> int:
-        memory = predict(self.work, self.placement(fractions), self.shape, self.schedule)
+        placement = self.placement(fractions)
+        memory = predict(self.work, placement, self.shape, self.schedule, self.evaluation_batches)
         return self.held + memory.host_bytes
 
     def fits(self, fractions: dict[str, float]) -> bool:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GRAD_BYTES = 4
-"""Bytes of an accumulated gradient element: always fp32."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWork:
@@ -24,9 +21,7 @@ class BlockWork:
     trained_param_bytes: int
     """The part of it that an update rewrites."""
     state_bytes: int
-    """Master parameters and optimizer state as read and written per step, without the file's header."""
-    image_bytes: int
-    """The buffer that holds them: the whole file."""
+    """Master parameters and optimizer state: the whole file, and the buffer that holds it."""
     grad_bytes: int
     """Accumulated gradients, fp32."""
     forward_flop: float = 0.0
@@ -41,10 +36,8 @@ class Work:
     blocks: tuple[BlockWork, ...]
     input_bytes: int
     """What flows between two blocks for one micro-batch."""
-    resident_image_bytes: int
-    """Master parameters and optimizer state of the prologue and epilogue, in host memory: the whole file."""
     resident_state_bytes: int
-    """The same without the file's header: what a commit writes."""
+    """Master parameters and optimizer state of the prologue and epilogue, in host memory: the whole file."""
     resident_param_bytes: int
     """Their working copy, on the device."""
     resident_elements: int

@@ -7,6 +7,14 @@ from ..runtime import Runtime, Step
 
 
 def commit(run: Runtime, op: Op, step: Step) -> None:
-    """Publish the step. When this returns, it survives power loss."""
-    run.publish(step)
-    step.committed = True
+    """Publish the step, whose files are all written and synced. When this returns, it survives power loss."""
+    progress = step.progress  # taken when the step began: whether it would be skipped was not known
+    progress["skipped_steps"] += step.skipped
+    publish(run, step.number + 1, progress)
+
+
+def publish(run: Runtime, steps_done: int, progress: dict) -> None:
+    """Make the newest file of every unit the state after ``steps_done`` steps; durable when this returns."""
+    files = {name: (newest.generation, newest.checksums) for name, newest in run.newest.items()}
+    run.store.publish(steps_done, files, run.index, progress)
+    run.durable_step = steps_done

@@ -23,7 +23,7 @@ from ..changes import Watch
 from ..microbatches import BlockCall, Returned, autocast_as, extract_loss
 from ..residency import Gradients
 from ..runtime import Runtime, Step
-from ..units import Member, Unit, leaf
+from ..units import Unit
 from . import inputs, params
 
 
@@ -75,8 +75,6 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
         batch.tracker.running.clear()
     del leaves, batch.boundaries[block], boundary
     inputs.used(run, block, m)
-    if m == step.shape.micro_batches - 1:
-        step.touched[block] = grads.touched
 
 
 def check_losses(run: Runtime, op: Op, step: Step) -> None:
@@ -110,7 +108,7 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
 
 def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:
     """The block's own forward, with its random numbers, and a check that it left all else alone."""
-    watch = Watch(args, kwargs, run.patch.buffer_holders[boundary.block])
+    watch = Watch(args, kwargs, run.patch.blocks.buffer_holders[boundary.block])
     _enter(run, step, m, rng.inside(boundary.block))
     with autocast_as(boundary.autocast):
         output = run.patch.forwards[boundary.block](*args, **kwargs)
@@ -179,20 +177,8 @@ def _leaves(run: Runtime, place: tuple, unit: Unit, grads: Gradients | None) -> 
     """What a pass computes with, made at its first computation."""
     leaves = run.residency.leaves.get(place)
     if leaves is None:
-        copy = run.residency.on_device[place]
-        leaves = run.residency.leaves[place] = []
-        for member in unit.members:
-            parameter = leaf(unit.copy_view(copy, member), member.trained and grads is not None)
-            if parameter.requires_grad and grads is not None:
-                parameter.register_post_accumulate_grad_hook(_accumulator(run, unit, grads, member))
-            leaves.append(parameter)
+        copy, held = run.residency.on_device[place], None if grads is None else lambda: grads
+        leaves = run.residency.leaves[place] = [
+            run.residency.leaf(unit, member, unit.copy_view(copy, member), held) for member in unit.members
+        ]
     return leaves
-
-
-def _accumulator(run: Runtime, unit: Unit, grads: Gradients, member: Member):
-    def accumulate(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        run.residency.accumulate(unit, grads, member, parameter.grad)
-        parameter.grad = None
-
-    return accumulate

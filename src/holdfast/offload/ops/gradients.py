@@ -19,9 +19,8 @@ def download(run: Runtime, op: Op, step: Step) -> None:
     block = op.key.block
     held = run.residency.grads[block]
     if not run.device.unified:
-        buffer = run.residency.host_grads.get(block) or run.residency.pool.take(held.flat.nbytes, "gradients")
+        buffer = held.buffer or run.residency.pool.take(held.flat.nbytes, "gradients")
         as_tensor(buffer)[: held.flat.numel()].copy_(held.flat)
-        run.residency.host_grads[block] = buffer
         run.residency.grads[block] = Gradients(as_tensor(buffer), buffer, held.touched)
     run.moved[op.lane, op.key.kind] += run.blocks[block].grad_bytes
 
@@ -31,9 +30,7 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
     block = op.key.block
     held = run.residency.grads[block]
     if not run.device.unified:
-        assert held.buffer is not None
-        run.residency.host_grads[block] = held.buffer
-        run.residency.grads[block] = Gradients(run.device.upload(held.flat), None, held.touched)
+        run.residency.grads[block] = Gradients(run.device.upload(held.flat), held.buffer, held.touched)
     run.moved[op.lane, op.key.kind] += run.blocks[block].grad_bytes
 
 
@@ -41,7 +38,6 @@ def store(run: Runtime, op: Op, step: Step) -> Future:
     """Spill gradients to the SSD."""
     block = op.key.block
     held = run.residency.grads.pop(block)
-    run.residency.host_grads.pop(block, None)
     assert held.buffer is not None and run.grad_scratch is not None
     step.touched[block] = held.touched
     view = held.buffer.view[: run.blocks[block].grad_bytes]  # none, if nothing of the block is trained

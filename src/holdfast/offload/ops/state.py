@@ -7,7 +7,6 @@ from concurrent.futures import Future
 import torch
 
 from ...plan.ops import Op
-from ...store.generations import Generations as StoredUnit
 from ..residency import Gradients
 from ..runtime import Runtime, Step, Stored, of
 from ..units import Unit, as_tensor
@@ -16,10 +15,11 @@ from ..units import Unit, as_tensor
 def load(run: Runtime, op: Op, step: Step) -> Future:
     """Read a state image from the unit's newest file, every byte verified."""
     block = op.key.block
-    unit, stored = run.block_units[block], run.newest[run.blocks[block].name]
+    unit = run.blocks[block]
     buffer = run.residency.pool.take(unit.layout.file_bytes, "optimizer state")
     run.residency.images[block] = buffer
-    return unit.read(stored.generation, buffer.view, stored.checksums, **of(op))
+    newest = run.newest[unit.name]
+    return run.stored[unit.name].read(newest.generation, buffer.view, newest.checksums, **of(op))
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
@@ -61,15 +61,16 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     if step.skipped and not stays:  # what stays may have changed since it was last written
         run.residency.pool.give(buffer)
         return None
-    future = _write_image(run, op, run.block_units[block], run.blocks[block].name, buffer.view)
+    future = _write_image(run, op, run.blocks[block].name, buffer.view)
     if not stays:
         future.add_done_callback(lambda _: run.residency.pool.give(buffer))
     return future
 
 
-def _write_image(run: Runtime, op: Op, unit: StoredUnit, name: str, image: memoryview) -> Future:
+def _write_image(run: Runtime, op: Op, name: str, image: memoryview) -> Future:
     """Write ``image`` as the newest generation of a unit. The future is done when it is synced."""
-    generation = unit.acquire()
+    stored = run.stored[name]
+    generation = stored.acquire()
     done: Future = Future()
 
     def written(future: Future) -> None:
@@ -80,10 +81,10 @@ def _write_image(run: Runtime, op: Op, unit: StoredUnit, name: str, image: memor
         before = run.newest.get(name)
         run.newest[name] = Stored(generation, tuple(future.result()))
         if before is not None:
-            unit.release(before.generation)
+            stored.release(before.generation)
         done.set_result(None)
 
-    unit.write(generation, image, **of(op)).add_done_callback(written)
+    stored.write(generation, image, **of(op)).add_done_callback(written)
     return done
 
 
@@ -114,4 +115,4 @@ def update_resident(run: Runtime, op: Op, step: Step) -> None:
 
 def store_resident(run: Runtime, op: Op, step: Step) -> Future:
     """Write the resident state image."""
-    return _write_image(run, op, run.resident_unit, run.resident.name, run.resident_buffer.view)
+    return _write_image(run, op, run.resident.name, run.resident_buffer.view)

@@ -33,7 +33,7 @@ def update_block(s: Schedule, block: int, *after: Key) -> None:
             ops.SSD_READ,
             nbytes=b.state_bytes,
             needs_previous=previous,
-            takes=(Hold(image, b.image_bytes, slots=STATE_SLOTS),),
+            takes=(Hold(image, b.state_bytes, slots=STATE_SLOTS),),
             priority=ops.SOON,
         )
         needs, previous = (*needs, load), ()

@@ -1,0 +1,56 @@
+"""Checks of what ``offload`` is given, before anything else is done with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ..errors import BadInput
+from ..store.files import AnyDisk
+from .planning import SCHEDULES
+
+
+def check_choices(schedule: str, order: str, normalize: str, clip_norm: float | None) -> None:
+    for name, value, allowed in (
+        ("schedule", schedule, tuple(SCHEDULES)),
+        ("order", order, ("plain",)),
+        ("normalize", normalize, ("micro_batches", "tokens")),
+    ):
+        if value not in allowed:
+            raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise BadInput(f"clip_norm = {clip_norm} must be positive; None is no clipping")
+
+
+def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:
+    for name, (count, least) in at_least.items():
+        if count < least:
+            raise BadInput(f"{name} = {count} must be at least {least}")
+    for name, rate in rates.items():
+        if rate is not None and rate <= 0:
+            raise BadInput(f"{name} = {rate} must be positive, in bytes per second; None is no limit")
+
+
+def check_stateful(scheduler: Any, loader: Any) -> None:
+    """What belongs to a commit can be stored and restored, and the scheduler stepped by the engine."""
+    for name, thing in (("scheduler", scheduler), ("loader", loader)):
+        kind = type(thing).__name__
+        if thing is not None and not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            instead = (
+                " holdfast.loader(dataset, batch_size) is a loader that has." if name == "loader" else ""
+            )
+            raise BadInput(
+                f"{name}: {kind} has no state_dict and load_state_dict, so a resume would lose it.{instead}"
+            )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise BadInput(
+            "ReduceLROnPlateau needs a metric at each step, and the engine has none to give: do not pass it as "
+            "scheduler=, step it yourself."
+        )
+
+
+def check_directory(ssd: str | Path, disk: AnyDisk | None) -> None:
+    if disk is None and Path(ssd).exists() and not Path(ssd).is_dir():
+        raise BadInput(f"{ssd} is a file. Give a directory for the run; it is made if it is not there.")

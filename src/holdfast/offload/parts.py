@@ -1,0 +1,121 @@
+"""Parts: a model described for out-of-core training. Nothing is changed or written by describing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BadInput, ModelNotSupported
+from ..plan.work import BlockWork, Work
+from ..state.atoms import Atom
+from ..state.boxes import Box
+from ..state.capture import Captured, capture
+from ..units import round_up
+from ..update.optimizer import HostOptimizer
+from .blocks import Blocks, find_blocks, owned_parameters
+from .measure import Measured
+from .units import Unit
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Parts:
+    """A model, its blocks and the rest of it as units of bytes, and its optimizer."""
+
+    model: nn.Module
+    blocks: Blocks
+    units: list[Unit]
+    resident: Unit
+    optimizer: HostOptimizer
+    captured: Captured
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: str, chosen: nn.ModuleList | None
+    ) -> Parts:
+        """Describe ``model``. Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``."""
+        if dtype not in DTYPES:
+            raise BadInput(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        blocks = find_blocks(model, chosen)
+        captured = capture(model, optimizer)
+        _check_parameters(captured)
+        by_block, resident = owned_parameters(model, captured, blocks)
+        host = HostOptimizer(optimizer)
+        units = [
+            Unit(name, owned, host, DTYPES[dtype]) for name, owned in zip(blocks.names, by_block, strict=True)
+        ]
+        for unit in units:
+            if not unit.members:
+                raise ModelNotSupported(
+                    f"{unit.name} has no parameters of its own, so there is nothing to stream."
+                )
+        rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers)
+        return cls(model, blocks, units, rest, host, captured)
+
+    @property
+    def all_units(self) -> list[Unit]:
+        return [*self.units, self.resident]
+
+    def work(self, measured: Measured | None, unified: bool) -> Work:
+        """The model's sizes, for the planner; block inputs count as nothing where they were not measured."""
+        return Work(
+            blocks=tuple(
+                BlockWork(
+                    elements=unit.elements,
+                    param_bytes=unit.copy_bytes,
+                    trained_param_bytes=unit.trained_copy_bytes,
+                    state_bytes=unit.layout.file_bytes,
+                    grad_bytes=unit.grad_bytes,
+                    forward_flop=measured.block_flop if measured else 0.0,
+                )
+                for unit in self.units
+            ),
+            input_bytes=round_up(measured.input_bytes) if measured else 0,
+            resident_state_bytes=self.resident.layout.file_bytes,
+            resident_param_bytes=self.resident.copy_bytes,
+            resident_elements=self.resident.elements,
+            resident_grad_bytes=self.resident.grad_bytes,
+            workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
+            head_flop=measured.head_flop if measured else 0.0,
+            unified=unified,
+        )
+
+    def index(self) -> dict[str, Any]:
+        """The index that every manifest of the run refers to: where each atom lies."""
+        atoms: dict[str, Any] = {}
+        for unit in self.all_units:
+            for name, found in ((unit.name, unit.state_atoms), (unit.frozen_name, unit.frozen_atoms)):
+                atoms.update({atom.key: _describe(atom, name) for atom in found})
+        return {"version": 1, "atoms": atoms}
+
+
+def _describe(atom: Atom, unit: str) -> dict[str, Any]:
+    whole = Box.whole(atom.shape).to_json()
+    return {
+        "name": atom.name,
+        "slot": atom.slot,
+        "shape": list(atom.shape),
+        "dtype": atom.dtype,
+        "fragments": [{"unit": unit, "key": atom.key, "global": whole, "local": whole}],
+    }
+
+
+def _check_parameters(captured: Captured) -> None:
+    for parameter in captured.parameters:
+        if not parameter.parameter.is_floating_point():
+            raise ModelNotSupported(
+                f"parameter {parameter.name} is {parameter.parameter.dtype}; only floating-point ones are trained."
+            )
+        if parameter.parameter.dtype == torch.float64:
+            raise ModelNotSupported(
+                f"parameter {parameter.name} is torch.float64; masters are kept in fp32, which would lose bits. "
+                "Call model.float() first."
+            )
+    if not any(parameter.trained for parameter in captured.parameters):
+        raise BadInput(
+            "no parameter both requires grad and is in the optimizer, so there is nothing to train."
+        )

@@ -1,0 +1,162 @@
+"""Planning a run: a micro-batch is measured, what stays on the host is chosen, and a step's operations are listed.
+
+Memory, traffic and space are then read off that list. Pure: nothing is changed, written or allocated.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..errors import BadInput, ModelNotSupported
+from ..plan.horizontal import horizontal
+from ..plan.memory import Memory, predict
+from ..plan.ops import Op
+from ..plan.placement import Fraction, choose
+from ..plan.vertical import vertical
+from ..plan.work import Placement, StepShape, Work
+from ..units import MiB, parse_bytes
+from .device import Device
+from .measure import Measured, measure
+from .parts import Parts
+from .process import process_bytes
+
+SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
+
+EVALUATION_BATCHES = 8
+"""Micro-batches that an evaluation takes through the blocks together."""
+
+KERNEL_BYTES = 48 * MiB
+"""What a process grows by when torch's kernels run for the first time: code, tables and scratch. Measured on
+x86-64 with torch 2.13."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much memory a run may take; bytes, or text such as ``"20GiB"``. None is no limit."""
+
+    device: int | str | None = None
+    host: int | str | None = None
+
+    def host_bytes(self) -> int | None:
+        return _bytes(self.host)
+
+    def device_bytes(self) -> int | None:
+        return _bytes(self.device)
+
+
+def _bytes(text: int | str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise BadInput(f"budget: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run's step, before anything of it exists. Bytes."""
+
+    work: Work
+    placement: Placement
+    operations: list[Op]
+    """Of one step with as many micro-batches as were announced."""
+    held_bytes: int
+    """What the process takes besides."""
+    memory: Memory | None
+    """The most that the run takes; None if it was not measured."""
+
+    @cached_property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of operations of a step."""
+        return frozenset(op.key.kind for op in self.operations)
+
+    @cached_property
+    def param_scratch_bytes(self) -> int:
+        """The SSD's room for working copies; 0 if none is read from there."""
+        loads = "load_params" in self.kinds
+        return sum(block.param_bytes for block in self.work.blocks) if loads else 0
+
+    @cached_property
+    def grad_scratch_bytes(self) -> int:
+        """The SSD's room for gradients that wait; 0 if none do."""
+        stores = "store_grads" in self.kinds
+        return sum(block.grad_bytes for block in self.work.blocks) if stores else 0
+
+    @property
+    def scratch_bytes(self) -> int:
+        """All room on the SSD that is not part of commits; block inputs count if their size was measured."""
+        inputs = sum(op.nbytes for op in self.operations if op.key.kind == "store_input")
+        return self.param_scratch_bytes + self.grad_scratch_bytes + inputs
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Memory of the whole process at its peak."""
+        return None if self.memory is None else self.held_bytes + self.memory.host_bytes
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Memory of a separate device at its peak."""
+        return None if self.memory is None or self.work.unified else self.memory.device_bytes
+
+
+def make_plan(
+    parts: Parts,
+    device: Device,
+    schedule: str,
+    shape: StepShape,
+    budget: Budget,
+    sample: Any,
+    loss_fn: Callable[..., Any] | None,
+    **on_host: Fraction,
+) -> Plan:
+    """Choose what stays ``on_host`` (fractions of params, optimizer and activations) within the budget.
+
+    Raises ``BadInput``, and ``DoesNotFit`` naming the smallest budget that works.
+    """
+    if sample is None:
+        _refuse_unmeasured(budget, device, on_host)
+    measured = None if sample is None else _measured(parts, sample, loss_fn)
+    work = parts.work(measured, device.unified)
+    order, held = SCHEDULES[schedule], process_bytes() + KERNEL_BYTES
+    placement = choose(
+        work,
+        shape,
+        budget.host_bytes(),
+        schedule=order,
+        evaluation_batches=EVALUATION_BATCHES,
+        held_bytes=held,
+        **on_host,
+    )
+    memory = predict(work, placement, shape, order, EVALUATION_BATCHES)
+    return Plan(
+        work=work,
+        placement=placement,
+        operations=order(work, placement, shape),
+        held_bytes=held,
+        memory=None if measured is None else memory,
+    )
+
+
+def _refuse_unmeasured(budget: Budget, device: Device, on_host: dict[str, Fraction]) -> None:
+    """Without a sample, block inputs and activations would count as nothing."""
+    host, on_device = budget.host_bytes(), budget.device_bytes()
+    asked = [f"{kind}_on_host={share!r}" for kind, share in on_host.items() if share in ("auto", None)]
+    asked += [f"a budget of {host} bytes of host memory"] if host is not None else []
+    asked += [f"a budget of {on_device} bytes on the device"] if on_device and not device.unified else []
+    if asked:
+        raise BadInput(
+            f"{asked[0]} cannot be kept to without knowing what a micro-batch takes: pass sample=, a micro-batch as "
+            "engine.step takes it (its values do not matter), and micro_batches=, how many make a step."
+        )
+
+
+def _measured(parts: Parts, sample: Any, loss_fn: Callable[..., Any] | None) -> Measured | None:
+    """What a micro-batch takes; None, with a warning, where the model cannot be traced."""
+    try:
+        return measure(parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn)
+    except ModelNotSupported as error:
+        warnings.warn(f"memory is not predicted, nor is a budget sure to be kept: {error}", stacklevel=4)
+        return None

@@ -1,0 +1,91 @@
+"""Progress: what the user's script holds that belongs to every commit, besides the model's tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import RunMismatch
+from ..state.capture import Captured
+from ..state.progress import decode, encode, random_state
+
+
+@dataclass(frozen=True)
+class UserState:
+    """The optimizer (for its hyper-parameters), the scheduler and the loader of a run."""
+
+    model: Captured
+    optimizer: torch.optim.Optimizer
+    scheduler: Any = None
+    loader: Any = None
+
+    def now(self) -> dict[str, Any]:
+        """Random generators, hyper-parameters, schedule and data position, as JSON. Raises ``BadInput`` naming
+        the first thing that cannot be stored by value."""
+        groups = [
+            {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
+            for i, group in enumerate(self.optimizer.param_groups)
+        ]
+        progress = {
+            "random": encode(random_state()),
+            "optimizer": type(self.optimizer).__name__,
+            "groups": groups,
+            "group_parameters": self._group_parameters(),
+        }
+        for name, thing in self._stateful():
+            progress[name] = encode(thing.state_dict(), name)
+        return progress
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Put hyper-parameters, scheduler and loader where a commit had them. Raises ``RunMismatch``."""
+        self._refuse_another(progress)
+        for group, saved in zip(self.optimizer.param_groups, progress["groups"], strict=True):
+            group.update({key: decode(value) for key, value in saved.items()})
+        for name, thing in self._stateful():
+            if name in progress:
+                thing.load_state_dict(decode(progress[name]))
+
+    def step_scheduler(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def hand_over(self) -> None:
+        """From here on the engine steps for the optimizer, so a scheduler need not warn that nobody does."""
+        if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _group_parameters(self) -> list[list[str]]:
+        """By group: the trained parameters that its hyper-parameters are for."""
+        groups: list[list[str]] = [[] for _ in self.optimizer.param_groups]
+        for parameter in self.model.parameters:
+            if parameter.trained and parameter.group is not None:
+                groups[parameter.group].append(parameter.name)
+        return groups
+
+    def _stateful(self) -> list[tuple[str, Any]]:
+        things = (("scheduler", self.scheduler), ("loader", self.loader))
+        return [(name, thing) for name, thing in things if thing is not None]
+
+    def _refuse_another(self, progress: dict[str, Any]) -> None:
+        there, here = len(progress["groups"]), len(self.optimizer.param_groups)
+        if there != here:
+            raise RunMismatch(
+                f"the run's optimizer has {there} parameter groups, this one has {here}. Build it with the groups "
+                "that the run was made with."
+            )
+        saved = progress.get("group_parameters", [])  # a run of an earlier version does not say
+        was_in = {name: group for group, names in enumerate(saved) for name in names}
+        for group, names in enumerate(self._group_parameters()):
+            for name in names:
+                if was_in.get(name, group) != group:
+                    raise RunMismatch(
+                        f"{name} was in parameter group {was_in[name]} of the run's optimizer and is in group {group} "
+                        "of this one. Build it with the groups that the run was made with, in the same order."
+                    )
+        theirs, ours = progress.get("optimizer"), type(self.optimizer).__name__
+        if theirs not in (None, ours):
+            raise RunMismatch(
+                f"the run was made with {theirs}, this optimizer is {ours}. Use {theirs}, or another directory."
+            )

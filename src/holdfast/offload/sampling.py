@@ -1,0 +1,38 @@
+"""Sampling: tokens that a model continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def continued(
+    model: Callable[[torch.Tensor], Any],
+    tokens: torch.Tensor,
+    count: int,
+    choose: Callable[[torch.Tensor], torch.Tensor],
+    context: int | None,
+) -> torch.Tensor:
+    """``tokens`` (int64, shape (1, T)) and ``count`` more, each chosen from what ``model`` makes of the last
+    ``context`` before it: logits of shape (1, T, vocabulary), alone or as ``.logits``."""
+    for _ in range(count):
+        value = model(tokens if context is None else tokens[:, -context:])
+        logits = value if isinstance(value, torch.Tensor) else value.logits
+        tokens = torch.cat([tokens, choose(logits[:, -1].float().cpu())], dim=1)
+    return tokens
+
+
+def chooser(temperature: float, top_k: int | None, seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What draws a token from logits of shape (1, vocabulary); a temperature of 0 takes the likeliest."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        if temperature == 0:
+            return logits.argmax(-1, keepdim=True)
+        if top_k is not None:
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+        return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
+
+    return choose

@@ -1,0 +1,85 @@
+"""Steps: from what a caller gives the engine to a ``Step`` and the operations that carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..plan.ops import Op
+from ..plan.vertical import commit_only, forward_only
+from ..plan.work import StepShape
+from .microbatches import Coroutine, module_call
+from .planning import SCHEDULES, Plan
+from .reports import token_weights
+from .runtime import MicroBatch, Runtime, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How steps are made; all of it may change from one resume to the next."""
+
+    schedule: str
+    clip_norm: float | None
+    commit_every: int
+    normalize: str
+
+
+class StepMaker:
+    """Makes the steps of one run. Steps are numbered from 0."""
+
+    def __init__(self, run: Runtime, plan: Plan, rules: Rules) -> None:
+        self._run, self._plan, self._rules = run, plan, rules
+        self.lists: dict[tuple[str, StepShape], list[Op]] = {}
+        """The operation lists made so far, by schedule and shape."""
+
+    def weights(self, micro_batches: Sequence[Any]) -> list[float | None]:
+        """What each loss is multiplied by; None for a plain mean."""
+        if self._rules.normalize == "tokens":
+            return token_weights(micro_batches)
+        return [None] * len(micro_batches)
+
+    def training(
+        self, number: int, micro_batches: Sequence[Any], weights: list[float | None], loss_fn: Any
+    ) -> Step:
+        """Step ``number`` over ``micro_batches``, with the hyper-parameters as they are now."""
+        rules = self._rules
+        shape = StepShape(
+            micro_batches=len(micro_batches),
+            clip=rules.clip_norm is not None,
+            commit=rules.commit_every > 0 and (number + 1) % rules.commit_every == 0,
+        )
+        calls = [
+            module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)
+            for batch in micro_batches
+        ]
+        return Step(
+            number=number,
+            shape=shape,
+            training=True,
+            operations=self._listed(rules.schedule, shape),
+            horizontal=rules.schedule == "horizontal",
+            micro_batches=[MicroBatch(Coroutine(c), w) for c, w in zip(calls, weights, strict=True)],
+            hyper=self._run.optimizer.snapshot(),
+            clip_norm=rules.clip_norm,
+        )
+
+    def evaluation(self, calls: Sequence[Callable[[], Any]]) -> Step:
+        """All of ``calls`` through the blocks together, forward only."""
+        shape = StepShape(micro_batches=len(calls))
+        batches = [MicroBatch(Coroutine(call), None) for call in calls]
+        operations = self._listed("evaluate", shape)
+        return Step(number=-1, shape=shape, training=False, operations=operations, micro_batches=batches)
+
+    def saving(self, number: int, progress: dict[str, Any]) -> Step:
+        """What makes the state after step ``number`` a commit."""
+        operations = commit_only(self._plan.work, self._plan.placement)
+        return Step(number=number, shape=StepShape(micro_batches=0), operations=operations, progress=progress)
+
+    def _listed(self, schedule: str, shape: StepShape) -> list[Op]:
+        """The operation list for one shape of step, made once."""
+        found = self.lists.get((schedule, shape))
+        if found is None:
+            make = SCHEDULES.get(schedule, forward_only)
+            found = self.lists[schedule, shape] = make(self._plan.work, self._plan.placement, shape)
+        return found

@@ -125,8 +125,8 @@ def test_opening_reads_no_text(monkeypatch):
         ("nowhere", "does not exist; name a file, a folder"),
         ("*.nothing", "names no files"),
         ("bare", "names no files"),
-        ("short", "has 8 bytes in 1 files; with a context of 4 at least 9 are needed"),
-        ("empty", "has 0 bytes in 0 files; with a context of 4 at least 9 are needed"),
+        ("short", "has 8 bytes; with a context of 4 at least 9 are needed"),
+        ("empty", "has 0 bytes; with a context of 4 at least 9 are needed"),
     ],
 )
 def test_missing_and_empty_texts_are_refused_in_one_line(tmp_path, name, expected):

@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import BadInput, DiskFailed
+from ..units import counted
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 """Folders below the standard library that are other people's code, or tests."""
@@ -54,8 +55,8 @@ class Corpus:
         needed = context * (2 if validation_fraction else 1) + 1
         if self.num_bytes < needed:
             raise BadInput(
-                f"the text {text!r} has {self.num_bytes} bytes in {len(self.paths)} files; with a context of "
-                f"{context} at least {needed} are needed. Name more text, or lower model.context."
+                f"the text {text!r} has {counted(self.num_bytes, 'byte')}; with a context of {context} at least "
+                f"{needed:,} are needed. Name more text, or lower model.context."
             )
         self.training, self.validation = split(self, validation_fraction)
 

@@ -403,6 +403,18 @@ def test_every_kind_of_operation_of_a_cpu_run_is_among_those_that_were_made_to_f
     assert seen - {"evaluate", "norm_block"} == set(KINDS)
 
 
+def test_a_trace_says_when_every_operation_of_a_run_ran(tmp_path):
+    model = decoder(blocks=3)
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        engine.trace(spans := [])
+        engine.step(batches(0, 2))
+        engine.wait()
+        engine.trace(None)
+        engine.step(batches(1, 2))
+        (listed,) = engine.operations.values()
+    assert sorted(span.key for span in spans) == sorted(op.key for op in listed)
+
+
 def test_a_failure_after_the_last_step_is_raised_by_close(tmp_path, monkeypatch):
     failing_in_step(monkeypatch, "commit", 0, as_future=False)
     model = decoder(blocks=3)

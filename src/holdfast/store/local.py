@@ -246,8 +246,7 @@ class LocalStore(RunReader):
         copies = min(
             (unit.copies for unit in self._units.values() if unit.copies > 1), default=self.retain + 1
         )
-        room = copies - self.spare
-        room = max(room, self.retain)
+        room = max(self.retain, copies - self.spare)
         drop = dropped(self._retained, self._timelines, self.timeline, retain=self.retain, room=room)
         if not drop:
             return

@@ -312,7 +312,7 @@ def test_a_budget_too_small_says_the_smallest_that_works(tmp_path):
         ({"budget": holdfast.Budget(host="100GiB")}, "a budget of 107374182400 bytes of host memory"),
         ({"params_on_host": "auto"}, "params_on_host='auto'"),
         ({"optimizer_on_host": "auto", "budget": holdfast.Budget(host="100GiB")}, "optimizer_on_host='auto'"),
-        ({"activations_on_host": None}, "activations_on_host=None"),
+        ({"activations_on_host": "auto"}, "activations_on_host='auto'"),
     ],
     ids=["budget", "params", "optimizer", "activations"],
 )

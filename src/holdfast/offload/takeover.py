@@ -13,7 +13,14 @@ from .blocks import install
 from .runtime import Runtime
 
 
-def install_resident(run: Runtime) -> None:
+def take_over(run: Runtime, model: Captured) -> None:
+    """From here on the model computes with what ``run`` holds. Raises ``BadInput`` if it cannot be emptied."""
+    _empty_originals(model)
+    _install_resident(run)
+    run.device.take_buffers(run.model)
+
+
+def _install_resident(run: Runtime) -> None:
     """Give the prologue and epilogue parameters to compute with, whose gradients are summed in fp32."""
     for member in run.resident.members:
         view = run.device.upload(run.resident.copy_view(run.resident_copy, member))
@@ -22,7 +29,7 @@ def install_resident(run: Runtime) -> None:
         install(member.owned, parameter)
 
 
-def empty_originals(model: Captured) -> None:
+def _empty_originals(model: Captured) -> None:
     """Move the model's own parameters to ``meta``: their values live in the store now. The objects stay the
     same, so the optimizer's groups still refer to them. Either all are moved or none.
 

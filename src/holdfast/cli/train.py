@@ -69,7 +69,9 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
     def confirm(preflight: Preflight) -> None:
         announce(console, config, corpus, preflight, steps_left=config.train.steps - done)
 
-    with make_engine(config, loader, events, confirm) as engine:
+    with console.status(f"reading all of step {done:,}" if done else "making the first commit"):
+        engine = make_engine(config, loader, events, confirm)
+    with engine:
         write_record(config)
         Job(config, console, corpus, loader, engine, events).run(changed)
 
@@ -140,7 +142,8 @@ class Job:
         if not samples:
             return None
         batches = micro_batches_of(samples, self.config.train.micro_batch_size)
-        event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
+        with self.console.status("reading held-out text"):
+            event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
         self.events.emit("validation", **event)
         return event
 

@@ -92,7 +92,7 @@ class TrainingPanel:
         """Show that the run is about to stop. Takes no lock, so a signal handler may call it."""
         self._stopping = text
         if self._live is None:
-            os.write(2, text.encode() + b"\n")
+            os.write(2, b"\n" * self.console.is_terminal + text.encode() + b"\n")
 
     def note(self, text: str) -> None:
         """A line that stays: above the picture, or among the lines."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import math
 import os
+import random
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -203,11 +204,12 @@ def write_sample(engine: Engine, config: Config, stop: StopRequest) -> Iterator[
     """What the model writes after ``PROMPT``, byte by byte; its bytes are read as UTF-8 where they are that."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     tokens, ends = torch.tensor([list(PROMPT.encode())]), time.perf_counter() + SAMPLE_SECONDS
-    for number in range(SAMPLE_BYTES):
+    seeds = random.Random(config.run.seed)
+    for _ in range(SAMPLE_BYTES):
         if stop.requested or time.perf_counter() > ends:
             break
         tokens = engine.generate(
-            tokens, 1, temperature=TEMPERATURE, seed=config.run.seed + number, context=config.model.context
+            tokens, 1, temperature=TEMPERATURE, seed=seeds.getrandbits(63), context=config.model.context
         )
         yield decoder.decode(bytes([int(tokens[0, -1])]))
     yield decoder.decode(b"", final=True)

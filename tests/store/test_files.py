@@ -93,25 +93,25 @@ def test_a_full_disk_is_told_from_a_failing_one(disk, monkeypatch):
 
 
 def test_the_lock_names_its_holder_and_goes_with_it(disk):
-    release = disk.lock("lock", {"pid": 123, "host": "elsewhere"})
+    lock = disk.lock("lock", {"pid": 123, "host": "elsewhere"})
     with pytest.raises(RunLocked, match="is being written by process 123 on elsewhere"):
         disk.lock("lock", {"pid": 124, "host": "here"})
-    release()
-    disk.lock("lock", {"pid": 124, "host": "here"})()
+    lock.release()
+    disk.lock("lock", {"pid": 124, "host": "here"}).release()
 
 
 def test_a_lock_left_by_a_killed_process_is_taken_over(disk):
     (disk.root / "lock").write_text(json.dumps({"pid": 1, "host": "gone" * 9}))
-    release = disk.lock("lock", {"pid": 124, "host": "here"})
+    lock = disk.lock("lock", {"pid": 124, "host": "here"})
     assert json.loads((disk.root / "lock").read_text()) == {"pid": 124, "host": "here"}
-    release()
+    lock.release()
 
 
 def test_a_lock_whose_content_does_not_read_still_locks(disk):
-    release = disk.lock("lock", {})
+    lock = disk.lock("lock", {})
     with pytest.raises(RunLocked, match="another process"):
         disk.lock("lock", {})
-    release()
+    lock.release()
 
 
 def test_another_process_is_kept_out(disk):
@@ -127,15 +127,15 @@ def test_another_process_is_kept_out(disk):
         disk.lock("lock", {})
     holder.kill()
     holder.communicate()
-    disk.lock("lock", {})()
+    disk.lock("lock", {}).release()
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
     """As a data loader's workers are, for seconds, after their trainer was killed."""
     code = (
         "import os, sys, time; from holdfast.store.files import Disk; disk = Disk(sys.argv[1]);"
-        "release = disk.lock('lock', {'pid': os.getpid(), 'host': 'here'}); child = os.fork();"
-        "child or release();"
+        "lock = disk.lock('lock', {'pid': os.getpid(), 'host': 'here'}); child = os.fork();"
+        "child or lock.release();"
         "os.write(1, f'{child or \"child\"}\\n'.encode());"  # in one piece: both write
         "time.sleep(60)"
     )
@@ -151,7 +151,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
             disk.lock("lock", {})
         parent.kill()
         parent.wait()
-        disk.lock("lock", {})()
+        disk.lock("lock", {}).release()
     finally:
         os.kill(int(child), signal.SIGKILL)
         parent.stdout.close()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.errors import DiskFailed, RunLocked
+from holdfast.errors import DiskFailed, RunLocked, StaleCommit
 from holdfast.io.threads import File, disk_full, open_file
 
 TEMPORARY = ".tmp"
@@ -55,14 +55,27 @@ class AnyDisk(Protocol):
     def read_bytes(self, path: str) -> bytes: ...
     def write_bytes(self, path: str, data: bytes) -> None: ...
     def free_bytes(self) -> int: ...
-    def lock(self, path: str, owner: dict) -> Callable[[], None]: ...
+    def lock(self, path: str, owner: dict) -> HeldLock: ...
+
+
+class HeldLock(Protocol):
+    """A lock that was taken, of any disk."""
+
+    @property
+    def held(self) -> bool: ...
+    def check(self) -> None: ...
+    def release(self) -> None: ...
 
 
 class Disk:
-    """The directory ``root`` on a real file system. The root itself is made by ``makedirs("")``."""
+    """The directory ``root`` on a real file system. The root itself is made by ``makedirs("")``.
+
+    ``root`` is resolved once, here: a change of the working directory, or of a link on the way, does not move
+    an open run to another place.
+    """
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+        self.root = Path(os.path.realpath(root))
 
     def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> File:
         """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent and not to be made."""
@@ -168,8 +181,8 @@ class Disk:
         status = os.statvfs(directory)
         return status.f_bavail * status.f_frsize
 
-    def lock(self, path: str, owner: dict) -> Callable[[], None]:
-        """Take the lock file ``path`` for ``owner`` (JSON), or raise ``RunLocked``. Returns how to let go.
+    def lock(self, path: str, owner: dict) -> Lock:
+        """Take the lock file ``path`` for ``owner`` (JSON), or raise ``RunLocked``.
 
         The lock is an ``flock``, which the system drops with the process; what an ended one left in the
         file is overwritten.
@@ -184,21 +197,18 @@ class Disk:
                 raise _failure("lock", self.root / path, error, 0) from error
             raise RunLocked(_locked_text(self.root, holder)) from None
         text = json.dumps(owner).encode() + b"\n"
+        lock = Lock(self.root / path, fd)
         try:
+            lock.check()
             os.ftruncate(fd, 0)
             os.pwrite(fd, text, 0)
         except OSError as error:
-            os.close(fd)
+            lock.release()
             raise _failure("write", self.root / path, error, len(text)) from error
-        _held_locks.add(fd)
-
-        def release() -> None:
-            if fd in _held_locks:  # a forked child has none
-                _held_locks.remove(fd)
-                os.ftruncate(fd, 0)
-                os.close(fd)
-
-        return release
+        except BaseException:
+            lock.release()
+            raise
+        return lock
 
     @staticmethod
     def _sync_fd(fd: int, path: Path, call: Callable[[int], None]) -> None:
@@ -210,15 +220,68 @@ class Disk:
             raise _failure("sync", path, error, 0) from error
 
 
-def _let_go_in_child() -> None:
-    """A forked child (a data loader's worker) must not keep its dead parent's lock."""
-    for fd in _held_locks:
+class Lock:
+    """A lock file that this process holds."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self._fd = path, fd
+        _held_locks.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether it was neither released nor left with the parent of a forked process."""
+        return self._fd >= 0
+
+    def check(self) -> None:
+        """Raise ``StaleCommit`` unless the file of that name is still the one that is locked.
+
+        Nobody may write to the directory otherwise: it is another one, or another writer may have locked it.
+        """
+        if not self.held:
+            raise StaleCommit(
+                f"{self.path.parent} is not open for writing in this process, which let go of its lock or was forked"
+                f" from the one that has it. Nothing was written: go on in the process that opened the run."
+            )
+        if not _is_file_of(self.path, self._fd):
+            raise StaleCommit(
+                f"{self.path.parent} was moved, removed or replaced, or its lock was removed, while this process had"
+                f" the run open: {self.path} is not the file that it locked. Nothing more is written; what was"
+                f" acknowledged stays where it was. Stop this process, see that no other writes to the run, and"
+                f" resume it from the directory in which it is now."
+            )
+
+    def release(self) -> None:
+        """Let go, whatever the disk says. A second call does nothing, nor does one in a forked child."""
+        fd, self._fd = self._fd, -1
+        _held_locks.discard(self)
+        if fd >= 0:
+            with suppress(OSError):  # what a lock that nobody holds contains means nothing
+                os.ftruncate(fd, 0)
+            with suppress(OSError):
+                os.close(fd)
+
+    def leave_to_parent(self) -> None:
+        """Forget it in a forked child (a data loader's worker), which must not keep its dead parent's lock."""
+        fd, self._fd = self._fd, -1
         os.close(fd)
+
+
+def _let_go_in_child() -> None:
+    for lock in _held_locks:
+        lock.leave_to_parent()
     _held_locks.clear()
 
 
-_held_locks: set[int] = set()
+_held_locks: set[Lock] = set()
 os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _is_file_of(path: Path, fd: int) -> bool:
+    """Whether ``path`` is the name of the file that is open as ``fd``."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def write_durably(

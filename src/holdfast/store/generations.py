@@ -28,7 +28,7 @@ class Generations:
     """The files of the unit ``name``: ``data/<name>.<k>.safetensors``, k = 0..copies-1. Made by ``LocalStore.unit``.
 
     ``retained`` gives the files that retained manifests name, with their sizes; ``way_out`` says what to do
-    about a path that is damaged. Safe to use from several threads; different generations may be written at once.
+    about a path that is damaged; ``check_writer`` raises if the run may not be written (any more). Safe to use from several threads; different generations may be written at once.
     """
 
     def __init__(
@@ -41,13 +41,14 @@ class Generations:
         queue: IOQueue,
         retained: Callable[[], Mapping[str, int]],
         way_out: Callable[[str], str],
+        check_writer: Callable[[], None] = lambda: None,
         direct: bool = True,
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(f"a unit's name is letters, digits, '_', '-' and '.', not {name!r}")
         self.name, self.layout, self.copies = name, layout, copies
         self._disk, self._queue, self._direct = disk, queue, direct
-        self._retained, self._way_out = retained, way_out
+        self._retained, self._way_out, self._check_writer = retained, way_out, check_writer
         self._spans = list(block_spans(layout.file_bytes))
         self._lock = threading.Lock()
         self._acquired: set[int] = set()
@@ -121,6 +122,7 @@ class Generations:
         """
         if generation not in self._acquired:
             raise ValueError(f"generation {generation} of unit {self.name!r} was not acquired")
+        self._check_writer()
         self._check(image)
         image[: len(self.layout.header)] = self.layout.header
         for pad in self.layout.pads:
@@ -205,6 +207,7 @@ class Generations:
         """The open file of ``generation``; it stays open until ``close``."""
         file = self._files.get(generation)
         if file is None:
+            self._check_writer()
             opened = self._disk.open(self.path(generation), direct=self._direct)
             with self._lock:
                 file = self._files.setdefault(generation, opened)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from holdfast.errors import EngineFailed, StaleCommit
+from holdfast.errors import DiskFailed, EngineFailed, StaleCommit
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
 from tiny_run import TinyRun, check_content
@@ -96,6 +96,74 @@ def test_a_generation_is_not_written_once_the_lock_is_gone(run):
     with pytest.raises(StaleCommit):
         run.write(unit, generation, 9, 9)
     assert contents(run.store.root / "data") == before
+
+
+def test_a_file_is_not_opened_in_a_directory_that_was_moved(run):
+    unit = run.units["block_0"]
+    image = bytearray(unit.layout.file_bytes)
+    move_away(run.store.root)
+    with pytest.raises(StaleCommit):
+        unit.read(2, memoryview(image), ("0" * 16,), kind="state", phase="setup", priority=0)
+
+
+def replace_by_copy(path):
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    copy.rename(path)
+
+
+def truncate(path):
+    os.truncate(path, 4096)
+
+
+HARMS = [os.unlink, replace_by_copy, truncate]
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_file_that_is_taken_away_under_a_writer_fails_its_write_by_name(run, monkeypatch, harm):
+    run.take_step()
+    unit = run.units["block_1"]
+    generation = unit.acquire()
+    run.write(unit, generation, 1, 2)
+    original = Disk.sync
+
+    def sync_then_harm(self, target, *, why):
+        original(self, target, why=why)
+        harm(run.store.root / unit.path(generation))
+
+    monkeypatch.setattr(Disk, "sync", sync_then_harm)
+    with pytest.raises(DiskFailed, match=rf"{unit.path(generation)} was removed, replaced or truncated"):
+        run.write(unit, generation, 1, 2)
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_step_whose_files_were_taken_away_after_their_write_is_not_acknowledged(tmp_path, harm):
+    with TinyRun(tmp_path) as run:
+        run.take_step()
+        files = dict(run.fixed)
+        for name, unit in run.units.items():
+            generation = unit.acquire()
+            files[name] = generation, run.write(unit, generation, 1, 2)
+        path = run.units["block_1"].path(files["block_1"][0])
+        harm(run.store.root / path)
+        with pytest.raises(DiskFailed, match=rf"{path} was removed, replaced or truncated"):
+            run.store.publish(2, files, run.index, {})
+        assert [ref.step for ref in run.store.commits()] == [1]
+    with TinyRun(tmp_path) as run:
+        assert run.step == 1
+        check_content(run.store, run.take_step())
+
+
+@pytest.mark.parametrize("harm", [os.unlink, truncate])
+def test_a_frozen_file_that_this_process_never_opened_must_be_there_too(tmp_path, harm):
+    with TinyRun(tmp_path) as run:
+        run.take_step()
+    with TinyRun(tmp_path) as run:
+        harm(tmp_path / "data" / "frozen.0.safetensors")
+        with pytest.raises(DiskFailed, match=r"data/frozen\.0\.safetensors was removed"):
+            run.take_step()
+        assert [ref.step for ref in run.store.commits()] == [1]
 
 
 def test_a_directory_replaced_during_the_publication_is_not_acknowledged(run, monkeypatch):

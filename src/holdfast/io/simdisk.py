@@ -129,6 +129,10 @@ class SimDisk:
         directory, name = self._place(path)
         return name in self._state.directories.get(directory, {})
 
+    def is_named(self, path: str, file: SimFile) -> bool:
+        directory, name = self._place(path)
+        return self._state.directories.get(directory, {}).get(name) == file.inode
+
     def size(self, path: str) -> int:
         return len(self._state.files[self.open(path, write=False).inode])
 

@@ -16,7 +16,7 @@ from functools import partial
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import ChunkCorrupt, PoolExhausted, RunMismatch
+from holdfast.errors import ChunkCorrupt, DiskFailed, PoolExhausted, RunMismatch
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import Layout, block_spans
@@ -28,7 +28,8 @@ class Generations:
     """The files of the unit ``name``: ``data/<name>.<k>.safetensors``, k = 0..copies-1. Made by ``LocalStore.unit``.
 
     ``retained`` gives the files that retained manifests name, with their sizes; ``way_out`` says what to do
-    about a path that is damaged; ``check_writer`` raises if the run may not be written (any more). Safe to use from several threads; different generations may be written at once.
+    about a path that is damaged; ``check_writer`` raises if the run may not be written (any more).
+    Safe to use from several threads; different generations may be written at once.
     """
 
     def __init__(
@@ -180,6 +181,21 @@ class Generations:
         """Whether a ``write`` with this result has ended since ``generation`` was acquired."""
         return self._synced.get(generation) == checksums
 
+    def check_there(self, generation: int) -> None:
+        """Raise ``DiskFailed`` unless the file of ``generation`` is under its name, with its size, and is the one
+        that was written. Called before a manifest names it."""
+        path, file = self.path(generation), self._files.get(generation)
+        try:
+            there = self._disk.size(path) == self.layout.file_bytes
+        except FileNotFoundError:
+            there = False
+        if not there or (file is not None and not self._disk.is_named(path, file)):
+            raise DiskFailed(
+                f"{path} was removed, replaced or truncated while the run was open: it is not the file of"
+                f" {self.layout.file_bytes} bytes that was written. The step is not durable. Let no other program"
+                f" touch the run's files, then run again to resume from the newest whole step."
+            )
+
     def _numbered(self, path: str) -> re.Match | None:
         return re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
 
@@ -219,6 +235,7 @@ class Generations:
         failpoints.reach("before_data_sync")
         self._disk.sync(file, why="unit data")
         failpoints.reach("after_data_sync")
+        self.check_there(generation)
         self._synced[generation] = tuple(checksums)
         return tuple(checksums)
 

@@ -181,6 +181,8 @@ class LocalStore(RunReader):
         data = manifest.encode()
         self._check_fence()
         with self._failing():
+            for unit, (generation, _) in files.items():
+                self._units[unit].check_there(generation)
             write_durably(self.disk, manifest.path, data, why="manifest", after=_reach)
             failpoints.reach("after_directory_sync")
             self._check_writer()

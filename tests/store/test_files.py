@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -29,18 +30,52 @@ def broken(number):
     return call
 
 
-def test_directories_are_made_with_all_that_is_missing_above_and_synced(tmp_path, monkeypatch):
-    synced = []
-    original = os.fsync
+@pytest.fixture
+def synced(monkeypatch, disk):
+    """The files that fsync is called for."""
+    names, original = [], os.fsync
     monkeypatch.setattr(
-        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), original(fd))
+        os, "fsync", lambda fd: (names.append(os.readlink(f"/proc/self/fd/{fd}")), original(fd))
     )
+    return names
+
+
+def test_directories_are_made_with_all_that_is_missing_above_and_synced(tmp_path, synced):
+    disk = Disk(tmp_path / "b" / "c" / "run")
+    disk.makedirs("")
+    assert synced[:4] == [str(tmp_path / name) for name in ("b/c", "b", "")] + [str(tmp_path.parent)]
+    assert os.path.ismount(synced[-1])
+    synced.clear()
+    disk.makedirs("data")
+    assert (tmp_path / "b/c/run/data").is_dir()
+    assert synced == [str(tmp_path / "b/c/run")]
+    synced.clear()
+    disk.makedirs("data")
+    assert synced == [str(tmp_path / "b/c/run")]
+
+
+def test_the_names_of_directories_that_were_there_are_made_durable_too(tmp_path, synced):
+    """Whoever made them may have been killed before, or have copied the run a moment ago."""
     disk = Disk(tmp_path / "a" / "run")
     disk.makedirs("data")
-    assert (tmp_path / "a/run/data").is_dir()
-    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/run")]
+    assert synced == [str(tmp_path / "a/run")]
+    synced.clear()
+    disk.makedirs("")
+    assert synced[:3] == [str(tmp_path / "a"), str(tmp_path), str(tmp_path.parent)]
+    assert os.path.ismount(synced[-1])
+
+
+def test_directories_beyond_the_mount_point_are_left_alone(tmp_path, disk, synced, monkeypatch):
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == tmp_path)
+    disk.makedirs("")
+    assert synced == [str(tmp_path / "a"), str(tmp_path)]
+
+
+def test_a_directory_that_is_a_link_is_durable_where_it_leads(disk, synced, tmp_path):
+    (tmp_path / "large" / "state").mkdir(parents=True)
+    (disk.root / "data").symlink_to(tmp_path / "large" / "state")
     disk.makedirs("data")
-    assert synced[3:] == [str(tmp_path / "a/run")]
+    assert synced[:3] == [str(disk.root), str(tmp_path / "large"), str(tmp_path)]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 104729])

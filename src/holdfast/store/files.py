@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,7 +98,12 @@ class Disk:
         """When this returns, the content and the size of ``target`` survive power loss; its name may not."""
         if not isinstance(target, str):
             return self._sync_fd(target.fd, target.path, _data_sync)
-        fd = os.open(self.root / target, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = os.open(self.root / target, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _failure("open", self.root / target, error, 0) from error
         try:
             self._sync_fd(fd, self.root / target, _data_sync)
         finally:
@@ -126,23 +132,26 @@ class Disk:
     def makedirs(self, path: str) -> None:
         """Make the directory ``path`` and what is missing above it, the root included. All are durable.
 
-        The name of a directory that is there already is synced as well: whoever made it may have been
-        killed before.
+        So are the names of directories that are there already, up to the root, and for the root itself (or where
+        ``path`` is a link to elsewhere) up to the mount point: whoever made or copied them may have been killed.
         """
-        missing: list[Path] = []
-        directory = self.root / path
-        while not directory.is_dir():
-            missing.append(directory)
-            directory = directory.parent
+        target = Path(os.path.realpath(self.root / path))
+        missing = [directory for directory in (target, *target.parents) if not directory.is_dir()]
         for directory in reversed(missing):
             try:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
                 raise _failure("make", directory, error, 0) from error
-            _sync_directory(directory.parent)
-        if not missing:
-            with suppress(PermissionError):
-                _sync_directory((self.root / path).absolute().parent)
+        if path and target != self.root / path:
+            _sync_directory(self.root)
+        for directory, parent in pairwise((target, *target.parents)):
+            if directory.is_mount() or (path and directory == self.root):
+                break
+            try:
+                _sync_directory(parent)
+            except PermissionError:  # one above that is not ours and cannot be read
+                if directory in missing:
+                    raise
 
     def listdir(self, path: str) -> list[str]:
         """The names in ``path``, sorted; none if it is absent."""

@@ -75,7 +75,7 @@ class Generations:
         missing = [path for path in map(self.path, range(self.copies)) if not self._usable(path)]
         for path in missing:
             self._disk.allocate(path, self.layout.file_bytes)
-        if missing:
+        if missing:  # the names of the others are durable since the run was opened
             self._disk.sync_dir("data", why="unit directory")
         self.trim()
 

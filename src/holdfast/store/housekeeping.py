@@ -13,7 +13,7 @@ import xxhash
 
 from holdfast.errors import Damaged, NoCommit
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
-from holdfast.store.manifest import Timeline, is_ours
+from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reading import encode_index, index_of
 
 if TYPE_CHECKING:
@@ -29,6 +29,23 @@ def sweep(disk: AnyDisk) -> None:
     for name in disk.listdir("scratch"):
         if name.endswith(".bin"):
             disk.unlink(f"scratch/{name}")
+
+
+def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> None:
+    """Make durable all that the commits ``retained`` stand for. Nobody may have done so: it may be a copy."""
+    manifests = [manifest for manifest in retained.values() if manifest is not None]
+    payload = {ref.path for manifest in manifests for ref in manifest.files.values()}
+    records = [f"timelines/{name}" for name in disk.listdir("timelines") if is_ours("timelines", name)]
+    for why, paths in (
+        ("reopen data", payload),
+        ("reopen index", {manifest.index["path"] for manifest in manifests}),
+        ("reopen timelines", records),
+        ("reopen commits", [ref.path for ref in retained]),
+    ):
+        for path in sorted(paths):
+            with suppress(FileNotFoundError):  # a commit that is not whole, which verifying it will say
+                disk.sync(path, why=why)
+        disk.sync_dir(why.removeprefix("reopen "), why=f"{why} directory")
 
 
 def restore(disk: AnyDisk, timelines: Mapping[int, Timeline], damaged: Iterable[Damaged]) -> None:

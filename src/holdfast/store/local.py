@@ -20,7 +20,7 @@ from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, HeldLock, write_durably
 from holdfast.store.generations import Generations
-from holdfast.store.housekeeping import restore, sweep
+from holdfast.store.housekeeping import restore, sweep, sync_all
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
 from holdfast.store.reader import RunReader
@@ -80,7 +80,8 @@ class LocalStore(RunReader):
         """Take the lock and make the directory ready, made if absent. Raises ``RunLocked`` if another process
         writes to it.
 
-        When this returns, what the directory lists survives power loss; what an earlier process left half-made
+        When this returns, every commit that the directory lists survives power loss with all that it names, also
+        where the directory was copied or restored a moment ago; what an earlier process left half-made
         (temporary files, scratch) is gone.
         """
         try:
@@ -89,8 +90,8 @@ class LocalStore(RunReader):
             for directory in DIRECTORIES:
                 self.disk.makedirs(directory)
             sweep(self.disk)
-            self.disk.sync_dir("commits", why="reopen")
             self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
+            sync_all(self.disk, self._retained)
         except BaseException:
             self.close()
             raise

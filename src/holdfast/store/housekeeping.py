@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from holdfast.errors import Damaged, NoCommit
+from holdfast.errors import Damaged, NoCommit, RunMismatch
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reading import encode_index, index_of
@@ -46,6 +46,41 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
             with suppress(FileNotFoundError):  # a commit that is not whole, which verifying it will say
                 disk.sync(path, why=why)
         disk.sync_dir(why.removeprefix("reopen "), why=f"{why} directory")
+
+
+def refuse_other_data(store: LocalStore) -> None:
+    """Raise ``RunMismatch`` if the directory has no commit, and yet more in it than a fresh start that was cut
+    short leaves: that may be a run without its commits, or somebody else's files."""
+    records, _ = store.timelines()
+    for record in records.values():
+        if record.parent is not None:
+            raise RunMismatch(
+                f"{store.root} has no commit, and had some: {record.path} continues step {record.fork_step}. commits/"
+                f" was emptied or not restored. {_OTHER_PLACE}"
+            )
+    for name in store.disk.listdir("data"):
+        path = f"data/{name}"
+        if name.endswith(".safetensors") and (not records or _was_written_later(store.disk, path)):
+            raise RunMismatch(
+                f"{store.root} has no commit, and {path} is in it, which no fresh start made. {_OTHER_PLACE}"
+            )
+
+
+_OTHER_PLACE = "Nothing was changed: put commits/ and timelines/ back if this is a run, or give the new one its own directory."
+
+
+def _was_written_later(disk: AnyDisk, path: str) -> bool:
+    """Whether the file is a generation that is first written when there is a commit."""
+    number = path.removesuffix(".safetensors").rpartition(".")[2]
+    if number == "0" or not number.isdecimal() or disk.size(path) < 8:
+        return False
+    length = bytearray(8)
+    file = disk.open(path, write=False, direct=False)
+    try:
+        file.read(memoryview(length), 0)
+    finally:
+        file.close()
+    return any(length)
 
 
 def restore(disk: AnyDisk, timelines: Mapping[int, Timeline], damaged: Iterable[Damaged]) -> None:

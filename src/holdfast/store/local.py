@@ -20,7 +20,7 @@ from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, HeldLock, write_durably
 from holdfast.store.generations import Generations
-from holdfast.store.housekeeping import restore, sweep, sync_all
+from holdfast.store.housekeeping import refuse_other_data, restore, sweep, sync_all
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
 from holdfast.store.reader import RunReader
@@ -87,6 +87,8 @@ class LocalStore(RunReader):
         try:
             self.disk.makedirs("")
             self._lock = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
+            if not self.commits():
+                refuse_other_data(self)
             for directory in DIRECTORIES:
                 self.disk.makedirs(directory)
             sweep(self.disk)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import DiskFailed, DiskFull, RunLocked
+from holdfast.errors import DiskFailed, DiskFull, RunLocked, RunMismatch
 from holdfast.store.files import Disk, write_durably
 
 
@@ -147,6 +147,21 @@ def test_a_lock_whose_content_does_not_read_still_locks(disk):
     with pytest.raises(RunLocked, match="another process"):
         disk.lock("lock", {})
     lock.release()
+
+
+@pytest.mark.parametrize("content", [b"", bytes(200), b'{"pid": 1, "ho'])
+def test_what_a_power_cut_leaves_of_a_lock_is_taken_over(disk, content):
+    (disk.root / "lock").write_bytes(content)
+    disk.lock("lock", {"pid": 124, "host": "here"}).release()
+
+
+@pytest.mark.parametrize("content", [b"hashes of packages", b"{}", b"[1]", b"\n"])
+def test_a_lock_file_of_another_program_is_refused_and_left_as_it_is(disk, content):
+    (disk.root / "lock").write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(RunMismatch, match="lock is not a lock of this library"):
+            disk.lock("lock", {"pid": 124, "host": "here"})
+    assert (disk.root / "lock").read_bytes() == content
 
 
 def test_another_process_is_kept_out(disk):

@@ -98,3 +98,27 @@ def test_a_whole_odd_record_is_reported(tmp_path):
         manifest, damaged = reader.newest_whole()
     assert manifest.step == 6
     assert ["continues no commit that is there" in str(error) for error in damaged] == [True]
+
+
+def test_scratch_of_others_stays_and_ours_goes(tmp_path):
+    a_run(tmp_path)
+    ours = [tmp_path / "scratch" / f"{name}.bin" for name in ("params", "gradients", "inputs-0", "inputs-12")]
+    others = [tmp_path / "scratch" / name for name in ("pytorch_model.bin", "inputs-x.bin", "params.bin.old")]
+    for path in [*ours, *others]:
+        path.write_bytes(b"x")
+    a_run(tmp_path)
+    assert [path for path in [*ours, *others] if path.exists()] == others
+
+
+def test_a_file_that_looks_like_a_generation_stays_if_no_commit_can_have_named_it(tmp_path):
+    a_run(tmp_path)
+    others = [tmp_path / "data" / f"block_0.{number}.safetensors" for number in ("9", "01", "3")]
+    for path in others:
+        path.write_bytes(b"mine")
+    with TinyRun(tmp_path, retain=1, copies=2) as run:
+        for _ in range(5):
+            run.take_step()
+        assert sorted(path.name for path in (tmp_path / "data").glob("block_0.*")) == [
+            f"block_0.{number}.safetensors" for number in ("0", "01", "1", "3", "9")
+        ]
+    assert all(path.read_bytes() == b"mine" for path in others)

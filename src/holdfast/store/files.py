@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.errors import DiskFailed, RunLocked, StaleCommit
+from holdfast.errors import DiskFailed, RunLocked, RunMismatch, StaleCommit
 from holdfast.io.threads import File, disk_full, open_file
 
 TEMPORARY = ".tmp"
@@ -214,13 +214,14 @@ class Disk:
         lock = Lock(self.root / path, fd)
         try:
             lock.check()
+            _refuse_other_content(self.root / path, os.pread(fd, 4096, 0))
             os.ftruncate(fd, 0)
             os.pwrite(fd, text, 0)
         except OSError as error:
             lock.release()
             raise _failure("write", self.root / path, error, len(text)) from error
         except BaseException:
-            lock.release()
+            lock.release(emptied=False)
             raise
         return lock
 
@@ -264,13 +265,14 @@ class Lock:
                 f" resume it from the directory in which it is now."
             )
 
-    def release(self) -> None:
+    def release(self, emptied: bool = True) -> None:
         """Let go, whatever the disk says. A second call does nothing, nor does one in a forked child."""
         fd, self._fd = self._fd, -1
         _held_locks.discard(self)
         if fd >= 0:
             with suppress(OSError):  # what a lock that nobody holds contains means nothing
-                os.ftruncate(fd, 0)
+                if emptied:
+                    os.ftruncate(fd, 0)
             with suppress(OSError):
                 os.close(fd)
 
@@ -288,6 +290,15 @@ def _let_go_in_child() -> None:
 
 _held_locks: set[Lock] = set()
 os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _refuse_other_content(path: Path, content: bytes) -> None:
+    """Raise ``RunMismatch`` if a lock file holds what no writer of a run leaves in it, even through a power cut."""
+    if content.strip(b"\0") and not content.startswith(b'{"pid"'):
+        raise RunMismatch(
+            f"{path} is not a lock of this library: it holds {content[:40]!r}. Nothing was changed: move it away,"
+            f" or give the run another directory."
+        )
 
 
 def _is_file_of(path: Path, fd: int) -> bool:

@@ -55,7 +55,7 @@ class Generations:
         self._acquired: set[int] = set()
         self._synced: dict[int, tuple[str, ...]] = {}
         self._files: dict[int, OpenFile] = {}
-        self._surplus: list[str] | None = None
+        self._surplus: set[int] = set()
 
     def path(self, generation: int) -> str:
         return f"data/{self.name}.{generation}.safetensors"
@@ -80,13 +80,17 @@ class Generations:
         self.trim()
 
     def trim(self) -> None:
-        """Remove generations beyond ``copies``, of a time when more commits were kept, that none needs now."""
-        if self._surplus is None:
-            names = [path for name in self._disk.listdir("data") if self._numbered(path := f"data/{name}")]
-            self._surplus = [path for path in names if self.generation_of(path) >= self.copies]
-        for path in [path for path in self._surplus if path not in self._retained()]:
-            self._disk.unlink(path)
-            self._surplus.remove(path)
+        """Remove generations beyond ``copies``, of a time when more commits were kept, that none needs now.
+
+        Only those up to the highest that a commit named since the run was opened: a writer makes all of these,
+        and one beyond may be somebody's own copy.
+        """
+        retained = self._retained()
+        named = [self.generation_of(path) for path in retained if self._numbered(path)]
+        self._surplus.update(range(self.copies, 1 + max(named, default=0)))
+        for generation in [k for k in self._surplus if self.path(k) not in retained]:
+            self._disk.unlink(self.path(generation))
+            self._surplus.remove(generation)
 
     def missing_bytes(self) -> int:
         """What ``create`` will take from the file system."""

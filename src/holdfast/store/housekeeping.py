@@ -5,6 +5,7 @@ Only what is known to be ours by name is touched; anything else in the directory
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from holdfast.store.reading import encode_index, index_of
 if TYPE_CHECKING:
     from holdfast.store.local import LocalStore
 
+_SCRATCH_NAME = re.compile(r"(params|gradients|inputs-\d+)\.bin")
+
 
 def sweep(disk: AnyDisk) -> None:
     """Remove what an earlier process left half-made: our temporary files and our scratch."""
@@ -27,7 +30,7 @@ def sweep(disk: AnyDisk) -> None:
             if name.endswith(TEMPORARY) and is_ours(directory, name.removesuffix(TEMPORARY)):
                 disk.unlink(f"{directory}/{name}")
     for name in disk.listdir("scratch"):
-        if name.endswith(".bin"):
+        if _SCRATCH_NAME.fullmatch(name):
             disk.unlink(f"scratch/{name}")
 
 
@@ -66,7 +69,10 @@ def refuse_other_data(store: LocalStore) -> None:
             )
 
 
-_OTHER_PLACE = "Nothing was changed: put commits/ and timelines/ back if this is a run, or give the new one its own directory."
+_OTHER_PLACE = (
+    "Nothing was changed: put commits/ and timelines/ back if this is a run,"
+    " or give the new one another directory."
+)
 
 
 def _was_written_later(disk: AnyDisk, path: str) -> bool:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from holdfast.errors import DiskFailed, EngineFailed, StaleCommit
+from holdfast.errors import BadInput, DiskFailed, EngineFailed, StaleCommit
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
 from tiny_run import TinyRun, check_content
@@ -238,3 +238,34 @@ def test_a_store_whose_files_fail_to_close_lets_go_of_its_lock(tmp_path, monkeyp
                 run.store.close()
         run.units["block_0"].close()
         Disk(tmp_path).lock("lock", {"pid": 2, "host": "here"}).release()
+
+
+def bad_places(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "dangling").symlink_to(tmp_path / "absent")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "taken" / "lock").mkdir(parents=True)
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "data").symlink_to(tmp_path / "absent")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "commits").touch()
+    names = ("file", "file/run", "file/a/run", "dangling", "loop", "x" * 300, "taken", "half", "odd")
+    return [tmp_path / name for name in names]
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_a_path_that_cannot_be_a_run_is_bad_input_that_names_it(tmp_path, number):
+    path = bad_places(tmp_path)[number]
+    with pytest.raises(BadInput) as caught:
+        LocalStore.open(path)
+    assert str(path) in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_place_that_may_not_be_written_is_bad_input(tmp_path, monkeypatch, there):
+    root = tmp_path if there else tmp_path / "a" / "run"
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may do everything
+    with pytest.raises(BadInput, match=f"{root} cannot be used for a run: Permission denied: {tmp_path}"):
+        LocalStore.open(root)
+    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,13 +19,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.errors import DiskFailed, RunLocked, RunMismatch, StaleCommit
+from holdfast.errors import BadInput, DiskFailed, RunLocked, RunMismatch, StaleCommit
 from holdfast.io.threads import File, disk_full, open_file
 
 TEMPORARY = ".tmp"
 """What a file's name ends with until its content is durable."""
 
 _data_sync = getattr(os, "fdatasync", os.fsync)
+_NO_PLACE = (
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EROFS,
+)
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves the bytes in the drive's cache
 
 
@@ -135,12 +145,15 @@ class Disk:
         So are the names of directories that are there already, up to the root, and for the root itself (or where
         ``path`` is a link to elsewhere) up to the mount point: whoever made or copied them may have been killed.
         """
+        _refuse_dangling(self.root / path)
         target = Path(os.path.realpath(self.root / path))
         missing = [directory for directory in (target, *target.parents) if not directory.is_dir()]
         for directory in reversed(missing):
             try:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
+                if error.errno in _NO_PLACE:
+                    raise bad_place(directory, error) from error
                 raise _failure("make", directory, error, 0) from error
         if path and target != self.root / path:
             _sync_directory(self.root)
@@ -159,9 +172,13 @@ class Disk:
             return sorted(os.listdir(self.root / path))
         except FileNotFoundError:
             return []
+        except OSError as error:
+            if error.errno in _NO_PLACE:
+                raise bad_place(self.root / path, error) from error
+            raise _failure("list", self.root / path, error, 0) from error
 
     def exists(self, path: str) -> bool:
-        return (self.root / path).exists()
+        return os.path.exists(self.root / path)
 
     def is_named(self, path: str, file: File) -> bool:
         """Whether the open ``file`` is the one that ``path`` names now."""
@@ -201,7 +218,13 @@ class Disk:
         The lock is an ``flock``, which the system drops with the process; what an ended one left in the
         file is overwritten.
         """
-        fd = open_file(self.root / path, write=True, create=True, direct=False).fd
+        try:
+            fd = open_file(self.root / path, write=True, create=True, direct=False).fd
+        except (DiskFailed, OSError) as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError) and cause.errno in (*_NO_PLACE, errno.EISDIR, errno.ENOENT):
+                raise bad_place(self.root / path, cause) from error
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -307,6 +330,40 @@ def _is_file_of(path: Path, fd: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except OSError:
         return False
+
+
+def check_place(root: str | Path) -> None:
+    """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written: it is no directory, a link to
+    nothing, or cannot be made or written in. Nothing is changed."""
+    path = Path(root)
+    try:
+        if path.is_symlink() and not path.exists():
+            raise BadInput(
+                f"{root} is a link to {os.readlink(path)}, which is not there. Is its disk mounted?"
+            )
+        found = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+        status = os.stat(found)
+        os.stat(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise bad_place(root, error) from error
+    if not stat.S_ISDIR(status.st_mode):
+        what = "is a file" if found == path.absolute() else f"cannot be made: {found} is a file"
+        raise BadInput(f"{root} {what}. Give a directory for the run; it is made if it is not there.")
+    if not os.access(found, os.R_OK | os.W_OK | os.X_OK):
+        reason = "Read-only file system" if os.statvfs(found).f_flag & os.ST_RDONLY else "Permission denied"
+        raise bad_place(root, OSError(0, f"{reason}: {found}"))
+
+
+def _refuse_dangling(path: Path) -> None:
+    if path.is_symlink() and not os.path.lexists(os.path.realpath(path)):
+        raise BadInput(f"{path} is a link to {os.readlink(path)}, which is not there. Is its disk mounted?")
+
+
+def bad_place(path: str | Path, error: OSError) -> BadInput:
+    """The error for a path that cannot be that of a run."""
+    return BadInput(f"{path} cannot be used for a run: {error.strerror or error}. Give another directory.")
 
 
 def write_durably(

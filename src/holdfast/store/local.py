@@ -18,7 +18,7 @@ import xxhash
 from holdfast import failpoints
 from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
-from holdfast.store.files import AnyDisk, HeldLock, write_durably
+from holdfast.store.files import AnyDisk, HeldLock, check_place, write_durably
 from holdfast.store.generations import Generations
 from holdfast.store.housekeeping import refuse_other_data, restore, sweep, sync_all
 from holdfast.store.layout import Layout
@@ -56,6 +56,8 @@ class LocalStore(RunReader):
         """
         if retain < 1:
             raise ValueError(f"durability.retain is at least 1, got {retain}")
+        if disk is None:
+            check_place(root)
         self.queue, self._own_queue = queue or IOQueue(), queue is None
         super().__init__(root, disk=disk, queue=self.queue, direct=direct)
         self.retain, self.spare = retain, spare

@@ -37,7 +37,7 @@ from .reports import step_event, traffic
 from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .steps import Rules, StepMaker
-from .takeover import give_back
+from .takeover import MARK, Taken, give_back, let_go
 
 
 class Engine:
@@ -57,7 +57,10 @@ class Engine:
     ) -> None:
         self._run, self._rules, self._steps = run, rules, StepMaker(run, plan, rules)
         self._captured, self._user, self._events = captured, user, events
-        self._were_real = {p.name for p in captured.parameters if not p.parameter.is_meta}
+        self._were_real = {
+            p.name for p in captured.parameters if not p.parameter.is_meta or hasattr(p.parameter, MARK)
+        }
+        self.taken = Taken(str(run.store.root))
         self.preflight = preflight
         self._executor = Executor(handlers(run), update_workers, one_torch_thread)
         torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
@@ -265,6 +268,7 @@ class Engine:
         for unit in self._run.units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
+        let_go(self._captured, self.taken, self._were_real)
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
         self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a circle that no one collects

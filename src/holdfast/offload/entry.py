@@ -31,7 +31,14 @@ from .process import share_heaps
 from .progress import UserState
 from .resume import newest_commit, same_blocks, same_layouts
 from .steps import Rules
-from .takeover import empty_originals, install_resident, switch_off_cache
+from .takeover import (
+    empty_originals,
+    install_resident,
+    refuse_emptied,
+    refuse_held,
+    refuse_open,
+    switch_off_cache,
+)
 
 
 def offload(
@@ -92,8 +99,10 @@ def offload(
     )  # fmt: skip
     check_stateful(scheduler, loader)
     check_directory(ssd, disk)
+    refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)
     rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
+    refuse_held(parts.captured)
     user, budget = UserState(parts.captured, optimizer, scheduler, loader), budget or Budget()
     target = open_device(device)
     plan = make_plan(
@@ -116,6 +125,8 @@ def offload(
         fresh = not store.commits()
         if not fresh:
             store.enter()
+        if fresh:
+            refuse_emptied(parts.captured)
         found = None if fresh else newest_commit(store, parts)
         stored = stored_units(parts, store, retain + store.spare)
         if found is not None:
@@ -143,9 +154,9 @@ def offload(
             events=events or EventLog(None), update_workers=update_workers,
         )  # fmt: skip
         engine.begin(found)
-        empty_originals(parts.captured)
-        install_resident(run)
+        install_resident(run, engine.taken)
         target.take_buffers(model)
+        empty_originals(parts.captured, engine.taken)  # last: a failure before costs no values
         return engine
     except BaseException:
         if engine is not None:

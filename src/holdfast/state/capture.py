@@ -28,12 +28,13 @@ class CapturedParameter:
     """One parameter of the model. ``group`` is the index of its optimizer group, None if it has none.
 
     ``names`` are all the places it is known by; the first is its name. It is trained when it requires
-    grad and the optimizer knows it; otherwise it is frozen.
+    grad and the optimizer knows it, at the time of the capture; otherwise it is frozen.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
     group: int | None
+    requires_grad: bool
 
     @property
     def name(self) -> str:
@@ -41,7 +42,7 @@ class CapturedParameter:
 
     @property
     def trained(self) -> bool:
-        return self.group is not None and self.parameter.requires_grad
+        return self.group is not None and self.requires_grad
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -90,7 +91,10 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Captured:
                     "of the model. Build the optimizer from model.parameters() of the very model you pass."
                 )
     return Captured(
-        tuple(CapturedParameter(tuple(names[i]), p, group_of.get(i)) for i, p in parameters.items()),
+        tuple(
+            CapturedParameter(tuple(names[i]), p, group_of.get(i), p.requires_grad)
+            for i, p in parameters.items()
+        ),
         persistent_buffers(model),
     )
 

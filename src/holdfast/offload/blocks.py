@@ -147,7 +147,10 @@ def install(owned: Owned, parameter: nn.Parameter) -> None:
 def empty_parameters() -> Iterator[None]:
     """Modules built inside have their parameters on ``meta`` and their buffers real.
 
-    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block. What a
+    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block, by the
+    modules' ``reset_parameters`` and the model's ``_init_weights``. Values that constructors give parameters in
+    any other way (a projection set to zero, a bias of 0.5) are lost: pass ``offload(init=...)``, a function that
+    sets what one module itself holds. What a
     layer allocates for a parameter, only for it to be thrown away, does not come from the heap: it would
     leave holes there, as many as there are blocks, that fill with memory while training.
     """

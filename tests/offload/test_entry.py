@@ -237,3 +237,21 @@ def test_a_parameter_keeps_its_attributes(tmp_path):
     assert [vars(parameter) for parameter in model.parameters()] == [{"kept": True}] * len(
         list(model.parameters())
     )
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_comes_to_be_while_training_is_refused_unless_it_need_not_be_kept(tmp_path, persistent):
+    class Averaging(type(decoder())):
+        def forward(self, tokens, targets=None):
+            self.mean = tokens.float().mean() if self.mean is None else self.mean
+            return super().forward(tokens, targets)
+
+    model = decoder(blocks=2)
+    model.__class__ = Averaging
+    model.register_buffer("mean", None, persistent=persistent)
+    refused = pytest.raises(ModelNotSupported, match=r"buffer mean was None.*persistent=False")
+    with refused if persistent else nullcontext(), offload(model, tmp_path) as engine:
+        engine.step(batches(0, 1))
+        engine.wait()
+        assert engine.durable_step == 1
+    assert LocalStore.read(tmp_path).head().step == (0 if persistent else 1)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelNotSupported
-from ..state.capture import Captured, CapturedParameter, plain_name
+from ..state.capture import Captured, CapturedParameter, join, plain_paths
 from ..units import KiB
 
 SMALL = 64 * KiB
@@ -102,8 +102,8 @@ def find_blocks(model: nn.Module, chosen: nn.ModuleList | None = None) -> Blocks
             + ". Pass blocks=model.path.to.the.list: out-of-core training streams repeated blocks."
         )
     name, module = max(_outermost(lists), key=lambda item: len(item[1]))
-    prefix = plain_name(name + ".")
-    return Blocks(tuple(module), tuple(f"{prefix}{i}" for i in range(len(module))))
+    prefix = plain_paths(model)[name]
+    return Blocks(tuple(module), tuple(join(prefix, str(i)) for i in range(len(module))))
 
 
 def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.ModuleList]]:

@@ -53,7 +53,7 @@ class Parts:
                 raise ModelNotSupported(
                     f"{unit.name} has no parameters of its own, so there is nothing to stream."
                 )
-        rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers)
+        rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers, captured.absent)
         return cls(model, blocks, units, rest, host, captured)
 
     @property

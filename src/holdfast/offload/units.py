@@ -73,9 +73,10 @@ class Unit:
         optimizer: HostOptimizer,
         dtype: torch.dtype,
         buffers: dict[str, BufferPlace] | None = None,
+        absent: dict[str, BufferPlace] | None = None,
     ) -> None:
         self.name, self.dtype, self.slots = name, dtype, optimizer.slots
-        self.buffers = buffers or {}
+        self.buffers, self._absent = buffers or {}, absent or {}
         self.members: list[Member] = []
         copy_end = grad_end = 0
         for trained in (True, False):
@@ -198,6 +199,12 @@ class Unit:
 
     def write_buffers(self, state: torch.Tensor) -> None:
         """Copy the model's persistent buffers into the state image."""
+        for name, (module, key) in self._absent.items():
+            if module._buffers.get(key) is not None:
+                raise ModelNotSupported(
+                    f"buffer {name} was None when the run began and is a tensor now, which no commit would hold. Make "
+                    "it before offload(), with the shape it will have, or register it with persistent=False."
+                )
         for name, place in self.buffers.items():
             view, buffer = self.state_view(state, name, "buffer"), buffer_at(place)
             if (view.shape, view.dtype) != (buffer.shape, buffer.dtype):

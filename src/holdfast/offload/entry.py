@@ -58,7 +58,7 @@ def offload(
     activations_on_host: Fraction = 1.0,
     budget: Budget | None = None,
     clip_norm: float | None = None,
-    normalize: Literal["micro_batches", "tokens"] = "micro_batches",
+    normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float] = "micro_batches",
     commit_every: int = 1,
     retain: int = 2,
     seed: int = 0,
@@ -81,7 +81,19 @@ def offload(
     ``optimizer`` is an ordinary elementwise ``torch.optim`` one over the model's parameters, which may be on
     ``meta``; it is read, never stepped. ``scheduler`` is stepped by the engine after each step, and its state
     and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
-    from its newest whole commit; scheduler, loader and random generators are restored.
+    from its newest whole commit; scheduler, loader and random generators are restored. All else may change
+    from one resume to the next; a ``seed``, ``dtype``, ``clip_norm`` or ``normalize`` that does is warned of, since
+    the numbers are not those of an uninterrupted run any more.
+
+    ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
+    ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad.
+
+    ``normalize`` says what a micro-batch counts in the step's gradient: all the same, or ``"tokens"``: by the target
+    tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row for causal
+    language models, which shift them); or a function from a micro-batch to its number.
+
+    ``init`` initialises what one module itself holds, where parameters are on ``meta``; without it that is done by
+    ``reset_parameters`` and the model's ``_init_weights``.
 
     ``sample`` (a micro-batch as ``step`` takes it; its values do not matter; a tuple with its ``loss_fn``) and
     ``micro_batches`` (per step) let memory be predicted before anything runs; ``"auto"`` fractions and a
@@ -103,7 +115,8 @@ def offload(
     parts = Parts.of(model, optimizer, dtype, blocks)
     rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
     refuse_held(parts.captured)
-    user, budget = UserState(parts.captured, optimizer, scheduler, loader), budget or Budget()
+    settings = {"seed": seed, "dtype": dtype, "clip_norm": clip_norm, "normalize": rules.normalize_name}
+    user, budget = UserState(parts.captured, optimizer, scheduler, loader, settings), budget or Budget()
     target = open_device(device)
     plan = make_plan(
         parts,

@@ -170,6 +170,7 @@ def offload(
         install_resident(run, engine.taken)
         target.take_buffers(model)
         empty_originals(parts.captured, engine.taken)  # last: a failure before costs no values
+        engine.guard()
         return engine
     except BaseException:
         if engine is not None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ..errors import BadInput
+from ..errors import BadInput, ModelNotSupported
 from ..state.capture import Captured
 from .blocks import install
 from .runtime import Runtime
@@ -64,6 +67,64 @@ def _held(name: str) -> BadInput:
         f"parameter {name} cannot be moved out of memory, because something else holds on to it. Let go of earlier "
         "outputs of the model, and of weak references to its parameters (nn.LSTM, nn.GRU and nn.RNN hold some)."
     )
+
+
+class Watched:
+    """What must stay as it was handed over, since a run's files are laid out for it: which parameters are trained."""
+
+    def __init__(
+        self, model: Captured, leaves: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._parameters = [(p.name, p.parameter, p.parameter.requires_grad) for p in model.parameters]
+        self._parameters += [(name, leaf, leaf.requires_grad) for name, leaf in leaves.items()]
+        self._optimizer, self._groups = optimizer, _members(optimizer)
+
+    def refuse_changes(self) -> None:
+        """Raises ``BadInput`` naming the first thing that is not as it was; nothing is lost by it."""
+        for name, parameter, requires_grad in self._parameters:
+            if parameter.requires_grad != requires_grad:
+                raise BadInput(
+                    f"parameter {name} had requires_grad={requires_grad} when the run was opened and has "
+                    f"{parameter.requires_grad} now; what is trained cannot change within a run. Set it back."
+                )
+        if _members(self._optimizer) != self._groups:
+            raise BadInput(
+                "the optimizer's parameter groups hold other parameters than when the run was opened. Build it with "
+                "all its groups before offload(); their hyper-parameters may change at any time."
+            )
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def refuse_use(model: nn.Module, in_engine: Callable[[], bool]) -> list[RemovableHandle]:
+    """Let ``model`` refuse to run unless ``in_engine()``, to be saved and to be loaded, until the handles are
+    removed."""
+
+    def refuse_forward(model: nn.Module, args: Any) -> None:
+        if not in_engine():
+            raise ModelNotSupported(
+                _instead("was called directly", "Call engine.step, engine.evaluate or engine.generate")
+            )
+
+    return [
+        model.register_forward_pre_hook(refuse_forward),
+        model.register_state_dict_pre_hook(_refuse_state_dict),
+        model.register_load_state_dict_pre_hook(_refuse_load),
+    ]
+
+
+def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise ModelNotSupported(_instead("was asked for its state_dict()", "Call engine.state_dict()"))
+
+
+def _refuse_load(model: nn.Module, *_: Any) -> None:
+    raise ModelNotSupported(_instead("was given a state_dict", "Load it before offload()"))
+
+
+def _instead(what: str, instead: str) -> str:
+    return f"the model {what}, but its parameters are on the SSD. {instead}, or engine.close() first."
 
 
 def install_resident(run: Runtime, taken: Taken) -> None:

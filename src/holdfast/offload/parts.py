@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
-from ..errors import BadInput, ModelNotSupported
+from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ..plan.work import BlockWork, Work
 from ..state.atoms import Atom
 from ..state.boxes import Box
@@ -41,6 +42,7 @@ class Parts:
         if dtype not in DTYPES:
             raise BadInput(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         blocks = find_blocks(model, chosen)
+        _check_modules(model, optimizer)
         captured = capture(model, optimizer)
         _check_parameters(captured)
         by_block, resident = owned_parameters(model, captured, blocks)
@@ -104,8 +106,23 @@ def _describe(atom: Atom, unit: str) -> dict[str, Any]:
     }
 
 
+def _check_modules(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ModelNotSupported(f"{name} makes sparse gradients, which are not summed. Use sparse=False.")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerNotSupported(
+            "the optimizer has differentiable=True; out-of-core updates have no graph."
+        )
+
+
 def _check_parameters(captured: Captured) -> None:
     for parameter in captured.parameters:
+        if isinstance(parameter.parameter, UninitializedParameter):
+            raise ModelNotSupported(
+                f"parameter {parameter.name} has no shape yet. Run the model once before offload(), or give its layer "
+                "its sizes."
+            )
         if not parameter.parameter.is_floating_point():
             raise ModelNotSupported(
                 f"parameter {parameter.name} is {parameter.parameter.dtype}; only floating-point ones are trained."

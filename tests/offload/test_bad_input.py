@@ -548,6 +548,12 @@ def test_a_budget_is_not_checked_against_half_of_what_is_needed(tmp_path):
     with engine:
         assert engine.preflight.host_bytes_predicted is None
         engine.step(batches(0, 1))
+    with (
+        pytest.warns(UserWarning, match="memory is not predicted"),
+        refused(tmp_path, BadInput, "params_on_host='auto' cannot be chosen within a budget"),
+    ):
+        budget = holdfast.Budget(host="100GiB")
+        offload(tmp_path, model, sample=batches(0, 1)[0], budget=budget, params_on_host="auto")
 
 
 def test_a_budget_may_be_a_float(tmp_path):

@@ -255,3 +255,32 @@ def test_a_buffer_that_comes_to_be_while_training_is_refused_unless_it_need_not_
         engine.wait()
         assert engine.durable_step == 1
     assert LocalStore.read(tmp_path).head().step == (0 if persistent else 1)
+
+
+def test_a_refusal_while_values_are_made_leaves_no_files_but_those_of_others(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine").write_text("kept")
+    for init, kind in ((lambda module: None, ModelNotSupported), (lambda module: 1 / 0, ZeroDivisionError)):
+        with holdfast.empty_parameters():
+            model = decoder(blocks=2)
+        with pytest.raises(kind):
+            offload(model, tmp_path, init=init)
+        assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"lock", "mine"}
+
+
+def test_an_optimizer_that_keeps_state_from_the_start_works_on_an_empty_model(tmp_path):
+    with holdfast.empty_parameters():
+        model = decoder(blocks=2)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    with offload(model, tmp_path, optimizer=optimizer) as engine:
+        engine.step(batches(0, 1))
+    assert float(stored(tmp_path)["head.weight/sum"].min()) >= 0.5
+
+
+@pytest.mark.parametrize("name", ["my blocks", "bl\u00f6cke", "b" * 300])
+def test_blocks_whose_name_is_no_name_of_a_file_are_refused(tmp_path, name):
+    model = nn.Module()
+    model.add_module(name, nn.ModuleList(nn.Linear(2, 2) for _ in range(2)))
+    with pytest.raises(ModelNotSupported, match="cannot name a file"):
+        offload(model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

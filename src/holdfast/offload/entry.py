@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..errors import RunLocked
+from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..io.queue import IOQueue
 from ..plan.placement import Fraction
 from ..plan.work import StepShape
 from ..store.files import AnyDisk
-from ..store.local import LocalStore
+from ..store.local import DIRECTORIES, LocalStore
 from .builder import build, fill_fresh, fill_from, stored_units
 from .checks import check_choices, check_counts, check_directory, check_stateful
 from .device import open_device
@@ -132,6 +132,7 @@ def offload(
     )
     queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
     store = engine = None
+    before: set[Path] | None = None
     try:
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
@@ -151,6 +152,7 @@ def offload(
             confirm(preflight)
         if found is None:
             user.now()  # whatever cannot be stored is refused now
+            before = _files(store)
             _enter_fresh(store)  # until here a directory that was not there is not there
         else:
             user.restore(found.progress)
@@ -172,13 +174,22 @@ def offload(
         empty_originals(parts.captured, engine.taken)  # last: a failure before costs no values
         engine.guard()
         return engine
-    except BaseException:
+    except BaseException as error:
         if engine is not None:
             engine.give_up()
         queue.close()  # nothing is under way any more when the lock goes
+        refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
+        if store is not None and before is not None and isinstance(error, Exception) and refusal:
+            for path in _files(store) - before:
+                path.unlink(missing_ok=True)
         if store is not None:
             store.close()
         raise
+
+
+def _files(store: LocalStore) -> set[Path]:
+    """The files of a run, its lock aside."""
+    return {path for name in DIRECTORIES for path in (store.root / name).glob("*") if path.is_file()}
 
 
 def _enter_fresh(store: LocalStore) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,7 @@ class Parts:
             raise BadInput(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         blocks = find_blocks(model, chosen)
         _check_modules(model, optimizer)
+        _check_names(blocks)
         captured = capture(model, optimizer)
         _check_parameters(captured)
         by_block, resident = owned_parameters(model, captured, blocks)
@@ -104,6 +106,15 @@ def _describe(atom: Atom, unit: str) -> dict[str, Any]:
         "dtype": atom.dtype,
         "fragments": [{"unit": unit, "key": atom.key, "global": whole, "local": whole}],
     }
+
+
+def _check_names(blocks: Blocks) -> None:
+    for name in blocks.names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", name):
+            raise ModelNotSupported(
+                f"block {name!r} cannot name a file: that takes up to 200 letters (a-z), digits, '_', '-' and '.'. "
+                "Rename the module that holds the blocks."
+            )
 
 
 def _check_modules(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -123,6 +123,8 @@ def make_plan(
         _refuse_unmeasured(budget, device, on_host)
     measured = None if sample is None else _measured(parts, sample, loss_fn)
     checked = None if measured is None else budget.host_bytes()  # a part of what is needed says nothing
+    if sample is not None and measured is None and budget.host_bytes() is not None:
+        _refuse_auto(on_host)
     work = parts.work(measured, device.unified)
     order, held = SCHEDULES[schedule], process_bytes() + KERNEL_BYTES
     placement = choose(
@@ -155,6 +157,15 @@ def _refuse_unmeasured(budget: Budget, device: Device, on_host: dict[str, Fracti
             f"{asked[0]} cannot be kept to without knowing what a micro-batch takes: pass sample=, a micro-batch as "
             "engine.step takes it (its values do not matter), and micro_batches=, how many make a step."
         )
+
+
+def _refuse_auto(on_host: dict[str, Fraction]) -> None:
+    for kind, share in on_host.items():
+        if share in ("auto", None):
+            raise BadInput(
+                f"{kind}_on_host={share!r} cannot be chosen within a budget, since the model could not be measured. "
+                "Pass a fraction, such as 0.0."
+            )
 
 
 def _measured(parts: Parts, sample: Any, loss_fn: Callable[..., Any] | None) -> Measured | None:

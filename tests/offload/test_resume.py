@@ -326,7 +326,9 @@ def test_a_step_with_a_nan_is_skipped_whole_and_the_next_one_goes_on(tmp_path, o
     assert differing(found, {f"{name}/param": p.detach() for name, p in model.named_parameters()}) == []
     assert {value.item() for name, value in found.items() if name.endswith("/step")} == {2.0}
     resumed = decoder(blocks=3)
-    with holdfast.offload(resumed, adamw(resumed), tmp_path, dtype="fp32") as engine:
+    optimizer = adamw(resumed)
+    setting = {"dtype": "fp32", "scheduler": warm_up(optimizer), "clip_norm": clip_norm}
+    with holdfast.offload(resumed, optimizer, tmp_path, **setting) as engine:
         assert (engine.steps_done, engine.skipped_steps) == (3, 1)
 
 

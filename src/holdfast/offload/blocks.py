@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelNotSupported
-from ..state.capture import Captured, CapturedParameter, plain_name
+from ..state.capture import Captured, CapturedParameter, join, plain_paths
 from ..units import KiB
 
 SMALL = 64 * KiB
@@ -103,8 +103,8 @@ def find_blocks(model: nn.Module, chosen: nn.ModuleList | None = None) -> Blocks
             + ". Pass blocks=model.path.to.the.list: out-of-core training streams repeated blocks."
         )
     name, module = max(_outermost(lists), key=lambda item: len(item[1]))
-    prefix = plain_name(name + ".")
-    return Blocks(tuple(module), tuple(f"{prefix}{i}" for i in range(len(module))))
+    prefix = plain_paths(model)[name]
+    return Blocks(tuple(module), tuple(join(prefix, str(i)) for i in range(len(module))))
 
 
 def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.ModuleList]]:
@@ -148,7 +148,10 @@ def install(owned: Owned, parameter: nn.Parameter) -> None:
 def empty_parameters() -> Iterator[None]:
     """Modules built inside have their parameters on ``meta`` and their buffers real.
 
-    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block. What a
+    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block, by the
+    modules' ``reset_parameters`` and the model's ``_init_weights``. Values that constructors give parameters in
+    any other way (a projection set to zero, a bias of 0.5) are lost: pass ``offload(init=...)``, a function that
+    sets what one module itself holds. What a
     layer allocates for a parameter, only for it to be thrown away, does not come from the heap: it would
     leave holes there, as many as there are blocks, that fill with memory while training.
     """

@@ -89,7 +89,8 @@ def _fill_fresh(run: Runtime, init: Init | None) -> None:
             unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
             for member in unit.trained:
                 held = run.optimizer.state_of(member.owned.captured.parameter)
-                unit.write_state(member, as_tensor(state), held)
+                made = {slot: v for slot, v in held.items() if not getattr(v, "is_meta", False)}
+                unit.write_state(member, as_tensor(state), made)
             del values
             _write(run, unit.name, state)
             if frozen is not None:

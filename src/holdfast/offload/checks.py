@@ -12,16 +12,16 @@ from ..store.files import AnyDisk, check_place
 from .planning import SCHEDULES
 
 
-def check_choices(schedule: str, order: str, normalize: str, clip_norm: float | None) -> None:
+def check_choices(schedule: str, order: str, normalize: Any, clip_norm: Any) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ("plain",)),
-        ("normalize", normalize, ("micro_batches", "tokens")),
+        ("normalize", "tokens" if callable(normalize) else normalize, ("micro_batches", "tokens")),
     ):
         if value not in allowed:
             raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise BadInput(f"clip_norm = {clip_norm} must be positive; None is no clipping")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+        raise BadInput(f"clip_norm = {clip_norm!r} must be a positive number; None is no clipping")
 
 
 def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:

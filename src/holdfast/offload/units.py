@@ -73,9 +73,10 @@ class Unit:
         optimizer: HostOptimizer,
         dtype: torch.dtype,
         buffers: dict[str, BufferPlace] | None = None,
+        absent: dict[str, BufferPlace] | None = None,
     ) -> None:
         self.name, self.dtype, self.slots = name, dtype, optimizer.slots
-        self.buffers = buffers or {}
+        self.buffers, self._absent = buffers or {}, absent or {}
         self.members: list[Member] = []
         copy_end = grad_end = 0
         for trained in (True, False):
@@ -198,6 +199,12 @@ class Unit:
 
     def buffer_values(self) -> dict[str, torch.Tensor]:
         """The model's persistent buffers as they are now, by name."""
+        for name, (module, key) in self._absent.items():
+            if module._buffers.get(key) is not None:
+                raise ModelNotSupported(
+                    f"buffer {name} was None when the run began and is a tensor now, which no commit would hold. Make "
+                    "it before offload(), with the shape it will have, or register it with persistent=False."
+                )
         return {name: buffer_at(place).clone() for name, place in self.buffers.items()}
 
     def write_buffers(self, state: torch.Tensor, values: dict[str, torch.Tensor]) -> None:

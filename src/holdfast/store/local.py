@@ -213,10 +213,11 @@ class LocalStore(RunReader):
                 self.queue.close()
             for file in [*self._units.values(), *scratch]:
                 file.close()
-            with suppress(DiskFailed, StaleCommit):  # what is left of it is removed at the next opening
-                for file in scratch if lock is not None else ():
-                    lock.check()  # a forked child must leave its parent's, and nobody may touch another run's
-                    file.remove()
+            if lock is not None:
+                with suppress(DiskFailed, StaleCommit):  # what is left of it is removed at the next opening
+                    for file in scratch:
+                        lock.check()  # a forked child leaves its parent's, and nobody touches another run's
+                        file.remove()
         finally:
             if lock is not None:
                 lock.release()

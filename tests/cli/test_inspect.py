@@ -118,7 +118,7 @@ def test_show_an_older_step_by_number(run, holdfast):
 
 def test_verify_a_whole_commit(run, holdfast):
     result = holdfast("verify", run)
-    assert result.code == 0
+    assert (result.code, result.err) == (0, "")
     assert f"{run}@3 is whole" in result.out
     assert json.loads(holdfast("verify", run, "--json").out)["whole"] is True
 

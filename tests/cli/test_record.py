@@ -85,25 +85,25 @@ def test_arithmetic_that_only_the_file_changes_is_refused_with_both_ways_out(run
 
 def test_arithmetic_that_set_changes_is_reported_and_from_then_on_the_runs_own(run, train):
     wish = ["train.learning_rate=0.02", "train.weight_decay=0.0", "train.dtype=bf16"]
-    result = train("train.steps=3", *wish)
+    result = train("train.steps=4", *wish)
     assert result.code == 0, result.err
     reported = (
-        "Changed from here on: train.steps 2 -> 3, train.learning_rate 0.01 -> 0.02, train.weight_decay 0.1 -> 0.0, "
+        "Changed from here on: train.steps 2 -> 4, train.learning_rate 0.01 -> 0.02, train.weight_decay 0.1 -> 0.0, "
         'train.dtype "fp32" -> "bf16".\n'
     )
     assert reported in result.out
     first, second = sittings(run)
     assert first["changed"] == {}
     assert second["changed"]["train.learning_rate"] == [0.01, 0.02]
-    step = list(read_events(run / "events.jsonl"))[-4]
-    assert (step["event"], step["step"]) == ("step", 3)
-    assert step["learning_rate"] == pytest.approx([0.02 * 1.0] * 2)
-    forgotten = train("train.steps=4")
+    *_, third, fourth = (event for event in read_events(run / "events.jsonl") if event["event"] == "step")
+    assert third["learning_rate"] == pytest.approx([0.02] * 2)
+    assert fourth["learning_rate"] == pytest.approx([0.02 * 0.55] * 2)
+    forgotten = train("train.steps=5")
     assert forgotten.code == 2
     assert "train.learning_rate 0.02 -> 0.01" in forgotten.err
-    again = train("train.steps=4", *wish)
+    again = train("train.steps=5", *wish)
     assert again.code == 0, again.err
-    assert "Changed from here on: train.steps 3 -> 4.\n" in again.out
+    assert "Changed from here on: train.steps 4 -> 5.\n" in again.out
 
 
 def test_hyper_parameters_that_set_changes_are_those_of_the_next_commit(run, train, holdfast):

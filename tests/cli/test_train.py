@@ -19,6 +19,7 @@ from holdfast.cli.build import learning_rate_factor
 from holdfast.cli.train import Job
 from holdfast.config import load_config
 from holdfast.events import read_events
+from holdfast.watch.panel import TrainingPanel
 
 TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
@@ -216,6 +217,20 @@ def test_a_signal_after_the_last_step_leaves_out_the_sample(tmp_path, arguments,
     assert result.code == 0
     assert "Finished step 4 of 4, which is durable" in result.out
     assert events_of(tmp_path / "run", "finished")[0]["sample"] == ""
+
+
+def test_a_signal_in_the_last_step_comes_too_late_to_stop_the_run(tmp_path, arguments, holdfast, monkeypatch):
+    real = TrainingPanel.step
+
+    def interrupted(panel, event):
+        if event["step"] == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(panel, event)
+
+    monkeypatch.setattr(TrainingPanel, "step", interrupted)
+    result = holdfast(*arguments(tmp_path / "run"))
+    assert "Finished step 4 of 4" in result.out
+    assert "Stopped" not in result.out
 
 
 def test_a_sample_ends_when_it_takes_too_long(tmp_path, arguments, holdfast, monkeypatch):

@@ -142,6 +142,21 @@ def test_rates_are_those_of_the_recent_steps():
     assert "8,192 tokens/s" in out.getvalue().splitlines()[-1]
 
 
+def test_a_step_may_be_added_while_the_picture_is_drawn():
+    """The picture is drawn by a thread of its own."""
+    panel, _, console = terminal(80)
+
+    class Interrupting(dict):
+        def __getitem__(self, key):
+            panel._recent.append(STEP)
+            panel._losses.append(1.0)
+            return super().__getitem__(key)
+
+    for _ in range(3):
+        panel.step(Interrupting(STEP))
+    console.print(panel.picture())
+
+
 @pytest.mark.parametrize("count", [1, 2, 35, 36, 37, 1000])
 def test_a_sparkline_is_never_wider_than_asked(count):
     line = sparkline([float(count - i) for i in range(count)], 36)

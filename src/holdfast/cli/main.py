@@ -34,7 +34,7 @@ app = typer.Typer(
     epilog=EXIT_CODES,
 )
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.", show_default=False)]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 Commit = Annotated[
     str, typer.Argument(metavar="RUN[@STEP]", help="A run directory, and a step of it; else its newest.")
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import math
 import os
+import random
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -69,7 +70,9 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
     def confirm(preflight: Preflight) -> None:
         announce(console, config, corpus, preflight, steps_left=config.train.steps - done)
 
-    with make_engine(config, loader, events, confirm) as engine:
+    with console.status(f"reading all of step {done:,}" if done else "making the first commit"):
+        engine = make_engine(config, loader, events, confirm)
+    with engine:
         write_record(config)
         Job(config, console, corpus, loader, engine, events).run(changed)
 
@@ -140,7 +143,8 @@ class Job:
         if not samples:
             return None
         batches = micro_batches_of(samples, self.config.train.micro_batch_size)
-        event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
+        with self.console.status("reading held-out text"):
+            event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
         self.events.emit("validation", **event)
         return event
 
@@ -200,11 +204,12 @@ def write_sample(engine: Engine, config: Config, stop: StopRequest) -> Iterator[
     """What the model writes after ``PROMPT``, byte by byte; its bytes are read as UTF-8 where they are that."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     tokens, ends = torch.tensor([list(PROMPT.encode())]), time.perf_counter() + SAMPLE_SECONDS
-    for number in range(SAMPLE_BYTES):
+    seeds = random.Random(config.run.seed)
+    for _ in range(SAMPLE_BYTES):
         if stop.requested or time.perf_counter() > ends:
             break
         tokens = engine.generate(
-            tokens, 1, temperature=TEMPERATURE, seed=config.run.seed + number, context=config.model.context
+            tokens, 1, temperature=TEMPERATURE, seed=seeds.getrandbits(63), context=config.model.context
         )
         yield decoder.decode(bytes([int(tokens[0, -1])]))
     yield decoder.decode(b"", final=True)

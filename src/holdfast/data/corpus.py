@@ -139,8 +139,12 @@ def find_files(text: str) -> tuple[Path, list[Path]]:
 
 
 def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
-    """Regular files below ``root``, without hidden ones and what lies in ``skipped`` folders."""
+    """Regular files below ``root``, without hidden ones, what lies in ``skipped`` folders, and runs: a run that
+    trains on the folder it lies in must find the same text when it goes on."""
     for folder, subfolders, names in os.walk(root):
+        if "events.jsonl" in names or {"commits", "timelines"} <= set(subfolders):
+            subfolders.clear()
+            continue
         subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
         yield from (path for path in paths if path.is_file())

@@ -58,7 +58,9 @@ def build(
         param_offsets=_offsets([unit.copy_bytes for unit in parts.units]),
         grad_scratch=store.scratch("gradients", grads) if grads else None,
         grad_offsets=_offsets([unit.grad_bytes for unit in parts.units]),
-        input_scratch=InputScratch(lambda nbytes: store.scratch(f"inputs-{next(extents)}", nbytes)),
+        input_scratch=InputScratch(
+            lambda nbytes: store.scratch(f"inputs-{next(extents)}", nbytes), store.remove_scratch
+        ),
         resident_buffer=pool.take(resident.layout.file_bytes, "resident state"),
         resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
         parameter_order=[parameter.name for parameter in parts.captured.parameters],
@@ -80,7 +82,7 @@ def fill(run: Runtime, found: Manifest | None, init: Init | None) -> None:
 
 def _fill_fresh(run: Runtime, init: Init | None) -> None:
     """Initial values of every unit: written to its first generation, and its working copy derived."""
-    with rng.preserved_generators(torch.device("cpu")):
+    with rng.own_generators(torch.device("cpu")):
         for block, unit in enumerate(run.units):
             values = initial_values(run.model, unit, init, run.seed)
             state, frozen = _images(run, block)

@@ -83,6 +83,11 @@ def offload(
     ``budget`` need them. The host budget is the process's whole memory, evaluations included. ``confirm`` sees
     the preflight before anything is written and may raise.
 
+    Every value goes through a block's arguments and its return value. What modules hand on in attributes is seen
+    in the first step of one and of several micro-batches, if it is a tensor, and refused; numbers and other
+    objects in attributes, and tensors that a block keeps detached, are not seen: do not compute with them. Tensors
+    on the way from block to block, changed by way of ``.data`` or NumPy, are not seen either.
+
     Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
     """

@@ -159,6 +159,11 @@ class LocalStore(RunReader):
         self._scratch.append(scratch)
         return scratch
 
+    def remove_scratch(self, scratch: Scratch) -> None:
+        """Close and remove a scratch file before the store is closed. Nothing may be under way on it."""
+        self._scratch.remove(scratch)
+        scratch.close()
+
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
         """Store an index under the hash of its content. Durable when this returns; what ``publish`` takes."""
         self._check_writer()
@@ -255,8 +260,7 @@ class LocalStore(RunReader):
         copies = min(
             (unit.copies for unit in self._units.values() if unit.copies > 1), default=self.retain + 1
         )
-        room = copies - self.spare
-        room = max(room, self.retain)
+        room = max(self.retain, copies - self.spare)
         drop = dropped(self._retained, self._timelines, self.timeline, retain=self.retain, room=room)
         if not drop:
             return

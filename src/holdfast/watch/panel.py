@@ -92,7 +92,7 @@ class TrainingPanel:
         """Show that the run is about to stop. Takes no lock, so a signal handler may call it."""
         self._stopping = text
         if self._live is None:
-            os.write(2, text.encode() + b"\n")
+            os.write(2, b"\n" * self.console.is_terminal + text.encode() + b"\n")
 
     def note(self, text: str) -> None:
         """A line that stays: above the picture, or among the lines."""
@@ -135,8 +135,9 @@ class TrainingPanel:
 
     def seconds_left(self) -> float:
         """At the pace of the recent steps."""
-        seconds = sum(event["seconds"] for event in self._recent) / len(self._recent)
-        return seconds * (self.steps - self._recent[-1]["step"])
+        events = list(self._recent)
+        seconds = sum(event["seconds"] for event in events) / len(events)
+        return seconds * (self.steps - events[-1]["step"])
 
     def _rows(self, event: dict[str, Any]) -> list[tuple[str, str, str]]:
         norm, rate = number(event["grad_norm"]), number(event["learning_rate"][0])
@@ -167,8 +168,8 @@ class TrainingPanel:
         return True
 
     def _per_second(self, key: str) -> float:
-        seconds = sum(event["seconds"] for event in self._recent)
-        return sum(event[key] for event in self._recent) / max(seconds, 1e-9)
+        events = list(self._recent)  # at once: the picture is drawn by a thread of its own
+        return sum(event[key] for event in events) / max(sum(event["seconds"] for event in events), 1e-9)
 
     def _gigabytes(self, key: str) -> str:
         return f"{self._per_second(key) / 1e9:.2f} GB/s"

@@ -163,6 +163,9 @@ class LocalStore(RunReader):
         """Close and remove a scratch file before the store is closed. Nothing may be under way on it."""
         self._scratch.remove(scratch)
         scratch.close()
+        if self._lock is not None:
+            self._lock.check()
+            scratch.remove()
 
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
         """Store an index under the hash of its content. Durable when this returns; what ``publish`` takes."""

@@ -163,6 +163,9 @@ class LocalStore(RunReader):
         """Close and remove a scratch file before the store is closed. Nothing may be under way on it."""
         self._scratch.remove(scratch)
         scratch.close()
+        if self._lock is not None:
+            self._lock.check()
+            scratch.remove()
 
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
         """Store an index under the hash of its content. Durable when this returns; what ``publish`` takes."""
@@ -218,10 +221,11 @@ class LocalStore(RunReader):
                 self.queue.close()
             for file in [*self._units.values(), *scratch]:
                 file.close()
-            with suppress(DiskFailed, StaleCommit):  # what is left of it is removed at the next opening
-                for file in scratch if lock is not None else ():
-                    lock.check()  # a forked child must leave its parent's, and nobody may touch another run's
-                    file.remove()
+            if lock is not None:
+                with suppress(DiskFailed, StaleCommit):  # what is left of it is removed at the next opening
+                    for file in scratch:
+                        lock.check()  # a forked child leaves its parent's, and nobody touches another run's
+                        file.remove()
         finally:
             if lock is not None:
                 lock.release()

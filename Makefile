@@ -16,8 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
+# make train ARGS="--set train.steps=30"
 train: install
-	$(BIN)/holdfast train examples/first-light.toml
+	$(BIN)/holdfast train examples/first-light.toml $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
@@ -32,5 +33,6 @@ test: install lint types
 test-crash: install
 	$(BIN)/pytest -n 2 --session-timeout=3300 tests/crash
 
+# What `install` made. Runs are yours: nothing here removes them.
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV)

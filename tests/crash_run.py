@@ -17,7 +17,7 @@ import torch
 
 import holdfast
 from holdfast.data.corpus import Corpus
-from holdfast.data.loader import CorpusLoader
+from holdfast.data.loader import step_loader
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.engine import Engine
 from holdfast.offload.runtime import Runtime
@@ -61,7 +61,7 @@ def engine_of(
     """The engine of the run, fresh or resumed, with its loader as ``engine.loader``."""
     made = model(blocks, frozen)
     optimizer = adamw(made)
-    loader = CorpusLoader(Corpus(str(text), context=CONTEXT), 3, micro_batch_size=2, micro_batches=2)
+    loader = step_loader(Corpus(str(text), context=CONTEXT), 2, 2, seed=3)
     options = {"dtype": "fp32", "clip_norm": 0.5, **MIXED, **options}
     engine = holdfast.offload(
         made, optimizer, root, scheduler=warm_up(optimizer), loader=loader, seed=5, **options

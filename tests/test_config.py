@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from holdfast import config
-from holdfast.config import Config, DataConfig, ModelConfig, OffloadConfig, RunConfig, TrainConfig
+from holdfast.config import Config, DataConfig, OffloadConfig, RunConfig, TrainConfig
 from holdfast.errors import ConfigError
 
 
@@ -153,9 +153,42 @@ def test_what_is_printed_reads_back_equal(text, rate, fraction, seed):
     assert again == chosen
 
 
-def test_the_first_difference_is_named_and_run_time_knobs_do_not_count():
-    old = Config()
-    knobs = load("train.steps=5", "train.micro_batches=9", "offload.schedule=horizontal", "io.threads=2")
-    assert config.first_difference(old, knobs) is None
-    wider = Config(model=ModelConfig(width=512, blocks=4))
-    assert config.first_difference(old, wider) == ("model.blocks", 8, 4)
+def test_what_differs_is_named_in_the_order_of_declaration():
+    assert config.changed_keys(Config(), load("train.steps=100")) == {}
+    changed = config.changed_keys(Config(), load("io.threads=2", "model.width=512", "model.blocks=4"))
+    assert list(changed.items()) == [
+        ("model.blocks", (8, 4)),
+        ("model.width", (256, 512)),
+        ("io.threads", (4, 2)),
+    ]
+
+
+def test_every_key_that_enters_the_arithmetic_is_marked():
+    marked = {
+        mark: {key for key in config.to_values(Config()) if config.is_marked(key, mark)}
+        for mark in ("fixed", "stated")
+    }
+    model = {"model.blocks", "model.width", "model.heads", "model.kv_heads", "model.context"}
+    assert marked["fixed"] == {"run.seed", "data.validation_fraction", *model}
+    train = {
+        "micro_batches",
+        "micro_batch_size",
+        "learning_rate",
+        "warmup_steps",
+        "weight_decay",
+        "clip_norm",
+    }
+    train = {f"train.{name}" for name in (*train, "dtype")}
+    assert marked["stated"] == {"model.dropout", "offload.order", "offload.device", *train}
+
+
+def test_the_printed_configuration_says_what_may_change():
+    lines = config.to_toml(Config()).splitlines()
+    assert "[fixed]" in lines[0] and "--set" in lines[0]
+    [width], [rate], [steps] = (
+        [line for line in lines if line.startswith(f"{name} =")]
+        for name in ("width", "learning_rate", "steps")
+    )
+    assert width.endswith("[fixed]")
+    assert rate.endswith("[stated]")
+    assert not steps.endswith("]")

@@ -87,6 +87,14 @@ def ordering_calls(source: str) -> list[str]:
     return found
 
 
+def test_windows_is_refused_in_one_line():
+    code = "import sys; sys.platform = 'win32'; import holdfast"
+    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ImportError: Holdfast runs on Linux")
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_no_arrow_points_up_or_sideways(path):
     assert wrong_arrows(path.read_text(), name_of(path)) == []

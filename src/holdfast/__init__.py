@@ -11,6 +11,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+if sys.platform == "win32":
+    raise ImportError("Holdfast runs on Linux, and with buffered I/O on macOS; it does not run on Windows.")
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -44,6 +47,10 @@ __all__ = [
     "loader",
     "offload",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,8 +4,10 @@ A key is declared once, as a dataclass field with its default, its unit and its 
 ``--print-config`` output and the error for a mistyped key are all made from that declaration. Sizes are
 text such as ``"20GiB"``, rates are bytes per second, fractions lie between 0 and 1.
 
-A key marked ``fixed`` is part of what a run *is*: continuing a run with another value is refused, because
-the result would be neither the old run nor a new one.
+A key also says what may become of it when a run goes on. One marked ``fixed`` is part of what the run *is*
+and keeps its value: with another, the result would be neither the old run nor a new one. One marked
+``stated`` enters the arithmetic of the steps to come, and changes only when ``--set`` says so. Any other may
+change.
 """
 
 # ruff: noqa: RUF009  (the calls in the defaults make dataclass fields)
@@ -17,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .errors import ConfigError
@@ -27,13 +28,13 @@ Fraction = float | Literal["auto"]
 """A share between 0 and 1, or "auto": as much as the budget allows."""
 
 
-def _key(default: Any, doc: str, *, fixed: bool = False) -> Any:
-    return field(default=default, metadata={"doc": doc, "fixed": fixed})
+def _key(default: Any, doc: str, *, fixed: bool = False, stated: bool = False) -> Any:
+    return field(default=default, metadata={"doc": doc, "fixed": fixed, "stated": stated})
 
 
 def _require(holds: bool, key: str, value: object, wanted: str) -> None:
     if not holds:
-        raise ConfigError(f"{key} = {_literal(value)}: {wanted}")
+        raise ConfigError(f"{key} = {literal(value)}: {wanted}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    text: str = _key("stdlib", "Python's own library, or a file, a folder, a glob; read as bytes", fixed=True)
+    text: str = _key("stdlib", "Python's own library, or a file, a folder, a glob; read as bytes")
     validation_fraction: float = _key(0.02, "of the text, never trained on; 0 is none", fixed=True)
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class ModelConfig:
     heads: int = _key(8, "of attention; divides width into an even head size", fixed=True)
     kv_heads: int = _key(4, "of keys and values; divides heads", fixed=True)
     context: int = _key(256, "tokens (bytes of text) per sample", fixed=True)
-    dropout: float = _key(0.0, "probability, on what each layer adds to the stream", fixed=True)
+    dropout: float = _key(0.0, "probability, on what each layer adds to the stream", stated=True)
 
     def __post_init__(self) -> None:
         for key in ("blocks", "width", "heads", "kv_heads", "context"):
@@ -79,13 +80,13 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int = _key(100, "optimizer steps in all; raise it to continue a finished run")
-    micro_batches: int = _key(4, "per step; their gradients are averaged")
-    micro_batch_size: int = _key(4, "samples per micro-batch")
-    learning_rate: float = _key(3e-4, "at its highest, after the warm-up", fixed=True)
-    warmup_steps: int = _key(10, "then cosine to a tenth", fixed=True)
-    weight_decay: float = _key(0.1, "on matrices; none on norms and embeddings", fixed=True)
-    clip_norm: float = _key(1.0, "global gradient norm; 0 is off", fixed=True)
-    dtype: Literal["bf16", "fp32"] = _key("bf16", "to compute in; the stored state is fp32", fixed=True)
+    micro_batches: int = _key(4, "per step; their gradients are averaged", stated=True)
+    micro_batch_size: int = _key(4, "samples per micro-batch", stated=True)
+    learning_rate: float = _key(3e-4, "at its highest, after the warm-up", stated=True)
+    warmup_steps: int = _key(10, "then cosine to a tenth", stated=True)
+    weight_decay: float = _key(0.1, "on matrices; none on norms and embeddings", stated=True)
+    clip_norm: float = _key(1.0, "global gradient norm; 0 is off", stated=True)
+    dtype: Literal["bf16", "fp32"] = _key("bf16", "to compute in; the stored state is fp32", stated=True)
 
     def __post_init__(self) -> None:
         for key in ("steps", "micro_batches", "micro_batch_size"):
@@ -100,14 +101,16 @@ class OffloadConfig:
     schedule: Literal["vertical", "horizontal"] = _key(
         "vertical", "all micro-batches per block, or one by one"
     )
-    order: Literal["plain"] = _key("plain", "sums gradients as an ordinary accumulation loop does")
+    order: Literal["plain"] = _key(
+        "plain", "sums gradients as an ordinary accumulation loop does", stated=True
+    )
     params_on_host: Fraction = _key(0.0, 'share in host memory, the rest on the SSD; or "auto"')
     optimizer_on_host: Fraction = _key(0.0, 'likewise, of the optimizer state; or "auto"')
     activations_on_host: Fraction = _key(1.0, 'likewise, of the block inputs; or "auto"')
     delayed_fraction: float = _key(0.0, "of the update left to the next forward; only 0 in this version")
     host_budget: str = _key("auto", 'bytes, like "64GiB"; "auto" is what the machine has free')
     device_budget: str = _key("auto", "bytes")
-    device: str = _key("auto", '"cpu", "cuda" or "cuda:1"; "auto" is CUDA where there is one')
+    device: str = _key("auto", '"cpu", "cuda" or "cuda:1"; "auto" is CUDA where there is one', stated=True)
     ssd: str = _key("", 'directory of the state; "" is the run directory')
 
     def __post_init__(self) -> None:
@@ -184,11 +187,16 @@ def load_config(path: Path | None = None, sets: Sequence[str] = ()) -> Config:
     """
     values = {} if path is None else dict(_flatten(_read_toml(path)))
     for text in sets:
-        key, separator, value = text.partition("=")
+        _, separator, value = text.partition("=")
         if not separator:
             raise ConfigError(f"--set {text}: write it as --set section.key=value, such as train.steps=200")
-        values[key.strip()] = _parse_value(value.strip())
+        values[key_of(text)] = _parse_value(value.strip())
     return from_values(values)
+
+
+def key_of(text: str) -> str:
+    """``"section.key"`` of ``"section.key=value"``."""
+    return text.partition("=")[0].strip()
 
 
 def from_values(values: Mapping[str, object]) -> Config:
@@ -214,25 +222,37 @@ def to_values(config: Config) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """``config`` as a file that ``load_config`` reads back equal, each key with its meaning."""
-    lines = []
+    lines = [*_ABOUT_CHANGES, ""]
     for section, kind in _SECTIONS.items():
         lines.append(f"[{section}]")
         for key in fields(kind):
-            text = f"{key.name} = {_literal(getattr(getattr(config, section), key.name))}"
-            lines.append(f"{text:<30} # {key.metadata['doc']}")
+            text = f"{key.name} = {literal(getattr(getattr(config, section), key.name))}"
+            mark = " [fixed]" if key.metadata["fixed"] else " [stated]" if key.metadata["stated"] else ""
+            lines.append(f"{text:<30} # {key.metadata['doc']}{mark}")
         lines.append("")
     return "\n".join(lines)
 
 
-def first_difference(old: Config, new: Config) -> tuple[str, Any, Any] | None:
-    """The first ``fixed`` key in which two configurations differ: (key, old value, new value)."""
+def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """``{"section.key": (old value, new value)}`` where two configurations differ."""
     before, after = to_values(old), to_values(new)
-    for section, kind in _SECTIONS.items():
-        for key in fields(kind):
-            name = f"{section}.{key.name}"
-            if key.metadata["fixed"] and before[name] != after[name]:
-                return name, before[name], after[name]
-    return None
+    return {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+
+
+def is_marked(key: str, mark: Literal["fixed", "stated"]) -> bool:
+    """Whether ``"section.key"`` is declared so."""
+    section, name = key.split(".")
+    return next(key.metadata[mark] for key in fields(_SECTIONS[section]) if key.name == name)
+
+
+def literal(value: object) -> str:
+    """``value`` as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str):
+        return repr(value)
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'
 
 
 # -- helpers ----------------------------------------------------------------------------------------
@@ -241,6 +261,11 @@ _SECTIONS: dict[str, Any] = {
     "run": RunConfig, "data": DataConfig, "model": ModelConfig, "train": TrainConfig,
     "offload": OffloadConfig, "io": IOConfig, "durability": DurabilityConfig,
 }  # fmt: skip
+
+_ABOUT_CHANGES = (
+    "# A run keeps what is marked [fixed]. What is marked [stated] changes in a run only by --set on the",
+    "# command line. The rest may change whenever a run is continued.",
+)
 
 
 def _known() -> dict[str, Any]:
@@ -287,8 +312,8 @@ def _unknown(key: str, known: list[str]) -> str:
 def _convert(key: str, hint: Any, value: object) -> object:
     """``value`` as the declared type, or ``ConfigError``: TOML's 1 is a float where one is wanted."""
     if get_origin(hint) is Literal:
-        _require(value in get_args(hint), key, value, "must be " + " or ".join(map(_literal, get_args(hint))))
-    elif isinstance(hint, UnionType) or hint == Fraction:
+        _require(value in get_args(hint), key, value, "must be " + " or ".join(map(literal, get_args(hint))))
+    elif hint == Fraction:
         return value if value == "auto" else _convert(key, float, value)
     elif hint is float:
         number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
@@ -308,15 +333,5 @@ def _check_size(key: str, value: str, *, nothing: str) -> None:
     try:
         positive = parse_bytes(value) > 0
     except ValueError as error:
-        raise ConfigError(f"{key} = {_literal(value)}: {error}, or {_literal(nothing)}") from error
-    _require(positive, key, value, f"must be above 0, or {_literal(nothing)}")
-
-
-def _literal(value: object) -> str:
-    """``value`` as TOML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if not isinstance(value, str):
-        return repr(value)
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c >= " " and c != "\x7f" else f"\\u{ord(c):04x}" for c in escaped) + '"'
+        raise ConfigError(f"{key} = {literal(value)}: {error}, or {literal(nothing)}") from error
+    _require(positive, key, value, f"must be above 0, or {literal(nothing)}")

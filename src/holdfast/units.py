@@ -57,6 +57,15 @@ def format_seconds(seconds: float) -> str:
     return f"{hours} h {minutes} min"
 
 
+def counted(count: int, noun: str) -> str:
+    """``count`` things for a person.
+
+    >>> counted(1, "file"), counted(1200, "file")
+    ('1 file', '1,200 files')
+    """
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def round_up(count: int, multiple: int = PAGE) -> int:
     """The smallest multiple of ``multiple`` that is >= ``count``."""
     return -(-count // multiple) * multiple

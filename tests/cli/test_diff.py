@@ -97,6 +97,18 @@ def test_one_changed_tensor_is_named_with_its_largest_difference(run, tmp_path, 
     assert line.split() == ["w3/param", "1", "of", "12", "0.5"]
 
 
+def test_parameters_are_shown_first_and_then_what_differs_most(tmp_path, holdfast):
+    """Step counters differ by whole numbers and would hide the rest."""
+    names = ("w0/param", "w1/param", "w0/step", "w2/param")
+    steps = [
+        {key: np.float32(0) for key in names},
+        dict(zip(names, map(np.float32, (1, 3, 9, 2)), strict=True)),
+    ]
+    run = write_run(tmp_path / "many", *steps)
+    rows = holdfast("diff", f"{run}@1", run).out.splitlines()[-4:]
+    assert [row.split()[0] for row in rows] == ["w1/param", "w2/param", "w0/param", "w0/step"]
+
+
 def test_tensors_that_only_one_has_or_of_another_kind_differ(run, tmp_path, holdfast):
     tensors = values(2, **{"new/param": np.zeros(3, np.uint8), "w1/param": np.zeros((3, 2), np.float32)})
     del tensors["w2/param"]

@@ -1,10 +1,13 @@
 """``ls``, ``show`` and ``verify`` on a run without a model: text for people, JSON for tools, exit codes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from holdfast.cli.inspect import _facts
 from holdfast.cli.runs import Target
+from holdfast.store.reader import RunReader
 from tiny_run import TinyRun
 
 
@@ -85,6 +88,27 @@ def test_show_tells_where_a_commit_came_from_and_what_it_holds(run, holdfast):
     assert "BF16 param, F32 exp_avg" in result.out
 
 
+def test_show_tells_rates_data_and_skipped_steps_where_the_writer_kept_them(run):
+    reader = RunReader(run)
+    progress = {
+        "optimizer": "AdamW",
+        "groups": [{"lr": 1e-3}, {"lr": 1e-3}, {"lr": 5e-4}],
+        "loader": {"consumed": 1200},
+        "skipped_steps": 1,
+    }
+    facts = _facts(replace(reader.head(), progress=progress), [])
+    assert facts["optimizer"] == "AdamW, learning rate 0.001, 0.0005"
+    assert facts["data"] == "1,200 samples consumed"
+    assert facts["skipped"] == "1 step whose loss or gradient was no number"
+    assert facts["parameters"] == "0 in 0 tensors"
+
+
+def test_tables_have_no_blanks_at_the_end_of_a_line(run, holdfast):
+    for verb in ("ls", "show"):
+        out = holdfast(verb, run).out
+        assert [line for line in out.splitlines() if line != line.rstrip()] == []
+
+
 def test_show_an_older_step_by_number(run, holdfast):
     shown = json.loads(holdfast("show", f"{run}@2", "--json").out)
     assert shown["step"] == 2
@@ -94,8 +118,8 @@ def test_show_an_older_step_by_number(run, holdfast):
 
 def test_verify_a_whole_commit(run, holdfast):
     result = holdfast("verify", run)
-    assert result.code == 0
-    assert "step 3 is whole" in result.out
+    assert (result.code, result.err) == (0, "")
+    assert f"{run}@3 is whole" in result.out
     assert json.loads(holdfast("verify", run, "--json").out)["whole"] is True
 
 

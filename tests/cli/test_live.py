@@ -51,7 +51,7 @@ def test_the_newest_step_is_the_newer_one_if_it_is_retired_while_it_is_read(run,
     root = run.store.root
     result = holdfast(verb, root) if verb == "verify" else holdfast(verb, root, root)
     assert result.code == 0, result.err
-    assert result.out.count("step 4") == (1 if verb == "verify" else 2)
+    assert result.out.count("@4") == (1 if verb == "verify" else 2)
 
 
 @pytest.mark.parametrize("verb", ["verify", "diff"])

@@ -5,17 +5,21 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import termios
 import time
 
 import pytest
 from rich.console import Console
 
+from holdfast import __version__ as holdfast_version
 from holdfast.cli import announce, machine, stop
 from holdfast.cli.build import learning_rate_factor
 from holdfast.cli.train import Job
 from holdfast.config import load_config
 from holdfast.events import read_events
+from holdfast.watch.panel import TrainingPanel
 
 TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
@@ -85,15 +89,15 @@ def test_a_run_says_what_it_will_take_and_what_it_came_to(uninterrupted):
     printed = (uninterrupted / "printed").read_text()
     for said in (
         "parameters in 2 blocks",
-        "1 files, 4.9 KiB",
+        "1 file, 4.9 KiB",
         "needed,",
         "written and",
-        "of a 1 TB drive rated for 600 TB written (typical, assumed)",
+        "of an SSD's life if rated for 600 TB",
         "the budget is",
         "Validation loss 5.5",
         "step 4/4",
         "Finished step 4 of 4, which is durable, after ",
-        "at step 0, and guessing a byte has 5.545",
+        "at step 0, and a uniform guess has 5.545.",
         "A sample of what it writes:",
         "    def ",
         f"show      holdfast show {uninterrupted}",
@@ -151,17 +155,6 @@ def test_more_steps_extend_a_finished_run(uninterrupted, tmp_path, arguments, ho
     assert f"it was {first:.3f} at step 0" in result.out
 
 
-def test_another_model_is_refused_by_its_first_difference(uninterrupted, arguments, holdfast):
-    before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
-    result = holdfast(*arguments(uninterrupted, model__width=32, train__steps=9))
-    assert result.code == 2
-    assert result.err == (
-        f"error: {uninterrupted} is another run: its model.width is 16, and 32 was asked for. Give the same "
-        "value, or another directory with --set run.dir=...\n"
-    )
-    assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_in_order_and_the_run_continues_bit_for_bit(
     uninterrupted, tmp_path, arguments, holdfast, holdfast_process, number
@@ -212,6 +205,70 @@ def test_a_killed_run_continues_from_what_it_acknowledged(
     assert json.loads(holdfast("diff", run, uninterrupted, "--json").out)["equal"] is True
 
 
+def test_a_signal_after_the_last_step_leaves_out_the_sample(tmp_path, arguments, holdfast, monkeypatch):
+    real = Job.report_end
+
+    def interrupted(job, *rest):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(job, *rest)
+
+    monkeypatch.setattr(Job, "report_end", interrupted)
+    result = holdfast(*arguments(tmp_path / "run"))
+    assert result.code == 0
+    assert "Finished step 4 of 4, which is durable" in result.out
+    assert events_of(tmp_path / "run", "finished")[0]["sample"] == ""
+
+
+def test_a_signal_in_the_last_step_comes_too_late_to_stop_the_run(tmp_path, arguments, holdfast, monkeypatch):
+    real = TrainingPanel.step
+
+    def interrupted(panel, event):
+        if event["step"] == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(panel, event)
+
+    monkeypatch.setattr(TrainingPanel, "step", interrupted)
+    result = holdfast(*arguments(tmp_path / "run"))
+    assert "Finished step 4 of 4" in result.out
+    assert "Stopped" not in result.out
+
+
+def test_a_sample_ends_when_it_takes_too_long(tmp_path, arguments, holdfast, monkeypatch):
+    monkeypatch.setattr("holdfast.cli.train.SAMPLE_SECONDS", 0.0)
+    assert holdfast(*arguments(tmp_path / "run", train__steps=1)).code == 0
+    assert events_of(tmp_path / "run", "finished")[0]["sample"] == ""
+
+
+def test_a_key_press_while_the_run_is_prepared_leaves_nothing_behind(
+    tmp_path, arguments, holdfast, monkeypatch
+):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.cli.train.make_engine", interrupted)
+    result = holdfast(*arguments(tmp_path / "run"))
+    assert (result.code, result.err) == (130, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_in_a_step_is_an_event_and_the_run_goes_on_from_before(
+    uninterrupted, tmp_path, arguments, holdfast, monkeypatch
+):
+    def broken(*_):
+        raise OSError("the text is gone")
+
+    monkeypatch.setattr("holdfast.data.corpus._read_from", broken)
+    run = tmp_path / "run"
+    keys = {"data__validation_fraction": 0}
+    result = holdfast(*arguments(run, **keys))
+    assert result.code == 3
+    assert result.err == "error: the text is gone\n"
+    assert events_of(run, "failed")[0]["error"] == "OSError: the text is gone"
+    monkeypatch.undo()
+    assert holdfast(*arguments(run, **keys)).code == 0
+    assert steps_of(run) == [1, 2, 3, 4]
+
+
 def test_a_signal_before_the_first_step_ends_in_order_too(tmp_path, arguments, holdfast, monkeypatch):
     real = Job.validate
 
@@ -224,16 +281,6 @@ def test_a_signal_before_the_first_step_ends_in_order_too(tmp_path, arguments, h
     assert result.code == 0
     assert "Stopped by SIGINT after step 0, which is durable." in result.out
     assert steps_of(tmp_path / "run") == []
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_configuration_that_does_not_read_is_not_considered(uninterrupted, tmp_path, arguments, holdfast):
-    run = shutil.copytree(uninterrupted, tmp_path / "run")
-    (run / "config.toml").write_text("[model]\nwings = 2\n")
-    result = holdfast(*arguments(run))
-    assert result.code == 0
-    assert result.err.startswith("warning: the run's own configuration is not considered: unknown")
-    assert len(result.err.splitlines()) == 1
 
 
 def test_two_writers_of_one_run_are_told_apart(tmp_path, arguments, holdfast, holdfast_process):
@@ -267,7 +314,7 @@ def test_a_run_without_held_out_text_has_no_validation(tmp_path, arguments, hold
         ({"train__stepps": 1}, "did you mean train.steps?"),
         ({"model__width": 17}, "model.width = 17: must be a multiple of 2 * model.heads = 4"),
         ({"data__text": "/nowhere"}, "the text '/nowhere' does not exist"),
-        ({"model__context": 4000}, "at least 8001 are needed"),
+        ({"model__context": 4000}, "at least 8,001 are needed"),
         ({"offload__host_budget": "1MiB"}, "budget"),
         ({"offload__device": "abacus"}, "offload.device = 'abacus'"),
         ({"offload__device": "cuda:99"}, "offload.device = 'cuda:99'"),
@@ -286,6 +333,63 @@ def test_the_configuration_is_printed_with_what_was_set(holdfast, tmp_path):
     assert result.code == 0
     (tmp_path / "printed.toml").write_text(result.out)
     assert load_config(tmp_path / "printed.toml") == load_config(None, ["train.steps=7"])
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--sett", "x"], "No such option: --sett"),
+        (["--set"], "Option '--set' requires an argument."),
+        (["a.toml", "b.toml"], "Got unexpected extra argument"),
+    ],
+)
+def test_wrong_usage_is_one_clear_line_too(holdfast, words, said):
+    result = holdfast("train", *words)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"error: {said}")
+    assert result.err.endswith(" `holdfast --help` and `holdfast VERB --help` say more.\n")
+    assert len(result.err.splitlines()) == 1
+
+
+def test_a_verb_that_is_not_there_is_one_clear_line_too(holdfast):
+    result = holdfast("tran")
+    assert (result.code, len(result.err.splitlines())) == (2, 1)
+    assert result.err.startswith("error: No such command 'tran'.")
+
+
+def test_without_a_verb_it_says_what_there_is_and_how_it_ends(holdfast):
+    bare, asked = holdfast(), holdfast("-h")
+    assert (bare.code, bare.err) == (0, "")
+    assert bare.out.rstrip() == asked.out.rstrip()
+    for said in ("train ", "ls ", "show ", "verify ", "diff ", "Exit codes: 0 good;"):
+        assert said in bare.out
+    assert holdfast("--version").out == f"holdfast {holdfast_version}\n"
+
+
+FIRST_IMPORT_OF_TORCH = """
+import os, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"))
+            os._exit(0)
+
+sys.meta_path.insert(0, Watch())
+sys.argv = ["holdfast", "train"]
+from holdfast.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("chosen, used", [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_waiting_threads_of_torch_sleep_unless_somebody_chose_otherwise(chosen, used):
+    """OpenMP reads the policy when torch is loaded."""
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})
+    command = [sys.executable, "-u", "-c", FIRST_IMPORT_OF_TORCH]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{used}\n", done.stderr
 
 
 def test_an_unexpected_error_is_one_line_and_a_traceback_on_demand(holdfast, monkeypatch):
@@ -314,25 +418,27 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
 
 
 @pytest.mark.parametrize(
-    "written, steps, said",
+    "written, said",
     [
-        (81 * 2**20, 320, "takes 0.0045 %"),
-        (10**9, 600, "takes 0.1 %"),
-        (10**9, 60_000, "takes 10 %"),
-        (10**12, 1200, "takes 200 %"),
-        (0, 10, "nothing is written"),
+        (81 * 2**20 * 320, "25.3 GiB in all, 0.0045 %"),
+        (600 * 10**9, "0.1 %"),
+        (60 * 10**12, "10 %"),
+        (1200 * 10**12, "200 %"),
+        (0, "0 B in all, 0 %"),
     ],
 )
-def test_wear_is_said_in_two_digits_with_its_assumption(written, steps, said):
-    assert said in announce.wear(written, steps)
-    assert "600 TB written (typical, assumed)" in announce.wear(written, steps)
+def test_wear_is_said_in_two_digits_with_its_assumption(written, said):
+    assert said in announce.wear(written)
+    assert "if rated for 600 TB" in announce.wear(written)
 
 
 def test_a_sample_shows_control_characters_and_keeps_its_lines(capsys):
-    announce.print_sample(Console(width=80), "def ", "f(x):\n\tif [red]\x1b[31m:\r\x00")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[3] == "    def f(x):"
-    assert lines[4] == "        if [red]�[31m:��"
+    text = "f(x):\n\tif [red]\x1b[31m:\r\x00\n\n" + "y" * 80
+    written = announce.print_sample(Console(width=80), "def ", text)
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[3:5] == ["    def f(x):", "        if [red]�[31m:��"]
+    assert lines[5:] == ["", "    " + "y" * 76, "    yyyy", ""]
+    assert written == text
 
 
 @pytest.mark.parametrize(
@@ -350,16 +456,44 @@ def test_a_machine_without_proc_still_has_memory(tmp_path):
     assert machine.free_host_bytes(tmp_path, tmp_path) > 2**20
 
 
-def test_a_stop_request_hides_control_keys_and_gives_them_back(monkeypatch):
+@pytest.fixture
+def terminal():
+    """A terminal of its own, as a file descriptor."""
     leader, follower = os.openpty()
-    monkeypatch.setattr(stop, "TERMINAL", follower)
-    before = termios.tcgetattr(follower)
-    assert before[3] & termios.ECHOCTL
-    with stop.StopRequest(lambda _: None):
-        assert not termios.tcgetattr(follower)[3] & termios.ECHOCTL
-    assert termios.tcgetattr(follower) == before
+    yield follower
     os.close(leader)
     os.close(follower)
+
+
+def test_a_stop_request_keeps_keys_out_of_the_picture_and_gives_them_back(terminal, monkeypatch):
+    monkeypatch.setattr(stop, "TERMINAL", terminal)
+    before = termios.tcgetattr(terminal)
+    assert before[3] & termios.ECHO
+    with stop.StopRequest(lambda _: None):
+        assert not termios.tcgetattr(terminal)[3] & termios.ECHO
+        assert termios.tcgetattr(terminal)[3] & termios.NOFLSH
+    assert termios.tcgetattr(terminal) == before
+
+
+BACKGROUND = """
+import fcntl, subprocess, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+code = "from holdfast.cli.stop import quiet_keys; print(quiet_keys())"
+print(subprocess.run([sys.executable, "-c", code], process_group=0, capture_output=True, timeout=20).stdout)
+"""
+
+
+def test_a_run_in_the_background_leaves_the_terminal_alone(terminal):
+    """A background process that changes its terminal's settings is stopped by the kernel until it is called back."""
+    done = subprocess.run(
+        [sys.executable, "-c", BACKGROUND],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=terminal,
+        capture_output=True,
+        start_new_session=True,
+        timeout=60,
+    )
+    assert done.stdout == b"b'None\\n'\n", done.stderr
 
 
 def test_a_stop_request_gives_the_signals_back():

@@ -125,8 +125,8 @@ def test_opening_reads_no_text(monkeypatch):
         ("nowhere", "does not exist; name a file, a folder"),
         ("*.nothing", "names no files"),
         ("bare", "names no files"),
-        ("short", "has 8 bytes in 1 files; with a context of 4 at least 9 are needed"),
-        ("empty", "has 0 bytes in 0 files; with a context of 4 at least 9 are needed"),
+        ("short", "has 8 bytes; with a context of 4 at least 9 are needed"),
+        ("empty", "has 0 bytes; with a context of 4 at least 9 are needed"),
     ],
 )
 def test_missing_and_empty_texts_are_refused_in_one_line(tmp_path, name, expected):
@@ -157,3 +157,18 @@ def test_an_unreadable_file_is_refused_before_training(folder, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path.name != "z.txt")
     with pytest.raises(BadInput, match=r"z\.txt, which may not be read"):
         Corpus(str(folder), context=4)
+
+
+def test_a_run_inside_the_folder_is_no_part_of_the_text(folder):
+    def fingerprint():
+        return Corpus(str(folder), context=8).fingerprint
+
+    before = fingerprint()
+    for name in ("run/events.jsonl", "run/state/data/1", "else/commits/1.json", "else/timelines/1.json"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    assert fingerprint() == before
+    (folder / "timelines").mkdir()
+    (folder / "timelines" / "b.py").write_text("y")
+    assert fingerprint() != before

@@ -7,7 +7,7 @@ import torch
 
 import holdfast.data.loader as module
 from holdfast.data.corpus import Corpus
-from holdfast.data.loader import CorpusLoader, SampleLoader
+from holdfast.data.loader import SampleLoader, step_loader
 from holdfast.errors import BadInput, RunMismatch
 
 
@@ -118,7 +118,7 @@ def corpus(tmp_path):
 
 
 def test_a_step_is_a_list_of_micro_batches_for_the_model(corpus):
-    step = next(CorpusLoader(corpus, seed=0, micro_batch_size=3, micro_batches=4))
+    step = next(step_loader(corpus, 3, 4))
     assert len(step) == 4
     for micro_batch in step:
         assert set(micro_batch) == {"tokens", "targets"}
@@ -129,7 +129,7 @@ def test_a_step_is_a_list_of_micro_batches_for_the_model(corpus):
 
 def test_the_same_samples_come_however_a_step_is_divided(corpus):
     def tokens(size, count, rank=0, world_size=1):
-        step = next(CorpusLoader(corpus, 5, size, count, rank=rank, world_size=world_size))
+        step = next(step_loader(corpus, size, count, seed=5, rank=rank, world_size=world_size))
         return torch.cat([micro_batch["tokens"] for micro_batch in step])
 
     assert torch.equal(tokens(12, 1), tokens(3, 4))
@@ -138,7 +138,7 @@ def test_the_same_samples_come_however_a_step_is_divided(corpus):
 
 
 def test_training_never_sees_a_held_out_window(corpus):
-    loader = CorpusLoader(corpus, 0, len(corpus.training), 2)
+    loader = step_loader(corpus, len(corpus.training), 2)
     seen = {tuple(row) for micro_batch in next(loader) for row in micro_batch["tokens"].tolist()}
     held_out = {tuple(sample["tokens"].tolist()) for sample in corpus.validation}
     assert len(held_out) == len(corpus.validation) == 6
@@ -147,11 +147,11 @@ def test_training_never_sees_a_held_out_window(corpus):
 
 
 def test_another_text_is_refused_on_resume(corpus, tmp_path):
-    state = CorpusLoader(corpus, 0, 2, 2).state_dict()
+    state = step_loader(corpus, 2, 2).state_dict()
     (tmp_path / "text").write_bytes(bytes(501))
     other = Corpus(str(tmp_path / "text"), context=8, validation_fraction=0.1)
     with pytest.raises(RunMismatch, match="bytes was 500, now it is 501"):
-        CorpusLoader(other, 0, 2, 2).load_state_dict(state)
+        step_loader(other, 2, 2).load_state_dict(state)
     longer = Corpus(str(tmp_path / "text"), context=16)
     with pytest.raises(RunMismatch, match="context was 8, now it is 16"):
-        CorpusLoader(longer, 0, 2, 2).load_state_dict(state | {"fingerprint": {"context": 8}})
+        step_loader(longer, 2, 2).load_state_dict(state | {"fingerprint": {"context": 8}})

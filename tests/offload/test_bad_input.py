@@ -154,6 +154,16 @@ def test_a_parameter_with_more_precision_than_its_master_is_refused_by_name(tmp_
         offload(tmp_path, model)
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameters_gradient_is_refused_by_name(tmp_path, kind):
+    model = decoder(blocks=2)
+    getattr(model.blocks[1].mlp.up.weight, kind)(lambda grad: None)
+    with refused(
+        tmp_path, ModelNotSupported, r"parameter blocks\.1\.mlp\.up\.weight has a hook on its gradient"
+    ):
+        offload(tmp_path, model)
+
+
 def test_a_model_with_nothing_to_train_is_refused(tmp_path):
     model = decoder(blocks=2).requires_grad_(False)
     with refused(tmp_path, BadInput, "nothing to train"):
@@ -315,7 +325,7 @@ def test_a_budget_too_small_says_the_smallest_that_works(tmp_path):
         ({"budget": holdfast.Budget(host="100GiB")}, "a budget of 107374182400 bytes of host memory"),
         ({"params_on_host": "auto"}, "params_on_host='auto'"),
         ({"optimizer_on_host": "auto", "budget": holdfast.Budget(host="100GiB")}, "optimizer_on_host='auto'"),
-        ({"activations_on_host": None}, "activations_on_host=None"),
+        ({"activations_on_host": "auto"}, "activations_on_host='auto'"),
     ],
     ids=["budget", "params", "optimizer", "activations"],
 )

@@ -295,6 +295,11 @@ def test_a_wait_is_broken_off_at_a_safe_point(executor, log):
         executor.run([op("never", UPDATE), op("a", needs=["never"])], STEP)
 
 
+def test_nothing_together_is_done():
+    """A block whose parameters have no elements has nothing to load: its first step waited for ever."""
+    assert together([]).result(0) is None
+
+
 def test_together_is_done_when_all_are_and_fails_with_the_first_error():
     futures = [Future() for _ in range(3)]
     joined = together(futures)
@@ -396,6 +401,18 @@ def test_every_kind_of_operation_of_a_cpu_run_is_among_those_that_were_made_to_f
             engine.evaluate(batches(0, 2))
             seen |= {op.key.kind for listed in engine.operations.values() for op in listed}
     assert seen - {"evaluate", "norm_block"} == set(KINDS)
+
+
+def test_a_trace_says_when_every_operation_of_a_run_ran(tmp_path):
+    model = decoder(blocks=3)
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        engine.trace(spans := [])
+        engine.step(batches(0, 2))
+        engine.wait()
+        engine.trace(None)
+        engine.step(batches(1, 2))
+        (listed,) = engine.operations.values()
+    assert sorted(span.key for span in spans) == sorted(op.key for op in listed)
 
 
 def test_a_failure_after_the_last_step_is_raised_by_close(tmp_path, monkeypatch):

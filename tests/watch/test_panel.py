@@ -1,6 +1,7 @@
 """The panel: every number a person needs, in a picture of 80 columns or in plain lines."""
 
 import io
+import itertools
 
 import pytest
 from rich.console import Console
@@ -8,9 +9,9 @@ from rich.console import Console
 from holdfast.watch.panel import TrainingPanel, sparkline
 
 STEP = {
-    "event": "step", "step": 12, "loss": 2.3051, "grad_norm": 0.9, "seconds": 0.5, "tokens": 4096,
-    "learning_rate": 2e-3, "durable_step": 11, "read_bytes": 200_000_000, "written_bytes": 150_000_000,
-    "host_bytes": 612 * 2**20, "skipped": False,
+    "step": 12, "loss": 2.3051, "grad_norm": 0.9, "seconds": 0.5, "tokens": 4096,
+    "learning_rate": [2e-3, 1e-3], "durable_step": 11, "read_bytes": 200_000_000,
+    "written_bytes": 150_000_000, "host_bytes": 612 * 2**20, "skipped": None,
 }  # fmt: skip
 
 
@@ -43,14 +44,29 @@ def test_a_plain_line_says_all_of_it():
     )
 
 
+def printed_steps(out):
+    return [int(line.split("/")[0].split()[1]) for line in out.getvalue().splitlines()]
+
+
 def test_plain_lines_come_first_last_and_every_two_seconds():
     panel, out, clock = plain()
     with panel:
         for step in (1, 2, 3, 4, 99, 100):
             panel.step(STEP | {"step": step})
             clock.now += 0.9
-    steps = [line.split("/")[0].split()[1] for line in out.getvalue().splitlines()]
-    assert steps == ["1", "4", "100"]
+    assert printed_steps(out) == [1, 4, 100]
+
+
+def test_plain_lines_become_fewer_until_there_is_one_a_minute():
+    panel, out, clock = plain()
+    panel.steps = 10_000
+    for step in range(1, 10_001):
+        panel.step(STEP | {"step": step})
+        clock.now += 1
+    steps = printed_steps(out)
+    assert steps[:4] == [1, 3, 5, 7]
+    assert 300 < next(step for step in steps if step > 300) <= 310
+    assert {b - a for a, b in itertools.pairwise(steps[:-1]) if a > 1900} == {60}
 
 
 def test_plain_lines_are_not_wrapped():
@@ -60,18 +76,20 @@ def test_plain_lines_are_not_wrapped():
     assert len(out.getvalue().splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    "skipped, said",
-    [
-        (True, "step 12 was skipped: its loss is not a number"),
-        ("the norm is inf", "skipped: the norm is inf"),
-    ],
-)
-def test_a_skipped_step_is_told_and_leaves_no_loss(skipped, said):
+def test_a_skipped_step_is_told_and_is_not_drawn():
     panel, out, _ = plain()
-    panel.step(STEP | {"skipped": skipped, "loss": None})
-    assert said in out.getvalue()
-    assert "loss -" in out.getvalue()
+    panel.step(STEP | {"skipped": "the loss of micro-batch 0 is nan", "loss": float("nan")})
+    assert "step 12 was skipped: the loss of micro-batch 0 is nan\n" in out.getvalue()
+    assert "loss nan" in out.getvalue()
+    panel.picture()
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    panel, out, _ = terminal(120)
+    with panel:
+        panel.step(STEP)
+    assert out.getvalue().startswith("step  12/100")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -93,7 +111,7 @@ def test_the_picture_fits_and_nothing_in_it_is_cut_off(width):
         "read ",
         "GB/s",
         "123.0 GiB of 4.0 GiB",
-        "97 behind",
+        "97 steps behind",
         "▁▁",
         "gradient norm",
     ):
@@ -122,6 +140,21 @@ def test_rates_are_those_of_the_recent_steps():
     for _ in range(20):
         panel.step(STEP | {"step": 100})
     assert "8,192 tokens/s" in out.getvalue().splitlines()[-1]
+
+
+def test_a_step_may_be_added_while_the_picture_is_drawn():
+    """The picture is drawn by a thread of its own."""
+    panel, _, console = terminal(80)
+
+    class Interrupting(dict):
+        def __getitem__(self, key):
+            panel._recent.append(STEP)
+            panel._losses.append(1.0)
+            return super().__getitem__(key)
+
+    for _ in range(3):
+        panel.step(Interrupting(STEP))
+    console.print(panel.picture())
 
 
 @pytest.mark.parametrize("count", [1, 2, 35, 36, 37, 1000])

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,62 +15,50 @@ from rich.console import Console
 from rich.text import Text
 
 from ..config import Config
-from ..units import format_bytes
+from ..units import counted, format_bytes
+from .output import print_facts
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
     from ..offload.preflight import Preflight
 
-DRIVE_BYTES, RATED_BYTES = 10**12, 600 * 10**12
-"""An SSD to measure wear by: 1 TB, rated for 600 TB written. Typical of consumer drives; ours to assume."""
+RATED_BYTES = 600 * 10**12
+"""What an SSD may be written in its life: typical of consumer drives of 1 TB, and ours to assume."""
+
+MARGIN = "    "
+"""Left of generated text."""
 
 
 def announce(console: Console, config: Config, corpus: Corpus, preflight: Preflight, steps_left: int) -> None:
-    """Everything that the run will take, before it takes it."""
+    """Everything that the run will take, before it takes it. 80 columns hold it for a run of common size."""
     written, read = preflight.written_bytes_per_step, preflight.read_bytes_per_step
     needed, free = format_bytes(preflight.needed_bytes), format_bytes(preflight.free_bytes)
-    console.print(Text.assemble(("holdfast", "bold"), "  ", config.run.dir))
-    print_facts(
-        console,
-        {
-            "model": f"{preflight.parameters:,} parameters in {len(preflight.block_names)} blocks, "
-            f"{format_bytes(preflight.state_bytes)} of training state",
-            "text": f"{config.data.text}: {len(corpus.paths):,} files, {format_bytes(corpus.num_bytes)}; "
-            f"{len(corpus.training):,} samples to train on, {len(corpus.validation):,} held out",
-            "space": f"{needed} needed, {free} free in {preflight.directory}",
-            "SSD": f"{format_bytes(written)} written and {format_bytes(read)} read per step; "
-            f"{format_bytes(written * steps_left)} written in {steps_left:,} steps",
-            "wear": wear(written, steps_left),
-            "memory": _memory(preflight),
-        },
-    )
+    console.print(Text.assemble(("holdfast", "bold"), "  ", config.run.dir), soft_wrap=True)
+    facts = {
+        "model": f"{preflight.parameters:,} parameters in {counted(len(preflight.block_names), 'block')}, "
+        f"{format_bytes(preflight.state_bytes)} of training state",
+        "text": f"{config.data.text}: {counted(len(corpus.paths), 'file')}, {format_bytes(corpus.num_bytes)}; "
+        f"{counted(len(corpus.training), 'sample')} and {len(corpus.validation):,} held out",
+        "space": f"{needed} needed, {free} free in {preflight.directory}",
+        "SSD": f"{format_bytes(written)} written and {format_bytes(read)} read per step",
+        "wear": wear(written * steps_left),
+        "memory": _memory(preflight, config.offload.host_budget == "auto"),
+    }
+    print_facts(console, facts, indent="  ")
     console.print()
 
 
-def print_facts(console: Console, facts: dict[str, str]) -> None:
-    """Names and what they are, the latter wrapped between words."""
-    for name, text in facts.items():
-        lines = textwrap.wrap(text, max(40, min(console.width, 100) - 12), break_long_words=False)
-        for number, line in enumerate(lines):
-            console.print(Text.assemble("  ", (f"{'' if number else name:<9}", "dim"), line), soft_wrap=True)
+def wear(written_bytes: int) -> str:
+    """What writing so much in all means for the life of a drive.
 
-
-def wear(written_bytes_per_step: int, steps: int) -> str:
-    """What writing so much means for the life of a drive.
-
-    >>> wear(100_000_000, 300)
-    'this run takes 0.005 % of a 1 TB drive rated for 600 TB written (typical, assumed): 6,000,000 such steps'
+    >>> wear(30 * 2**30)
+    "30.0 GiB in all, 0.0054 % of an SSD's life if rated for 600 TB"
     """
-    drive = (
-        f"a {DRIVE_BYTES // 10**12} TB drive rated for {RATED_BYTES // 10**12} TB written (typical, assumed)"
-    )
-    if written_bytes_per_step == 0:
-        return f"nothing is written: {drive} is not worn"
-    share = 100 * written_bytes_per_step * steps / RATED_BYTES
+    share = 100 * written_bytes / RATED_BYTES
     digits = max(0, 1 - math.floor(math.log10(share))) if 0 < share < 10 else 0
     precise = f"{share:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{share:.0f}"
-    lasts = RATED_BYTES // written_bytes_per_step
-    return f"this run takes {precise} % of {drive}: {lasts:,} such steps"
+    rated = f"{RATED_BYTES // 10**12} TB"
+    return f"{format_bytes(written_bytes)} in all, {precise} % of an SSD's life if rated for {rated}"
 
 
 def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None = None) -> None:
@@ -97,33 +85,51 @@ def without_steps(command: list[str]) -> list[str]:
     return kept
 
 
-def print_sample(console: Console, prompt: str, text: str) -> None:
-    """Text that the model wrote, the given beginning in bold; control characters are shown as such."""
-    shown = "".join(
-        c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text.expandtabs(4)
-    )
+def print_sample(console: Console, prompt: str, pieces: Iterable[str]) -> str:
+    """Print text as a model writes it, behind the bold ``prompt``, and return all of it.
+
+    Lines end at the terminal's edge; control characters are shown as such.
+    """
     console.print("\nA sample of what it writes:\n")
-    first, *rest = shown.split("\n")
-    console.print(Text.assemble("    ", (prompt, "bold"), first), soft_wrap=True)
-    for line in rest:
-        console.print(Text(f"    {line.rstrip()}".rstrip()), soft_wrap=True)
+    console.print(Text.assemble(MARGIN, (prompt, "bold")), end="")
+    written, column, last = "", len(prompt), console.width - len(MARGIN)
+    for piece in pieces:
+        written += piece
+        for character in piece.replace("\t", "    "):
+            if character == "\n" or column == last:
+                console.file.write("\n")
+                column = 0
+            if character != "\n":
+                shown = character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
+                console.file.write(shown if column else MARGIN + shown)
+                column += 1
+        console.file.flush()
+    console.file.write("\n")
+    return written
 
 
 def program() -> list[str]:
     """How this program was called, so that its hints can be pasted."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":
-        return ["python", "-m", "holdfast"]
-    found = shutil.which(called.name)
-    if found is not None and Path(found).resolve() == called.resolve():
-        return [called.name]
-    relative = os.path.relpath(called)
-    return [relative if len(relative) < len(str(called)) else str(called)]
+        return [*_as_called(Path(sys.executable)), "-m", "holdfast"]
+    return _as_called(called)
 
 
-def _memory(preflight: Preflight) -> str:
-    budget = preflight.host_budget
-    limit = "no budget" if budget is None else f"the budget is {format_bytes(budget)}"
+def _as_called(path: Path) -> list[str]:
+    """``path`` by its name if that is enough, else the shorter of relative and absolute."""
+    found = shutil.which(path.name)
+    if found is not None and os.path.abspath(found) == os.path.abspath(path):
+        return [path.name]
+    relative = os.path.relpath(path)
+    return [relative if len(relative) < len(str(path)) else str(path)]
+
+
+def _memory(preflight: Preflight, automatic: bool) -> str:
+    if preflight.host_budget is None:
+        limit = "no budget"
+    else:
+        limit = f"the budget is {format_bytes(preflight.host_budget)}" + ", what is free now" * automatic
     if preflight.host_bytes_predicted is None:
-        return f"{limit}; use was not predicted"
-    return f"{format_bytes(preflight.host_bytes_predicted)} of host memory predicted; {limit}"
+        return f"use was not predicted; {limit}"
+    return f"{format_bytes(preflight.host_bytes_predicted)} predicted; {limit}"

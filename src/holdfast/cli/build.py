@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..config import Config
-from ..data.loader import CorpusLoader
+from ..data.loader import SampleLoader
 from ..events import EventLog
 from ..models.decoder import Decoder, DecoderConfig, init_weights
 from ..offload.blocks import empty_parameters
@@ -22,7 +22,7 @@ from .machine import choose_device, free_host_bytes
 
 
 def make_engine(
-    config: Config, loader: CorpusLoader, events: EventLog, confirm: Callable[[Preflight], None]
+    config: Config, loader: SampleLoader, events: EventLog, confirm: Callable[[Preflight], None]
 ) -> Engine:
     """The decoder, its optimizer, schedule and text, out of core. Fresh, or as the newest commit has them."""
     seed_all(config.run.seed)
@@ -32,6 +32,7 @@ def make_engine(
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
     sample = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
     engine = offload(
         model,
         optimizer,
@@ -63,9 +64,12 @@ def make_engine(
         events=events,
         confirm=confirm,
     )
-    for group, base in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
-        # a run that goes on for another number of steps has the rates of that number from here on
-        group["lr"] = base * learning_rate_factor(scheduler.last_epoch, warmup, steps)
+    # a run that goes on with other hyper-parameters, or for another number of steps, has theirs from here on
+    highest = config.train.learning_rate
+    scheduler.base_lrs = [highest for _ in decays]
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        rate = highest * learning_rate_factor(scheduler.last_epoch, warmup, steps)
+        group |= {"initial_lr": highest, "lr": rate, "weight_decay": decay}
     return engine
 
 

@@ -16,7 +16,7 @@ from rich.markup import escape
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import format_bytes
-from .inspect import console, plain_table, print_json
+from .output import console, plain_table, print_json, print_table
 from .runs import label, summary, with_commits
 
 CHUNK = 1 << 20
@@ -118,13 +118,18 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _print_table(different: list[dict[str, Any]]) -> None:
-    table = plain_table("tensor", ">elements differing", ">largest difference")
-    ordered = sorted(different, key=lambda row: -math.inf if row["largest"] is None else -row["largest"])
+    """Parameters first, and of them what differs most."""
+    table = plain_table("tensor", ">elements that differ", ">by at most")
+    ordered = sorted(different, key=lambda row: (not row["atom"].endswith("/param"), -_largest(row)))
     for row in ordered[:SHOWN]:
         largest = "not a number" if row["largest"] is None else f"{row['largest']:.3g}"
         table.add_row(escape(row["atom"]), f"{row['differing']:,} of {row['elements']:,}", largest)
-    console().print(table)
+    print_table(console(), table)
     _print_rest(len(ordered) - SHOWN)
+
+
+def _largest(row: dict[str, Any]) -> float:
+    return math.inf if row["largest"] is None else row["largest"]
 
 
 def _print_some(lines: list[str]) -> None:

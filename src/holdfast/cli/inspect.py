@@ -5,9 +5,7 @@ Each gathers plain data first and then prints it, as text for a person or as one
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,8 @@ from rich.table import Table
 from ..errors import CommitRetired, Damaged
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
-from ..units import format_bytes
+from ..units import counted, format_bytes
+from .output import console, plain_table, print_facts, print_json, print_table
 from .runs import label, local_time, open_run, summary, with_commits
 
 
@@ -47,7 +46,7 @@ def ls(run: Path, *, as_json: bool) -> None:
     table = plain_table(">step", ">timeline", "written", ">size", "")
     for number, entry in enumerate(commits):
         table.add_row(*_row(entry, newest=number == 0))
-    console().print(table)
+    print_table(console(), table)
 
 
 def show(commit: str, *, as_json: bool) -> None:
@@ -63,23 +62,9 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
         )
         return
     out = console()
-    facts = Table.grid(padding=(0, 3))
-    facts.add_column(style="dim")
-    sizes = [math.prod(atom["shape"]) for atom in atoms if atom["slot"] == "param"]
-    fork = "the beginning" if manifest.parent is None else f"step {manifest.fork_step} of {manifest.parent}"
-    writer = manifest.writer
-    for name, value in (
-        ("step", f"{manifest.step:,}"),
-        ("timeline", f"{manifest.timeline}, from {fork}"),
-        ("written", f"{local_time(manifest.created)} by process {writer.get('pid')} on {writer.get('host')}"),
-        ("size", f"{format_bytes(manifest.total_bytes)} in {len(manifest.files)} files"),
-        ("parameters", f"{sum(sizes):,} in {len(sizes)} tensors"),
-        ("progress", ", ".join(manifest.progress)),
-    ):
-        facts.add_row(name, escape(value))
-    out.print(facts)
+    print_facts(out, _facts(manifest, atoms))
     out.print()
-    out.print(_atom_table(atoms))
+    print_table(out, _atom_table(atoms))
 
 
 def verify(commit: str, *, as_json: bool) -> bool:
@@ -101,33 +86,44 @@ def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
             summary(manifest) | {"whole": not damaged, "damaged": [_damage(error) for error in damaged]}
         )
     elif damaged:
-        print(f"{label(reader, manifest)} is damaged in {len(damaged)} place{'s' * (len(damaged) > 1)}:")
+        print(f"{label(reader, manifest)} is damaged in {counted(len(damaged), 'place')}:")
         for error in damaged:
             print(f"  {error}")
     else:
-        size = f"{format_bytes(manifest.total_bytes)} in {len(manifest.files)} files"
-        print(f"{label(reader, manifest)} is whole: {size}, every byte as it was written")
+        print(f"{label(reader, manifest)} is whole: {_size(manifest)}, every byte as it was written")
     return not damaged
 
 
-def plain_table(*columns: str) -> Table:
-    """A table of left-aligned columns, those named with ``>`` in front right-aligned."""
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for column in columns:
-        right = column.startswith(">")
-        table.add_column(
-            column.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold"
+def _facts(manifest: Manifest, atoms: list[dict[str, Any]]) -> dict[str, str]:
+    """What a person wants to know of a commit before its tensors. Progress is whatever the writer kept."""
+    fork = (
+        "the beginning"
+        if manifest.parent is None
+        else f"step {manifest.fork_step} of timeline {manifest.parent}"
+    )
+    writer, progress = manifest.writer, manifest.progress
+    sizes = [math.prod(atom["shape"]) for atom in atoms if atom["slot"] == "param"]
+    facts = {
+        "step": f"{manifest.step:,}",
+        "timeline": f"{manifest.timeline}, from {fork}",
+        "written": f"{local_time(manifest.created)} by process {writer.get('pid')} on {writer.get('host')}",
+        "size": _size(manifest),
+        "parameters": f"{sum(sizes):,} in {counted(len(sizes), 'tensor')}",
+    }
+    if "optimizer" in progress:
+        rates = dict.fromkeys(f"{group['lr']:.4g}" for group in progress["groups"] if "lr" in group)
+        facts["optimizer"] = f"{progress['optimizer']}, learning rate {', '.join(rates) or 'not kept'}"
+    if "consumed" in progress.get("loader", {}):
+        facts["data"] = f"{counted(progress['loader']['consumed'], 'sample')} consumed"
+    if progress.get("skipped_steps"):
+        facts["skipped"] = (
+            f"{counted(progress['skipped_steps'], 'step')} whose loss or gradient was no number"
         )
-    return table
+    return facts
 
 
-def console() -> Console:
-    """Standard output. Piped, it is as wide as its lines."""
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-
-
-def print_json(document: Any) -> None:
-    print(json.dumps(document, indent=2))
+def _size(manifest: Manifest) -> str:
+    return f"{format_bytes(manifest.total_bytes)} in {counted(len(manifest.files), 'file')}"
 
 
 def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
@@ -161,7 +157,8 @@ def _atom_table(atoms: list[dict[str, Any]]) -> Table:
 
 def _verify_showing_progress(reader: RunReader, manifest: Manifest, *, quiet: bool) -> list[Damaged]:
     columns = "reading", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
+    out = Console(stderr=True)
+    with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as progress:
         task = progress.add_task("reading", total=manifest.total_bytes)
         return reader.verify(manifest, report=lambda done, total: progress.update(task, completed=done))
 

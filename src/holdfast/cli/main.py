@@ -1,13 +1,14 @@
 """``holdfast``: the verbs, and how they end.
 
-A verb imports what it needs when it runs, so that ``holdfast ls`` costs no torch. Every error is one clear
-line on stderr and an exit code: 0 good; 1 the thing asked about is not so; 2 bad usage or configuration;
-3 the world failed, with the state left recoverable. ``HOLDFAST_DEBUG=1`` adds the traceback.
+A verb imports what it needs when it runs, so that ``holdfast ls`` costs no torch. Every error, of usage too, is
+one clear line on stderr and an exit code: ``EXIT_CODES``. ``HOLDFAST_DEBUG=1`` adds the traceback.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -16,36 +17,62 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import __version__
 from ..errors import HoldfastError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Training state that fits, survives and moves: train out of core, with every step durable.",
+EXIT_CODES = (
+    "Exit codes: 0 good; 1 what was asked about is not so (damage, a difference); 2 bad usage or configuration, "
+    "nothing was written; 3 the disk or the machine failed, what was acknowledged is safe; 130 and 143 left at once "
+    "on SIGINT and SIGTERM."
 )
 
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
+)
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 Commit = Annotated[
-    str, typer.Argument(metavar="RUN[@STEP]", help="A run directory; its newest step, or this one.")
+    str, typer.Argument(metavar="RUN[@STEP]", help="A run directory, and a step of it; else its newest.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+
+
+@app.callback(invoke_without_command=True)
+def _top(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    """Train a language model out of core, with every step durable, and look at what a run holds."""
+    if version:
+        print(f"holdfast {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
 def train(
     config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG.toml", help="The run; every key has a default.")
+        Path | None, typer.Argument(metavar="CONFIG.toml", help="What to train; every key has a default.")
     ] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key, such as train.steps=200."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Set a key, such as train.steps=200; may be repeated."
+        ),
     ] = None,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the configuration, every key explained, and leave.")
     ] = False,
 ) -> None:
-    """Train a language model, or continue the run where it was."""
-    from ..config import load_config, to_toml
+    """Train a language model, or continue the run where it was.
+
+    Ctrl-C ends the step, commits it and leaves; the same command goes on from there.
+    """
+    from ..config import key_of, load_config, to_toml
 
     chosen = load_config(config, sets or ())
     if print_config:
@@ -55,13 +82,11 @@ def train(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from .train import train as run
 
-    run(chosen)
+    run(chosen, stated={key_of(text) for text in sets or ()})
 
 
 @app.command()
-def ls(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")], json: AsJson = False
-) -> None:
+def ls(run: Run, json: AsJson = False) -> None:
     """List the commits of a run, newest first."""
     from .inspect import ls as list_commits
 
@@ -78,7 +103,7 @@ def show(commit: Commit, json: AsJson = False) -> None:
 
 @app.command()
 def verify(commit: Commit, json: AsJson = False) -> None:
-    """Read every byte of a commit again; exit 1 if any is not as it was written."""
+    """Read every byte of a commit again; exit 1 if any is damaged."""
     from .inspect import verify as verify_commit
 
     raise typer.Exit(0 if verify_commit(commit, as_json=json) else 1)
@@ -99,17 +124,27 @@ def diff(
 def main() -> None:
     """The entry point of the ``holdfast`` script."""
     warnings.showwarning = show_warning
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # no terminal is too plain for a path or a sample
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except typer.Abort:  # Ctrl-C, where there is nothing to finish
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
         if os.environ.get("HOLDFAST_DEBUG"):
             traceback.print_exc()
         print(f"error: {text_of(error)}", file=sys.stderr)
-        sys.exit(error.exit_code if isinstance(error, HoldfastError) else 3)
+        sys.exit(getattr(error, "exit_code", 3))
 
 
 def text_of(error: Exception) -> str:
     """One line for a person. What is not ours or the system's is named as the bug it probably is."""
+    if hasattr(error, "format_message"):  # of usage
+        text = error.format_message()
+        return (
+            f"{text}{'' if text[-1:] in '.?' else '.'} `holdfast --help` and `holdfast VERB --help` say more."
+        )
     text = " ".join(str(error).split())
     if isinstance(error, (HoldfastError, OSError)):
         return text

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 import re
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..config import Config, load_config
-from ..errors import ConfigError, NoCommit
+from ..errors import NoCommit
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.reader import RunReader, again_if_retired
+from .record import read_record, state_directory
 
 T = TypeVar("T")
-
-
-CONFIGURATION = "config.toml"
-"""The resolved configuration of a run, in its directory."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +68,14 @@ def open_run(run: Path) -> RunReader:
     """The run in directory ``run``; its state may lie elsewhere, where its configuration says."""
     if not run.is_dir():
         raise NoCommit(f"{run} is not a directory; name the directory of a run, such as runs/default")
-    return LocalStore.read(state_directory(run))
-
-
-def state_directory(run: Path) -> Path:
-    config = stored_config(run)
-    return Path(config.offload.ssd) if config is not None and config.offload.ssd else run
-
-
-def stored_config(run: Path) -> Config | None:
-    """The configuration that the run was last trained with. Warns and is None where it cannot be read."""
-    path = run / CONFIGURATION
-    try:
-        return load_config(path) if path.exists() else None
-    except ConfigError as error:
-        warnings.warn(f"the run's own configuration is not considered: {error}", stacklevel=2)
-        return None
+    if (run / "commits").is_dir():
+        return LocalStore.read(run)
+    return LocalStore.read(state_directory(run, read_record(run)))
 
 
 def label(reader: RunReader, manifest: Manifest) -> str:
-    return f"{reader.root}  step {manifest.step:,}"
+    """The commit as it may be named to the next verb."""
+    return f"{reader.root}@{manifest.step}"
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:

@@ -21,31 +21,31 @@ TERMINAL = 0
 
 
 class StopRequest:
-    """While entered, whether somebody wants the run to stop; ``said`` is then given the text to show."""
+    """While entered, whether somebody wants the run to stop; ``show`` is then given the text that says so."""
 
-    def __init__(self, said: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str], None]) -> None:
         self.requested = ""
         """The name of the signal, or nothing."""
-        self._said = said
+        self._show = show
         self._previous: dict[int, Any] = {}
-        self._echo: list[Any] | None = None
+        self._terminal: list[Any] | None = None
 
     def __enter__(self) -> StopRequest:
         self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        self._echo = hide_control_keys()
+        self._terminal = quiet_keys()
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
-        show_control_keys(self._echo)
+        restore(self._terminal)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested:
-            show_control_keys(self._echo)
+            restore(self._terminal)
             leave_at_once(number)
         self.requested = signal.Signals(number).name
-        self._said(f"{self.requested}: finishing this step and committing; again to leave at once")
+        self._show(f"{self.requested}: finishing this step and committing; again to leave at once")
 
 
 def leave_at_once(number: int) -> None:
@@ -55,17 +55,28 @@ def leave_at_once(number: int) -> None:
     os._exit(128 + number)
 
 
-def hide_control_keys() -> list[Any] | None:
-    """Keep the terminal from writing ``^C`` into the picture; its settings, None without one."""
+def quiet_keys() -> list[Any] | None:
+    """Keep key presses out of the picture: the terminal writes none of them into it, and Ctrl-C does not throw
+    away what was printed and not yet shown. Its settings before; None where there is no terminal of ours."""
     try:
         settings = termios.tcgetattr(TERMINAL)
-        quiet = [*settings[:3], settings[3] & ~termios.ECHOCTL, *settings[4:]]
-        termios.tcsetattr(TERMINAL, termios.TCSANOW, quiet)
-        return settings
-    except (termios.error, OSError):
+    except termios.error:
         return None
+    local = settings[3] & ~termios.ECHO | termios.NOFLSH
+    return settings if set_terminal([*settings[:3], local, *settings[4:]]) else None
 
 
-def show_control_keys(settings: list[Any] | None) -> None:
+def restore(settings: list[Any] | None) -> None:
     if settings is not None:
-        termios.tcsetattr(TERMINAL, termios.TCSANOW, settings)
+        set_terminal(settings)
+
+
+def set_terminal(settings: list[Any]) -> bool:
+    """Change the terminal, unless this process is in the background, where the attempt would stop it."""
+    try:
+        if os.tcgetpgrp(TERMINAL) != os.getpgrp():
+            return False
+    except OSError:
+        pass  # it controls no process
+    termios.tcsetattr(TERMINAL, termios.TCSANOW, settings)
+    return True

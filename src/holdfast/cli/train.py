@@ -6,9 +6,12 @@ directory decides. Losses are nats per byte.
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
+import random
 import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +19,20 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from ..config import Config, first_difference, to_toml, to_values
+from ..config import Config, to_values
 from ..data.corpus import Corpus
-from ..data.loader import CorpusLoader, micro_batches_of
-from ..errors import Damaged, NoCommit, RunMismatch
+from ..data.loader import SampleLoader, micro_batches_of, step_loader
+from ..errors import Damaged, NoCommit
 from ..events import EventLog, read_events
 from ..offload.engine import Engine
 from ..offload.preflight import Preflight
-from ..store.files import Disk, write_durably
 from ..store.local import LocalStore
 from ..units import format_seconds
 from ..watch.panel import TrainingPanel
 from .announce import announce, print_sample, say_how_to_go_on
 from .build import make_engine
-from .inspect import console as standard_output
-from .runs import CONFIGURATION, stored_config
+from .output import console as standard_output
+from .record import changes_to_run, describe, state_directory, write_record
 from .stop import StopRequest
 
 VALIDATION_SAMPLES = 64
@@ -38,30 +40,41 @@ VALIDATION_SAMPLES = 64
 
 PROMPT, SAMPLE_BYTES, TEMPERATURE = "def ", 240, 0.7
 
+SAMPLE_SECONDS = 20.0
+"""After which a sample ends: each byte takes the whole model from the SSD."""
 
-def train(config: Config) -> None:
-    """Run, continue or extend the run that ``config`` describes. Returns when it is done or was stopped."""
+
+def train(config: Config, stated: Collection[str] = ()) -> None:
+    """Run, continue or extend the run that ``config`` describes. Returns when it is done or was stopped.
+
+    ``stated`` are the keys that may change what a run that goes on computes. Raises ``RunMismatch`` for others.
+    """
     console = standard_output()
     run = Path(config.run.dir)
-    refuse_another_run(run, config)
-    done = newest_step(config)
+    changed = changes_to_run(config, stated)
+    done = newest_step(state_directory(run, config))
     if done >= config.train.steps:
         console.print(
-            f"{run} is finished: step {done:,} is durable, and train.steps is {config.train.steps:,}."
+            f"{run} is finished: step {done:,} is durable, and train.steps is {config.train.steps:,}.",
+            soft_wrap=True,
         )
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
     data = config.data
     corpus = Corpus(data.text, context=config.model.context, validation_fraction=data.validation_fraction)
-    loader = CorpusLoader(corpus, config.run.seed, config.train.micro_batch_size, config.train.micro_batches)
+    loader = step_loader(
+        corpus, config.train.micro_batch_size, config.train.micro_batches, seed=config.run.seed
+    )
     events = EventLog(run / "events.jsonl")
 
     def confirm(preflight: Preflight) -> None:
         announce(console, config, corpus, preflight, steps_left=config.train.steps - done)
 
-    with make_engine(config, loader, events, confirm) as engine:
-        store_configuration(run, config)
-        Job(config, console, corpus, loader, engine, events).run()
+    with console.status(f"reading all of step {done:,}" if done else "making the first commit"):
+        engine = make_engine(config, loader, events, confirm)
+    with engine:
+        write_record(config)
+        Job(config, console, corpus, loader, engine, events).run(changed)
 
 
 class Job:
@@ -72,7 +85,7 @@ class Job:
         config: Config,
         console: Console,
         corpus: Corpus,
-        loader: CorpusLoader,
+        loader: SampleLoader,
         engine: Engine,
         events: EventLog,
     ) -> None:
@@ -86,22 +99,33 @@ class Job:
             commit_every=config.durability.every,
         )
 
-    def run(self) -> None:
-        started, first = time.perf_counter(), self.engine.steps_done
-        self.events.emit("run", first_step=first, pid=os.getpid(), config=to_values(self.config))
-        if self.engine.resumed_from is not None:
-            self.console.print(f"Continuing after step {first:,}, the newest that is whole.")
+    def run(self, changed: dict[str, tuple[Any, Any]]) -> None:
+        """Take the steps and report the end. ``changed`` are the keys that are not as they were before."""
+        started = time.perf_counter()
         with StopRequest(self.panel.announce_stop) as stop:
-            start = self.validate()
-            if start is not None:
-                self.console.print(f"Validation loss {start['loss']:.3f} at step {first:,}.")
-            self.take_steps(stop)
-        if stop.requested:
-            self.report_stop(stop.requested)
-            say_how_to_go_on(self.console, self.config)
-        else:
-            self.report_end(start, time.perf_counter() - started)
-            say_how_to_go_on(self.console, self.config, extend_to=2 * self.engine.steps_done)
+            self.begin(changed)
+            before = self.validate()
+            if before is not None:
+                self.say(f"Validation loss {before['loss']:.3f} at step {before['step']:,}.")
+            try:
+                self.take_steps(stop)
+            except Exception as error:
+                self.events.emit(
+                    "failed", step=self.engine.steps_done, error=f"{type(error).__name__}: {error}"
+                )
+                raise
+            if self.engine.steps_done < self.config.train.steps:
+                self.report_stop(stop.requested)
+            else:
+                self.report_end(before, time.perf_counter() - started, stop)
+
+    def begin(self, changed: dict[str, tuple[Any, Any]]) -> None:
+        first, values = self.engine.steps_done, to_values(self.config)
+        self.events.emit("run", first_step=first, pid=os.getpid(), config=values, changed=changed)
+        if self.engine.resumed_from is not None:
+            self.say(f"Continuing after step {first:,}, the newest that is whole.")
+        if changed:
+            self.say(f"Changed from here on: {describe(changed)}.")
 
     def take_steps(self, stop: StopRequest) -> None:
         """Train to the last step, or until somebody wants to stop, and commit what was reached."""
@@ -119,62 +143,46 @@ class Job:
         if not samples:
             return None
         batches = micro_batches_of(samples, self.config.train.micro_batch_size)
-        event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
+        with self.console.status("reading held-out text"):
+            event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
         self.events.emit("validation", **event)
         return event
 
     def report_stop(self, signal_name: str) -> None:
         done, durable = self.engine.steps_done, self.engine.durable_step
         self.events.emit("stopped", signal=signal_name, step=done, durable_step=durable)
-        self.console.print(f"Stopped by {signal_name} after step {done:,}, {self.kept()}.")
+        self.say(f"Stopped by {signal_name} after step {done:,}, {self.kept()}.")
+        say_how_to_go_on(self.console, self.config)
+
+    def report_end(self, before: dict[str, Any] | None, seconds: float, stop: StopRequest) -> None:
+        done = self.engine.steps_done
+        self.say(f"Finished step {done:,} of {done:,}, {self.kept()}, after {format_seconds(seconds)}.")
+        after = self.validate()
+        if before is not None and after is not None:
+            first = first_validation(self.events.path) or before
+            self.say(
+                f"Validation loss {after['loss']:.3f}; it was {first['loss']:.3f} at step {first['step']:,}, "
+                f"and a uniform guess has {math.log(256):.3f}."
+            )
+        text = print_sample(self.console, PROMPT, write_sample(self.engine, self.config, stop))
+        self.events.emit(
+            "finished", step=done, durable_step=self.engine.durable_step, seconds=seconds, sample=text
+        )
+        say_how_to_go_on(self.console, self.config, extend_to=2 * done)
 
     def kept(self) -> str:
         if self.engine.durable_step == self.engine.steps_done:
             return "which is durable"
         return "and nothing was committed: durability.every is 0"
 
-    def report_end(self, start: dict[str, Any] | None, seconds: float) -> None:
-        done = self.engine.steps_done
-        self.console.print(
-            f"Finished step {done:,} of {done:,}, {self.kept()}, after {format_seconds(seconds)}."
-        )
-        end = self.validate()
-        if start is not None and end is not None:
-            first = first_validation(self.events.path) or start
-            self.console.print(
-                f"Validation loss {end['loss']:.3f}; it was {first['loss']:.3f} at step {first['step']:,}, "
-                f"and guessing a byte has {math.log(256):.3f}."
-            )
-        text = write_sample(self.engine, self.config)
-        self.events.emit(
-            "finished", step=done, durable_step=self.engine.durable_step, seconds=seconds, sample=text
-        )
-        print_sample(self.console, PROMPT, text)
+    def say(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True)
 
 
-def refuse_another_run(run: Path, config: Config) -> None:
-    """Raise ``RunMismatch`` if ``run`` was trained with something else that a run cannot change."""
-    stored = stored_config(run)
-    difference = None if stored is None else first_difference(stored, config)
-    if difference is not None:
-        key, before, now = difference
-        raise RunMismatch(
-            f"{run} is another run: its {key} is {before!r}, and {now!r} was asked for. Give the same value, "
-            "or another directory with --set run.dir=..."
-        )
-
-
-def store_configuration(run: Path, config: Config) -> None:
-    """Keep the resolved configuration in the run's directory, durably."""
-    disk = Disk(run)
-    disk.makedirs("")
-    write_durably(disk, CONFIGURATION, to_toml(config).encode(), why="configuration")
-
-
-def newest_step(config: Config) -> int:
-    """The newest step that the run's directory has, 0 if none; the engine finds out whether it is whole."""
+def newest_step(state: Path) -> int:
+    """The newest step that a run's state has, 0 if none; the engine finds out whether it is whole."""
     try:
-        newest = LocalStore.read(config.offload.ssd or config.run.dir).head()
+        newest = LocalStore.read(state).head()
     except (NoCommit, Damaged):
         return 0
     return 0 if newest is None else newest.step
@@ -192,10 +200,16 @@ def first_validation(path: Path | None) -> dict[str, Any] | None:
     return next(found, None)
 
 
-def write_sample(engine: Engine, config: Config) -> str:
-    """What the model writes after ``PROMPT``; its bytes are read as UTF-8 where they are that."""
-    tokens = torch.tensor([list(PROMPT.encode())])
-    made = engine.generate(
-        tokens, SAMPLE_BYTES, temperature=TEMPERATURE, seed=config.run.seed, context=config.model.context
-    )
-    return bytes(made[0, tokens.shape[1] :].tolist()).decode(errors="replace")
+def write_sample(engine: Engine, config: Config, stop: StopRequest) -> Iterator[str]:
+    """What the model writes after ``PROMPT``, byte by byte; its bytes are read as UTF-8 where they are that."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    tokens, ends = torch.tensor([list(PROMPT.encode())]), time.perf_counter() + SAMPLE_SECONDS
+    seeds = random.Random(config.run.seed)
+    for _ in range(SAMPLE_BYTES):
+        if stop.requested or time.perf_counter() > ends:
+            break
+        tokens = engine.generate(
+            tokens, 1, temperature=TEMPERATURE, seed=seeds.getrandbits(63), context=config.model.context
+        )
+        yield decoder.decode(bytes([int(tokens[0, -1])]))
+    yield decoder.decode(b"", final=True)

@@ -22,6 +22,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import BadInput, DiskFailed
+from ..units import counted
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 """Folders below the standard library that are other people's code, or tests."""
@@ -54,8 +55,8 @@ class Corpus:
         needed = context * (2 if validation_fraction else 1) + 1
         if self.num_bytes < needed:
             raise BadInput(
-                f"the text {text!r} has {self.num_bytes} bytes in {len(self.paths)} files; with a context of "
-                f"{context} at least {needed} are needed. Name more text, or lower model.context."
+                f"the text {text!r} has {counted(self.num_bytes, 'byte')}; with a context of {context} at least "
+                f"{needed:,} are needed. Name more text, or lower model.context."
             )
         self.training, self.validation = split(self, validation_fraction)
 
@@ -138,8 +139,12 @@ def find_files(text: str) -> tuple[Path, list[Path]]:
 
 
 def _walk(root: Path, skipped: set[str]) -> Iterator[Path]:
-    """Regular files below ``root``, without hidden ones and what lies in ``skipped`` folders."""
+    """Regular files below ``root``, without hidden ones, what lies in ``skipped`` folders, and runs: a run that
+    trains on the folder it lies in must find the same text when it goes on."""
     for folder, subfolders, names in os.walk(root):
+        if "events.jsonl" in names or {"commits", "timelines"} <= set(subfolders):
+            subfolders.clear()
+            continue
         subfolders[:] = [name for name in subfolders if name not in skipped and not name.startswith(".")]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
         yield from (path for path in paths if path.is_file())

@@ -102,30 +102,27 @@ loader = SampleLoader
 """``holdfast.loader``: over any map-style dataset, as one would write ``DataLoader``."""
 
 
-class CorpusLoader(SampleLoader):
+def step_loader(
+    corpus: Corpus,
+    micro_batch_size: int,
+    micro_batches: int,
+    *,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> SampleLoader:
     """Optimizer steps over a corpus: each item is a list of ``micro_batches`` dicts for the model.
 
     In each, ``tokens`` and ``targets`` are int64[micro_batch_size, context].
     """
-
-    def __init__(
-        self,
-        corpus: Corpus,
-        seed: int,
-        micro_batch_size: int,
-        micro_batches: int,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-    ) -> None:
-        super().__init__(
-            corpus.training,
-            micro_batch_size * micro_batches,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            collate=lambda samples: micro_batches_of(samples, micro_batch_size),
-        )
+    return SampleLoader(
+        corpus.training,
+        micro_batch_size * micro_batches,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        collate=lambda samples: micro_batches_of(samples, micro_batch_size),
+    )
 
 
 def micro_batches_of(samples: Sequence[dict[str, Tensor]], size: int) -> list[dict[str, Tensor]]:

@@ -23,11 +23,11 @@ from .runtime import InputScratch, Runtime, Stored
 from .units import Unit, as_tensor
 
 
-def stored_units(parts: Parts, store: LocalStore, copies: int) -> dict[str, Generations]:
+def stored_units(parts: Parts, store: LocalStore) -> dict[str, Generations]:
     """The files of every unit, by the name under which a commit refers to them. Nothing is written yet."""
     found = {}
     for unit in parts.all_units:
-        found[unit.name] = store.unit(unit.name, unit.layout, copies)
+        found[unit.name] = store.unit(unit.name, unit.layout, store.retain + store.spare)
         if unit.frozen:
             found[unit.frozen_name] = store.unit(unit.frozen_name, unit.frozen_layout, 1)
     return found
@@ -58,7 +58,9 @@ def build(
         param_offsets=_offsets([unit.copy_bytes for unit in parts.units]),
         grad_scratch=store.scratch("gradients", grads) if grads else None,
         grad_offsets=_offsets([unit.grad_bytes for unit in parts.units]),
-        input_scratch=InputScratch(lambda nbytes: store.scratch(f"inputs-{next(extents)}", nbytes)),
+        input_scratch=InputScratch(
+            lambda nbytes: store.scratch(f"inputs-{next(extents)}", nbytes), store.remove_scratch
+        ),
         resident_buffer=pool.take(resident.layout.file_bytes, "resident state"),
         resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
         parameter_order=[parameter.name for parameter in parts.captured.parameters],
@@ -70,11 +72,19 @@ def _offsets(sizes: list[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
 
 
-def fill_fresh(run: Runtime, init: Init | None, seed: int) -> None:
+def fill(run: Runtime, found: Manifest | None, init: Init | None) -> None:
+    """Every unit as ``found`` has it; of a fresh run, with initial values."""
+    if found is None:
+        _fill_fresh(run, init)
+    else:
+        _fill_from(run, found)
+
+
+def _fill_fresh(run: Runtime, init: Init | None) -> None:
     """Initial values of every unit: written to its first generation, and its working copy derived."""
-    with rng.preserved_generators(torch.device("cpu")):
+    with rng.own_generators(torch.device("cpu")):
         for block, unit in enumerate(run.units):
-            values = initial_values(run.model, unit, init, seed)
+            values = initial_values(run.model, unit, init, run.seed)
             state, frozen = _images(run, block)
             unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
             for member in unit.trained:
@@ -88,7 +98,7 @@ def fill_fresh(run: Runtime, init: Init | None, seed: int) -> None:
             _derive(run, block, state, frozen)
 
 
-def fill_from(run: Runtime, manifest: Manifest) -> None:
+def _fill_from(run: Runtime, manifest: Manifest) -> None:
     """Every unit as ``manifest`` has it, each byte verified as it is read."""
     for block, unit in enumerate(run.units):
         state, frozen = _images(run, block)

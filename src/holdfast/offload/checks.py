@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import BadInput
-from ..store.files import AnyDisk
+from ..store.files import AnyDisk, check_place
 from .planning import SCHEDULES
 
 
@@ -52,5 +52,5 @@ def check_stateful(scheduler: Any, loader: Any) -> None:
 
 
 def check_directory(ssd: str | Path, disk: AnyDisk | None) -> None:
-    if disk is None and Path(ssd).exists() and not Path(ssd).is_dir():
-        raise BadInput(f"{ssd} is a file. Give a directory for the run; it is made if it is not there.")
+    if disk is None:
+        check_place(ssd)

@@ -27,7 +27,7 @@ from .blocks import install
 from .executor import Executor
 from .export import newest_values, state_dict
 from .interrupts import deferred
-from .microbatches import all_cancelled, evaluating, extract_loss, module_call
+from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, module_call
 from .ops import handlers
 from .ops.commit import publish
 from .planning import EVALUATION_BATCHES, Plan
@@ -86,7 +86,8 @@ class Engine:
     # What a user calls
 
     def step(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
-        """One optimizer step over ``micro_batches``: keyword dicts for the model, or tuples with ``loss_fn``.
+        """One optimizer step over ``micro_batches``: mappings of the model's keywords, or tuples with
+        ``loss_fn``.
 
         Returns the mean loss. The step is durable when ``durable_step`` has reached ``steps_done``; at most
         one step is on its way. A loss that is not finite skips the update, and ``last["skipped"]`` says so.
@@ -94,6 +95,7 @@ class Engine:
         self._check_usable()
         if self._watched is not None:
             self._watched.refuse_changes()
+        micro_batches = checked_batches(micro_batches, loss_fn)
         if not micro_batches:
             raise BadInput("a step needs at least one micro-batch")
         if not torch.is_grad_enabled():
@@ -119,6 +121,7 @@ class Engine:
 
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded."""
+        micro_batches = checked_batches(micro_batches, loss_fn)
         if not micro_batches:
             raise BadInput("an evaluation needs at least one micro-batch")
         calls = [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in micro_batches]
@@ -245,7 +248,7 @@ class Engine:
         """The model is patched, the generators are kept, and no thread of the step outlives it."""
         grad = torch.is_grad_enabled()
         device = self._run.device.torch_device
-        with deferred() as safe_point, rng.preserved_generators(device):
+        with deferred() as safe_point, rng.own_generators(device, safe_point):
             self._executor.safe_point = safe_point
             self._busy = True
             try:

@@ -13,32 +13,27 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..config import Fraction
 from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..io.queue import IOQueue
-from ..plan.placement import Fraction
 from ..plan.work import StepShape
 from ..store.files import AnyDisk
+from ..store.generations import Generations
 from ..store.local import DIRECTORIES, LocalStore
-from .builder import build, fill_fresh, fill_from, stored_units
+from ..store.manifest import Manifest
+from .builder import build, fill, stored_units
 from .checks import check_choices, check_counts, check_directory, check_stateful
 from .device import open_device
 from .engine import Engine
 from .parts import Parts
-from .planning import Budget, make_plan
+from .planning import Budget, Plan, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
 from .progress import UserState
-from .resume import newest_commit, same_blocks, same_layouts
+from .resume import newest_commit, same_files
 from .steps import Rules
-from .takeover import (
-    empty_originals,
-    install_resident,
-    refuse_emptied,
-    refuse_held,
-    refuse_open,
-    switch_off_cache,
-)
+from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
 
 
 def offload(
@@ -100,6 +95,11 @@ def offload(
     ``budget`` need them. The host budget is the process's whole memory, evaluations included. ``confirm`` sees
     the preflight before anything is written and may raise.
 
+    Every value goes through a block's arguments and its return value. What modules hand on in attributes is seen
+    in the first step of one and of several micro-batches, if it is a tensor, and refused; numbers and other
+    objects in attributes, and tensors that a block keeps detached, are not seen: do not compute with them. Tensors
+    on the way from block to block, changed by way of ``.data`` or NumPy, are not seen either.
+
     Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
     """
@@ -136,42 +136,19 @@ def offload(
     try:
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
-        fresh = not store.commits()
-        if not fresh:
-            store.enter()
-        if fresh:
-            refuse_emptied(parts.captured)
-        found = None if fresh else newest_commit(store, parts)
-        stored = stored_units(parts, store, retain + store.spare)
-        if found is not None:
-            same_blocks(stored, store, found)
-            same_layouts(stored, store, found)
-        preflight = preflight_of(parts, plan, budget, store, stored)
-        preflight.check()
-        if confirm is not None:
-            confirm(preflight)
-        if found is None:
-            user.now()  # whatever cannot be stored is refused now
-            before = _files(store)
-            _enter_fresh(store)  # until here a directory that was not there is not there
-        else:
-            user.restore(found.progress)
+        before = None if store.commits() else _files(store)
+        found, stored, preflight = _ready(store, parts, user, plan, budget, confirm)
         switch_off_cache(model)
         share_heaps()
         store.begin(found)
         run = build(parts, plan, store, stored, target, seed)
-        if found is None:
-            fill_fresh(run, init, seed)
-        else:
-            fill_from(run, found)
+        fill(run, found, init)
         engine = Engine(
             run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
             events=events or EventLog(None), update_workers=update_workers,
         )  # fmt: skip
         engine.begin(found)
-        install_resident(run, engine.taken)
-        target.take_buffers(model)
-        empty_originals(parts.captured, engine.taken)  # last: a failure before costs no values
+        take_over(run, parts.captured, engine.taken)
         engine.guard()
         return engine
     except BaseException as error:
@@ -190,6 +167,37 @@ def offload(
 def _files(store: LocalStore) -> set[Path]:
     """The files of a run, its lock aside."""
     return {path for name in DIRECTORIES for path in (store.root / name).glob("*") if path.is_file()}
+
+
+def _ready(
+    store: LocalStore,
+    parts: Parts,
+    user: UserState,
+    plan: Plan,
+    budget: Budget,
+    confirm: Callable[[Preflight], None] | None,
+) -> tuple[Manifest | None, dict[str, Generations], Preflight]:
+    """The commit to continue, if any, and the files of every unit. All has been checked, and ``store`` is entered:
+    until then a directory that was not there is not there."""
+    fresh = not store.commits()
+    if fresh:
+        refuse_emptied(parts.captured)
+    else:
+        store.enter()
+    found = None if fresh else newest_commit(store, parts)
+    stored = stored_units(parts, store)
+    if found is not None:
+        same_files(stored, store, found)
+    preflight = preflight_of(parts, plan, budget, store, stored)
+    preflight.check()
+    if confirm is not None:
+        confirm(preflight)
+    if found is None:
+        user.now()  # whatever cannot be stored is refused now
+        _enter_fresh(store)
+    else:
+        user.restore(found.progress)
+    return found, stored, preflight
 
 
 def _enter_fresh(store: LocalStore) -> None:

@@ -242,6 +242,8 @@ def together(futures: Sequence[Future]) -> Future:
     if len(futures) == 1:
         return futures[0]
     done: Future = Future()
+    if not futures:
+        done.set_result(None)
     lock, missing = threading.Lock(), [len(futures)]
     errors: list[BaseException] = []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,8 +111,8 @@ class _Probe:
     @staticmethod
     def _detached(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         def cut(leaf: Any) -> Any:
-            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
-            return leaf.detach().requires_grad_() if floats else leaf
+            moves = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            return leaf.detach().requires_grad_() if moves else leaf
 
         return pytree.tree_map(cut, (args, kwargs))
 
@@ -140,7 +140,8 @@ def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, lo
     bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
     probe = _Probe(blocks, bytes_, flop)
     with fake, _restored(model), _fake_parameters(model, fake, dtype), probe.patch.applied():
-        inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, sample)
+        inputs = dict(sample) if isinstance(sample, Mapping) else sample
+        inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, inputs)
         with flop, bytes_, torch.enable_grad():
             loss = extract_loss(module_call(model, inputs, loss_fn)())
             after = flop.get_total_flops()

@@ -143,6 +143,11 @@ def _check_parameters(captured: Captured) -> None:
                 f"parameter {parameter.name} is torch.float64; masters are kept in fp32, which would lose bits. "
                 "Call model.float() first."
             )
+        if parameter.parameter._backward_hooks or parameter.parameter._post_accumulate_grad_hooks:
+            raise ModelNotSupported(
+                f"parameter {parameter.name} has a hook on its gradient, which would not be called: gradients are "
+                "summed outside of the parameter. Remove it, and change the gradient where it comes from instead."
+            )
     if not any(parameter.trained for parameter in captured.parameters):
         raise BadInput(
             "no parameter both requires grad and is in the optimizer, so there is nothing to train."

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..config import Fraction
 from ..errors import BadInput, ModelNotSupported
 from ..plan.horizontal import horizontal
 from ..plan.memory import Memory, predict
 from ..plan.ops import Op
-from ..plan.placement import Fraction, choose
+from ..plan.placement import choose
 from ..plan.vertical import vertical
 from ..plan.work import Placement, StepShape, Work
 from ..units import MiB, parse_bytes
@@ -149,7 +150,7 @@ def make_plan(
 def _refuse_unmeasured(budget: Budget, device: Device, on_host: dict[str, Fraction]) -> None:
     """Without a sample, block inputs and activations would count as nothing."""
     host, on_device = budget.host_bytes(), budget.device_bytes()
-    asked = [f"{kind}_on_host={share!r}" for kind, share in on_host.items() if share in ("auto", None)]
+    asked = [f"{kind}_on_host={share!r}" for kind, share in on_host.items() if share == "auto"]
     asked += [f"a budget of {host} bytes of host memory"] if host is not None else []
     asked += [f"a budget of {on_device} bytes on the device"] if on_device and not device.unified else []
     if asked:

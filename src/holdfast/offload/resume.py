@@ -58,7 +58,13 @@ def _sort(atom: dict[str, Any] | None) -> str:
     return "absent" if atom is None else f"{atom['dtype']} {atom['shape']}"
 
 
-def same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
+def same_files(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
+    """Raises ``RunMismatch`` if the files of a commit of this model are not those that this run would write."""
+    _same_blocks(stored, store, manifest)
+    _same_layouts(stored, store, manifest)
+
+
+def _same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
     """Raises ``RunMismatch`` if the run was made with another choice of ``blocks=``."""
     there, here = (
         ", ".join(sorted(one - other))
@@ -72,7 +78,7 @@ def same_blocks(stored: dict[str, Generations], store: LocalStore, manifest: Man
         )
 
 
-def same_layouts(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
+def _same_layouts(stored: dict[str, Generations], store: LocalStore, manifest: Manifest) -> None:
     """Raises ``RunMismatch`` if a file of the run has its tensors at other places: the same names, shapes and
     dtypes in another order, as after a change of the model's code."""
     for name, unit in stored.items():

@@ -127,7 +127,14 @@ def _instead(what: str, instead: str) -> str:
     return f"the model {what}, but its parameters are on the SSD. {instead}, or engine.close() first."
 
 
-def install_resident(run: Runtime, taken: Taken) -> None:
+def take_over(run: Runtime, model: Captured, taken: Taken) -> None:
+    """From here on the model computes with what ``run`` holds. Raises ``BadInput`` if it cannot be emptied."""
+    _install_resident(run, taken)
+    run.device.take_buffers(run.model)
+    _empty_originals(model, taken)  # last: a failure before costs no values
+
+
+def _install_resident(run: Runtime, taken: Taken) -> None:
     """Give the prologue and epilogue parameters to compute with, whose gradients are summed in fp32."""
     for member in run.resident.members:
         view = run.device.upload(run.resident.copy_view(run.resident_copy, member))
@@ -137,7 +144,7 @@ def install_resident(run: Runtime, taken: Taken) -> None:
         install(member.owned, parameter)
 
 
-def empty_originals(model: Captured, taken: Taken) -> None:
+def _empty_originals(model: Captured, taken: Taken) -> None:
     """Move the model's own parameters to ``meta``: their values live in the store now. The objects stay the
     same, so the optimizer's groups still refer to them, and keep their attributes. Either all are moved or none.
 

@@ -1,4 +1,4 @@
-"""A machine, as the simulator sees it: how fast each lane is, and how much memory there is.
+"""A machine, as the simulator sees it: how fast each lane is.
 
 Rates are per second. What costs no time (a transfer on a device that computes in host memory) has an
 infinite rate.
@@ -32,8 +32,6 @@ class Machine:
     """Publishing a manifest, once its files are synced."""
     shared_ssd: bool = False
     """Reads and writes compete: only one of them moves at a time. Otherwise each has its full rate always."""
-    host_bytes: int | None = None
-    device_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -7,16 +7,12 @@ then block inputs, and the optimizer's state last, which costs most memory for i
 
 from __future__ import annotations
 
-from typing import Literal
-
+from ..config import Fraction
 from ..errors import BadInput, DoesNotFit
 from ..units import format_bytes
 from .memory import MakesOps, predict
 from .vertical import vertical
 from .work import Placement, StepShape, Work
-
-Fraction = float | Literal["auto"] | None
-"""How much of something stays on the host; ``"auto"`` or None: as much as fits."""
 
 ORDER = ("params", "gradients", "activations", "optimizer")
 
@@ -27,7 +23,6 @@ def choose(
     host_budget_bytes: int | None,
     *,
     params: Fraction = "auto",
-    gradients: Fraction = "auto",
     activations: Fraction = "auto",
     optimizer: Fraction = "auto",
     schedule: MakesOps = vertical,
@@ -42,7 +37,12 @@ def choose(
     Raises ``DoesNotFit`` if even the smallest of the others does not fit, and
     ``BadInput`` for a fraction that is none.
     """
-    asked = {"params": params, "gradients": gradients, "activations": activations, "optimizer": optimizer}
+    asked: dict[str, Fraction] = {
+        "params": params,
+        "gradients": "auto",
+        "activations": activations,
+        "optimizer": optimizer,
+    }
     search = _Search(work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes)
     fractions = search.smallest({kind: _checked(kind, asked[kind]) for kind in ORDER})
     if not search.fits(fractions):
@@ -105,7 +105,7 @@ class _Search:
 
 def _checked(kind: str, value: Fraction) -> float | None:
     """A fraction, or None for one to be chosen."""
-    if value is None or value == "auto":
+    if value == "auto":
         return None
     if not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise BadInput(f'{kind}_on_host = {value!r} is neither a fraction between 0 and 1 nor "auto"')

@@ -1,7 +1,7 @@
 """The training panel: one live picture of a run in a terminal, plain lines everywhere else.
 
-It is fed the step events of ``events.jsonl`` and nothing else, so that what a person sees is what the log
-records. Rates are per second of the last steps, SSD rates in 10**9 bytes (as drives are sold), memory in
+It is fed the step events of ``events.jsonl`` (``Engine.last``) and nothing else, so that what a person sees is
+what the log records. Rates are per second of the last steps, SSD rates in 10**9 bytes (as drives are sold), memory in
 powers of two. The picture fits 80 columns.
 """
 
@@ -21,13 +21,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..units import format_bytes, format_seconds
+from ..units import counted, format_bytes, format_seconds
 
 RECENT = 20
 """Steps over which rates are taken."""
 
-SECONDS_BETWEEN_LINES = 2.0
-"""Of plain output; the first step, the last and every remarkable one are printed in any case."""
+SECONDS_BETWEEN_LINES = 2.0, 60.0
+"""Of plain output: at the beginning, growing with the run, and at most. The first step, the last and every skipped
+one are printed in any case."""
+
+LOSSES = 1000
+"""Steps whose losses are drawn."""
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -54,12 +58,12 @@ class TrainingPanel:
         self._clock = clock
         self._stopping = ""
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self._losses: list[float] = []
-        self._printed = float("-inf")
+        self._losses: deque[float] = deque(maxlen=LOSSES)
+        self._started, self._printed = clock(), float("-inf")
         self._live: Live | None = None
 
     def __enter__(self) -> TrainingPanel:
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._live = Live(get_renderable=self.picture, console=self.console, refresh_per_second=4)
             self._live.start()
         return self
@@ -67,15 +71,15 @@ class TrainingPanel:
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
+            self._live = None
 
     def step(self, event: dict[str, Any]) -> None:
         """Show the step that ``event`` tells of."""
         self._recent.append(event)
-        if event.get("skipped"):
-            reason = event["skipped"] if isinstance(event["skipped"], str) else "its loss is not a number"
-            self.note(f"step {event['step']} was skipped: {reason}")
-        elif event.get("loss") is not None:
-            self._losses.append(float(event["loss"]))
+        if event["skipped"] is not None:
+            self.note(f"step {event['step']} was skipped: {event['skipped']}")
+        else:
+            self._losses.append(event["loss"])
         if self._live is None and self._is_due(event["step"]):
             self.console.print(self.line(), soft_wrap=True, highlight=False)
 
@@ -88,7 +92,7 @@ class TrainingPanel:
         """Show that the run is about to stop. Takes no lock, so a signal handler may call it."""
         self._stopping = text
         if self._live is None:
-            os.write(2, text.encode() + b"\n")
+            os.write(2, b"\n" * self.console.is_terminal + text.encode() + b"\n")
 
     def note(self, text: str) -> None:
         """A line that stays: above the picture, or among the lines."""
@@ -98,10 +102,10 @@ class TrainingPanel:
         """The last step in one line."""
         event = self._recent[-1]
         return (
-            f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  loss {number(event.get('loss'))}  "
+            f"step {event['step']:>{len(str(self.steps))}}/{self.steps}  loss {number(event['loss'])}  "
             f"{self._per_second('tokens'):,.0f} tokens/s  read {self._gigabytes('read_bytes')}  "
             f"write {self._gigabytes('written_bytes')}  memory {self._memory()}  "
-            f"durable {durable_step(event)}  {format_seconds(self.seconds_left())} left"
+            f"durable {event['durable_step']}  {format_seconds(self.seconds_left())} left"
         )
 
     def picture(self) -> RenderableType:
@@ -117,7 +121,7 @@ class TrainingPanel:
             f"{event['step'] / self.steps:.0%}, {format_seconds(self.seconds_left())} left",
         )
         rows = Table.grid(padding=(0, 3))
-        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column(style="dim", no_wrap=True, min_width=7)
         rows.add_column(no_wrap=True)
         rows.add_column(no_wrap=True)
         for row in self._rows(event):
@@ -131,58 +135,48 @@ class TrainingPanel:
 
     def seconds_left(self) -> float:
         """At the pace of the recent steps."""
-        seconds = sum(event["seconds"] for event in self._recent) / len(self._recent)
-        return seconds * (self.steps - self._recent[-1]["step"])
+        events = list(self._recent)
+        seconds = sum(event["seconds"] for event in events) / len(events)
+        return seconds * (self.steps - events[-1]["step"])
 
     def _rows(self, event: dict[str, Any]) -> list[tuple[str, str, str]]:
-        norm, rate = number(event.get("grad_norm")), number(_first(event.get("learning_rate")))
+        norm, rate = number(event["grad_norm"]), number(event["learning_rate"][0])
         return [
-            ("loss", number(event.get("loss")), sparkline(self._losses, 36)),
-            ("speed", f"{self._per_second('tokens'):,.0f} tokens/s", f"gradient norm {norm}, rate {rate}"),
+            ("loss", number(event["loss"]), sparkline(list(self._losses), 36)),
+            ("update", f"learning rate {rate}", f"gradient norm {norm}"),
+            ("speed", f"{self._per_second('tokens'):,.0f} tokens/s", ""),
             ("SSD", f"read  {self._gigabytes('read_bytes')}", f"write {self._gigabytes('written_bytes')}"),
-            ("memory", self._memory(), memory_bar(event.get("host_bytes"), self.host_budget, 20)),
-            ("durable", f"step {durable_step(event)}", self._durability(event)),
+            ("memory", self._memory(), memory_bar(event["host_bytes"], self.host_budget, 20)),
+            ("durable", f"step {event['durable_step']}", self._durability(event)),
         ]
 
     def _durability(self, event: dict[str, Any]) -> str:
-        behind = event["step"] - durable_step(event)
+        behind = event["step"] - event["durable_step"]
         if self.commit_every == 0:
             return "commits are off (durability.every = 0)"
-        if behind <= 0:
+        if behind == 0:
             return "survives power loss"
-        return (
-            f"{behind} behind; a commit every {self.commit_every}"
-            if self.commit_every > 1
-            else f"{behind} behind"
-        )
+        cadence = f"; a commit every {self.commit_every}" if self.commit_every > 1 else ""
+        return f"{counted(behind, 'step')} behind{cadence}"
 
     def _is_due(self, step: int) -> bool:
-        now = self._clock()
-        if now - self._printed < SECONDS_BETWEEN_LINES and step != self.steps:
+        now, (least, most) = self._clock(), SECONDS_BETWEEN_LINES
+        pause = min(max(least, (now - self._started) / 30), most)
+        if now - self._printed < pause and step != self.steps:
             return False
         self._printed = now
         return True
 
     def _per_second(self, key: str) -> float:
-        seconds = sum(event["seconds"] for event in self._recent)
-        return sum(event.get(key) or 0 for event in self._recent) / max(seconds, 1e-9)
+        events = list(self._recent)  # at once: the picture is drawn by a thread of its own
+        return sum(event[key] for event in events) / max(sum(event["seconds"] for event in events), 1e-9)
 
     def _gigabytes(self, key: str) -> str:
         return f"{self._per_second(key) / 1e9:.2f} GB/s"
 
     def _memory(self) -> str:
-        used = format_bytes(self._recent[-1].get("host_bytes") or 0)
+        used = format_bytes(self._recent[-1]["host_bytes"])
         return used if self.host_budget is None else f"{used} of {format_bytes(self.host_budget)}"
-
-
-def durable_step(event: dict[str, Any]) -> int:
-    """The newest durable step at ``event``; 0, the beginning, if there is none."""
-    return max(event.get("durable_step") or 0, 0)
-
-
-def _first(value: Any) -> float | None:
-    """A learning rate may be given for each group of parameters."""
-    return next(iter(value), None) if isinstance(value, (list, tuple)) else value
 
 
 def number(value: float | None) -> str:
@@ -209,13 +203,13 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
 
 
-def memory_bar(used: int | None, budget: int | None, width: int) -> str:
+def memory_bar(used: int, budget: int | None, width: int) -> str:
     """How much of the budget is used, as a bar; nothing where there is none.
 
     >>> memory_bar(1, 4, 8)
     '██░░░░░░'
     """
-    if not used or not budget:
+    if budget is None:
         return ""
     filled = min(width, round(width * used / budget))
     return "█" * filled + "░" * (width - filled)

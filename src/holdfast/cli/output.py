@@ -1,0 +1,53 @@
+"""How the verbs print: plain tables and facts that fit a terminal and read as well from a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPE_COLUMNS = 200
+"""Of output that is no terminal: tables are as wide as their lines, and none are wrapped before this."""
+
+
+def console() -> Console:
+    """Standard output."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+def plain_table(*columns: str) -> Table:
+    """A table of left-aligned columns, those named with ``>`` in front right-aligned."""
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for column in columns:
+        right = column.startswith(">")
+        justify = "right" if right else "left"
+        table.add_column(column.lstrip(">"), justify=justify, no_wrap=right, overflow="fold")
+    return table
+
+
+def print_table(out: Console, table: Table) -> None:
+    """``table`` without the blanks that fill its last column."""
+    for line in out.render_lines(table, pad=False):
+        text = Text.assemble(*((segment.text, segment.style or "") for segment in line))
+        text.rstrip()
+        out.print(text, soft_wrap=True)
+
+
+def print_facts(out: Console, facts: dict[str, str], indent: str = "") -> None:
+    """Names and what they are, the latter wrapped between words."""
+    names = max(map(len, facts)) + 3
+    width = max(30, min(out.width, 100) - names - len(indent))
+    for name, text in facts.items():
+        for number, line in enumerate(textwrap.wrap(text, width) or [""]):
+            label = Text("" if number else name, "dim")
+            label.pad_right(names - label.cell_len)
+            out.print(Text.assemble(indent, label, line), soft_wrap=True)
+
+
+def print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))

@@ -1,0 +1,112 @@
+"""The record of a run: the configuration that it was last trained with, ``config.toml`` in its directory.
+
+Where ``offload.ssd`` puts the state elsewhere, the record lies beside the state as well, so that no other run
+takes it for its own. A run is continued only as what it was made as: keys marked ``fixed`` in ``config.py`` keep
+their values, keys marked ``stated`` change only by ``--set``, and the state stays where it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, changed_keys, is_marked, literal, load_config, to_toml
+from ..errors import ConfigError, NoCommit, RunMismatch
+from ..store.files import Disk, write_durably
+from ..store.local import LocalStore
+
+NAME = "config.toml"
+
+PLACES = ("run.dir", "offload.ssd")
+"""Keys that say where a run is, not what it is."""
+
+
+def write_record(config: Config) -> None:
+    """Keep ``config`` in the run's directory, and beside its state, durably."""
+    run, state = Path(config.run.dir), state_directory(Path(config.run.dir), config)
+    if config.offload.ssd:  # to be found from any working directory
+        config = replace(config, offload=replace(config.offload, ssd=str(state.absolute())))
+    for directory in dict.fromkeys((state, run)):
+        disk = Disk(directory)
+        disk.makedirs("")
+        write_durably(disk, NAME, to_toml(config).encode(), why="configuration")
+
+
+def read_record(directory: Path) -> Config | None:
+    """The configuration kept in ``directory``. Warns and is None where it cannot be read."""
+    path = directory / NAME
+    try:
+        return load_config(path) if path.exists() else None
+    except ConfigError as error:
+        warnings.warn(f"the run's own configuration is not considered: {error}", stacklevel=2)
+        return None
+
+
+def state_directory(run: Path, config: Config | None) -> Path:
+    """Where the state of the run in ``run`` is, by its configuration."""
+    return Path(config.offload.ssd) if config is not None and config.offload.ssd else run
+
+
+def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    """What ``config`` changes in the run that it continues: ``{key: (old value, new value)}``.
+
+    ``stated`` are the keys given by ``--set``. Raises ``RunMismatch`` for a change that is not allowed.
+    """
+    run = Path(config.run.dir)
+    state = state_directory(run, config)
+    record = read_record(run)
+    if record is not None:
+        _refuse_another_place(run, state_directory(run, record), state)
+    elif state != run:
+        record = read_record(state)
+    if record is None:
+        return {}
+    changed = {key: pair for key, pair in changed_keys(record, config).items() if key not in PLACES}
+    for key, (before, now) in changed.items():
+        if is_marked(key, "fixed"):
+            raise RunMismatch(
+                f"{run} is another run: its {key} is {literal(before)}, and {literal(now)} was asked for. Give the "
+                "same value, or another directory with --set run.dir=..."
+            )
+    _refuse_unstated(run, {k: v for k, v in changed.items() if is_marked(k, "stated") and k not in stated})
+    return changed
+
+
+def describe(changed: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} {literal(before)} -> {literal(now)}" for key, (before, now) in changed.items())
+
+
+def _refuse_unstated(run: Path, changed: dict[str, tuple[Any, Any]]) -> None:
+    if changed:
+        before, now = (" ".join(f"--set {key}={pair[i]}" for key, pair in changed.items()) for i in (0, 1))
+        raise RunMismatch(
+            f"{run} was trained otherwise: {describe(changed)}. Say {before} to go on as before, or {now} to change "
+            "it from here on; another run needs another directory, --set run.dir=..."
+        )
+
+
+def _refuse_another_place(run: Path, there: Path, here: Path) -> None:
+    """``there`` the run had its state when it was last trained, and ``here`` it is now looked for."""
+    same = there.resolve() == here.resolve()
+    if _has_commits(here) and (same or not _has_commits(there)):  # the latter: it was moved
+        return
+    if same or not _has_commits(there):
+        raise RunMismatch(
+            f"{run} was trained with its state in {there}, and there is none in {here}. Is its disk mounted? To "
+            f"begin anew give another directory with --set run.dir=..., or remove {run / NAME}."
+        )
+    back = '--set offload.ssd=""' if there == run else f"--set offload.ssd={there}"
+    raise RunMismatch(
+        f"{run} has its state in {there}, and offload.ssd = {literal(str(here))} would begin another run there. Say "
+        f"{back}, or move commits, data, index and timelines there first; another run needs another run.dir."
+    )
+
+
+def _has_commits(directory: Path) -> bool:
+    try:
+        return bool(LocalStore.read(directory).commits())
+    except NoCommit:
+        return False

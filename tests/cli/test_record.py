@@ -1,0 +1,212 @@
+"""A run goes on as what it was made as, and where its state is; other wishes are refused with the way out."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from holdfast.config import load_config
+from holdfast.events import read_events
+
+TINY = {
+    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
+    "train.micro_batches": 2, "train.micro_batch_size": 2, "train.warmup_steps": 2, "train.steps": 2,
+    "train.learning_rate": 1e-2, "train.dtype": "fp32",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_sample(monkeypatch):
+    monkeypatch.setattr("holdfast.cli.train.SAMPLE_BYTES", 1)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_bytes(bytes(range(256)) * 8)
+    return path
+
+
+@pytest.fixture
+def train(tmp_path, text, holdfast, monkeypatch):
+    """``train("train.steps=3", dtype="bf16")``: sets on the command line, and keys of ``[train]`` in the file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("holdfast.cli.train.VALIDATION_SAMPLES", 2)
+
+    def call(*sets, run="run", **in_file):
+        keys = TINY | {"run.dir": run, "data.text": str(text)}
+        keys |= {f"train.{key}": value for key, value in in_file.items()}
+        lines = [f"{key} = {json.dumps(value)}" for key, value in keys.items()]
+        (tmp_path / "run.toml").write_text("\n".join(lines))
+        return holdfast("train", "run.toml", *(word for text in sets for word in ("--set", text)))
+
+    return call
+
+
+@pytest.fixture
+def run(tmp_path, train):
+    """A run of two steps."""
+    assert train().code == 0
+    return tmp_path / "run"
+
+
+def everything(directory):
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+
+
+def sittings(run):
+    return [event for event in read_events(run / "events.jsonl") if event["event"] == "run"]
+
+
+@pytest.mark.parametrize("wish", ["model.width=32", "run.seed=1", "data.validation_fraction=0.1"])
+def test_what_a_run_is_cannot_be_changed_even_by_set(run, train, wish):
+    before = everything(run)
+    result = train(wish, "train.steps=9")
+    key, value = wish.split("=")
+    assert result.code == 2
+    assert result.err.startswith(f"error: run is another run: its {key} is ")
+    assert f"and {value} was asked for. Give the same value, or another directory with" in result.err
+    assert everything(run) == before
+
+
+def test_arithmetic_that_only_the_file_changes_is_refused_with_both_ways_out(run, train):
+    before = everything(run)
+    result = train("train.steps=3", clip_norm=0.5, dtype="bf16")
+    assert result.code == 2
+    assert result.err == (
+        'error: run was trained otherwise: train.clip_norm 1.0 -> 0.5, train.dtype "fp32" -> "bf16". Say '
+        "--set train.clip_norm=1.0 --set train.dtype=fp32 to go on as before, or --set train.clip_norm=0.5 "
+        "--set train.dtype=bf16 to change it from here on; another run needs another directory, "
+        "--set run.dir=...\n"
+    )
+    assert everything(run) == before
+
+
+def test_arithmetic_that_set_changes_is_reported_and_from_then_on_the_runs_own(run, train):
+    wish = ["train.learning_rate=0.02", "train.weight_decay=0.0", "train.dtype=bf16"]
+    result = train("train.steps=4", *wish)
+    assert result.code == 0, result.err
+    reported = (
+        "Changed from here on: train.steps 2 -> 4, train.learning_rate 0.01 -> 0.02, train.weight_decay 0.1 -> 0.0, "
+        'train.dtype "fp32" -> "bf16".\n'
+    )
+    assert reported in result.out
+    first, second = sittings(run)
+    assert first["changed"] == {}
+    assert second["changed"]["train.learning_rate"] == [0.01, 0.02]
+    *_, third, fourth = (event for event in read_events(run / "events.jsonl") if event["event"] == "step")
+    assert third["learning_rate"] == pytest.approx([0.02] * 2)
+    assert fourth["learning_rate"] == pytest.approx([0.02 * 0.55] * 2)
+    forgotten = train("train.steps=5")
+    assert forgotten.code == 2
+    assert "train.learning_rate 0.02 -> 0.01" in forgotten.err
+    again = train("train.steps=5", *wish)
+    assert again.code == 0, again.err
+    assert "Changed from here on: train.steps 4 -> 5.\n" in again.out
+
+
+def test_hyper_parameters_that_set_changes_are_those_of_the_next_commit(run, train, holdfast):
+    train("train.steps=3", "train.learning_rate=0.02", "train.weight_decay=0.3")
+    [decayed, other] = json.loads(holdfast("show", run, "--json").out)["progress"]["groups"]
+    assert (decayed["initial_lr"], decayed["weight_decay"]) == (0.02, 0.3)
+    assert (other["initial_lr"], other["weight_decay"]) == (0.02, 0.0)
+
+
+def test_what_does_not_enter_the_arithmetic_changes_freely_and_is_reported(run, train):
+    result = train("train.steps=3", "io.threads=2", "durability.retain=1")
+    assert result.code == 0, result.err
+    assert (
+        "Changed from here on: train.steps 2 -> 3, io.threads 4 -> 2, durability.retain 2 -> 1.\n"
+        in result.out
+    )
+
+
+def test_the_same_text_in_another_place_is_the_same_text(run, text, train, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(text, tmp_path / "elsewhere" / "text")
+    assert train("train.steps=3", f"data.text={tmp_path}/elsewhere/text").code == 0
+    (tmp_path / "elsewhere" / "text").write_bytes(bytes(3000))
+    result = train("train.steps=4", f"data.text={tmp_path}/elsewhere/text")
+    assert result.code == 2
+    assert "the data is not what the run was trained on: bytes was 2048, now it is 3000" in result.err
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_record_that_does_not_read_is_not_considered(run, train):
+    (run / "config.toml").write_text("[model]\nwings = 2\n")
+    result = train("train.steps=3")
+    assert result.code == 0
+    assert result.err.startswith("warning: the run's own configuration is not considered: unknown")
+    assert len(result.err.splitlines()) == 1
+
+
+def test_a_run_that_was_copied_goes_on_in_its_copy(run, train, tmp_path):
+    shutil.copytree(run, tmp_path / "copy")
+    result = train("train.steps=3", run="copy")
+    assert result.code == 0, result.err
+    assert "Continuing after step 2" in result.out
+    assert "Changed from here on: train.steps 2 -> 3.\n" in result.out
+
+
+def test_another_place_for_the_state_is_refused_instead_of_starting_anew(run, train, tmp_path):
+    before = everything(run)
+    result = train("train.steps=3", "offload.ssd=state")
+    assert result.code == 2
+    assert 'run has its state in run, and offload.ssd = "state" would begin another run there' in result.err
+    assert '--set offload.ssd=""' in result.err
+    assert len(result.err.splitlines()) == 1
+    assert everything(run) == before
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.fixture
+def apart(tmp_path, train):
+    """A run whose state lies in another directory."""
+    assert train("offload.ssd=state").code == 0
+    return tmp_path / "run"
+
+
+def test_a_state_elsewhere_is_found_from_any_directory(apart, tmp_path, holdfast, monkeypatch):
+    (tmp_path / "far").mkdir()
+    monkeypatch.chdir(tmp_path / "far")
+    for directory in ("../run", "../state"):
+        assert json.loads(holdfast("ls", directory, "--json").out)[0]["step"] == 2
+    assert load_config(apart / "config.toml").offload.ssd == str(tmp_path / "state")
+
+
+def test_the_record_of_a_state_elsewhere_lies_beside_it_too(apart, train, tmp_path):
+    assert not (apart / "commits").exists()
+    result = train("offload.ssd=state", "train.steps=3", run="other", weight_decay=0.3)
+    assert result.code == 2
+    assert "other was trained otherwise: train.weight_decay 0.1 -> 0.3" in result.err
+    assert not (tmp_path / "other").exists()
+
+
+def test_another_name_of_the_same_directory_is_the_same_place(apart, train, tmp_path):
+    (tmp_path / "link").symlink_to("state")
+    assert train("offload.ssd=link", "train.steps=3").code == 0
+
+
+def test_a_state_that_was_moved_is_found_where_it_is_said_to_be(apart, train, tmp_path):
+    os.rename(tmp_path / "state", tmp_path / "moved")
+    result = train("offload.ssd=moved", "train.steps=3")
+    assert result.code == 0, result.err
+    assert "Continuing after step 2" in result.out
+
+
+def test_a_disk_that_is_not_mounted_does_not_begin_the_run_anew(apart, train, tmp_path):
+    os.rename(tmp_path / "state", tmp_path / "elsewhere")
+    (tmp_path / "state").mkdir()
+    result = train("offload.ssd=state", "train.steps=3")
+    assert result.code == 2
+    assert f"run was trained with its state in {tmp_path / 'state'}, and there is none in state" in result.err
+    assert "Is its disk mounted?" in result.err
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_a_second_copy_of_the_state_is_refused_while_the_first_is_there(apart, train, tmp_path):
+    shutil.copytree(tmp_path / "state", tmp_path / "copy")
+    result = train("offload.ssd=copy", "train.steps=3")
+    assert result.code == 2
+    assert f"Say --set offload.ssd={tmp_path / 'state'}, or move" in result.err

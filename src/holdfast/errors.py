@@ -49,7 +49,7 @@ class RunLocked(BadInput):
 
 
 class StaleCommit(HoldfastError):
-    """Another writer published in a newer timeline; this writer is fenced off."""
+    """The run is not this writer's any more: a newer timeline was opened, or the directory or its lock replaced."""
 
 
 class DiskFailed(HoldfastError):

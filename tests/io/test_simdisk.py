@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.errors import DiskFailed, RunLocked
+from holdfast.errors import DiskFailed, RunLocked, StaleCommit
 from holdfast.io.powerloss import SECTOR
 from holdfast.io.simdisk import SimDisk
 
@@ -137,8 +137,11 @@ def test_reads_beyond_the_end_and_second_writers_fail(disk):
     disk.write_bytes("d/a", b"data")
     with pytest.raises(DiskFailed, match="wanted 10, got 4"):
         disk.open("d/a").read(memoryview(bytearray(10)), 0)
-    release = disk.lock("lock", {})
+    lock = disk.lock("lock", {})
     with pytest.raises(RunLocked):
         disk.lock("lock", {})
-    release()
+    lock.check()
+    lock.release()
+    with pytest.raises(StaleCommit):
+        lock.check()
     disk.lock("lock", {})

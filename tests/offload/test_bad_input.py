@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from holdfast.errors import (
     RunMismatch,
 )
 from holdfast.offload import planning
+from holdfast.offload.sampling import chooser
 from holdfast.store.files import Disk
 from training import CONTEXT, adamw, batches, decoder
 
@@ -74,8 +76,9 @@ def offload(directory, model=None, optimizer=None, **options):
         ({"micro_batches": 0}, "micro_batches = 0 must be at least 1"),
         ({"read_limit": 0}, "read_limit = 0 must be positive"),
         ({"write_limit": -5}, "write_limit = -5 must be positive"),
-        ({"clip_norm": 0.0}, "clip_norm = 0.0 must be positive; None is no clipping"),
-        ({"clip_norm": float("nan")}, "clip_norm = nan must be positive"),
+        ({"clip_norm": 0.0}, "clip_norm = 0.0 must be a positive number; None is no clipping"),
+        ({"clip_norm": float("nan")}, "clip_norm = nan must be a positive number"),
+        ({"clip_norm": "1"}, "clip_norm = '1' must be a positive number"),
         ({"params_on_host": 1.5}, "params_on_host = 1.5 is neither a fraction between 0 and 1 nor"),
         ({"optimizer_on_host": -0.1}, "optimizer_on_host = -0.1 is neither"),
         ({"activations_on_host": "most"}, "activations_on_host = 'most' is neither"),
@@ -148,6 +151,16 @@ def test_a_parameter_with_more_precision_than_its_master_is_refused_by_name(tmp_
     model = decoder(blocks=2)
     model.blocks[1].double()
     with refused(tmp_path, ModelNotSupported, r"parameter blocks\.1\.\S+ is torch\.float64"):
+        offload(tmp_path, model)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameters_gradient_is_refused_by_name(tmp_path, kind):
+    model = decoder(blocks=2)
+    getattr(model.blocks[1].mlp.up.weight, kind)(lambda grad: None)
+    with refused(
+        tmp_path, ModelNotSupported, r"parameter blocks\.1\.mlp\.up\.weight has a hook on its gradient"
+    ):
         offload(tmp_path, model)
 
 
@@ -494,3 +507,100 @@ def test_token_weights_without_targets_are_refused_and_the_engine_goes_on(tmp_pa
             engine.step([{"tokens": batches(0, 1)[0]["tokens"]}])
         engine.step(batches(0, 1))
         assert engine.steps_done == 1
+
+
+# Memory, sampling
+
+
+class Caching(nn.Module):
+    """Makes a table at its first forward, as an attribute, a buffer and an item of a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.register_buffer("lazy", None, persistent=False)
+        self.tables = []
+
+    def forward(self, x):
+        if self.lazy is None:
+            self.table = self.lazy = torch.arange(4.0)
+            self.tables.append(self.table)
+        x = x + self.table + self.lazy + self.tables[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_a_model_is_measured_without_a_trace(tmp_path):
+    sample, losses = {"x": torch.ones(2, 4)}, []
+    for options in ({}, {"sample": sample}):
+        torch.manual_seed(0)
+        model = Caching()
+        with offload(
+            tmp_path / f"{len(options)}", model, torch.optim.SGD(model.parameters()), **options
+        ) as engine:
+            assert model.lazy is None and model.tables == [] and not hasattr(model, "table")
+            losses.append(engine.step([sample]))
+    assert losses[0] == losses[1]
+
+
+def test_a_budget_is_not_checked_against_half_of_what_is_needed(tmp_path):
+    class Untraceable(type(decoder())):
+        def forward(self, tokens, targets=None):
+            if float(tokens.sum()) < 0:
+                raise ValueError
+            return super().forward(tokens, targets)
+
+    model = decoder(blocks=2)
+    model.__class__ = Untraceable
+    with pytest.warns(UserWarning, match="memory is not predicted and no budget is checked"):
+        engine = offload(tmp_path, model, sample=batches(0, 1)[0], budget=holdfast.Budget(host="1MiB"))
+    with engine:
+        assert engine.preflight.host_bytes_predicted is None
+        engine.step(batches(0, 1))
+    with (
+        pytest.warns(UserWarning, match="memory is not predicted"),
+        refused(tmp_path, BadInput, "params_on_host='auto' cannot be chosen within a budget"),
+    ):
+        budget = holdfast.Budget(host="100GiB")
+        offload(tmp_path, model, sample=batches(0, 1)[0], budget=budget, params_on_host="auto")
+
+
+def test_a_budget_may_be_a_float(tmp_path):
+    with offload(tmp_path, sample=batches(0, 1)[0], budget=holdfast.Budget(host=20e9)) as engine:
+        assert engine.preflight.host_budget == 20_000_000_000
+
+
+def test_a_device_budget_is_checked(tmp_path):
+    with offload(tmp_path) as engine:
+        preflight = replace(engine.preflight, device_bytes_predicted=101, device_budget=100)
+    with pytest.raises(DoesNotFit, match=r"device memory.*101 bytes, the smallest that works"):
+        preflight.check()
+    replace(preflight, device_budget=101).check()
+
+
+def test_a_lazy_layer_sparse_gradients_and_differentiable_updates_are_refused(tmp_path):
+    lazy, sparse = decoder(blocks=2), decoder(blocks=2)
+    lazy.blocks[1].more = nn.LazyLinear(4)
+    sparse.table = nn.Embedding(3, 4, sparse=True)
+    with refused(tmp_path, ModelNotSupported, r"blocks\.1\.more\.weight has no shape yet"):
+        offload(tmp_path, lazy, torch.optim.SGD(lazy.parameters()))
+    with refused(tmp_path, ModelNotSupported, r"table makes sparse gradients"):
+        offload(tmp_path, sparse)
+    model = decoder(blocks=2)
+    with refused(tmp_path, OptimizerNotSupported, "differentiable=True"):
+        offload(tmp_path, model, torch.optim.AdamW(model.parameters(), differentiable=True))
+
+
+@pytest.mark.parametrize(
+    "options, said", [({"top_k": 0}, "top_k = 0"), ({"temperature": -1.0}, "temperature = -1.0")]
+)
+def test_a_way_to_draw_tokens_that_is_none_is_refused(options, said):
+    with pytest.raises(BadInput, match=said):
+        chooser(**{"temperature": 1.0, "top_k": None, "seed": 0, **options})
+
+
+@pytest.mark.parametrize("top_k, drawn", [(1, {4}), (2, {3, 4}), (99, {0, 1, 2, 3, 4})])
+def test_tokens_are_drawn_from_the_likeliest_alone(top_k, drawn):
+    choose = chooser(1.0, top_k, 0)
+    assert {int(choose(torch.arange(5.0)[None] / 10)) for _ in range(200)} == drawn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,9 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BlockInputChanged, ModelNotSupported
+from holdfast.io.buffers import BufferPool
+from holdfast.offload.residency import Residency
+from holdfast.offload.runtime import InputScratch
 from training import CONTEXT, VOCABULARY, batches, differing, state_of, stored
 
 WIDTH, STEPS = 16, 3
@@ -221,10 +225,26 @@ class MadeIntegers(Model):
         return x
 
 
+class ComplexTensors(Model):
+    """Complex activations, beside an odd number of half-precision ones."""
+
+    class layer(Layer):
+        def forward(self, half, z):
+            y = super().forward(z.real + half.float().mean())
+            return (half * 1.5 + y.mean()).bfloat16(), torch.complex(y, torch.tanh(z.imag + 0.1 * y))
+
+    def run(self, x, tokens):
+        half, z = x[0, 0, :3].bfloat16(), torch.complex(x, torch.zeros_like(x))
+        for block in self.blocks:
+            half, z = block(half, z)
+        return z.real + z.imag + half.float().mean()
+
+
 MODELS = [
     KeywordsAndContainers, CodeBetweenBlocks, TensorOfThePrologueInEveryBlock, ParameterInEveryBlock,
     SkipConnections, EverythingInTheEpilogue, OneBlock, TwoBlocks, SameTensorTwice, InputReturnedAsItIs,
     FrozenBeginning, FrozenBetween, OddParameters, NothingButBlocks, MadeIntegers,
+    ComplexTensors,
 ]  # fmt: skip
 
 
@@ -287,6 +307,87 @@ def test_inputs_on_the_ssd_may_grow_from_step_to_step(tmp_path):
         return [{n: t[:, : 2 + 3 * step] for n, t in batch.items()} for batch in batches(step, 2, rows=150)]
 
     check(tmp_path, Model, growing, **SETTINGS["ssd"])
+
+
+def test_inputs_that_grow_take_few_files_and_no_more_than_twice_their_size(tmp_path):
+    model = build(Model)
+    options = {"dtype": "fp32", "activations_on_host": 0.0, "commit_every": 0}
+    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, **options) as engine:
+        for rows in range(8, 400, 8):
+            engine.step(batches(0, 2, rows=rows))
+            found = [path.stat().st_size for path in tmp_path.glob("scratch/inputs-*")]
+            assert len(found) == 1
+            assert sum(found) <= 2 * 3 * 2 * (rows * CONTEXT * WIDTH * 4)
+
+
+def test_room_for_inputs_is_given_up_when_nothing_refers_to_it():
+    def opened(nbytes):
+        files.append(SimpleNamespace(nbytes=nbytes))
+        return files[-1]
+
+    files = []
+    room = InputScratch(opened, files.remove)
+    first = [room.slot((0, m), 10, more=3) for m in range(3)]
+    assert [(s.nbytes, offset) for s, offset in first] == [(30, 0), (30, 10), (30, 20)]
+    assert room.slot((0, 1), 11, more=3)[0].nbytes == 60
+    assert [s.nbytes for s in files] == [30, 60]  # two inputs are still in the first
+    assert room.slot((0, 0), 15)[1] == 20
+    assert room.slot((0, 2), 5) == first[2]
+    assert room.slot((0, 2), 12)[1] == 40
+    assert [s.nbytes for s in files] == [60]
+    assert room.slot((0, 1), 100)[0].nbytes == 100
+    assert [s.nbytes for s in files] == [60, 100]
+
+
+class OtherLayouts(Model):
+    """What flows is no contiguous tensor: transposed, so dense, on the way in and out of every block."""
+
+    class layer(Layer):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.layouts = nn.Linear(CONTEXT, CONTEXT), set()
+
+        def forward(self, x):
+            self.layouts.add(x.stride())
+            y = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+            return y.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def run(self, x, tokens):
+        return super().run(x.transpose(0, 1).contiguous().transpose(0, 1), tokens)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tensors_keep_their_layout_wherever_they_wait(tmp_path, setting):
+    def data(step):
+        return batches(step, 2, rows=40)
+
+    models = []
+
+    class Remembered(OtherLayouts):
+        def __init__(self):
+            super().__init__()
+            models.append(self)
+
+    check(tmp_path, Remembered, data, **SETTINGS[setting])
+    plain, offloaded = ([block.layouts for block in model.blocks] for model in models)
+    assert offloaded == plain
+    assert plain[1] == {(WIDTH * CONTEXT, 1, CONTEXT)}
+
+
+@pytest.mark.parametrize("layout", [(0, 1, 2), (2, 0, 1), (1, 0, 2), "gaps", "expanded"])
+def test_a_packed_tensor_has_the_layout_of_a_clone(layout):
+    tensor = torch.randn(3, 4, 5)
+    if layout == "gaps":
+        tensor = tensor.transpose(0, 2)[:, ::2]
+    elif layout == "expanded":
+        tensor = tensor[:, :1].expand(3, 4, 5)
+    else:
+        tensor = tensor.permute(layout)
+    residency = Residency(BufferPool(None), [], SimpleNamespace(grad_bytes=0), torch.device("cpu"))
+    half = torch.randn(3).bfloat16()
+    packed = residency.unpack_input(*residency.pack_input([half, tensor, half]))
+    assert [t.stride() for t in packed] == [t.clone().stride() for t in (half, tensor, half)]
+    assert all(map(torch.equal, packed, (half, tensor, half)))
 
 
 def test_losses_can_be_weighted_by_their_target_tokens(tmp_path):
@@ -405,6 +506,48 @@ def test_a_block_that_changes_what_it_is_given_is_refused_by_name(tmp_path, chan
     assert caught.value.exit_code == 2
 
 
+class ChangesAnObjectBetweenBlocks(Model):
+    class layer(Layer):
+        def forward(self, x, context):
+            return super().forward(x) * (1 + context.layer)
+
+    def run(self, x, tokens):
+        context = SimpleNamespace(layer=0)
+        for context.layer, block in enumerate(self.blocks):
+            x = block(x, context)
+        return x
+
+
+class ChangesATensorBetweenBlocks(Model):
+    class layer(Layer):
+        def forward(self, x, *, notes):
+            return super().forward(x) * torch.cos(notes["depth"].float())
+
+    def run(self, x, tokens):
+        depth = torch.zeros(1, dtype=torch.int64)
+        for block in self.blocks:
+            x = block(x, notes={"depth": depth})
+            depth += 1
+        return x
+
+
+CHANGED_BETWEEN = {
+    ChangesAnObjectBetweenBlocks: r"input argument \[1\] of blocks\.2 was changed after the block ran and before",
+    ChangesATensorBetweenBlocks: r"input notes\['depth'\] of blocks\.2 was changed after the block ran",
+}
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("kind", CHANGED_BETWEEN)
+def test_an_input_that_changes_between_a_blocks_two_runs_is_refused_by_name(tmp_path, kind, schedule):
+    model = build(kind)
+    engine = holdfast.offload(
+        model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32", schedule=schedule
+    )
+    with pytest.raises(BlockInputChanged, match=CHANGED_BETWEEN[kind]):
+        engine.step(batches(0, 2))
+
+
 def test_a_model_that_changes_a_blocks_output_in_place_is_told_what_to_write_instead(tmp_path):
     class InPlace(Model):
         def run(self, x, tokens):
@@ -417,6 +560,198 @@ def test_a_model_that_changes_a_blocks_output_in_place_is_told_what_to_write_ins
     engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
     with pytest.raises(BlockInputChanged, match=r"write x = x \+ y instead of x \+= y"):
         engine.step(batches(0, 1))
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+@dataclass(slots=True)
+class Slots:
+    parts: list
+
+
+class TakesAnObject(Model):
+    class layer(Layer):
+        def forward(self, state):
+            return super().forward(state.x)
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            x = block(State(x))
+        return x
+
+
+class ReturnsAnObject(Model):
+    class layer(Layer):
+        def forward(self, x):
+            return {"out": Slots([None, super().forward(x)])}
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            x = block(x)["out"].parts[1]
+        return x
+
+
+HIDDEN = {
+    TakesAnObject: r"State\.x in the input of blocks\.0 is a tensor with a gradient inside an object",
+    ReturnsAnObject: r"Slots\.parts\[1\] in the output of blocks\.3 is a tensor with a gradient inside",
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_a_gradient_that_hides_in_an_object_is_refused_by_name(tmp_path, kind):
+    model = build(kind)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    with pytest.raises(ModelNotSupported, match=HIDDEN[kind]):
+        engine.step(batches(0, 2))
+
+
+class ObjectWithoutGradients(Model):
+    """What an object holds may be anything that has no gradient, or a parameter."""
+
+    class layer(Layer):
+        def forward(self, x, state):
+            return x + self.linear(self.norm(x)) * state.x[0].float()[..., None] + state.x[1]
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            x = block(x, State((tokens, self.bias)))
+        return x
+
+
+def test_an_object_may_hold_tensors_without_gradients_and_parameters(tmp_path):
+    check(tmp_path, ObjectWithoutGradients, lambda step: batches(step, 1))
+
+
+class BlocksKeepALoss(Model):
+    """An auxiliary loss of each block, which the model adds up after them."""
+
+    class layer(Layer):
+        def forward(self, x):
+            y = super().forward(x)
+            self.norm.kept = [y.square().mean()]
+            return y
+
+    def loss(self, x, targets):
+        return super().loss(x, targets) + sum(block.norm.kept[0] for block in self.blocks)
+
+
+class PrologueSetsAMask(Model):
+    class layer(Layer):
+        def forward(self, x):
+            return super().forward(x) * model_of_masks.mask
+
+    def run(self, x, tokens):
+        global model_of_masks
+        model_of_masks, self.mask = self, (tokens > 3).float()[..., None]
+        return super().run(x, tokens)
+
+
+class PrologueSetsMasksOfBlocks(Model):
+    class layer(Layer):
+        def forward(self, x):
+            return super().forward(x) * self.mask
+
+    def run(self, x, tokens):
+        for block in self.blocks:
+            block.mask = (tokens > 3).float()[..., None]
+        return super().run(x, tokens)
+
+
+class KeepsThePrologue(Model):
+    def run(self, x, tokens):
+        self.first = x
+        return super().run(x, tokens)
+
+
+@pytest.mark.parametrize(
+    "kind, count, said",
+    [
+        (BlocksKeepALoss, 1, r"attribute blocks\.3\.norm\.kept keeps a gradient of a block"),
+        (BlocksKeepALoss, 2, r"attribute blocks\.3\.norm\.kept keeps a gradient of a block"),
+        (PrologueSetsAMask, 2, r"attribute mask is set by every micro-batch before a block"),
+        (
+            PrologueSetsMasksOfBlocks,
+            3,
+            r"attribute blocks\.0\.mask is set by every micro-batch before a block",
+        ),
+        (KeepsThePrologue, 1, r"attribute first is set before a block"),
+    ],
+)
+def test_a_tensor_in_an_attribute_is_refused_by_name(tmp_path, kind, count, said):
+    model = build(kind)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    with pytest.raises(ModelNotSupported, match=said):
+        engine.step(batches(0, count))
+
+
+@pytest.mark.parametrize("kind", [PrologueSetsAMask, PrologueSetsMasksOfBlocks])
+def test_a_mask_in_an_attribute_works_where_micro_batches_do_not_take_turns(tmp_path, kind):
+    check(tmp_path / "one", kind, lambda step: batches(step, 1))
+    check(tmp_path / "horizontal", kind, lambda step: batches(step, 2), schedule="horizontal")
+
+
+class CachesATable(Model):
+    """Once, as tables of rotary embeddings are, in a block and before the blocks."""
+
+    class layer(Layer):
+        table = None
+
+        def forward(self, x):
+            self.table = torch.linspace(0, 1, WIDTH) if self.table is None else self.table
+            return super().forward(x) + self.table
+
+    def run(self, x, tokens):
+        self.table = getattr(self, "table", torch.linspace(0, 1, WIDTH))
+        return super().run(x + self.table, tokens)
+
+
+def test_a_cached_table_is_no_tensor_handed_on(tmp_path):
+    check(tmp_path, CachesATable)
+
+
+def hooks_the_input(model):
+    model.blocks[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(lambda g: g * 0) and None)
+
+
+def hooks_the_output(model):
+    model.blocks[0].register_forward_hook(lambda _, args, out: out.register_hook(lambda g: g * 0) and None)
+
+
+def hooks_the_prologue(model):
+    model.embed.register_forward_hook(lambda _, args, out: out.register_hook(lambda g: g * 0) and None)
+
+
+@pytest.mark.parametrize(
+    "hooks, block", [(hooks_the_input, 1), (hooks_the_output, 1), (hooks_the_prologue, 0)]
+)
+def test_a_hook_on_the_gradient_of_an_input_is_refused_by_name(tmp_path, hooks, block):
+    model = build(Model)
+    hooks(model)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    with pytest.raises(
+        ModelNotSupported, match=rf"an input of blocks\.{block}, shape .* has a hook on its grad"
+    ):
+        engine.step(batches(0, 2))
+
+
+class HooksInsideAndAfter(Model):
+    class layer(Layer):
+        def forward(self, x):
+            y = super().forward(x)
+            if y.requires_grad:
+                y.register_hook(lambda grad: grad * 1.5)
+            return y * 1.25
+
+    def loss(self, x, targets):
+        x.register_hook(lambda grad: grad * 0.5)
+        return super().loss(x, targets)
+
+
+def test_hooks_inside_of_blocks_and_after_them_are_called(tmp_path):
+    check(tmp_path, HooksInsideAndAfter)
 
 
 @pytest.mark.parametrize(

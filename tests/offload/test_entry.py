@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -91,7 +92,8 @@ def test_a_parameter_that_something_holds_on_to_is_named_and_none_is_lost(tmp_pa
     model = decoder()
     loss = model(**batches(0, 1)[0])
     with pytest.raises(BadInput, match="holds on to it"):
-        offload(model, tmp_path)
+        offload(model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
     assert not any(parameter.is_meta for parameter in model.parameters()) and loss.grad_fn is not None
 
 
@@ -198,3 +200,87 @@ def test_commits_at_every_second_step_go_on_after_a_damaged_one(tmp_path):
         assert engine.steps_done == 2
         for step in range(2, 9):
             engine.step(batches(step, 1))
+
+
+def test_a_model_that_a_failed_engine_emptied_starts_no_other_run(tmp_path):
+    model = decoder(blocks=2)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(IndexError), offload(model, tmp_path / "first") as engine:
+        engine.step([{"tokens": torch.full((1, 4), 99), "targets": torch.zeros(1, 4, dtype=torch.int64)}])
+    with pytest.raises(BadInput, match=r"parameter embed\.weight has no values: .*first.* Resume that"):
+        offload(model, tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+    offload(model, tmp_path / "first").close()
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    offload(model, tmp_path / "second").close()
+
+
+def test_a_model_that_an_engine_is_training_is_refused_until_it_is_closed(tmp_path):
+    for real in (True, False):
+        with nullcontext() if real else holdfast.empty_parameters():
+            model = decoder(blocks=2)
+        with (
+            offload(model, tmp_path / f"{real}"),
+            pytest.raises(BadInput, match=r"parameter embed\.weight is being trained by another engine"),
+        ):
+            offload(model, tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+        offload(model, tmp_path / f"{real} again").close()
+
+
+def test_a_parameter_keeps_its_attributes(tmp_path):
+    model = decoder(blocks=2)
+    for parameter in model.parameters():
+        parameter.kept = True
+    with offload(model, tmp_path):
+        assert model.blocks[0].mlp.gate.weight.kept
+    assert [vars(parameter) for parameter in model.parameters()] == [{"kept": True}] * len(
+        list(model.parameters())
+    )
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_buffer_that_comes_to_be_while_training_is_refused_unless_it_need_not_be_kept(tmp_path, persistent):
+    class Averaging(type(decoder())):
+        def forward(self, tokens, targets=None):
+            self.mean = tokens.float().mean() if self.mean is None else self.mean
+            return super().forward(tokens, targets)
+
+    model = decoder(blocks=2)
+    model.__class__ = Averaging
+    model.register_buffer("mean", None, persistent=persistent)
+    refused = pytest.raises(ModelNotSupported, match=r"buffer mean was None.*persistent=False")
+    with refused if persistent else nullcontext(), offload(model, tmp_path) as engine:
+        engine.step(batches(0, 1))
+        engine.wait()
+        assert engine.durable_step == 1
+    assert LocalStore.read(tmp_path).head().step == (0 if persistent else 1)
+
+
+def test_a_refusal_while_values_are_made_leaves_no_files_but_those_of_others(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine").write_text("kept")
+    for init, kind in ((lambda module: None, ModelNotSupported), (lambda module: 1 / 0, ZeroDivisionError)):
+        with holdfast.empty_parameters():
+            model = decoder(blocks=2)
+        with pytest.raises(kind):
+            offload(model, tmp_path, init=init)
+        assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"lock", "mine"}
+
+
+def test_an_optimizer_that_keeps_state_from_the_start_works_on_an_empty_model(tmp_path):
+    with holdfast.empty_parameters():
+        model = decoder(blocks=2)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    with offload(model, tmp_path, optimizer=optimizer) as engine:
+        engine.step(batches(0, 1))
+    assert float(stored(tmp_path)["head.weight/sum"].min()) >= 0.5
+
+
+@pytest.mark.parametrize("name", ["my blocks", "bl\u00f6cke", "b" * 300])
+def test_blocks_whose_name_is_no_name_of_a_file_are_refused(tmp_path, name):
+    model = nn.Module()
+    model.add_module(name, nn.ModuleList(nn.Linear(2, 2) for _ in range(2)))
+    with pytest.raises(ModelNotSupported, match="cannot name a file"):
+        offload(model, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

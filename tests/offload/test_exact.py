@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
 import holdfast
-from training import adamw, batches, decoder, differing, read_atoms, state_of, stored, warm_up
+from training import VOCABULARY, adamw, batches, decoder, differing, read_atoms, state_of, stored, warm_up
 
 STEPS = 20
 PLACEMENTS = {
@@ -85,6 +87,48 @@ def test_dropout_draws_what_a_plain_loop_draws_under_keyed_rng(tmp_path, schedul
     check(tmp_path, STEPS, 3, 0.5, dropout=0.2, schedule=schedule, **PLACEMENTS["mixed"])
     assert differing(read_atoms(tmp_path), stored(tmp_path)) == []
     assert plain_loop(3, 0.5, dropout=0.2)[0] != plain_loop(3, 0.5)[0]
+
+
+class Encoder(nn.Module):
+    """PyTorch's own encoder layers, whose kernels depend on what requires grad."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+        self.layers = nn.TransformerEncoder(layer, 3).layers
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_torchs_own_encoder_layers_have_every_bit(tmp_path, placement, schedule):
+    torch.manual_seed(0)
+    model = Encoder()
+    twin = deepcopy(model)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), []
+    for step in range(3):
+        made = [model(**batch) for batch in batches(step, 2)]
+        for loss in made:
+            (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss.item() for loss in made) / 2)
+    model.eval()
+    with torch.no_grad():
+        evaluated = sum(model(**batch).item() for batch in batches(3, 2)) / 2
+    options = {"schedule": schedule, **PLACEMENTS[placement]}
+    with holdfast.offload(
+        twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), tmp_path, dtype="fp32", **options
+    ) as engine:
+        assert [engine.step(batches(step, 2)) for step in range(3)] == losses
+        assert engine.evaluate(batches(3, 2)) == evaluated
+    assert differing(stored(tmp_path), state_of(model, optimizer)) == []
 
 
 OPTIMIZERS = [

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from collections import UserDict
 
 import pytest
 import torch
@@ -321,6 +322,42 @@ def test_tuples_are_positional_inputs_and_a_target_for_the_loss_function():
     assert module_call(model, {"a": 1, "c": 3}, None)() == 301
     assert module_call(model, (1, 2, 3), None)() == 321
     assert module_call(model, (1, 2, 7), lambda output, target: (output, target))() == (21, 7)
+
+
+def test_a_mapping_is_a_dict_of_keywords(tmp_path):
+    losses = []
+    for kind in (dict, UserDict):
+        model = decoder(blocks=2)
+        options = {"dtype": "fp32", "normalize": "tokens", "sample": kind(batches(0, 1)[0])}
+        with holdfast.offload(model, adamw(model), tmp_path / kind.__name__, **options) as engine:
+            losses.append(engine.step([kind(batch) for batch in batches(0, 2)]))
+            losses.append(engine.evaluate(kind(batch) for batch in batches(0, 2)))
+            assert engine.last["tokens"] == 2 * batches(0, 1)[0]["tokens"].numel()
+    assert losses[:2] == losses[2:]
+
+
+TOKENS = torch.zeros(1, 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "given, loss_fn, said",
+    [
+        ({"tokens": TOKENS}, None, r"the micro-batches are a dict, not a list of them.*step\(\[batch\]\)"),
+        (UserDict(tokens=TOKENS), None, "the micro-batches are a UserDict, not a list"),
+        (TOKENS, None, "the micro-batches are a Tensor, not a list"),
+        ([TOKENS], None, r"micro-batch 0 is a Tensor; give a dict .* \(tokens,\) for a single tensor"),
+        ((TOKENS, TOKENS), None, "micro-batch 0 is a Tensor"),
+        ([{"tokens": TOKENS}], max, "micro-batch 0 is a dict, and loss_fn is for tuples"),
+        ([(TOKENS, TOKENS), {"tokens": TOKENS}], max, "micro-batch 1 is a dict, and loss_fn is for tuples"),
+    ],
+)
+def test_what_is_no_list_of_micro_batches_is_refused_and_a_step_can_follow(tmp_path, given, loss_fn, said):
+    model = decoder(blocks=2)
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        for call in (engine.step, engine.evaluate):
+            with pytest.raises(BadInput, match=said):
+                call(given, loss_fn)
+        engine.step(batches(0, 1))
 
 
 def test_tuples_with_a_loss_function_train_as_keywords_do(tmp_path):

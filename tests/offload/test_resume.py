@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast.data.loader import SampleLoader, micro_batches_of
+from holdfast.offload.ops import state
 from holdfast.store.local import LocalStore
 from training import CONTEXT, VOCABULARY, adamw, batches, decoder, differing, stored, warm_up
 
@@ -324,7 +326,9 @@ def test_a_step_with_a_nan_is_skipped_whole_and_the_next_one_goes_on(tmp_path, o
     assert differing(found, {f"{name}/param": p.detach() for name, p in model.named_parameters()}) == []
     assert {value.item() for name, value in found.items() if name.endswith("/step")} == {2.0}
     resumed = decoder(blocks=3)
-    with holdfast.offload(resumed, adamw(resumed), tmp_path, dtype="fp32") as engine:
+    optimizer = adamw(resumed)
+    setting = {"dtype": "fp32", "scheduler": warm_up(optimizer), "clip_norm": clip_norm}
+    with holdfast.offload(resumed, optimizer, tmp_path, **setting) as engine:
         assert (engine.steps_done, engine.skipped_steps) == (3, 1)
 
 
@@ -397,6 +401,29 @@ class WithStatistics(nn.Module):
         for block in self.blocks:
             x = torch.tanh(block(x))
         return self.statistics(x.flatten(0, 1)).square().mean() + (x.mean(-1) - targets).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_a_buffer_that_is_changed_after_a_step_is_not_in_its_commit(tmp_path, monkeypatch, schedule):
+    """The update goes on beside the script: here it waits until the script has changed the buffer."""
+    apply, changed = state.apply, threading.Event()
+
+    def late(run, step, unit, *rest):
+        assert unit is not run.resident or changed.wait(10)
+        apply(run, step, unit, *rest)
+
+    monkeypatch.setattr(state, "apply", late)
+    model = decoder(blocks=2)
+    model.norm.register_buffer("temperature", torch.zeros(()))
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", schedule=schedule) as engine:
+        model.norm.temperature.fill_(5)
+        engine.step(batches(0, 2))
+        model.norm.temperature.fill_(-1)
+        changed.set()
+        engine.wait()
+        assert stored(tmp_path)["norm.temperature/buffer"] == 5
+        engine.step(batches(1, 2))
+    assert stored(tmp_path)["norm.temperature/buffer"] == -1
 
 
 def test_buffers_outside_of_blocks_are_part_of_every_commit(tmp_path):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import holdfast
 from holdfast.offload.rng import key_seed, preserved_generators, seed_generators
@@ -83,3 +87,68 @@ def test_keyed_rng_removes_its_hooks():
         assert model._forward_pre_hooks
     assert not model._forward_pre_hooks
     assert not any(block._forward_pre_hooks or block._forward_hooks for block in model.blocks)
+
+
+def trained(directory, seed):
+    """Losses of a model with dropout, alone on its thread."""
+    model = copy.deepcopy(MODEL)
+    with holdfast.offload(model, adamw(model), directory, dtype="fp32", seed=seed) as engine:
+        losses = []
+        for step in range(6):
+            losses.append(engine.step(batches(step, 2)))
+            losses.append(engine.evaluate(batches(step, 1)))
+        return losses
+
+
+MODEL = decoder(blocks=4, dropout=0.3)
+
+
+def test_engines_on_several_threads_take_turns_with_the_generators(tmp_path):
+    MODEL.head.register_forward_hook(lambda *_: time.sleep(0.002))  # lets the other thread run
+    alone = {seed: trained(tmp_path / f"alone {seed}", seed) for seed in (1, 2)}
+    found = {}
+
+    def run(seed):
+        found[seed] = trained(tmp_path / f"both {seed}", seed)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in alone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone
+
+
+def test_a_loss_may_ask_another_engine(tmp_path):
+    """On a micro-batch's thread, in the middle of a step: it is that step's turn."""
+    teacher, student = decoder(blocks=2), decoder(blocks=2, dropout=0.3)
+    with (
+        holdfast.offload(teacher, adamw(teacher), tmp_path / "teacher", dtype="fp32") as other,
+        holdfast.offload(student, adamw(student), tmp_path / "student", dtype="fp32") as engine,
+    ):
+        student.norm.register_forward_pre_hook(lambda *_: other.evaluate(batches(1, 1)) and None)
+        assert engine.step(batches(0, 2)) > 0
+
+
+def test_threads_build_empty_and_real_modules_beside_each_other():
+    inside, leave = threading.Event(), threading.Event()
+    found = []
+
+    def build():
+        with holdfast.empty_parameters():
+            inside.set()
+            leave.wait(10)
+            found.append(nn.Linear(2, 2).weight.device.type)
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    inside.wait(10)
+    found.append(nn.Linear(2, 2).weight.device.type)
+    with holdfast.empty_parameters():
+        found.append(nn.Linear(2, 2).weight.device.type)
+        leave.set()
+        thread.join()
+        with holdfast.empty_parameters():
+            found.append(nn.Linear(2, 2).weight.device.type)
+    assert nn.Linear(2, 2).weight.device.type == "cpu"
+    assert found == ["cpu", "meta", "meta", "meta"]

@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from holdfast.errors import DiskFailed, DiskFull, RunLocked
+from holdfast.errors import DiskFailed, DiskFull, RunLocked, RunMismatch
 from holdfast.store.files import Disk, write_durably
 
 
@@ -29,18 +30,52 @@ def broken(number):
     return call
 
 
-def test_directories_are_made_with_all_that_is_missing_above_and_synced(tmp_path, monkeypatch):
-    synced = []
-    original = os.fsync
+@pytest.fixture
+def synced(monkeypatch, disk):
+    """The files that fsync is called for."""
+    names, original = [], os.fsync
     monkeypatch.setattr(
-        os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), original(fd))
+        os, "fsync", lambda fd: (names.append(os.readlink(f"/proc/self/fd/{fd}")), original(fd))
     )
+    return names
+
+
+def test_directories_are_made_with_all_that_is_missing_above_and_synced(tmp_path, synced):
+    disk = Disk(tmp_path / "b" / "c" / "run")
+    disk.makedirs("")
+    assert synced[:4] == [str(tmp_path / name) for name in ("b/c", "b", "")] + [str(tmp_path.parent)]
+    assert os.path.ismount(synced[-1])
+    synced.clear()
+    disk.makedirs("data")
+    assert (tmp_path / "b/c/run/data").is_dir()
+    assert synced == [str(tmp_path / "b/c/run")]
+    synced.clear()
+    disk.makedirs("data")
+    assert synced == [str(tmp_path / "b/c/run")]
+
+
+def test_the_names_of_directories_that_were_there_are_made_durable_too(tmp_path, synced):
+    """Whoever made them may have been killed before, or have copied the run a moment ago."""
     disk = Disk(tmp_path / "a" / "run")
     disk.makedirs("data")
-    assert (tmp_path / "a/run/data").is_dir()
-    assert synced == [str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a/run")]
+    assert synced == [str(tmp_path / "a/run")]
+    synced.clear()
+    disk.makedirs("")
+    assert synced[:3] == [str(tmp_path / "a"), str(tmp_path), str(tmp_path.parent)]
+    assert os.path.ismount(synced[-1])
+
+
+def test_directories_beyond_the_mount_point_are_left_alone(tmp_path, disk, synced, monkeypatch):
+    monkeypatch.setattr(Path, "is_mount", lambda self: self == tmp_path)
+    disk.makedirs("")
+    assert synced == [str(tmp_path / "a"), str(tmp_path)]
+
+
+def test_a_directory_that_is_a_link_is_durable_where_it_leads(disk, synced, tmp_path):
+    (tmp_path / "large" / "state").mkdir(parents=True)
+    (disk.root / "data").symlink_to(tmp_path / "large" / "state")
     disk.makedirs("data")
-    assert synced[3:] == [str(tmp_path / "a/run")]
+    assert synced[:3] == [str(disk.root), str(tmp_path / "large"), str(tmp_path)]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 104729])
@@ -93,25 +128,40 @@ def test_a_full_disk_is_told_from_a_failing_one(disk, monkeypatch):
 
 
 def test_the_lock_names_its_holder_and_goes_with_it(disk):
-    release = disk.lock("lock", {"pid": 123, "host": "elsewhere"})
+    lock = disk.lock("lock", {"pid": 123, "host": "elsewhere"})
     with pytest.raises(RunLocked, match="is being written by process 123 on elsewhere"):
         disk.lock("lock", {"pid": 124, "host": "here"})
-    release()
-    disk.lock("lock", {"pid": 124, "host": "here"})()
+    lock.release()
+    disk.lock("lock", {"pid": 124, "host": "here"}).release()
 
 
 def test_a_lock_left_by_a_killed_process_is_taken_over(disk):
     (disk.root / "lock").write_text(json.dumps({"pid": 1, "host": "gone" * 9}))
-    release = disk.lock("lock", {"pid": 124, "host": "here"})
+    lock = disk.lock("lock", {"pid": 124, "host": "here"})
     assert json.loads((disk.root / "lock").read_text()) == {"pid": 124, "host": "here"}
-    release()
+    lock.release()
 
 
 def test_a_lock_whose_content_does_not_read_still_locks(disk):
-    release = disk.lock("lock", {})
+    lock = disk.lock("lock", {})
     with pytest.raises(RunLocked, match="another process"):
         disk.lock("lock", {})
-    release()
+    lock.release()
+
+
+@pytest.mark.parametrize("content", [b"", bytes(200), b'{"pid": 1, "ho'])
+def test_what_a_power_cut_leaves_of_a_lock_is_taken_over(disk, content):
+    (disk.root / "lock").write_bytes(content)
+    disk.lock("lock", {"pid": 124, "host": "here"}).release()
+
+
+@pytest.mark.parametrize("content", [b"hashes of packages", b"{}", b"[1]", b"\n"])
+def test_a_lock_file_of_another_program_is_refused_and_left_as_it_is(disk, content):
+    (disk.root / "lock").write_bytes(content)
+    for _ in range(2):
+        with pytest.raises(RunMismatch, match="lock is not a lock of this library"):
+            disk.lock("lock", {"pid": 124, "host": "here"})
+    assert (disk.root / "lock").read_bytes() == content
 
 
 def test_another_process_is_kept_out(disk):
@@ -127,15 +177,15 @@ def test_another_process_is_kept_out(disk):
         disk.lock("lock", {})
     holder.kill()
     holder.communicate()
-    disk.lock("lock", {})()
+    disk.lock("lock", {}).release()
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
     """As a data loader's workers are, for seconds, after their trainer was killed."""
     code = (
         "import os, sys, time; from holdfast.store.files import Disk; disk = Disk(sys.argv[1]);"
-        "release = disk.lock('lock', {'pid': os.getpid(), 'host': 'here'}); child = os.fork();"
-        "child or release();"
+        "lock = disk.lock('lock', {'pid': os.getpid(), 'host': 'here'}); child = os.fork();"
+        "child or lock.release();"
         "os.write(1, f'{child or \"child\"}\\n'.encode());"  # in one piece: both write
         "time.sleep(60)"
     )
@@ -151,7 +201,7 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
             disk.lock("lock", {})
         parent.kill()
         parent.wait()
-        disk.lock("lock", {})()
+        disk.lock("lock", {}).release()
     finally:
         os.kill(int(child), signal.SIGKILL)
         parent.stdout.close()

@@ -12,9 +12,10 @@ import pytest
 
 from holdfast import failpoints
 from holdfast.errors import HoldfastError
+from holdfast.io.powerloss import ABOVE, Operation
 from holdfast.io.queue import IOQueue
 from holdfast.io.simdisk import SimDisk
-from holdfast.store.local import LocalStore
+from holdfast.store.local import DIRECTORIES, LocalStore
 from tiny_run import TinyRun, check_content
 
 TENSORS = {
@@ -107,12 +108,17 @@ def test_a_run_goes_on_from_an_image(kill_at):
     queue.close()
 
 
-WHYS = ["makedirs", "reopen", "timeline", "timeline directory", "unit directory", "unit data",
-        "index", "index directory", "manifest", "manifest directory", "retire"]  # fmt: skip
+REOPEN = [
+    f"reopen {what}{directory}"
+    for what in ("data", "index", "timelines", "commits")
+    for directory in ("", " directory")
+]
+WHYS = ["makedirs", "timeline", "timeline directory", "unit directory", "unit data",
+        "index", "index directory", "manifest", "manifest directory", "retire", "reopen commits directory"]  # fmt: skip
 
 
 def test_the_list_of_syncs_is_complete(kill_at):
-    assert sorted(record(kill_at).whys()) == sorted(WHYS)
+    assert set(record(kill_at).whys()) == {*WHYS, *REOPEN}
 
 
 @pytest.mark.parametrize("why", WHYS)
@@ -127,3 +133,79 @@ def test_without_any_one_sync_some_image_breaks_the_promise(kill_at, why):
     finally:
         queue.close()
     pytest.fail(f"no image shows that the sync {why!r} is needed")
+
+
+def copied(disk) -> SimDisk:
+    """A copy of the run on ``disk``, as ``cp -r`` makes it: complete, and nothing of it synced."""
+    copy = SimDisk()
+    for directory in ("", *DIRECTORIES):
+        parent = ABOVE if directory == "" else ""
+        copy._do(Operation("mkdir", parent, directory))
+        copy._state.directories.setdefault(directory, {})
+    for directory in DIRECTORIES:
+        for name in disk.listdir(directory):
+            copy.write_bytes(f"{directory}/{name}", disk.read_bytes(f"{directory}/{name}"))
+    return copy
+
+
+def resumed_copy(kill_at) -> tuple[SimDisk, int]:
+    """A copied run that was opened, and what was found in it acknowledged: the disk, and where that began."""
+    disk = copied(record(kill_at))
+    with LocalStore.open("/sim", disk=disk) as store:
+        newest = store.newest_whole()[0]
+        start = len(disk.log)
+        disk.ack((newest.timeline, newest.step))
+    return disk, start
+
+
+def test_a_copy_that_was_opened_is_durable(kill_at):
+    (disk, start), queue = resumed_copy(kill_at), IOQueue(1)
+    for image in disk.images(random.Random(0), start=start):
+        check(image, queue)
+    queue.close()
+
+
+@pytest.mark.parametrize("why", ["makedirs", *REOPEN])
+def test_without_any_one_sync_at_its_opening_a_copy_is_not_durable(kill_at, why):
+    (disk, start), queue = resumed_copy(kill_at), IOQueue(1)
+    broken = 0
+    for image in disk.images(random.Random(0), start=start, without=why):
+        try:
+            check(image, queue)
+        except (HoldfastError, AssertionError, FileNotFoundError):
+            broken += 1
+    queue.close()
+    assert broken
+
+
+@pytest.mark.parametrize(
+    "method, why, nth",
+    [("sync_dir", "unit directory", 1), ("sync_dir", "unit directory", 3), ("allocate", None, 2),
+     ("allocate", None, 7), ("sync_dir", "index directory", 1), ("sync_dir", "timeline directory", 1)],
+)  # fmt: skip
+def test_what_a_process_killed_before_a_sync_had_made_is_durable_when_the_next_one_acknowledges(
+    monkeypatch, method, why, nth
+):
+    disk, queue, arrivals = SimDisk(), IOQueue(1), 0
+    original = getattr(SimDisk, method)
+
+    def kill(self, *args, **options):
+        nonlocal arrivals
+        arrivals += why in (None, options.get("why"))
+        if arrivals == nth:
+            raise Killed
+        return original(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SimDisk, method, kill)
+        with pytest.raises(Killed):
+            steps(disk, 2)
+    disk.end_process()
+    start = len(disk.log)
+    with TinyRun("/sim", disk=disk, tensors=TENSORS, frozen=FROZEN, threads=1) as run:
+        for _ in range(2):
+            run.take_step()
+            disk.ack((run.timeline, run.step))
+    for image in disk.images(random.Random(0), start=start):
+        check(image, queue)
+    queue.close()

@@ -62,10 +62,16 @@ def test_nothing_of_an_earlier_process_is_left(tmp_path):
     root = tmp_path / "run"
     with TinyRun(root) as run:
         run.store.scratch("params", 4096).write(0, filled(4096), **HOW).result(30)
-        (root / "scratch/of_a_killed_process.bin").write_bytes(b"x")
+        (root / "scratch/inputs-7.bin").write_bytes(b"x")
     assert not (root / "scratch/params.bin").exists()
     with TinyRun(root) as run:
-        assert not (root / "scratch/of_a_killed_process.bin").exists()
+        assert not (root / "scratch/inputs-7.bin").exists()
         scratch = run.store.scratch("params", 4096)
         with pytest.raises(ValueError, match="not written"):
             scratch.read(0, filled(4096), **HOW)
+
+
+def test_a_scratch_file_that_is_given_up_is_gone_before_the_store_is_closed(run):
+    scratch = run.store.scratch("inputs-0", 4096)
+    run.store.remove_scratch(scratch)
+    assert list((run.store.root / "scratch").iterdir()) == []

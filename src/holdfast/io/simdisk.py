@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.errors import DiskFailed, RunLocked
+from holdfast.errors import DiskFailed, RunLocked, StaleCommit
 from holdfast.io.powerloss import ABOVE, Account, Operation, State
 
 
@@ -46,6 +46,25 @@ class SimFile:
         pass
 
 
+class SimLock:
+    """The lock of a ``SimDisk``, as one process holds it."""
+
+    def __init__(self, disk: SimDisk) -> None:
+        self._disk = disk
+
+    @property
+    def held(self) -> bool:
+        return self._disk._writer is self
+
+    def check(self) -> None:
+        if not self.held:
+            raise StaleCommit(f"{self._disk.root} is not open for writing by this process any more")
+
+    def release(self) -> None:
+        if self.held:
+            self._disk.end_process()
+
+
 class SimDisk:
     """Has the methods of ``store.files.Disk``. Safe to use from several threads."""
 
@@ -54,7 +73,7 @@ class SimDisk:
         self.log: list[Operation] = []
         self._state = State()
         self._next_inode = 0
-        self._locked = False
+        self._writer: SimLock | None = None
         self._lock = threading.Lock()
 
     # the file system's calls
@@ -110,6 +129,10 @@ class SimDisk:
         directory, name = self._place(path)
         return name in self._state.directories.get(directory, {})
 
+    def is_named(self, path: str, file: SimFile) -> bool:
+        directory, name = self._place(path)
+        return self._state.directories.get(directory, {}).get(name) == file.inode
+
     def size(self, path: str) -> int:
         return len(self._state.files[self.open(path, write=False).inode])
 
@@ -124,17 +147,17 @@ class SimDisk:
     def free_bytes(self) -> int:
         return 1 << 40
 
-    def lock(self, path: str, owner: dict) -> Callable[[], None]:
-        if self._locked:
+    def lock(self, path: str, owner: dict) -> SimLock:
+        if self._writer is not None:
             raise RunLocked(f"{self.root} is being written")
-        self._locked = True
-        return self.end_process
+        self._writer = SimLock(self)
+        return self._writer
 
     # the test's calls
 
     def end_process(self) -> None:
         """The writer is gone, killed or closed; what it wrote stays in the page cache."""
-        self._locked = False
+        self._writer = None
 
     def ack(self, value: Any) -> None:
         """Mark in the log that ``value`` was acknowledged: images from here on must show it."""

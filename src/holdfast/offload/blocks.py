@@ -8,6 +8,7 @@ hold is resident.
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelNotSupported
-from ..state.capture import Captured, CapturedParameter, plain_name
+from ..state.capture import Captured, CapturedParameter, join, plain_paths
 from ..units import KiB
 
 SMALL = 64 * KiB
@@ -102,8 +103,8 @@ def find_blocks(model: nn.Module, chosen: nn.ModuleList | None = None) -> Blocks
             + ". Pass blocks=model.path.to.the.list: out-of-core training streams repeated blocks."
         )
     name, module = max(_outermost(lists), key=lambda item: len(item[1]))
-    prefix = plain_name(name + ".")
-    return Blocks(tuple(module), tuple(f"{prefix}{i}" for i in range(len(module))))
+    prefix = plain_paths(model)[name]
+    return Blocks(tuple(module), tuple(join(prefix, str(i)) for i in range(len(module))))
 
 
 def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.ModuleList]]:
@@ -147,25 +148,54 @@ def install(owned: Owned, parameter: nn.Parameter) -> None:
 def empty_parameters() -> Iterator[None]:
     """Modules built inside have their parameters on ``meta`` and their buffers real.
 
-    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block. What a
+    A model of any size can be created this way; ``holdfast.offload`` materialises it block by block, by the
+    modules' ``reset_parameters`` and the model's ``_init_weights``. Values that constructors give parameters in
+    any other way (a projection set to zero, a bias of 0.5) are lost: pass ``offload(init=...)``, a function that
+    sets what one module itself holds. What a
     layer allocates for a parameter, only for it to be thrown away, does not come from the heap: it would
     leave holes there, as many as there are blocks, that fill with memory while training.
     """
-    register = nn.Module.register_parameter
-
-    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, param)
-        if param is not None and not param.is_meta:
-            empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-            empty.__dict__.update(param.__dict__)
-            module._parameters[name] = empty
-
-    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    _patch.enter()
     try:
         with _OutsideTheHeap():
             yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        _patch.leave()
+
+
+class _EmptyParameters(threading.local):
+    """``nn.Module.register_parameter`` while any thread is inside ``empty_parameters``: it makes those parameters
+    empty whose thread is."""
+
+    depth = 0  # of this thread
+    _lock, _inside = threading.Lock(), 0
+    _register = nn.Module.register_parameter
+
+    def enter(self) -> None:
+        with _EmptyParameters._lock:
+            if _EmptyParameters._inside == 0:
+                _EmptyParameters._register = nn.Module.register_parameter
+                nn.Module.register_parameter = _register_empty  # type: ignore[method-assign]
+            _EmptyParameters._inside += 1
+        self.depth += 1
+
+    def leave(self) -> None:
+        self.depth -= 1
+        with _EmptyParameters._lock:
+            _EmptyParameters._inside -= 1
+            if _EmptyParameters._inside == 0:
+                nn.Module.register_parameter = _EmptyParameters._register  # type: ignore[method-assign]
+
+
+_patch = _EmptyParameters()
+
+
+def _register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    _EmptyParameters._register(module, name, param)
+    if _patch.depth and param is not None and not param.is_meta:
+        empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        empty.__dict__.update(param.__dict__)
+        module._parameters[name] = empty
 
 
 class _OutsideTheHeap(TorchFunctionMode):

@@ -1,9 +1,10 @@
 """Boundaries: what a block was called with, what it returned, and the way back for gradients.
 
-A block's inputs are a pytree. Float tensors that require grad *move*: they are detached for the block, kept
-(on the host or on the SSD) for its recomputation, and their gradients go back to whatever made them. All
-else is kept by reference, once. An input that changes while the block runs is refused by name, since the
-recomputation would see other values (``changes.py``).
+A block's inputs are a pytree. Float (and complex) tensors that require grad *move*: they are detached for the
+block, kept (on the host or on the SSD) for its recomputation, and their gradients go back to whatever made
+them. All else is kept by reference, once. An object in which a tensor with a gradient hides is refused by name,
+as is an input that changes while the block runs or before it runs again, since the recomputation would see
+other values (``changes.py``).
 
 A gradient that several blocks contribute to is summed in the order of an ordinary backward: what there is so
 far goes into the next block's backward as a root, rather than being added to its result.
@@ -13,14 +14,19 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from ..errors import BlockInputChanged, ModelNotSupported
+from .changes import fingerprint, hidden_gradient
 from .microbatches import Autocast, BlockCall
+from .residency import Form
 
 Seed = tuple[torch.Tensor, torch.Tensor]
 """A tensor, and the gradient that it has before a backward."""
@@ -44,13 +50,12 @@ class Delivery:
         self._given: list[weakref.ref] = []
 
     def reply(self) -> Any:
-        """The output for the thread: its float tensors are leaves that collect gradients."""
+        """The output for the thread: its float tensors collect their gradients."""
         assert self.device is not None
         leaves = list(self._rest)
         for index, (position, tensor) in enumerate(zip(self._positions, self.device, strict=True)):
             if self._needs_grad:
-                tensor = tensor.detach().requires_grad_()
-                tensor.register_post_accumulate_grad_hook(self._collector(index))
+                tensor = collecting(tensor, partial(self.add_grad, index))
             leaves[position] = tensor
             self._given.append(weakref.ref(tensor))
         return pytree.tree_unflatten(leaves, self._spec)
@@ -74,13 +79,21 @@ class Delivery:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         self.device, self.grads = None, []
 
-    def _collector(self, index: int):
-        def collect(tensor: torch.Tensor) -> None:
-            if tensor.grad is not None:  # nothing, where a source took all that was on its way here
-                self.add_grad(index, tensor.grad)
-                tensor.grad = None
 
-        return collect
+def collecting(tensor: torch.Tensor, collect: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """A tensor that shares the memory of ``tensor`` and begins a graph: a backward that arrives there gives
+    ``collect`` the gradient as it is. (A leaf would bring it into the tensor's own layout first.)"""
+    begin = tensor.detach().requires_grad_()
+    begin = begin.view_as(begin)
+
+    def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+        if grads[0] is not None:
+            collect(grads[0])
+        return (None,)
+
+    assert begin.grad_fn is not None
+    begin.grad_fn.register_prehook(take)  # type: ignore[arg-type]
+    return begin
 
 
 def moving_positions(leaves: list[Any], constants: set[int]) -> list[int]:
@@ -159,14 +172,23 @@ class Boundary:
     repeated: dict[int, int] = field(default_factory=dict)
     device: list[torch.Tensor] | None = None
     host: list[torch.Tensor] | None = None
-    shapes: list[tuple[torch.dtype, torch.Size]] = field(default_factory=list)
+    forms: list[Form] = field(default_factory=list)
     roots: list[Source] = field(default_factory=list)
     """Points of the thread's own graph that were first seen here."""
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    seen: list[Any] = field(default_factory=list)
+    """Fingerprints of what is kept by reference, at the block's first run."""
 
     def inputs(self) -> tuple[tuple, dict[str, Any], list[torch.Tensor]]:
-        """The block's arguments with fresh leaves in place of the moving inputs, and those leaves."""
+        """The block's arguments with new tensors in place of the moving inputs, and those tensors. Where a graph
+        is made it begins there, and the gradients come to ``grads``."""
         assert self.device is not None
-        leaves = [tensor.detach().requires_grad_() for tensor in self.device]
+        grads: list[torch.Tensor | None] = [None] * len(self.device)
+        self.grads = grads
+        if torch.is_grad_enabled():
+            leaves = [collecting(t, partial(grads.__setitem__, i)) for i, t in enumerate(self.device)]
+        else:
+            leaves = [tensor.detach().requires_grad_() for tensor in self.device]
         flat = list(self.kept)
         for position, leaf in zip(self.moving, leaves, strict=True):
             flat[position] = leaf
@@ -174,6 +196,29 @@ class Boundary:
             flat[position] = flat[first]
         args, kwargs = pytree.tree_unflatten(flat, self.spec)
         return args, kwargs, leaves
+
+    def remember(self) -> None:
+        """The block runs for the first time: what is kept by reference is to stay as it is now."""
+        self.seen = [fingerprint(leaf) for leaf in self.kept]
+
+    def refuse_changes(self, block: str) -> None:
+        """Before the recomputation: raise ``BlockInputChanged`` naming what is not as the first run saw it."""
+        for position, (before, leaf) in enumerate(zip(self.seen, self.kept, strict=True)):
+            if fingerprint(leaf) != before:
+                raise BlockInputChanged(
+                    f"{self._name(position)} of {block} was changed after the block ran and before it ran again."
+                    " Out-of-core training runs a block twice and keeps what has no gradient by reference: give"
+                    " every block a value of its own."
+                )
+
+    def _name(self, position: int) -> str:
+        """How the model gave the block the leaf at ``position``."""
+        numbered = pytree.tree_unflatten(list(range(len(self.kept))), self.spec)
+        paths, _ = pytree.tree_flatten_with_path(numbered)
+        (_, first, *rest) = next(path for path, number in paths if number == position)
+        positional = isinstance(first, pytree.SequenceKey)
+        name = f"argument [{first.idx}]" if positional else str(getattr(first, "key", first))
+        return f"input {name}{pytree.keystr(tuple(rest))}"
 
     @property
     def constants(self) -> set[int]:
@@ -185,12 +230,12 @@ class Boundary:
         pairs = zip(leaves, self.moving.values(), strict=True)
         return [(leaf, source.grad) for leaf, source in pairs if source.grad is not None]
 
-    def send_back(self, leaves: list[torch.Tensor]) -> None:
-        """Pass the gradients of ``leaves`` on to their sources, and on through the thread's own graph where
+    def send_back(self) -> None:
+        """Pass the gradients of the inputs on to their sources, and on through the thread's own graph where
         nothing more can arrive: at the boundary that saw a point first."""
-        for source, leaf in zip(self.moving.values(), leaves, strict=True):
-            if leaf.grad is not None:
-                source.grad = leaf.grad
+        for source, grad in zip(self.moving.values(), self.grads, strict=True):
+            if grad is not None:
+                source.grad = grad
         for source in self.roots:
             source.open()
         roots = [(s.edge, s.grad) for s in self.roots if s.edge is not None and s.grad is not None]
@@ -214,8 +259,10 @@ class Tracker:
     def delivered(self, delivery: Delivery) -> None:
         self._deliveries.append(delivery)
 
-    def boundary(self, call: BlockCall) -> Boundary:
-        """Describe ``call``; its moving inputs are on the device."""
+    def boundary(self, call: BlockCall, name: str) -> Boundary:
+        """Describe ``call`` of the block ``name``; its moving inputs are on the device. Raises
+        ``ModelNotSupported`` for a hook on the gradient of an input, which goes past it, and a gradient that
+        hides."""
         flat, spec = pytree.tree_flatten((call.args, call.kwargs))
         boundary = Boundary(call.block, spec, list(flat), call.autocast)
         boundary.device = []
@@ -223,6 +270,11 @@ class Tracker:
         for position, leaf in enumerate(flat):
             if not (_is_float(leaf) and leaf.requires_grad):
                 continue
+            if leaf._backward_hooks:
+                raise ModelNotSupported(
+                    f"an input of {name}, shape {tuple(leaf.shape)}, has a hook on its gradient, which would not be"
+                    " called. Register it inside the block, on a tensor that the block computes."
+                )
             boundary.kept[position] = None
             if id(leaf) in first:
                 boundary.repeated[position] = first[id(leaf)]
@@ -230,6 +282,7 @@ class Tracker:
             first[id(leaf)] = position
             boundary.moving[position] = self._source(leaf, boundary)
             boundary.device.append(leaf.detach())
+        refuse_hidden(boundary.kept, name, "input")
         return boundary
 
     def _source(self, tensor: torch.Tensor, boundary: Boundary) -> Source:
@@ -246,4 +299,22 @@ class Tracker:
 
 
 def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def refuse_hidden(leaves: list[Any], block: str, role: str) -> None:
+    """Raise ``ModelNotSupported`` if a tensor that requires grad hides in one of ``leaves``, the flattened inputs
+    or output of ``block``: its gradient would be lost."""
+    for leaf in leaves:
+        if isinstance(leaf, _HIDES_NOTHING):
+            continue
+        where = hidden_gradient(leaf, type(leaf).__name__)
+        if where is not None:
+            raise ModelNotSupported(
+                f"{where} in the {role} of {block} is a tensor with a gradient inside an object. Gradients flow"
+                " between blocks through tensors, tuples, lists, dicts and dataclasses registered with"
+                " torch.utils._pytree alone: pass the tensor itself."
+            )
+
+
+_HIDES_NOTHING = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

@@ -58,7 +58,9 @@ def build(
         param_offsets=_offsets([unit.copy_bytes for unit in parts.units]),
         grad_scratch=store.scratch("gradients", grads) if grads else None,
         grad_offsets=_offsets([unit.grad_bytes for unit in parts.units]),
-        input_scratch=InputScratch(lambda nbytes: store.scratch(f"inputs-{next(extents)}", nbytes)),
+        input_scratch=InputScratch(
+            lambda nbytes: store.scratch(f"inputs-{next(extents)}", nbytes), store.remove_scratch
+        ),
         resident_buffer=pool.take(resident.layout.file_bytes, "resident state"),
         resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
         parameter_order=[parameter.name for parameter in parts.captured.parameters],
@@ -80,14 +82,15 @@ def fill(run: Runtime, found: Manifest | None, init: Init | None) -> None:
 
 def _fill_fresh(run: Runtime, init: Init | None) -> None:
     """Initial values of every unit: written to its first generation, and its working copy derived."""
-    with rng.preserved_generators(torch.device("cpu")):
+    with rng.own_generators(torch.device("cpu")):
         for block, unit in enumerate(run.units):
             values = initial_values(run.model, unit, init, run.seed)
             state, frozen = _images(run, block)
             unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
             for member in unit.trained:
                 held = run.optimizer.state_of(member.owned.captured.parameter)
-                unit.write_state(member, as_tensor(state), held)
+                made = {slot: v for slot, v in held.items() if not getattr(v, "is_meta", False)}
+                unit.write_state(member, as_tensor(state), made)
             del values
             _write(run, unit.name, state)
             if frozen is not None:

@@ -85,4 +85,38 @@ def fingerprint(value: Any, depth: int = _DEPTH) -> Any:
         return [fingerprint(item, depth - 1) for item in value]
     if isinstance(value, dict):
         return {str(key): fingerprint(item, depth - 1) for key, item in value.items()}
-    return (_Same(value), fingerprint(vars(value), depth - 1)) if hasattr(value, "__dict__") else _Same(value)
+    return (_Same(value), fingerprint(_attributes(value), depth - 1))
+
+
+def hidden_gradient(value: Any, where: str, depth: int = _DEPTH) -> str | None:
+    """Where in ``value``, which is no container that PyTorch looks into, a tensor that requires grad hides, if
+    anywhere. Modules and parameters keep their gradients themselves."""
+    if isinstance(value, torch.Tensor):
+        return where if value.requires_grad and not isinstance(value, nn.Parameter) else None
+    if depth == 0 or isinstance(value, (*_PLAIN, nn.Module, type)):
+        return None
+    if isinstance(value, dict):
+        parts = [(f"{where}[{key!r}]", item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = [(f"{where}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        parts = [(f"{where}.{name}", item) for name, item in _attributes(value).items()]
+    found = (hidden_gradient(item, place, depth - 1) for place, item in parts)
+    return next((place for place in found if place is not None), None)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object holds, in its dict and in its slots."""
+    held = {
+        name: getattr(value, name)
+        for kind in type(value).__mro__
+        for name in _slots(kind)
+        if hasattr(value, name)
+    }
+    return held | getattr(value, "__dict__", {})
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = kind.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))

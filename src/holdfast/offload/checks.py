@@ -8,20 +8,20 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import BadInput
-from ..store.files import AnyDisk
+from ..store.files import AnyDisk, check_place
 from .planning import SCHEDULES
 
 
-def check_choices(schedule: str, order: str, normalize: str, clip_norm: float | None) -> None:
+def check_choices(schedule: str, order: str, normalize: Any, clip_norm: Any) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ("plain",)),
-        ("normalize", normalize, ("micro_batches", "tokens")),
+        ("normalize", "tokens" if callable(normalize) else normalize, ("micro_batches", "tokens")),
     ):
         if value not in allowed:
             raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise BadInput(f"clip_norm = {clip_norm} must be positive; None is no clipping")
+    if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
+        raise BadInput(f"clip_norm = {clip_norm!r} must be a positive number; None is no clipping")
 
 
 def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:
@@ -52,5 +52,5 @@ def check_stateful(scheduler: Any, loader: Any) -> None:
 
 
 def check_directory(ssd: str | Path, disk: AnyDisk | None) -> None:
-    if disk is None and Path(ssd).exists() and not Path(ssd).is_dir():
-        raise BadInput(f"{ssd} is a file. Give a directory for the run; it is made if it is not there.")
+    if disk is None:
+        check_place(ssd)

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import BadInput, EngineFailed
 from ..events import EventLog
@@ -24,9 +25,9 @@ from ..store.manifest import Manifest
 from . import rng
 from .blocks import install
 from .executor import Executor
-from .export import state_dict
+from .export import newest_values, state_dict
 from .interrupts import deferred
-from .microbatches import all_cancelled, evaluating, extract_loss, module_call
+from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, module_call
 from .ops import handlers
 from .ops.commit import publish
 from .planning import EVALUATION_BATCHES, Plan
@@ -37,7 +38,7 @@ from .reports import step_event, traffic
 from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .steps import Rules, StepMaker
-from .takeover import give_back
+from .takeover import MARK, Taken, Watched, give_back, let_go, refuse_use
 
 
 class Engine:
@@ -57,7 +58,14 @@ class Engine:
     ) -> None:
         self._run, self._rules, self._steps = run, rules, StepMaker(run, plan, rules)
         self._captured, self._user, self._events = captured, user, events
-        self._were_real = {p.name for p in captured.parameters if not p.parameter.is_meta}
+        self._were_real = {
+            p.name for p in captured.parameters if not p.parameter.is_meta or hasattr(p.parameter, MARK)
+        }
+        self.taken = Taken(str(run.store.root))
+        self._owed = False  # the model's values, by a close that was broken off
+        self._busy = False
+        self._watched: Watched | None = None
+        self._hooks: list[RemovableHandle] = []
         self.preflight = preflight
         self._executor = Executor(handlers(run), update_workers, one_torch_thread)
         torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
@@ -78,12 +86,16 @@ class Engine:
     # What a user calls
 
     def step(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
-        """One optimizer step over ``micro_batches``: keyword dicts for the model, or tuples with ``loss_fn``.
+        """One optimizer step over ``micro_batches``: mappings of the model's keywords, or tuples with
+        ``loss_fn``.
 
         Returns the mean loss. The step is durable when ``durable_step`` has reached ``steps_done``; at most
         one step is on its way. A loss that is not finite skips the update, and ``last["skipped"]`` says so.
         """
         self._check_usable()
+        micro_batches = checked_batches(micro_batches, loss_fn)
+        if self._watched is not None:
+            self._watched.refuse_changes()
         if not micro_batches:
             raise BadInput("a step needs at least one micro-batch")
         if not torch.is_grad_enabled():
@@ -109,6 +121,7 @@ class Engine:
 
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded."""
+        micro_batches = checked_batches(micro_batches, loss_fn)
         if not micro_batches:
             raise BadInput("an evaluation needs at least one micro-batch")
         calls = [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in micro_batches]
@@ -163,10 +176,15 @@ class Engine:
         """Finish and commit what is under way, give the model back, and let go of the run directory.
 
         Parameters that were real when the model was handed over get their trained values; those that were on
-        ``meta`` stay there. A second call does nothing.
+        ``meta`` stay there. A second call does nothing, unless the first was broken off (Ctrl-C): then it gives the
+        model the values of the newest commit.
         """
         if self._closed:
+            if self._owed:
+                give_back(self._captured, newest_values(self._run.store.root, self._were_real))
+                self._owed = False
             return
+        self._owed = bool(self._were_real)
         with self._closing_on_error():
             self._executor.drain()
             if self._rules.commit_every:
@@ -174,6 +192,7 @@ class Engine:
             trained = self.state_dict() if self._were_real else {}
         self._shut_down()
         give_back(self._captured, {name: trained[name] for name in self._were_real})
+        self._owed = False
 
     def __enter__(self) -> Engine:
         return self
@@ -182,10 +201,13 @@ class Engine:
         if kind is None:
             self.close()
         elif not self._closed:
-            if issubclass(kind, Exception):  # the script's own: the step that was computed is still committed
+            if issubclass(
+                kind, (Exception, SystemExit)
+            ):  # the script's own: what was computed is still committed
                 with suppress(Exception):
-                    self._executor.drain()
-            self.give_up()
+                    self.close()
+            else:
+                self.give_up()
 
     def give_up(self) -> None:
         """Stop without a further commit: what is under way ends, nothing else is written. The run stays whole."""
@@ -226,13 +248,15 @@ class Engine:
         """The model is patched, the generators are kept, and no thread of the step outlives it."""
         grad = torch.is_grad_enabled()
         device = self._run.device.torch_device
-        with deferred() as safe_point, rng.preserved_generators(device):
+        with deferred() as safe_point, rng.own_generators(device, safe_point):
             self._executor.safe_point = safe_point
+            self._busy = True
             try:
                 coroutines = [batch.coroutine for batch in step.micro_batches]
                 with self._run.patch.applied(), all_cancelled(coroutines):
                     yield
             finally:
+                self._busy = False
                 torch.set_grad_enabled(grad)  # a key press may have left it otherwise
 
     @contextmanager
@@ -261,10 +285,13 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        for hook in self._hooks:
+            hook.remove()
         self._executor.close()
         for unit in self._run.units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
+        let_go(self._captured, self.taken, self._were_real)
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
         self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a circle that no one collects
@@ -279,6 +306,11 @@ class Engine:
             )
 
     # Progress
+
+    def guard(self) -> None:
+        """From here on the model says what to use instead of it, and steps refuse what was changed in it."""
+        self._watched = Watched(self._captured, self._run.resident_leaves, self._user.optimizer)
+        self._hooks = refuse_use(self._run.model, lambda: self._busy)
 
     def begin(self, found: Manifest | None) -> None:
         """Count on from the commit that the runtime was filled from; a fresh run gets its first: the state before

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from ..config import Fraction
-from ..errors import RunLocked
+from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..io.queue import IOQueue
 from ..plan.work import StepShape
 from ..store.files import AnyDisk
 from ..store.generations import Generations
-from ..store.local import LocalStore
+from ..store.local import DIRECTORIES, LocalStore
 from ..store.manifest import Manifest
 from .builder import build, fill, stored_units
 from .checks import check_choices, check_counts, check_directory, check_stateful
@@ -33,7 +33,7 @@ from .process import share_heaps
 from .progress import UserState
 from .resume import newest_commit, same_files
 from .steps import Rules
-from .takeover import switch_off_cache, take_over
+from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
 
 
 def offload(
@@ -53,7 +53,7 @@ def offload(
     activations_on_host: Fraction = 1.0,
     budget: Budget | None = None,
     clip_norm: float | None = None,
-    normalize: Literal["micro_batches", "tokens"] = "micro_batches",
+    normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float] = "micro_batches",
     commit_every: int = 1,
     retain: int = 2,
     seed: int = 0,
@@ -76,12 +76,29 @@ def offload(
     ``optimizer`` is an ordinary elementwise ``torch.optim`` one over the model's parameters, which may be on
     ``meta``; it is read, never stepped. ``scheduler`` is stepped by the engine after each step, and its state
     and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
-    from its newest whole commit; scheduler, loader and random generators are restored.
+    from its newest whole commit; scheduler, loader and random generators are restored. All else may change
+    from one resume to the next; a ``seed``, ``dtype``, ``clip_norm`` or ``normalize`` that does is warned of, since
+    the numbers are not those of an uninterrupted run any more.
+
+    ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
+    ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad.
+
+    ``normalize`` says what a micro-batch counts in the step's gradient: all the same, or ``"tokens"``: by the target
+    tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row for causal
+    language models, which shift them); or a function from a micro-batch to its number.
+
+    ``init`` initialises what one module itself holds, where parameters are on ``meta``; without it that is done by
+    ``reset_parameters`` and the model's ``_init_weights``.
 
     ``sample`` (a micro-batch as ``step`` takes it; its values do not matter; a tuple with its ``loss_fn``) and
     ``micro_batches`` (per step) let memory be predicted before anything runs; ``"auto"`` fractions and a
     ``budget`` need them. The host budget is the process's whole memory, evaluations included. ``confirm`` sees
     the preflight before anything is written and may raise.
+
+    Every value goes through a block's arguments and its return value. What modules hand on in attributes is seen
+    in the first step of one and of several micro-batches, if it is a tensor, and refused; numbers and other
+    objects in attributes, and tensors that a block keeps detached, are not seen: do not compute with them. Tensors
+    on the way from block to block, changed by way of ``.data`` or NumPy, are not seen either.
 
     Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
@@ -94,9 +111,12 @@ def offload(
     )  # fmt: skip
     check_stateful(scheduler, loader)
     check_directory(ssd, disk)
+    refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)
     rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
-    user, budget = UserState(parts.captured, optimizer, scheduler, loader), budget or Budget()
+    refuse_held(parts.captured)
+    settings = {"seed": seed, "dtype": dtype, "clip_norm": clip_norm, "normalize": rules.normalize_name}
+    user, budget = UserState(parts.captured, optimizer, scheduler, loader, settings), budget or Budget()
     target = open_device(device)
     plan = make_plan(
         parts,
@@ -112,10 +132,12 @@ def offload(
     )
     queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
     store = engine = None
+    before: set[Path] | None = None
     try:
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         found, stored, preflight = _ready(store, parts, user, plan, budget, confirm)
+        before = _files(store) if found is None else None
         switch_off_cache(model)
         share_heaps()
         store.begin(found)
@@ -126,12 +148,17 @@ def offload(
             events=events or EventLog(None), update_workers=update_workers,
         )  # fmt: skip
         engine.begin(found)
-        take_over(run, parts.captured)
+        take_over(run, parts.captured, engine.taken)
+        engine.guard()
         return engine
-    except BaseException:
+    except BaseException as error:
         if engine is not None:
             engine.give_up()
         queue.close()  # nothing is under way any more when the lock goes
+        refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
+        if store is not None and before is not None and isinstance(error, Exception) and refusal:
+            for path in _files(store) - before:
+                path.unlink(missing_ok=True)
         if store is not None:
             store.close()
         raise
@@ -148,7 +175,9 @@ def _ready(
     """The commit to continue, if any, and the files of every unit. All has been checked, and ``store`` is entered:
     until then a directory that was not there is not there."""
     fresh = not store.commits()
-    if not fresh:
+    if fresh:
+        refuse_emptied(parts.captured)
+    else:
         store.enter()
     found = None if fresh else newest_commit(store, parts)
     stored = stored_units(parts, store)
@@ -164,6 +193,11 @@ def _ready(
     else:
         user.restore(found.progress)
     return found, stored, preflight
+
+
+def _files(store: LocalStore) -> set[Path]:
+    """The files of a run, its lock aside."""
+    return {path for name in DIRECTORIES for path in (store.root / name).glob("*") if path.is_file()}
 
 
 def _enter_fresh(store: LocalStore) -> None:

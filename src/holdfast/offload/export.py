@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from ..io.buffers import Buffer
 from ..state.capture import Captured, buffer_at
+from ..store.local import LocalStore
 from .runtime import Runtime
 from .units import as_tensor
 
@@ -20,6 +23,19 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
     buffers = {name: buffer_at(place).detach().clone() for name, place in captured.buffers.items()}
     return ordered | buffers
+
+
+def newest_values(root: Path, names: set[str]) -> dict[str, torch.Tensor]:
+    """Those of the parameters of a run's newest whole commit that ``names`` has."""
+    with LocalStore.read(root) as reader:
+        manifest, _ = reader.newest_whole()
+        atoms = {a["name"]: a for a in reader.atoms(manifest).values() if a["slot"] == "param"}
+        return {
+            name: torch.frombuffer(reader.read_atom(manifest, atoms[name]), dtype=torch.float32).view(
+                atoms[name]["shape"]
+            )
+            for name in names
+        }
 
 
 def _trained(run: Runtime, block: int) -> dict[str, torch.Tensor]:

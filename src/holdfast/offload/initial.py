@@ -1,8 +1,14 @@
-"""Initial values of a fresh run: the model's own where they are real, made unit by unit where they are on ``meta``."""
+"""Initial values of a fresh run: the model's own where they are real, made unit by unit where they are on ``meta``.
+
+A model of Hugging Face is initialised as its own constructor does it: every module by ``reset_parameters``, then
+``_init_weights`` on every module, children first, since some are initialised by the module above them. All other
+units are on ``meta`` meanwhile, so that nothing is drawn for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +25,7 @@ Init = Callable[[nn.Module], Any]
 
 def initial_values(model: nn.Module, unit: Unit, init: Init | None, seed: int) -> dict[str, torch.Tensor]:
     """The initial values of a unit's parameters: their own where they are real; where they are on ``meta``,
-    made by ``init`` or by the modules' own ``reset_parameters``. Each unit draws from its own key.
+    made by ``init``, ``_init_weights`` or the modules' own ``reset_parameters``. Each unit draws from its own key.
 
     Raises ``ModelNotSupported`` for a parameter that nothing initialises.
     """
@@ -30,10 +36,13 @@ def initial_values(model: nn.Module, unit: Unit, init: Init | None, seed: int) -
         install(member.owned, made[member.name])
     rng.seed_generators(rng.key_seed(seed, 0, 0, f"init {unit.name}"), torch.device("cpu"))
     try:
-        with torch.no_grad():
-            for module in _holders(model, unit):
-                if any(id(p) in missing for p in module._parameters.values()):
-                    _initialise(model, module, init)
+        with torch.no_grad(), _others_empty(model, {id(p) for p in made.values()}):
+            holders = [
+                module
+                for module in _children_first(model)
+                if any(id(p) in missing for p in module._parameters.values())
+            ]
+            _initialise(model, holders, init)
     finally:
         for member in unit.members:
             install(member.owned, member.owned.captured.parameter)
@@ -53,21 +62,64 @@ def _fresh(parameter: nn.Parameter) -> torch.Tensor:
     return torch.full(parameter.shape, float("nan"), dtype=parameter.dtype, device="cpu")
 
 
-def _initialise(model: nn.Module, module: nn.Module, init: Init | None) -> None:
-    """Initialise the parameters that ``module`` itself holds."""
-    own = init or getattr(model, "_init_weights", None) or getattr(model, "init_weights_of", None)
+def _initialise(model: nn.Module, holders: list[nn.Module], init: Init | None) -> None:
+    """Initialise the parameters that ``holders`` themselves hold."""
+    own = init or getattr(model, "init_weights_of", None)
     if own is not None:
+        for module in holders:
+            own(module)
+        return
+    above = callable(getattr(model, "_init_weights", None))
+    for module in holders:
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is not None:
+            reset()
+        elif not above:
+            raise ModelNotSupported(
+                f"{type(module).__name__} is on meta and has no reset_parameters(). Pass init=, a function that "
+                "initialises the parameters of one module."
+            )
+    if above:
+        _initialise_from_above(model, {id(module) for module in holders})
+
+
+def _initialise_from_above(model: nn.Module, holders: set[int]) -> None:
+    """Call ``_init_weights`` on every module in or below which one of ``holders`` is. A model within the model
+    uses its own."""
+
+    def visit(module: nn.Module, own: Init) -> bool:
+        own = getattr(module, "_init_weights", own)
+        inside = [visit(child, own) for child in module.children()]
+        if id(module) not in holders and not any(inside):
+            return False
         own(module)
-    elif hasattr(module, "reset_parameters"):
-        module.reset_parameters()  # type: ignore[operator]
-    else:
-        raise ModelNotSupported(
-            f"{type(module).__name__} is on meta and has no reset_parameters(). Pass init=, a function that "
-            "initialises the parameters of one module."
-        )
+        return True
+
+    visit(model, model._init_weights)  # type: ignore[arg-type]
 
 
-def _holders(model: nn.Module, unit: Unit) -> list[nn.Module]:
-    """The modules that hold the parameters of ``unit``, in the model's order."""
-    holders = {id(module) for member in unit.members for module, _ in member.owned.places}
-    return [module for module in model.modules() if id(module) in holders]
+def _children_first(model: nn.Module) -> list[nn.Module]:
+    """Every module once, as ``nn.Module.apply`` visits them."""
+    found: list[nn.Module] = []
+    model.apply(found.append)
+    return list(dict.fromkeys(found))
+
+
+@contextmanager
+def _others_empty(model: nn.Module, kept: set[int]) -> Iterator[None]:
+    """Every parameter that is not among ``kept`` is on ``meta``, and buffers keep their values."""
+    parameters, buffers = [], []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in kept and not parameter.is_meta:
+                parameters.append((module, name, parameter))
+                empty = torch.empty_like(parameter, device="meta")
+                module._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
+        buffers += [(b, b.clone()) for b in module._buffers.values() if b is not None and not b.is_meta]
+    try:
+        yield
+    finally:
+        for module, name, parameter in parameters:
+            module._parameters[name] = parameter
+        for buffer, value in buffers:
+            buffer.copy_(value)

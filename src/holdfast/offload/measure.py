@@ -9,7 +9,8 @@ model of any size is measured in a second, before anything is allocated.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -110,8 +111,8 @@ class _Probe:
     @staticmethod
     def _detached(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         def cut(leaf: Any) -> Any:
-            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad
-            return leaf.detach().requires_grad_() if floats else leaf
+            moves = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            return leaf.detach().requires_grad_() if moves else leaf
 
         return pytree.tree_map(cut, (args, kwargs))
 
@@ -138,8 +139,9 @@ def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, lo
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
     probe = _Probe(blocks, bytes_, flop)
-    with fake, _fake_parameters(model, fake, dtype), probe.patch.applied():
-        inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, sample)
+    with fake, _restored(model), _fake_parameters(model, fake, dtype), probe.patch.applied():
+        inputs = dict(sample) if isinstance(sample, Mapping) else sample
+        inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, inputs)
         with flop, bytes_, torch.enable_grad():
             loss = extract_loss(module_call(model, inputs, loss_fn)())
             after = flop.get_total_flops()
@@ -152,6 +154,22 @@ def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, lo
         block_flop=float(probe.block_flop),
         head_flop=float(max(head_forward, 0) * 3),
     )
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Every module's attributes, and the containers among them, are afterwards as they were: a table that a model
+    makes at its first forward would stay fake."""
+    saved: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        inside = [value for value in vars(module).values() if type(value) in (dict, OrderedDict, list, set)]
+        saved += [(table, table.copy()) for table in (*inside, vars(module))]
+    try:
+        yield
+    finally:
+        for table, before in saved:
+            table.clear()
+            table.extend(before) if isinstance(table, list) else table.update(before)
 
 
 @contextmanager

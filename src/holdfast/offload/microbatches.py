@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BlockInputChanged, ModelNotSupported
+from ..errors import BadInput, BlockInputChanged, ModelNotSupported
 from .blocks import BlockFunction, Blocks
 from .process import end_openmp_threads
 
@@ -273,9 +273,36 @@ def extract_loss(value: Any) -> torch.Tensor:
     return loss
 
 
+def checked_batches(micro_batches: Iterable[Any], loss_fn: Callable[..., Any] | None) -> list[Any]:
+    """The micro-batches of one call, mappings as dicts. Raises ``BadInput`` if they are no list of mappings or of
+    tuples, or mappings have a ``loss_fn``, which is for tuples."""
+    if isinstance(micro_batches, (Mapping, torch.Tensor, str)):
+        raise BadInput(
+            f"the micro-batches are a {type(micro_batches).__name__}, not a list of them: for one micro-batch call"
+            " engine.step([batch])."
+        )
+    return [_checked(index, batch, loss_fn) for index, batch in enumerate(micro_batches)]
+
+
+def _checked(index: int, batch: Any, loss_fn: Callable[..., Any] | None) -> Any:
+    if isinstance(batch, Mapping):
+        if loss_fn is not None:
+            raise BadInput(
+                f"micro-batch {index} is a {type(batch).__name__}, and loss_fn is for tuples (inputs..., target):"
+                " give a tuple, or leave loss_fn out and have the model return its loss."
+            )
+        return dict(batch)
+    if not isinstance(batch, (tuple, list)):
+        raise BadInput(
+            f"micro-batch {index} is a {type(batch).__name__}; give a dict of the model's keyword arguments, or a"
+            " tuple of its positional ones, (tokens,) for a single tensor."
+        )
+    return batch
+
+
 def module_call(model: nn.Module, inputs: Any, loss_fn: Callable[..., Any] | None) -> Callable[[], Any]:
-    """``model(**inputs)`` for a dict; ``loss_fn(model(*inputs[:-1]), inputs[-1])`` for a tuple."""
-    if isinstance(inputs, dict):
+    """``model(**inputs)`` for a mapping; ``loss_fn(model(*inputs[:-1]), inputs[-1])`` for a tuple."""
+    if isinstance(inputs, Mapping):
         return lambda: model(**inputs)
     if loss_fn is None:
         return lambda: model(*inputs)

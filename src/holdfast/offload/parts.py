@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
-from ..errors import BadInput, ModelNotSupported
+from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ..plan.work import BlockWork, Work
 from ..state.atoms import Atom
 from ..state.boxes import Box
@@ -41,6 +43,8 @@ class Parts:
         if dtype not in DTYPES:
             raise BadInput(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         blocks = find_blocks(model, chosen)
+        _check_modules(model, optimizer)
+        _check_names(blocks)
         captured = capture(model, optimizer)
         _check_parameters(captured)
         by_block, resident = owned_parameters(model, captured, blocks)
@@ -53,7 +57,7 @@ class Parts:
                 raise ModelNotSupported(
                     f"{unit.name} has no parameters of its own, so there is nothing to stream."
                 )
-        rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers)
+        rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers, captured.absent)
         return cls(model, blocks, units, rest, host, captured)
 
     @property
@@ -104,8 +108,32 @@ def _describe(atom: Atom, unit: str) -> dict[str, Any]:
     }
 
 
+def _check_names(blocks: Blocks) -> None:
+    for name in blocks.names:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}", name):
+            raise ModelNotSupported(
+                f"block {name!r} cannot name a file: that takes up to 200 letters (a-z), digits, '_', '-' and '.'. "
+                "Rename the module that holds the blocks."
+            )
+
+
+def _check_modules(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise ModelNotSupported(f"{name} makes sparse gradients, which are not summed. Use sparse=False.")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise OptimizerNotSupported(
+            "the optimizer has differentiable=True; out-of-core updates have no graph."
+        )
+
+
 def _check_parameters(captured: Captured) -> None:
     for parameter in captured.parameters:
+        if isinstance(parameter.parameter, UninitializedParameter):
+            raise ModelNotSupported(
+                f"parameter {parameter.name} has no shape yet. Run the model once before offload(), or give its layer "
+                "its sizes."
+            )
         if not parameter.parameter.is_floating_point():
             raise ModelNotSupported(
                 f"parameter {parameter.name} is {parameter.parameter.dtype}; only floating-point ones are trained."
@@ -114,6 +142,11 @@ def _check_parameters(captured: Captured) -> None:
             raise ModelNotSupported(
                 f"parameter {parameter.name} is torch.float64; masters are kept in fp32, which would lose bits. "
                 "Call model.float() first."
+            )
+        if parameter.parameter._backward_hooks or parameter.parameter._post_accumulate_grad_hooks:
+            raise ModelNotSupported(
+                f"parameter {parameter.name} has a hook on its gradient, which would not be called: gradients are "
+                "summed outside of the parameter. Remove it, and change the gradient where it comes from instead."
             )
     if not any(parameter.trained for parameter in captured.parameters):
         raise BadInput(

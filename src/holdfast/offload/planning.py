@@ -39,8 +39,8 @@ x86-64 with torch 2.13."""
 class Budget:
     """How much memory a run may take; bytes, or text such as ``"20GiB"``. None is no limit."""
 
-    device: int | str | None = None
-    host: int | str | None = None
+    device: float | str | None = None
+    host: float | str | None = None
 
     def host_bytes(self) -> int | None:
         return _bytes(self.host)
@@ -49,10 +49,13 @@ class Budget:
         return _bytes(self.device)
 
 
-def _bytes(text: int | str | None) -> int | None:
+def _bytes(text: float | str | None) -> int | None:
     try:
-        return None if text is None else parse_bytes(text)
-    except ValueError as error:
+        count = None if text is None else parse_bytes(int(text) if isinstance(text, float) else text)
+        if count is not None and count < 0:
+            raise ValueError(f"{text!r} is negative")
+        return count
+    except (ValueError, OverflowError, TypeError) as error:
         raise BadInput(f"budget: {error}") from error
 
 
@@ -120,12 +123,15 @@ def make_plan(
     if sample is None:
         _refuse_unmeasured(budget, device, on_host)
     measured = None if sample is None else _measured(parts, sample, loss_fn)
+    checked = None if measured is None else budget.host_bytes()  # a part of what is needed says nothing
+    if sample is not None and measured is None and budget.host_bytes() is not None:
+        _refuse_auto(on_host)
     work = parts.work(measured, device.unified)
     order, held = SCHEDULES[schedule], process_bytes() + KERNEL_BYTES
     placement = choose(
         work,
         shape,
-        budget.host_bytes(),
+        checked,
         schedule=order,
         evaluation_batches=EVALUATION_BATCHES,
         held_bytes=held,
@@ -154,10 +160,19 @@ def _refuse_unmeasured(budget: Budget, device: Device, on_host: dict[str, Fracti
         )
 
 
+def _refuse_auto(on_host: dict[str, Fraction]) -> None:
+    for kind, share in on_host.items():
+        if share in ("auto", None):
+            raise BadInput(
+                f"{kind}_on_host={share!r} cannot be chosen within a budget, since the model could not be measured. "
+                "Pass a fraction, such as 0.0."
+            )
+
+
 def _measured(parts: Parts, sample: Any, loss_fn: Callable[..., Any] | None) -> Measured | None:
     """What a micro-batch takes; None, with a warning, where the model cannot be traced."""
     try:
         return measure(parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn)
     except ModelNotSupported as error:
-        warnings.warn(f"memory is not predicted, nor is a budget sure to be kept: {error}", stacklevel=4)
+        warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=4)
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ class UserState:
     optimizer: torch.optim.Optimizer
     scheduler: Any = None
     loader: Any = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """What of the run's choices decides about its numbers, by name; as JSON."""
 
     def now(self) -> dict[str, Any]:
         """Random generators, hyper-parameters, schedule and data position, as JSON. Raises ``BadInput`` naming
@@ -33,14 +36,17 @@ class UserState:
             "optimizer": type(self.optimizer).__name__,
             "groups": groups,
             "group_parameters": self._group_parameters(),
+            "settings": self.settings,
         }
         for name, thing in self._stateful():
             progress[name] = encode(thing.state_dict(), name)
         return progress
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Put hyper-parameters, scheduler and loader where a commit had them. Raises ``RunMismatch``."""
+        """Put hyper-parameters, scheduler and loader where a commit had them. Raises ``RunMismatch``; warns of what
+        the run did not have, or had otherwise."""
         self._refuse_another(progress)
+        self._warn_of_changes(progress)
         for group, saved in zip(self.optimizer.param_groups, progress["groups"], strict=True):
             group.update({key: decode(value) for key, value in saved.items()})
         for name, thing in self._stateful():
@@ -68,7 +74,30 @@ class UserState:
         things = (("scheduler", self.scheduler), ("loader", self.loader))
         return [(name, thing) for name, thing in things if thing is not None]
 
+    def _warn_of_changes(self, progress: dict[str, Any]) -> None:
+        for name, thing in self._stateful():
+            if name not in progress:
+                warnings.warn(
+                    f"the run had no {name} so far: this {type(thing).__name__} starts from its own state, not "
+                    "from the run's step",
+                    stacklevel=4,
+                )
+        saved = progress.get("settings", {})  # a run of an earlier version does not say
+        changed = [f"{k} was {saved[k]} and is {v}" for k, v in self.settings.items() if saved.get(k, v) != v]
+        if changed:
+            warnings.warn(
+                f"this run goes on with other settings, so with other numbers than without them: {'; '.join(changed)}",
+                stacklevel=4,
+            )
+
     def _refuse_another(self, progress: dict[str, Any]) -> None:
+        given = dict(self._stateful())
+        for name in ("scheduler", "loader"):
+            if name in progress and name not in given:
+                raise RunMismatch(
+                    f"the run has a {name}, and none was passed, so its position would be lost. Pass {name}= as when "
+                    "the run was made."
+                )
         there, here = len(progress["groups"]), len(self.optimizer.param_groups)
         if there != here:
             raise RunMismatch(

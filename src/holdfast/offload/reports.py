@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..errors import BadInput
 from .process import process_bytes
 from .runtime import Runtime, Step
 
@@ -50,20 +49,6 @@ def step_event(
         "host_bytes": process_bytes(),
         "skipped": step.reason if step.skipped else None,
     }
-
-
-def token_weights(micro_batches: Sequence[Any]) -> list[float | None]:
-    """Each micro-batch's share of the target tokens of the step."""
-    counts = []
-    for batch in micro_batches:
-        labels = next(
-            (batch[k] for k in ("labels", "targets") if isinstance(batch, dict) and k in batch), None
-        )
-        if labels is None:
-            raise BadInput('normalize="tokens" needs "labels" or "targets" in every micro-batch')
-        shifted = labels[..., 1:] if "labels" in batch else labels
-        counts.append(int((shifted != -100).sum()))
-    return [count / max(sum(counts), 1) for count in counts]
 
 
 def _count_tokens(batch: Any) -> int:

@@ -14,11 +14,15 @@ import torch
 
 from ..io.buffers import Buffer, BufferPool
 from ..units import round_up
-from .units import Member, Unit, as_tensor
+from .units import ALIGN, Member, Unit, as_tensor
 
 SUMMED_AT_ONCE = 1 << 20
 """Elements. torch adds a bf16 tensor to an fp32 one by way of an fp32 copy of it, and the memory of a large copy
 comes from the system anew every time: eight times slower on 8 M elements."""
+
+
+Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
+"""What a packed tensor is: dtype, shape and strides. Kernels, and so the last bits, depend on strides."""
 
 
 @dataclass
@@ -86,8 +90,9 @@ class Residency:
         self, unit: Unit, member: Member, view: torch.Tensor, held: Callable[[], Gradients | None] | None
     ) -> torch.nn.Parameter:
         """A parameter that shares the memory of ``view``. If it is trained, its gradient is added to the sums
-        that ``held`` gives, the moment it is there; without ``held`` it has none."""
-        parameter = torch.nn.Parameter(view, requires_grad=member.trained and held is not None)
+        that ``held`` gives, the moment it is there; without ``held`` none is taken. It requires grad also where
+        none is taken: operations choose their kernels by it."""
+        parameter = torch.nn.Parameter(view, requires_grad=member.trained)
         if held is not None and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda p: self._collect(unit, held(), member, p))
         return parameter
@@ -112,25 +117,22 @@ class Residency:
 
     # Block inputs on the SSD
 
-    def pack_input(self, tensors: list[torch.Tensor]) -> tuple[Buffer, list[tuple[torch.dtype, torch.Size]]]:
+    def pack_input(self, tensors: list[torch.Tensor]) -> tuple[Buffer, list[Form]]:
         """A buffer with the bytes of ``tensors`` one after another, and what is needed to unpack it."""
-        shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        buffer = self.pool.take(packed_bytes(shapes), "block inputs")
-        flat, offset = as_tensor(buffer), 0
-        for tensor in tensors:
-            end = offset + tensor.numel() * tensor.element_size()
-            flat[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            offset = end
-        return buffer, shapes
+        forms = [(tensor.dtype, tensor.shape, _dense_strides(tensor)) for tensor in tensors]
+        buffer = self.pool.take(packed_bytes(forms), "block inputs")
+        for packed, tensor in zip(self.unpack_input(buffer, forms), tensors, strict=True):
+            packed.copy_(tensor)
+        return buffer, forms
 
     @staticmethod
-    def unpack_input(buffer: Buffer, shapes: list[tuple[torch.dtype, torch.Size]]) -> list[torch.Tensor]:
+    def unpack_input(buffer: Buffer, forms: list[Form]) -> list[torch.Tensor]:
         """The tensors that ``pack_input`` packed, as views of the buffer."""
         flat, offset, tensors = as_tensor(buffer), 0, []
-        for dtype, shape in shapes:
+        for dtype, shape, strides in forms:
             end = offset + shape.numel() * dtype.itemsize
-            tensors.append(flat[offset:end].view(dtype).view(shape))
-            offset = end
+            tensors.append(flat[offset:end].view(dtype).as_strided(shape, strides))
+            offset = round_up(end, ALIGN)
         return tensors
 
     def drop_pass(self, phase: str) -> None:
@@ -152,6 +154,11 @@ class Residency:
         self.pool.close()
 
 
-def packed_bytes(shapes: list[tuple[torch.dtype, torch.Size]]) -> int:
+def packed_bytes(forms: list[Form]) -> int:
     """Bytes of a packed input, whole pages."""
-    return round_up(sum(shape.numel() * dtype.itemsize for dtype, shape in shapes))
+    return round_up(sum(round_up(shape.numel() * dtype.itemsize, ALIGN) for dtype, shape, _ in forms))
+
+
+def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of ``tensor``, or, where it has gaps or overlaps, those of a clone of it."""
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()

@@ -2,15 +2,18 @@
 
 Dropout then does not depend on the order in which blocks and micro-batches run, and the recomputation of a
 block draws what its forward pass drew. That goes for the global generators of torch, Python and NumPy, which
-are as they were when a step is over. ``keyed_rng`` gives the same keys to an ordinary training loop.
+are as they were when a step is over; engines on several threads take turns with them, step by step. ``keyed_rng``
+gives the same keys to an ordinary training loop, and takes no turns: nothing else may draw beside it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import numpy as np
 import torch
@@ -59,6 +62,30 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
         torch.set_rng_state(cpu)
         if cuda is not None:
             torch.cuda.set_rng_state(cuda, device)
+
+
+_taken = threading.Lock()
+_mine: ContextVar[bool] = ContextVar("holdfast_generators", default=False)
+"""Whether this context's step has the generators: a model may call another engine, on a micro-batch's thread."""
+
+
+@contextmanager
+def own_generators(device: torch.device, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """The default generators for one step, whose turn it is, and left as they were. ``waiting`` is called
+    from time to time until then and may raise."""
+    if _mine.get():
+        with preserved_generators(device):
+            yield
+        return
+    while not _taken.acquire(timeout=0.2):
+        waiting()
+    token = _mine.set(True)
+    try:
+        with preserved_generators(device):
+            yield
+    finally:
+        _mine.reset(token)
+        _taken.release()
 
 
 class Keys:

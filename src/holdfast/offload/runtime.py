@@ -22,6 +22,7 @@ from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.scratch import Scratch
 from ..update.optimizer import HostOptimizer, HyperParameters
+from .attributes import Attributes
 from .blocks import Patch
 from .boundaries import Boundary, Delivery, Tracker
 from .device import Device
@@ -75,6 +76,9 @@ class Runtime:
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes handed between host and device, by (lane, kind of operation)."""
 
+    def __post_init__(self) -> None:
+        self.attributes = Attributes(self.model, self.patch.blocks)
+
     @property
     def units(self) -> list[Unit]:
         """Every unit; the resident one is the last."""
@@ -83,26 +87,37 @@ class Runtime:
 
 class InputScratch:
     """The SSD's room for block inputs: a slot for each block and micro-batch, given at its first use and
-    again when an input has grown. ``open_extent(nbytes)`` makes another scratch file."""
+    again, twice as large, when an input has grown. ``open_extent(nbytes)`` makes another scratch file, and
+    ``remove_extent`` removes one without slots."""
 
-    def __init__(self, open_extent: Callable[[int], Scratch]) -> None:
-        self._open_extent = open_extent
+    def __init__(
+        self, open_extent: Callable[[int], Scratch], remove_extent: Callable[[Scratch], None]
+    ) -> None:
+        self._open_extent, self._remove_extent = open_extent, remove_extent
         self._extent: Scratch | None = None
         self._end = 0
         self._slots: dict[tuple[int, int], tuple[Scratch, int, int]] = {}
         self._lock = threading.Lock()
 
     def slot(self, place: tuple[int, int], nbytes: int, more: int = 1) -> tuple[Scratch, int]:
-        """The file and offset for ``place``. A new file has room for ``more`` inputs of this size."""
+        """The file and offset for ``place``, for which nothing is under way. A new file has room for ``more``
+        inputs of this size."""
         with self._lock:
-            scratch, offset, capacity = self._slots.get(place, (None, 0, 0))
-            if scratch is None or capacity < nbytes:
-                if self._extent is None or self._end + nbytes > self._extent.nbytes:
-                    self._extent, self._end = self._open_extent(nbytes * more), 0
-                scratch, offset = self._extent, self._end
-                self._slots[place] = (scratch, offset, nbytes)
-                self._end += nbytes
-            return scratch, offset
+            held, offset, capacity = self._slots.get(place, (None, 0, 0))
+            if held is not None and nbytes <= capacity:
+                return held, offset
+            capacity = max(nbytes, 2 * capacity)
+            left = self._extent
+            if left is None or self._end + capacity > left.nbytes:
+                self._extent, self._end = self._open_extent(capacity * more), 0
+            assert self._extent is not None
+            slot = self._slots[place] = (self._extent, self._end, capacity)
+            self._end += capacity
+            used = {id(extent) for extent, _, _ in self._slots.values()}
+            for old in {id(extent): extent for extent in (held, left) if extent is not None}.values():
+                if id(old) not in used:
+                    self._remove_extent(old)
+            return slot[:2]
 
 
 @dataclass
@@ -135,6 +150,8 @@ class Step:
     clip_norm: float | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     resident_grads: Gradients | None = None
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The model's persistent buffers, as the last computation has left them."""
     skipped: bool = False
     reason: str = ""
     norms: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..errors import BadInput
+
 
 def continued(
     model: Callable[[torch.Tensor], Any],
@@ -25,14 +27,20 @@ def continued(
 
 
 def chooser(temperature: float, top_k: int | None, seed: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What draws a token from logits of shape (1, vocabulary); a temperature of 0 takes the likeliest."""
+    """What draws a token from logits of shape (1, vocabulary): one of the ``top_k`` likeliest. A temperature of 0
+    takes the likeliest. Raises ``BadInput``."""
+    if not temperature >= 0:
+        raise BadInput(f"temperature = {temperature} must be at least 0; 0 takes the likeliest token")
+    if top_k is not None and top_k < 1:
+        raise BadInput(f"top_k = {top_k} must be at least 1; None takes all tokens")
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
         if temperature == 0:
             return logits.argmax(-1, keepdim=True)
         if top_k is not None:
-            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+            likeliest = logits.topk(min(top_k, logits.shape[-1]))
+            logits = logits.masked_fill(logits < likeliest.values[:, -1:], float("-inf"))
         return torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator)
 
     return choose

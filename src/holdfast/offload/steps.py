@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..plan.ops import Op
@@ -11,8 +12,8 @@ from ..plan.vertical import commit_only, forward_only
 from ..plan.work import StepShape
 from .microbatches import Coroutine, module_call
 from .planning import SCHEDULES, Plan
-from .reports import token_weights
 from .runtime import MicroBatch, Runtime, Step
+from .weights import shares, shifts_labels, target_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,11 @@ class Rules:
     schedule: str
     clip_norm: float | None
     commit_every: int
-    normalize: str
+    normalize: str | Callable[[Any], float]
+
+    @property
+    def normalize_name(self) -> str:
+        return self.normalize if isinstance(self.normalize, str) else "a function"
 
 
 class StepMaker:
@@ -35,9 +40,11 @@ class StepMaker:
 
     def weights(self, micro_batches: Sequence[Any]) -> list[float | None]:
         """What each loss is multiplied by; None for a plain mean."""
-        if self._rules.normalize == "tokens":
-            return token_weights(micro_batches)
-        return [None] * len(micro_batches)
+        rule = self._rules.normalize
+        if rule == "micro_batches":
+            return [None] * len(micro_batches)
+        count = rule if callable(rule) else partial(target_tokens, shifts_labels(self._run.model))
+        return shares([count(batch) for batch in micro_batches])
 
     def training(
         self, number: int, micro_batches: Sequence[Any], weights: list[float | None], loss_fn: Any

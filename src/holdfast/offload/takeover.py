@@ -1,37 +1,152 @@
-"""Taking a model over: its own parameters leave memory, and what stays on the device is put in their place."""
+"""Taking a model over: its own parameters leave memory, and what stays on the device is put in their place.
+
+Every parameter says meanwhile who has taken it, so that nobody else takes an empty one for a fresh one.
+"""
 
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ..errors import BadInput
+from ..errors import BadInput, ModelNotSupported
 from ..state.capture import Captured
 from .blocks import install
 from .runtime import Runtime
 
+MARK = "_holdfast_taken"
 
-def take_over(run: Runtime, model: Captured) -> None:
+
+@dataclass
+class Taken:
+    """Set on a parameter, as ``MARK``: the run that it was handed over to."""
+
+    directory: str
+    open: bool = True
+    """An engine is training it. If not, and it is still on ``meta``, the directory alone has its values."""
+
+
+def refuse_open(model: nn.Module) -> None:
+    """Raises ``BadInput`` naming a parameter that another engine is training."""
+    for name, parameter in model.named_parameters():
+        taken = getattr(parameter, MARK, None)
+        if taken is not None and taken.open:
+            raise BadInput(
+                f"parameter {name} is being trained by another engine, in {taken.directory}. Close that engine first."
+            )
+
+
+def refuse_emptied(model: Captured) -> None:
+    """Raises ``BadInput`` naming a parameter that an engine has emptied: a fresh run would start without it."""
+    for captured in model.parameters:
+        taken = getattr(captured.parameter, MARK, None)
+        if taken is not None:
+            raise BadInput(
+                f"parameter {captured.name} has no values: an engine that failed had taken them to {taken.directory}. "
+                "Resume that directory, or build the model anew."
+            )
+
+
+def refuse_held(model: Captured) -> None:
+    """Raises ``BadInput`` naming a parameter that cannot be emptied, because something else holds on to it."""
+    for captured in model.parameters:
+        parameter = captured.parameter
+        held = weakref.getweakrefcount(parameter) or parameter._use_count() > 2  # type: ignore[attr-defined]
+        if held and not parameter.is_meta:
+            raise _held(captured.name)
+
+
+def _held(name: str) -> BadInput:
+    return BadInput(
+        f"parameter {name} cannot be moved out of memory, because something else holds on to it. Let go of earlier "
+        "outputs of the model, and of weak references to its parameters (nn.LSTM, nn.GRU and nn.RNN hold some)."
+    )
+
+
+class Watched:
+    """What must stay as it was handed over, since a run's files are laid out for it: which parameters are trained."""
+
+    def __init__(
+        self, model: Captured, leaves: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._parameters = [(p.name, p.parameter, p.parameter.requires_grad) for p in model.parameters]
+        self._parameters += [(name, leaf, leaf.requires_grad) for name, leaf in leaves.items()]
+        self._optimizer, self._groups = optimizer, _members(optimizer)
+
+    def refuse_changes(self) -> None:
+        """Raises ``BadInput`` naming the first thing that is not as it was; nothing is lost by it."""
+        for name, parameter, requires_grad in self._parameters:
+            if parameter.requires_grad != requires_grad:
+                raise BadInput(
+                    f"parameter {name} had requires_grad={requires_grad} when the run was opened and has "
+                    f"{parameter.requires_grad} now; what is trained cannot change within a run. Set it back."
+                )
+        if _members(self._optimizer) != self._groups:
+            raise BadInput(
+                "the optimizer's parameter groups hold other parameters than when the run was opened. Build it with "
+                "all its groups before offload(); their hyper-parameters may change at any time."
+            )
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def refuse_use(model: nn.Module, in_engine: Callable[[], bool]) -> list[RemovableHandle]:
+    """Let ``model`` refuse to run unless ``in_engine()``, to be saved and to be loaded, until the handles are
+    removed."""
+
+    def refuse_forward(model: nn.Module, args: Any) -> None:
+        if not in_engine():
+            raise ModelNotSupported(
+                _instead("was called directly", "Call engine.step, engine.evaluate or engine.generate")
+            )
+
+    return [
+        model.register_forward_pre_hook(refuse_forward),
+        model.register_state_dict_pre_hook(_refuse_state_dict),
+        model.register_load_state_dict_pre_hook(_refuse_load),
+    ]
+
+
+def _refuse_state_dict(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise ModelNotSupported(_instead("was asked for its state_dict()", "Call engine.state_dict()"))
+
+
+def _refuse_load(model: nn.Module, *_: Any) -> None:
+    raise ModelNotSupported(_instead("was given a state_dict", "Load it before offload()"))
+
+
+def _instead(what: str, instead: str) -> str:
+    return f"the model {what}, but its parameters are on the SSD. {instead}, or engine.close() first."
+
+
+def take_over(run: Runtime, model: Captured, taken: Taken) -> None:
     """From here on the model computes with what ``run`` holds. Raises ``BadInput`` if it cannot be emptied."""
-    _empty_originals(model)
-    _install_resident(run)
+    _install_resident(run, taken)
     run.device.take_buffers(run.model)
+    _empty_originals(model, taken)  # last: a failure before costs no values
 
 
-def _install_resident(run: Runtime) -> None:
+def _install_resident(run: Runtime, taken: Taken) -> None:
     """Give the prologue and epilogue parameters to compute with, whose gradients are summed in fp32."""
     for member in run.resident.members:
         view = run.device.upload(run.resident.copy_view(run.resident_copy, member))
         parameter = run.residency.leaf(run.resident, member, view, lambda: run.residency.resident_grads)
+        setattr(parameter, MARK, taken)
         run.resident_leaves[member.name] = parameter
         install(member.owned, parameter)
 
 
-def _empty_originals(model: Captured) -> None:
+def _empty_originals(model: Captured, taken: Taken) -> None:
     """Move the model's own parameters to ``meta``: their values live in the store now. The objects stay the
-    same, so the optimizer's groups still refer to them. Either all are moved or none.
+    same, so the optimizer's groups still refer to them, and keep their attributes. Either all are moved or none.
 
     Raises ``BadInput`` naming a parameter that something else holds on to.
     """
@@ -39,18 +154,17 @@ def _empty_originals(model: Captured) -> None:
     for captured in model.parameters:
         parameter = captured.parameter
         if parameter.is_meta:
+            setattr(parameter, MARK, taken)
             continue
         parameter.grad = None
         empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        empty.__dict__.update(parameter.__dict__, **{MARK: taken})
         try:
             torch.utils.swap_tensors(parameter, empty)
-        except RuntimeError as error:
+        except BaseException as error:
             for original, real in moved:
                 torch.utils.swap_tensors(original, real)
-            raise BadInput(
-                f"parameter {captured.name} cannot be moved out of memory, because something else holds on to it: "
-                f"{error}. Let go of earlier outputs of the model, and of weak references to its parameters."
-            ) from error
+            raise _held(captured.name) if isinstance(error, RuntimeError) else error from error
         moved.append((parameter, empty))
 
 
@@ -64,6 +178,14 @@ def switch_off_cache(model: nn.Module) -> None:
         )
 
 
+def let_go(model: Captured, taken: Taken, were_real: set[str]) -> None:
+    """The engine is closed. Parameters that were on ``meta`` before are as they were."""
+    taken.open = False
+    for captured in model.parameters:
+        if captured.name not in were_real:
+            captured.parameter.__dict__.pop(MARK, None)
+
+
 def give_back(model: Captured, values: dict[str, torch.Tensor]) -> None:
     """Give those of the model's own parameters that ``values`` names their trained values, in their own dtype."""
     for captured in model.parameters:
@@ -71,4 +193,5 @@ def give_back(model: Captured, values: dict[str, torch.Tensor]) -> None:
             parameter = captured.parameter
             value = values[captured.name].to(parameter.dtype)
             real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            real.__dict__.update({k: v for k, v in parameter.__dict__.items() if k != MARK})
             torch.utils.swap_tensors(parameter, real)

@@ -24,7 +24,7 @@ from ..update.optimizer import STEP, HostOptimizer, ParameterState, Slots
 from .blocks import Owned
 
 ALIGN = 64
-"""Bytes. Tensors in working copies and gradients start at multiples of it."""
+"""Bytes. Tensors in working copies, gradients and packed inputs start at multiples of it."""
 
 
 def as_tensor(buffer: Buffer | memoryview) -> torch.Tensor:
@@ -73,9 +73,10 @@ class Unit:
         optimizer: HostOptimizer,
         dtype: torch.dtype,
         buffers: dict[str, BufferPlace] | None = None,
+        absent: dict[str, BufferPlace] | None = None,
     ) -> None:
         self.name, self.dtype, self.slots = name, dtype, optimizer.slots
-        self.buffers = buffers or {}
+        self.buffers, self._absent = buffers or {}, absent or {}
         self.members: list[Member] = []
         copy_end = grad_end = 0
         for trained in (True, False):
@@ -185,7 +186,7 @@ class Unit:
             frozen.zero_()
             for member in self.frozen:
                 self.frozen_view(frozen, member.name).copy_(values[member.name])
-        self.write_buffers(state)
+        self.write_buffers(state, self.buffer_values())
 
     def write_state(self, member: Member, image: torch.Tensor, state: dict[str, Any]) -> None:
         """Take over what the user's optimizer holds for a parameter already, if it holds anything."""
@@ -196,10 +197,20 @@ class Unit:
         if state and STEP not in state:
             self.state_view(image, member.name, STEP).fill_(1)
 
-    def write_buffers(self, state: torch.Tensor) -> None:
-        """Copy the model's persistent buffers into the state image."""
-        for name, place in self.buffers.items():
-            view, buffer = self.state_view(state, name, "buffer"), buffer_at(place)
+    def buffer_values(self) -> dict[str, torch.Tensor]:
+        """The model's persistent buffers as they are now, by name."""
+        for name, (module, key) in self._absent.items():
+            if module._buffers.get(key) is not None:
+                raise ModelNotSupported(
+                    f"buffer {name} was None when the run began and is a tensor now, which no commit would hold. Make "
+                    "it before offload(), with the shape it will have, or register it with persistent=False."
+                )
+        return {name: buffer_at(place).clone() for name, place in self.buffers.items()}
+
+    def write_buffers(self, state: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
+        """Copy what ``buffer_values`` gave into the state image."""
+        for name, buffer in values.items():
+            view = self.state_view(state, name, "buffer")
             if (view.shape, view.dtype) != (buffer.shape, buffer.dtype):
                 raise ModelNotSupported(
                     f"buffer {name} was {view.dtype} {tuple(view.shape)} and is {buffer.dtype} {tuple(buffer.shape)} "

@@ -1,6 +1,6 @@
 """Capture: what a model and its optimizer hold, by name.
 
-Names are the model's own with wrapper prefixes stripped. Optimizer parameters are matched to model
+Names are the model's own without the prefixes of wrappers around it. Optimizer parameters are matched to model
 parameters by object, so groups may be built in any way; an unknown one is refused.
 """
 
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..errors import OptimizerNotSupported
+from ..errors import ModelNotSupported, OptimizerNotSupported
 
-WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What wrappers of torch call the module inside; others call it ``module``."""
 
 TO_NAME = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -28,12 +29,13 @@ class CapturedParameter:
     """One parameter of the model. ``group`` is the index of its optimizer group, None if it has none.
 
     ``names`` are all the places it is known by; the first is its name. It is trained when it requires
-    grad and the optimizer knows it; otherwise it is frozen.
+    grad and the optimizer knows it, at the time of the capture; otherwise it is frozen.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
     group: int | None
+    requires_grad: bool
 
     @property
     def name(self) -> str:
@@ -41,7 +43,7 @@ class CapturedParameter:
 
     @property
     def trained(self) -> bool:
-        return self.group is not None and self.parameter.requires_grad
+        return self.group is not None and self.requires_grad
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -54,34 +56,55 @@ BufferPlace = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Captured:
-    """Parameters in the model's order, each once, and where each persistent buffer is: a module may rebind it."""
+    """Parameters in the model's order, each once, and where each persistent buffer is: a module may rebind it.
+    ``absent`` says where one could be that is None."""
 
     parameters: tuple[CapturedParameter, ...]
     buffers: dict[str, BufferPlace]
+    absent: dict[str, BufferPlace]
 
 
-def plain_name(name: str) -> str:
-    """``name`` without the prefixes that wrappers add.
+def plain_paths(model: nn.Module) -> dict[str, str]:
+    """By the path of each module: the same without the wrappers on the way. A wrapper holds one module and
+    nothing else; a module called ``module`` beside others is the model's own.
 
-    >>> plain_name("module._orig_mod.layers.0.weight")
-    'layers.0.weight'
+    >>> plain_paths(nn.DataParallel(nn.Sequential(nn.ReLU())))
+    {'': '', 'module': '', 'module.0': '0'}
     """
-    for wrapper in WRAPPERS:
-        name = name.replace("." + wrapper, ".").removeprefix(wrapper)
-    return name
+    paths = {"": ""}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path in list(modules)[1:]:
+        above, _, name = path.rpartition(".")
+        paths[path] = paths[above] if _wraps(modules[above], name) else join(paths[above], name)
+    return paths
+
+
+def _wraps(module: nn.Module, name: str) -> bool:
+    alone = len(module._modules) == 1 and not module._parameters and not module._buffers
+    return name in WRAPPED or (name == "module" and alone)
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Captured:
     """Parameters, buffers and groups of ``model`` and ``optimizer``.
 
-    Raises ``OptimizerNotSupported`` when the optimizer holds a tensor that is no parameter of the model.
+    Raises ``OptimizerNotSupported`` when the optimizer holds a tensor that is no parameter of the model, and
+    ``ModelNotSupported`` for what cannot be stored by name and value.
     """
+    _refuse_extra_state(model)
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(plain_name(name))
-        parameters[id(parameter)] = parameter
+    plain, known = plain_paths(model), _Known()
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                known.add(join(plain[path], name), join(path, name), parameter)
+                names.setdefault(id(parameter), []).append(join(plain[path], name))
+                parameters[id(parameter)] = parameter
     for index, group in enumerate(optimizer.param_groups):
         for position, p in enumerate(group["params"]):
             if id(p) not in parameters:
@@ -90,19 +113,67 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Captured:
                     "of the model. Build the optimizer from model.parameters() of the very model you pass."
                 )
     return Captured(
-        tuple(CapturedParameter(tuple(names[i]), p, group_of.get(i)) for i, p in parameters.items()),
-        persistent_buffers(model),
+        tuple(
+            CapturedParameter(tuple(names[i]), p, group_of.get(i), p.requires_grad)
+            for i, p in parameters.items()
+        ),
+        *_persistent_buffers(model, plain, known),
     )
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, BufferPlace]:
-    """Where the buffers are that a ``state_dict`` would hold, by plain name."""
-    found = {}
-    for prefix, module in model.named_modules():
+def _persistent_buffers(
+    model: nn.Module, plain: dict[str, str], known: _Known
+) -> tuple[dict[str, BufferPlace], dict[str, BufferPlace]]:
+    """Where the buffers are that a ``state_dict`` would hold, by plain name; and where those that are None."""
+    found: dict[str, BufferPlace] = {}
+    absent: dict[str, BufferPlace] = {}
+    for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[plain_name(f"{prefix}.{name}" if prefix else name)] = (module, name)
-    return found
+            if buffer is not None and buffer.is_meta:
+                raise ModelNotSupported(
+                    f"buffer {join(path, name)} is on meta, so it has no values. Build the model in "
+                    'holdfast.empty_parameters() instead of torch.device("meta"): it leaves buffers real.'
+                )
+            if name in module._non_persistent_buffers_set:
+                continue
+            if buffer is not None:
+                _refuse_unstorable(join(path, name), buffer)
+                known.add(join(plain[path], name), join(path, name), buffer)
+            (absent if buffer is None else found)[join(plain[path], name)] = (module, name)
+    return found, absent
+
+
+class _Known:
+    """Which tensor has which plain name."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, tuple[torch.Tensor, str]] = {}
+
+    def add(self, plain: str, name: str, tensor: torch.Tensor) -> None:
+        """Raises ``ModelNotSupported`` if another tensor has this plain name."""
+        other, its_name = self._tensors.setdefault(plain, (tensor, name))
+        if other is not tensor:
+            raise ModelNotSupported(
+                f"{its_name} and {name} would both be stored as {plain}, since names are stored without those of "
+                "wrappers. Give one of them another name."
+            )
+
+
+def _refuse_extra_state(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ModelNotSupported(
+                f"{path or 'the model'} ({type(module).__name__}) keeps state by get_extra_state(), which commits do "
+                "not hold. Keep it in buffers: self.register_buffer(name, tensor)."
+            )
+
+
+def _refuse_unstorable(name: str, buffer: torch.Tensor) -> None:
+    if buffer.dtype not in TO_NAME:
+        raise ModelNotSupported(
+            f"buffer {name} is {buffer.dtype}, which commits do not hold. Register it with persistent=False if the "
+            "model makes it anew, or keep it as another type (torch.view_as_real of complex numbers)."
+        )
 
 
 def buffer_at(place: BufferPlace) -> torch.Tensor:

@@ -11,19 +11,30 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.errors import DiskFailed, RunLocked
+from holdfast.errors import BadInput, DiskFailed, RunLocked, RunMismatch, StaleCommit
 from holdfast.io.threads import File, disk_full, open_file
 
 TEMPORARY = ".tmp"
 """What a file's name ends with until its content is durable."""
 
 _data_sync = getattr(os, "fdatasync", os.fsync)
+_NO_PLACE = (
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EROFS,
+)
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves the bytes in the drive's cache
 
 
@@ -49,20 +60,34 @@ class AnyDisk(Protocol):
     def rename(self, src: str, dst: str) -> None: ...
     def unlink(self, path: str) -> None: ...
     def makedirs(self, path: str) -> None: ...
+    def is_named(self, path: str, file: Any) -> bool: ...
     def listdir(self, path: str) -> list[str]: ...
     def exists(self, path: str) -> bool: ...
     def size(self, path: str) -> int: ...
     def read_bytes(self, path: str) -> bytes: ...
     def write_bytes(self, path: str, data: bytes) -> None: ...
     def free_bytes(self) -> int: ...
-    def lock(self, path: str, owner: dict) -> Callable[[], None]: ...
+    def lock(self, path: str, owner: dict) -> HeldLock: ...
+
+
+class HeldLock(Protocol):
+    """A lock that was taken, of any disk."""
+
+    @property
+    def held(self) -> bool: ...
+    def check(self) -> None: ...
+    def release(self) -> None: ...
 
 
 class Disk:
-    """The directory ``root`` on a real file system. The root itself is made by ``makedirs("")``."""
+    """The directory ``root`` on a real file system. The root itself is made by ``makedirs("")``.
+
+    ``root`` is resolved once, here: a change of the working directory, or of a link on the way, does not move
+    an open run to another place.
+    """
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+        self.root = Path(os.path.realpath(root))
 
     def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> File:
         """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent and not to be made."""
@@ -83,7 +108,12 @@ class Disk:
         """When this returns, the content and the size of ``target`` survive power loss; its name may not."""
         if not isinstance(target, str):
             return self._sync_fd(target.fd, target.path, _data_sync)
-        fd = os.open(self.root / target, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fd = os.open(self.root / target, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _failure("open", self.root / target, error, 0) from error
         try:
             self._sync_fd(fd, self.root / target, _data_sync)
         finally:
@@ -112,23 +142,29 @@ class Disk:
     def makedirs(self, path: str) -> None:
         """Make the directory ``path`` and what is missing above it, the root included. All are durable.
 
-        The name of a directory that is there already is synced as well: whoever made it may have been
-        killed before.
+        So are the names of directories that are there already, up to the root, and for the root itself (or where
+        ``path`` is a link to elsewhere) up to the mount point: whoever made or copied them may have been killed.
         """
-        missing: list[Path] = []
-        directory = self.root / path
-        while not directory.is_dir():
-            missing.append(directory)
-            directory = directory.parent
+        _refuse_dangling(self.root / path)
+        target = Path(os.path.realpath(self.root / path))
+        missing = [directory for directory in (target, *target.parents) if not directory.is_dir()]
         for directory in reversed(missing):
             try:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
+                if error.errno in _NO_PLACE:
+                    raise bad_place(directory, error) from error
                 raise _failure("make", directory, error, 0) from error
-            _sync_directory(directory.parent)
-        if not missing:
-            with suppress(PermissionError):
-                _sync_directory((self.root / path).absolute().parent)
+        if path and target != self.root / path:
+            _sync_directory(self.root)
+        for directory, parent in pairwise((target, *target.parents)):
+            if directory.is_mount() or (path and directory == self.root):
+                break
+            try:
+                _sync_directory(parent)
+            except PermissionError:  # one above that is not ours and cannot be read
+                if directory in missing:
+                    raise
 
     def listdir(self, path: str) -> list[str]:
         """The names in ``path``, sorted; none if it is absent."""
@@ -136,9 +172,17 @@ class Disk:
             return sorted(os.listdir(self.root / path))
         except FileNotFoundError:
             return []
+        except OSError as error:
+            if error.errno in _NO_PLACE:
+                raise bad_place(self.root / path, error) from error
+            raise _failure("list", self.root / path, error, 0) from error
 
     def exists(self, path: str) -> bool:
-        return (self.root / path).exists()
+        return os.path.exists(self.root / path)
+
+    def is_named(self, path: str, file: File) -> bool:
+        """Whether the open ``file`` is the one that ``path`` names now."""
+        return _is_file_of(self.root / path, file.fd)
 
     def size(self, path: str) -> int:
         """Bytes of ``path``; ``FileNotFoundError`` if it is absent."""
@@ -168,13 +212,19 @@ class Disk:
         status = os.statvfs(directory)
         return status.f_bavail * status.f_frsize
 
-    def lock(self, path: str, owner: dict) -> Callable[[], None]:
-        """Take the lock file ``path`` for ``owner`` (JSON), or raise ``RunLocked``. Returns how to let go.
+    def lock(self, path: str, owner: dict) -> Lock:
+        """Take the lock file ``path`` for ``owner`` (JSON), or raise ``RunLocked``.
 
         The lock is an ``flock``, which the system drops with the process; what an ended one left in the
         file is overwritten.
         """
-        fd = open_file(self.root / path, write=True, create=True, direct=False).fd
+        try:
+            fd = open_file(self.root / path, write=True, create=True, direct=False).fd
+        except (DiskFailed, OSError) as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError) and cause.errno in (*_NO_PLACE, errno.EISDIR, errno.ENOENT):
+                raise bad_place(self.root / path, cause) from error
+            raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -184,21 +234,19 @@ class Disk:
                 raise _failure("lock", self.root / path, error, 0) from error
             raise RunLocked(_locked_text(self.root, holder)) from None
         text = json.dumps(owner).encode() + b"\n"
+        lock = Lock(self.root / path, fd)
         try:
+            lock.check()
+            _refuse_other_content(self.root / path, os.pread(fd, 4096, 0))
             os.ftruncate(fd, 0)
             os.pwrite(fd, text, 0)
         except OSError as error:
-            os.close(fd)
+            lock.release()
             raise _failure("write", self.root / path, error, len(text)) from error
-        _held_locks.add(fd)
-
-        def release() -> None:
-            if fd in _held_locks:  # a forked child has none
-                _held_locks.remove(fd)
-                os.ftruncate(fd, 0)
-                os.close(fd)
-
-        return release
+        except BaseException:
+            lock.release(emptied=False)
+            raise
+        return lock
 
     @staticmethod
     def _sync_fd(fd: int, path: Path, call: Callable[[int], None]) -> None:
@@ -210,15 +258,112 @@ class Disk:
             raise _failure("sync", path, error, 0) from error
 
 
-def _let_go_in_child() -> None:
-    """A forked child (a data loader's worker) must not keep its dead parent's lock."""
-    for fd in _held_locks:
+class Lock:
+    """A lock file that this process holds."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self._fd = path, fd
+        _held_locks.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Whether it was neither released nor left with the parent of a forked process."""
+        return self._fd >= 0
+
+    def check(self) -> None:
+        """Raise ``StaleCommit`` unless the file of that name is still the one that is locked.
+
+        Nobody may write to the directory otherwise: it is another one, or another writer may have locked it.
+        """
+        if not self.held:
+            raise StaleCommit(
+                f"{self.path.parent} is not open for writing in this process, which let go of its lock or was forked"
+                f" from the one that has it. Nothing was written: go on in the process that opened the run."
+            )
+        if not _is_file_of(self.path, self._fd):
+            raise StaleCommit(
+                f"{self.path.parent} was moved, removed or replaced, or its lock was removed, while this process had"
+                f" the run open: {self.path} is not the file that it locked. Nothing more is written; what was"
+                f" acknowledged stays where it was. Stop this process, see that no other writes to the run, and"
+                f" resume it from the directory in which it is now."
+            )
+
+    def release(self, emptied: bool = True) -> None:
+        """Let go, whatever the disk says. A second call does nothing, nor does one in a forked child."""
+        fd, self._fd = self._fd, -1
+        _held_locks.discard(self)
+        if fd >= 0:
+            with suppress(OSError):  # what a lock that nobody holds contains means nothing
+                if emptied:
+                    os.ftruncate(fd, 0)
+            with suppress(OSError):
+                os.close(fd)
+
+    def leave_to_parent(self) -> None:
+        """Forget it in a forked child (a data loader's worker), which must not keep its dead parent's lock."""
+        fd, self._fd = self._fd, -1
         os.close(fd)
+
+
+def _let_go_in_child() -> None:
+    for lock in _held_locks:
+        lock.leave_to_parent()
     _held_locks.clear()
 
 
-_held_locks: set[int] = set()
+_held_locks: set[Lock] = set()
 os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+def _refuse_other_content(path: Path, content: bytes) -> None:
+    """Raise ``RunMismatch`` if a lock file holds what no writer of a run leaves in it, even through a power cut."""
+    if content.strip(b"\0") and not content.startswith(b'{"pid"'):
+        raise RunMismatch(
+            f"{path} is not a lock of this library: it holds {content[:40]!r}. Nothing was changed: move it away,"
+            f" or give the run another directory."
+        )
+
+
+def _is_file_of(path: Path, fd: int) -> bool:
+    """Whether ``path`` is the name of the file that is open as ``fd``."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return False
+
+
+def check_place(root: str | Path) -> None:
+    """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written: it is no directory, a link to
+    nothing, or cannot be made or written in. Nothing is changed."""
+    path = Path(root)
+    try:
+        if path.is_symlink() and not path.exists():
+            raise BadInput(
+                f"{root} is a link to {os.readlink(path)}, which is not there. Is its disk mounted?"
+            )
+        found = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
+        status = os.stat(found)
+        os.stat(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise bad_place(root, error) from error
+    if not stat.S_ISDIR(status.st_mode):
+        what = "is a file" if found == path.absolute() else f"cannot be made: {found} is a file"
+        raise BadInput(f"{root} {what}. Give a directory for the run; it is made if it is not there.")
+    if not os.access(found, os.R_OK | os.W_OK | os.X_OK):
+        reason = "Read-only file system" if os.statvfs(found).f_flag & os.ST_RDONLY else "Permission denied"
+        raise bad_place(root, OSError(0, f"{reason}: {found}"))
+
+
+def _refuse_dangling(path: Path) -> None:
+    if path.is_symlink() and not os.path.lexists(os.path.realpath(path)):
+        raise BadInput(f"{path} is a link to {os.readlink(path)}, which is not there. Is its disk mounted?")
+
+
+def bad_place(path: str | Path, error: OSError) -> BadInput:
+    """The error for a path that cannot be that of a run."""
+    return BadInput(f"{path} cannot be used for a run: {error.strerror or error}. Give another directory.")
 
 
 def write_durably(

@@ -16,7 +16,7 @@ from functools import partial
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import ChunkCorrupt, PoolExhausted, RunMismatch
+from holdfast.errors import ChunkCorrupt, DiskFailed, PoolExhausted, RunMismatch
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import Layout, block_spans
@@ -28,7 +28,8 @@ class Generations:
     """The files of the unit ``name``: ``data/<name>.<k>.safetensors``, k = 0..copies-1. Made by ``LocalStore.unit``.
 
     ``retained`` gives the files that retained manifests name, with their sizes; ``way_out`` says what to do
-    about a path that is damaged. Safe to use from several threads; different generations may be written at once.
+    about a path that is damaged; ``check_writer`` raises if the run may not be written (any more).
+    Safe to use from several threads; different generations may be written at once.
     """
 
     def __init__(
@@ -41,19 +42,20 @@ class Generations:
         queue: IOQueue,
         retained: Callable[[], Mapping[str, int]],
         way_out: Callable[[str], str],
+        check_writer: Callable[[], None] = lambda: None,
         direct: bool = True,
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ValueError(f"a unit's name is letters, digits, '_', '-' and '.', not {name!r}")
         self.name, self.layout, self.copies = name, layout, copies
         self._disk, self._queue, self._direct = disk, queue, direct
-        self._retained, self._way_out = retained, way_out
+        self._retained, self._way_out, self._check_writer = retained, way_out, check_writer
         self._spans = list(block_spans(layout.file_bytes))
         self._lock = threading.Lock()
         self._acquired: set[int] = set()
         self._synced: dict[int, tuple[str, ...]] = {}
         self._files: dict[int, OpenFile] = {}
-        self._surplus: list[str] | None = None
+        self._surplus: set[int] = set()
 
     def path(self, generation: int) -> str:
         return f"data/{self.name}.{generation}.safetensors"
@@ -73,18 +75,22 @@ class Generations:
         missing = [path for path in map(self.path, range(self.copies)) if not self._usable(path)]
         for path in missing:
             self._disk.allocate(path, self.layout.file_bytes)
-        if missing:
+        if missing:  # the names of the others are durable since the run was opened
             self._disk.sync_dir("data", why="unit directory")
         self.trim()
 
     def trim(self) -> None:
-        """Remove generations beyond ``copies``, of a time when more commits were kept, that none needs now."""
-        if self._surplus is None:
-            names = [path for name in self._disk.listdir("data") if self._numbered(path := f"data/{name}")]
-            self._surplus = [path for path in names if self.generation_of(path) >= self.copies]
-        for path in [path for path in self._surplus if path not in self._retained()]:
-            self._disk.unlink(path)
-            self._surplus.remove(path)
+        """Remove generations beyond ``copies``, of a time when more commits were kept, that none needs now.
+
+        Only those up to the highest that a commit named since the run was opened: a writer makes all of these,
+        and one beyond may be somebody's own copy.
+        """
+        retained = self._retained()
+        named = [self.generation_of(path) for path in retained if self._numbered(path)]
+        self._surplus.update(range(self.copies, 1 + max(named, default=0)))
+        for generation in [k for k in self._surplus if self.path(k) not in retained]:
+            self._disk.unlink(self.path(generation))
+            self._surplus.remove(generation)
 
     def missing_bytes(self) -> int:
         """What ``create`` will take from the file system."""
@@ -121,6 +127,7 @@ class Generations:
         """
         if generation not in self._acquired:
             raise ValueError(f"generation {generation} of unit {self.name!r} was not acquired")
+        self._check_writer()
         self._check(image)
         image[: len(self.layout.header)] = self.layout.header
         for pad in self.layout.pads:
@@ -178,6 +185,21 @@ class Generations:
         """Whether a ``write`` with this result has ended since ``generation`` was acquired."""
         return self._synced.get(generation) == checksums
 
+    def check_there(self, generation: int) -> None:
+        """Raise ``DiskFailed`` unless the file of ``generation`` is under its name, with its size, and is the one
+        that was written. Called before a manifest names it."""
+        path, file = self.path(generation), self._files.get(generation)
+        try:
+            there = self._disk.size(path) == self.layout.file_bytes
+        except FileNotFoundError:
+            there = False
+        if not there or (file is not None and not self._disk.is_named(path, file)):
+            raise DiskFailed(
+                f"{path} was removed, replaced or truncated while the run was open: it is not the file of"
+                f" {self.layout.file_bytes} bytes that was written. The step is not durable. Let no other program"
+                f" touch the run's files, then run again to resume from the newest whole step."
+            )
+
     def _numbered(self, path: str) -> re.Match | None:
         return re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
 
@@ -205,6 +227,7 @@ class Generations:
         """The open file of ``generation``; it stays open until ``close``."""
         file = self._files.get(generation)
         if file is None:
+            self._check_writer()
             opened = self._disk.open(self.path(generation), direct=self._direct)
             with self._lock:
                 file = self._files.setdefault(generation, opened)
@@ -216,6 +239,7 @@ class Generations:
         failpoints.reach("before_data_sync")
         self._disk.sync(file, why="unit data")
         failpoints.reach("after_data_sync")
+        self.check_there(generation)
         self._synced[generation] = tuple(checksums)
         return tuple(checksums)
 

@@ -5,19 +5,22 @@ Only what is known to be ours by name is touched; anything else in the directory
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from holdfast.errors import Damaged, NoCommit
+from holdfast.errors import Damaged, NoCommit, RunMismatch
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
-from holdfast.store.manifest import Timeline, is_ours
+from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reading import encode_index, index_of
 
 if TYPE_CHECKING:
     from holdfast.store.local import LocalStore
+
+_SCRATCH_NAME = re.compile(r"(params|gradients|inputs-\d+)\.bin")
 
 
 def sweep(disk: AnyDisk) -> None:
@@ -27,8 +30,63 @@ def sweep(disk: AnyDisk) -> None:
             if name.endswith(TEMPORARY) and is_ours(directory, name.removesuffix(TEMPORARY)):
                 disk.unlink(f"{directory}/{name}")
     for name in disk.listdir("scratch"):
-        if name.endswith(".bin"):
+        if _SCRATCH_NAME.fullmatch(name):
             disk.unlink(f"scratch/{name}")
+
+
+def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> None:
+    """Make durable all that the commits ``retained`` stand for. Nobody may have done so: it may be a copy."""
+    manifests = [manifest for manifest in retained.values() if manifest is not None]
+    payload = {ref.path for manifest in manifests for ref in manifest.files.values()}
+    records = [f"timelines/{name}" for name in disk.listdir("timelines") if is_ours("timelines", name)]
+    for why, paths in (
+        ("reopen data", payload),
+        ("reopen index", {manifest.index["path"] for manifest in manifests}),
+        ("reopen timelines", records),
+        ("reopen commits", [ref.path for ref in retained]),
+    ):
+        for path in sorted(paths):
+            with suppress(FileNotFoundError):  # a commit that is not whole, which verifying it will say
+                disk.sync(path, why=why)
+        disk.sync_dir(why.removeprefix("reopen "), why=f"{why} directory")
+
+
+def refuse_other_data(store: LocalStore) -> None:
+    """Raise ``RunMismatch`` if the directory has no commit, and yet more in it than a fresh start that was cut
+    short leaves: that may be a run without its commits, or somebody else's files."""
+    records, _ = store.timelines()
+    for record in records.values():
+        if record.parent is not None:
+            raise RunMismatch(
+                f"{store.root} has no commit, and had some: {record.path} continues step {record.fork_step}. commits/"
+                f" was emptied or not restored. {_OTHER_PLACE}"
+            )
+    for name in store.disk.listdir("data"):
+        path = f"data/{name}"
+        if name.endswith(".safetensors") and (not records or _was_written_later(store.disk, path)):
+            raise RunMismatch(
+                f"{store.root} has no commit, and {path} is in it, which no fresh start made. {_OTHER_PLACE}"
+            )
+
+
+_OTHER_PLACE = (
+    "Nothing was changed: put commits/ and timelines/ back if this is a run,"
+    " or give the new one another directory."
+)
+
+
+def _was_written_later(disk: AnyDisk, path: str) -> bool:
+    """Whether the file is a generation that is first written when there is a commit."""
+    number = path.removesuffix(".safetensors").rpartition(".")[2]
+    if number == "0" or not number.isdecimal() or disk.size(path) < 8:
+        return False
+    length = bytearray(8)
+    file = disk.open(path, write=False, direct=False)
+    try:
+        file.read(memoryview(length), 0)
+    finally:
+        file.close()
+    return any(length)
 
 
 def restore(disk: AnyDisk, timelines: Mapping[int, Timeline], damaged: Iterable[Damaged]) -> None:

@@ -8,7 +8,7 @@ anew. No manifest, no commit; a manifest that can be listed names files that are
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import xxhash
 from holdfast import failpoints
 from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
-from holdfast.store.files import AnyDisk, write_durably
+from holdfast.store.files import AnyDisk, HeldLock, check_place, write_durably
 from holdfast.store.generations import Generations
-from holdfast.store.housekeeping import restore, sweep
+from holdfast.store.housekeeping import refuse_other_data, restore, sweep, sync_all
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
 from holdfast.store.reader import RunReader
@@ -56,11 +56,13 @@ class LocalStore(RunReader):
         """
         if retain < 1:
             raise ValueError(f"durability.retain is at least 1, got {retain}")
+        if disk is None:
+            check_place(root)
         self.queue, self._own_queue = queue or IOQueue(), queue is None
         super().__init__(root, disk=disk, queue=self.queue, direct=direct)
         self.retain, self.spare = retain, spare
         self.timeline: int | None = None
-        self._release: Callable[[], None] | None = None
+        self._lock: HeldLock | None = None
         self._retained: dict[CommitRef, Manifest | None] = {}
         self._retained_files: dict[str, int] = {}
         self._units: dict[str, Generations] = {}
@@ -80,17 +82,20 @@ class LocalStore(RunReader):
         """Take the lock and make the directory ready, made if absent. Raises ``RunLocked`` if another process
         writes to it.
 
-        When this returns, what the directory lists survives power loss; what an earlier process left half-made
+        When this returns, every commit that the directory lists survives power loss with all that it names, also
+        where the directory was copied or restored a moment ago; what an earlier process left half-made
         (temporary files, scratch) is gone.
         """
         try:
             self.disk.makedirs("")
-            self._release = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
+            self._lock = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
+            if not self.commits():
+                refuse_other_data(self)
             for directory in DIRECTORIES:
                 self.disk.makedirs(directory)
             sweep(self.disk)
-            self.disk.sync_dir("commits", why="reopen")
             self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
+            sync_all(self.disk, self._retained)
         except BaseException:
             self.close()
             raise
@@ -141,6 +146,7 @@ class LocalStore(RunReader):
             queue=self.queue,
             retained=lambda: self._retained_files,
             way_out=self.way_out,
+            check_writer=self._check_writer,
             direct=self.direct,
         )
         self._units[name] = unit
@@ -152,6 +158,14 @@ class LocalStore(RunReader):
         scratch = Scratch(self.disk, self.queue, name, nbytes, direct=self.direct)
         self._scratch.append(scratch)
         return scratch
+
+    def remove_scratch(self, scratch: Scratch) -> None:
+        """Close and remove a scratch file before the store is closed. Nothing may be under way on it."""
+        self._scratch.remove(scratch)
+        scratch.close()
+        if self._lock is not None:
+            self._lock.check()
+            scratch.remove()
 
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
         """Store an index under the hash of its content. Durable when this returns; what ``publish`` takes."""
@@ -172,15 +186,19 @@ class LocalStore(RunReader):
         """Make ``step`` a commit: ``files`` gives the generation and the checksums of each unit.
 
         When this returns, the step survives power loss, and commits beyond ``retain`` are retired.
-        Raises ``StaleCommit`` if another writer has opened a newer timeline.
+        Raises ``StaleCommit`` if another writer has opened a newer timeline, or the directory or its lock is
+        not the one that was opened.
         """
         self._check_writer()
         manifest = self._manifest(step, files, index, progress)
         data = manifest.encode()
         self._check_fence()
         with self._failing():
+            for unit, (generation, _) in files.items():
+                self._units[unit].check_there(generation)
             write_durably(self.disk, manifest.path, data, why="manifest", after=_reach)
             failpoints.reach("after_directory_sync")
+            self._check_writer()
             self._keep({**self._retained, manifest.ref: manifest})
             for unit, (generation, _) in files.items():
                 self._units[unit].release(generation)
@@ -196,17 +214,21 @@ class LocalStore(RunReader):
 
     def close(self) -> None:
         """Close all files and let go of the lock. Nothing may be under way. A second call does nothing."""
-        if self._own_queue:
-            self.queue.close()
-        with suppress(DiskFailed):  # what is left of it is removed at the next opening
-            for scratch in self._scratch:
-                scratch.close()
-        for unit in self._units.values():
-            unit.close()
-        self._scratch = []
-        if self._release is not None:
-            release, self._release = self._release, None
-            release()
+        lock, self._lock = self._lock, None
+        scratch, self._scratch = self._scratch, []
+        try:
+            if self._own_queue:
+                self.queue.close()
+            for file in [*self._units.values(), *scratch]:
+                file.close()
+            if lock is not None:
+                with suppress(DiskFailed, StaleCommit):  # what is left of it is removed at the next opening
+                    for file in scratch:
+                        lock.check()  # a forked child leaves its parent's, and nobody touches another run's
+                        file.remove()
+        finally:
+            if lock is not None:
+                lock.release()
 
     def _manifest(
         self,
@@ -241,8 +263,7 @@ class LocalStore(RunReader):
         copies = min(
             (unit.copies for unit in self._units.values() if unit.copies > 1), default=self.retain + 1
         )
-        room = copies - self.spare
-        room = max(room, self.retain)
+        room = max(self.retain, copies - self.spare)
         drop = dropped(self._retained, self._timelines, self.timeline, retain=self.retain, room=room)
         if not drop:
             return
@@ -272,8 +293,9 @@ class LocalStore(RunReader):
         self._retained_files = {f.path: f.bytes for item in manifests for f in item.files.values()}
 
     def _check_writer(self) -> None:
-        if self._release is None:
+        if self._lock is None:
             raise ValueError(f"{self.root} is not open for writing (any more); use LocalStore.open")
+        self._lock.check()
         if self._failed is not None:
             raise EngineFailed(
                 f"an earlier write to {self.root} failed ({self._failed}); run again to resume"

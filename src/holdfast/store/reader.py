@@ -17,7 +17,7 @@ from holdfast.io.queue import IOQueue
 from holdfast.store import reading, verifying
 from holdfast.store.files import AnyDisk, Disk
 from holdfast.store.layout import Layout
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
 from holdfast.store.retention import lineage
 from holdfast.store.verifying import Report
 
@@ -65,11 +65,23 @@ class RunReader:
             raise self._retired(ref) from None
 
     def line(self) -> list[CommitRef]:
-        """The commits that led to the newest step of the newest timeline, newest first."""
+        """The commits that led to the newest step of the newest timeline that has any, newest first."""
+        return self.line_and_odd()[0]
+
+    def line_and_odd(self) -> tuple[list[CommitRef], list[Damaged]]:
+        """The ``line``, and what is wrong with timeline records of higher numbers, which lead to no commit."""
+        records, damaged = self.timelines()
         commits = self.commits()
-        timelines, _ = self.timelines()
-        tip = max(timelines, default=0)
-        return lineage(commits, timelines, tip)
+        odd = {error.path: error for error in damaged}
+        line: list[CommitRef] = []
+        found: list[Damaged] = []
+        for timeline in sorted({*records, *self._timeline_ids()}, reverse=True):
+            path = timeline_path(timeline)
+            line = lineage(commits, records, timeline) if timeline in records else []
+            if line:
+                break
+            found.append(odd.get(path) or _leads_nowhere(path))
+        return line, found
 
     def head(self) -> Manifest | None:
         """The newest commit of the newest timeline's line; None if the run has none."""
@@ -184,6 +196,14 @@ def _missing(record: Timeline) -> FileMissing:
     return FileMissing(
         f"{record.path} is missing; the manifests of its timeline say the same, the next writer restores it",
         path=record.path,
+    )
+
+
+def _leads_nowhere(path: str) -> ManifestCorrupt:
+    return ManifestCorrupt(
+        f"{path} continues no commit that is there: it was copied from another run, or the commits that it continues"
+        f" were removed. It is passed over.",
+        path=path,
     )
 
 

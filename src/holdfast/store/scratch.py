@@ -56,8 +56,11 @@ class Scratch:
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority)
 
     def close(self) -> None:
-        """Close the file and remove it. Nothing may be under way."""
+        """Close the file. Nothing may be under way."""
         self._file.close()
+
+    def remove(self) -> None:
+        """Remove the file, which was closed."""
         self._disk.unlink(self.path)
 
     def _pieces(self, offset: int, view: memoryview) -> Iterator[tuple[int, memoryview]]:

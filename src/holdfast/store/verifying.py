@@ -56,8 +56,7 @@ def verify(
 
 def newest_whole(store: RunReader, report: Report | None) -> tuple[Manifest, list[Damaged]]:
     """Walks the current line from its newest commit down to the first whose state verifies."""
-    damaged: list[Damaged] = []
-    line = store.line()
+    line, damaged = store.line_and_odd()
     for ref in line:
         try:
             manifest = store.load(ref)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ...errors import ModelNotSupported
 from ...plan.ops import Op
 from .. import rng
 from ..blocks import install
-from ..boundaries import Boundary, Delivery
+from ..boundaries import Boundary, Delivery, refuse_hidden
 from ..changes import Watch
 from ..microbatches import BlockCall, Returned, autocast_as, extract_loss
 from ..residency import Gradients
@@ -32,6 +33,7 @@ def forward(run: Runtime, op: Op, step: Step) -> None:
     block, m = op.key.block, op.key.micro_batch
     with _installed(run, op, step, None):
         boundary = _reach(run, step, m, block)
+        boundary.remember()
         args, kwargs, _ = boundary.inputs()
         with torch.no_grad():
             output = _run_block(run, step, m, boundary, args, kwargs)
@@ -62,8 +64,13 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
     grads = run.residency.start_grads(block, run.device.torch_device)
     with _installed(run, op, step, grads), torch.enable_grad():
         boundary = _reach(run, step, m, block) if is_last else batch.boundaries[block]
+        if not is_last:
+            boundary.refuse_changes(run.blocks[block].name)
         args, kwargs, leaves = boundary.inputs()
         output = _run_block(run, step, m, boundary, args, kwargs)
+        if run.attributes.looking:
+            run.attributes.refuse_gradients(block)
+        refuse_hidden(pytree.tree_leaves(output), run.blocks[block].name, "output")
         del args, kwargs
         batch.tracker.running.set()
         if is_last:
@@ -71,10 +78,12 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
             _loss_and_backward(run, step, m)
         batch.deliveries.pop(block).backward(output, boundary.constants, boundary.seeds(leaves))
         del output
-        boundary.send_back(leaves)
+        boundary.send_back()
         batch.tracker.running.clear()
     del leaves, batch.boundaries[block], boundary
     inputs.used(run, block, m)
+    if block == 0 and m == len(step.micro_batches) - 1:
+        step.buffers = run.resident.buffer_values()
 
 
 def check_losses(run: Runtime, op: Op, step: Step) -> None:
@@ -88,22 +97,32 @@ def check_losses(run: Runtime, op: Op, step: Step) -> None:
 def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
     """Let the thread of micro-batch ``m`` run to its call of ``block``, and describe the call."""
     batch = step.micro_batches[m]
-    if block == 0:
-        _enter(run, step, m, rng.PROLOGUE)
-        event = batch.coroutine.start()
-    else:
-        _enter(run, step, m, rng.after(block - 1))
-        event = batch.coroutine.resume(batch.deliveries[block - 1].reply())
+    if step.training and block == m == 0:
+        run.attributes.begin(len(step.micro_batches))
+    looking = step.training and run.attributes.looking
+    interleaved = not step.horizontal
+    with run.attributes.between_blocks(m, block, interleaved) if looking else nullcontext():
+        event = _to_next_block(run, step, m, block)
     if not isinstance(event, BlockCall) or event.block != block:
         got = f"called block {event.block}" if isinstance(event, BlockCall) else "returned"
         raise ModelNotSupported(
             f"after block {block - 1} the model {got}, where block {block} was to come. Every micro-batch must "
             "call every block once, in order (no early exit, no layer drop)."
         )
-    boundary = batch.boundaries[block] = batch.tracker.boundary(event)
+    boundary = batch.boundaries[block] = batch.tracker.boundary(event, run.blocks[block].name)
     if block:
         inputs.hand_on(run, batch.deliveries[block - 1], boundary)
     return boundary
+
+
+def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | Returned:
+    """Run the model's own code, which is to call ``block`` next."""
+    batch = step.micro_batches[m]
+    if block == 0:
+        _enter(run, step, m, rng.PROLOGUE)
+        return batch.coroutine.start()
+    _enter(run, step, m, rng.after(block - 1))
+    return batch.coroutine.resume(batch.deliveries[block - 1].reply())
 
 
 def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:

@@ -56,7 +56,7 @@ def store(run: Runtime, op: Op, step: Step) -> Future:
     place = (op.key.block, op.key.micro_batch)
     boundary = step.micro_batches[op.key.micro_batch].boundaries[op.key.block]
     assert boundary.host is not None
-    buffer, boundary.shapes = run.residency.pack_input(boundary.host)
+    buffer, boundary.forms = run.residency.pack_input(boundary.host)
     boundary.host = None
     more = sum(not stays for stays in run.placement.activations[:-1]) * len(step.micro_batches)
     scratch, offset = run.input_scratch.slot(place, buffer.nbytes, more)
@@ -69,10 +69,10 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     """Read the moving inputs of a block back."""
     place = (op.key.block, op.key.micro_batch)
     boundary = step.micro_batches[op.key.micro_batch].boundaries[op.key.block]
-    nbytes = packed_bytes(boundary.shapes)
+    nbytes = packed_bytes(boundary.forms)
     buffer = run.residency.pool.take(nbytes, "block inputs")
     run.residency.inputs[place] = buffer
-    boundary.host = run.residency.unpack_input(buffer, boundary.shapes)
+    boundary.host = run.residency.unpack_input(buffer, boundary.forms)
     scratch, offset = run.input_scratch.slot(place, nbytes)
     return scratch.read(offset, buffer.view, **of(op))
 

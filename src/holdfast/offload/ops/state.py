@@ -109,7 +109,7 @@ def update_resident(run: Runtime, op: Op, step: Step) -> None:
     if not step.skipped:
         image = as_tensor(run.resident_buffer)
         apply(run, step, run.resident, image, step.resident_grads, run.resident_copy)
-    run.resident.write_buffers(as_tensor(run.resident_buffer))
+    run.resident.write_buffers(as_tensor(run.resident_buffer), step.buffers)
     step.resident_grads = None
 
 

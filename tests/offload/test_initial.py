@@ -1,0 +1,100 @@
+"""Initial values of a model that was built empty are those that its own code gives it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import ModelNotSupported
+
+transformers = pytest.importorskip("transformers")
+
+
+def made_by_holdfast(make, root, **options) -> dict[str, torch.Tensor]:
+    with holdfast.empty_parameters():
+        model = make()
+    with holdfast.offload(
+        model, torch.optim.AdamW(model.parameters()), root, dtype="fp32", **options
+    ) as engine:
+        return engine.state_dict()
+
+
+def gpt2(blocks: int = 8):
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=blocks, n_head=4, n_positions=64, use_cache=False,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def t5():
+    config = transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4)
+    config.use_cache = False
+    return transformers.T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [gpt2, t5], ids=["from the model above", "from the parent"])
+def test_weights_are_as_widely_spread_as_in_an_ordinary_model(tmp_path, make):
+    torch.manual_seed(0)
+    ordinary, found = make().state_dict(), made_by_holdfast(make, tmp_path)
+    for name, value in ordinary.items():
+        if value.numel() > 100:
+            assert float(found[name].std()) == pytest.approx(float(value.std()), rel=0.3), name
+
+
+def test_a_blocks_values_depend_on_the_seed_and_the_block_alone(tmp_path):
+    few, many = (made_by_holdfast(lambda n=n: gpt2(n), tmp_path / f"{n}") for n in (2, 5))
+    name = "transformer.h.1.attn.c_attn.weight"
+    assert torch.equal(few[name], many[name])
+    assert not torch.equal(few[name], made_by_holdfast(gpt2, tmp_path / "other", seed=1)[name])
+
+
+def test_real_parameters_of_other_units_are_left_alone(tmp_path):
+    with holdfast.empty_parameters():
+        model = gpt2(2)
+    head = torch.randn(64, 32)
+    model.transformer.wte.weight = model.lm_head.weight = nn.Parameter(head.clone())
+    scale = torch.randn(32, 32)
+    model.transformer.h[1].attn.c_proj.weight = nn.Parameter(scale.clone())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with holdfast.offload(model, optimizer, tmp_path, dtype="fp32") as engine:
+        found = engine.state_dict()
+    assert torch.equal(found["lm_head.weight"], head)
+    assert torch.equal(found["transformer.h.1.attn.c_proj.weight"], scale)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 2, batch_first=True), 2, enable_nested_tensor=False
+        ).layers
+
+
+def test_attention_of_torch_is_initialised_as_its_constructor_does(tmp_path):
+    found = made_by_holdfast(Attending, tmp_path)
+    bound = (6 / (16 + 48)) ** 0.5
+    weight = found["blocks.0.self_attn.in_proj_weight"]
+    assert 0.9 * bound < float(weight.abs().max()) <= bound
+    assert not found["blocks.0.self_attn.out_proj.bias"].any()
+
+
+class Gained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+
+
+class Gains(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gained() for _ in range(2))
+
+
+def test_what_only_a_constructor_sets_is_asked_for(tmp_path):
+    with pytest.raises(ModelNotSupported, match=r"Gained is on meta and has no reset_parameters.*init="):
+        made_by_holdfast(Gains, tmp_path / "run")
+    found = made_by_holdfast(Gains, tmp_path / "run", init=lambda module: nn.init.ones_(module.gain))
+    assert torch.equal(found["blocks.1.gain"], torch.ones(4))

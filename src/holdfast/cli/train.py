@@ -38,7 +38,7 @@ from .stop import StopRequest
 VALIDATION_SAMPLES = 64
 """Evenly spread over the held-out text, the same ones every time."""
 
-PROMPT, SAMPLE_BYTES, TEMPERATURE = "def ", 240, 0.7
+PROMPT, SAMPLE_BYTES, TEMPERATURE = "def __init__(self", 240, 0.7
 
 SAMPLE_SECONDS = 20.0
 """After which a sample ends: each byte takes the whole model from the SSD."""

@@ -22,13 +22,16 @@ def overtaken(monkeypatch, run):
     before it is read, and so writes to all files that were there. It does so ``times`` times."""
 
     def arm(directory, times):
+        writing = False  # the writer looks at its files as well
+
         def first(original):
             def call(disk, path):
-                nonlocal times
-                if times and path.startswith(directory):
-                    times -= 1
+                nonlocal times, writing
+                if times and not writing and path.startswith(directory):
+                    times, writing = times - 1, True
                     for _ in range(3):
                         run.take_step()
+                    writing = False
                 return original(disk, path)
 
             return call

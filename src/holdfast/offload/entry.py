@@ -156,7 +156,7 @@ def offload(
             engine.give_up()
         queue.close()  # nothing is under way any more when the lock goes
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
-        if store is not None and before is not None and isinstance(error, Exception) and refusal:
+        if store is not None and before is not None and engine is None and refusal:  # its lock is still held
             for path in _files(store) - before:
                 path.unlink(missing_ok=True)
         if store is not None:

@@ -82,12 +82,14 @@ class Generations:
     def trim(self) -> None:
         """Remove generations beyond ``copies``, of a time when more commits were kept, that none needs now.
 
-        Only those up to the highest that a commit named since the run was opened: a writer makes all of these,
-        and one beyond may be somebody's own copy.
+        Only those that follow without a gap and have the size of this unit's files: a writer makes no others, and
+        another may be somebody's own copy.
         """
         retained = self._retained()
-        named = [self.generation_of(path) for path in retained if self._numbered(path)]
-        self._surplus.update(range(self.copies, 1 + max(named, default=0)))
+        generation = self.copies
+        while self._disk.exists(self.path(generation)) and self._usable(self.path(generation)):
+            self._surplus.add(generation)
+            generation += 1
         for generation in [k for k in self._surplus if self.path(k) not in retained]:
             self._disk.unlink(self.path(generation))
             self._surplus.remove(generation)

@@ -3,8 +3,8 @@
     python benchmarks/overhead.py [--pairs 15] [--micro-batches 8] [--model 46m] [--keep] [--small]
 
 Each comparison takes turns in one process: (1) the engine with everything in host memory and commits off
-against plain PyTorch with activation checkpointing, both fp32, then both bf16 (plain: bf16 parameters and
-state, fused AdamW, which is less work than the engine's fp32 master copy); (2) a commit at every step
+against plain PyTorch with activation checkpointing: both fp32; both bf16 with fp32 masters, the same
+arithmetic on both sides; and against plain bf16 without masters, which does less; (2) a commit at every step
 against none, state on the SSD, and with half of it in host memory. Prints a table and one line of JSON.
 """
 
@@ -57,6 +57,30 @@ class Cases:
 
         return step
 
+    def plain_with_masters(self):
+        """Mixed precision by hand: bf16 parameters computed with, fp32 parameters and gradient sums."""
+        model = gpt(*SIZES[self.options.model], empty=False)
+        masters = [p.detach().clone() for p in model.parameters()]
+        model.to(torch.bfloat16).gradient_checkpointing_enable()
+        model.train()
+        optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+        pairs = list(zip(model.parameters(), masters, strict=True))
+
+        def step() -> None:
+            for batch in self.batches:
+                (model(**batch).loss / len(self.batches)).backward()
+                for parameter, master in pairs:
+                    grad = parameter.grad
+                    master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+                    parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter, master in pairs:
+                    parameter.copy_(master)
+
+        return step
+
     def close(self) -> None:
         for engine, folder in self.open:
             engine.close()
@@ -79,7 +103,8 @@ def main() -> None:
     cases = Cases(options)
     comparisons = {
         "in host / plain, fp32": lambda: (cases.engine(dtype="fp32", **IN_HOST), cases.plain(torch.float32)),
-        "in host / plain, bf16": lambda: (cases.engine(**IN_HOST), cases.plain(torch.bfloat16)),
+        "in host / plain, bf16": lambda: (cases.engine(**IN_HOST), cases.plain_with_masters()),
+        "in host / no masters, bf16": lambda: (cases.engine(**IN_HOST), cases.plain(torch.bfloat16)),
         "commit / none, SSD": lambda: (cases.engine(), cases.engine(commit_every=0)),
         "commit / none, half SSD": lambda: (
             cases.engine(optimizer_on_host=0.5),

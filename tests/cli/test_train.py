@@ -140,7 +140,7 @@ def test_the_same_command_again_says_that_it_is_finished(uninterrupted, argument
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
     result = holdfast(*arguments(uninterrupted))
     assert result.code == 0
-    assert "is finished: step 4 is durable, and train.steps is 4." in result.out
+    assert "is finished: step 4 is durable and whole, and train.steps is 4." in result.out
     assert "train.steps=8" in result.out
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 

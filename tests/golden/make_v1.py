@@ -48,6 +48,7 @@ def write(root) -> None:
     with (
         mock.patch.object(local, "this_writer", lambda: WRITER),
         mock.patch.object(local.time, "time", lambda: 1790000000.5),
+        mock.patch.object(local.secrets, "token_hex", lambda count: "42" * count),
         LocalStore.open(root, direct=False) as store,
     ):
         store.begin(None)

@@ -15,6 +15,8 @@ MANIFEST = Manifest(
     timeline=3,
     parent=2,
     fork_step=10,
+    key="ab",
+    parent_key="cd",
     files={
         "block_0": FileRef("data/block_0.1.safetensors", 8192, ("00" * 8,)),
         "ü": FileRef("data/u", 0, ()),
@@ -33,7 +35,7 @@ def test_a_manifest_reads_back_equal():
 
 
 def test_a_timeline_reads_back_equal():
-    record = Timeline(3, 2, 10, 1790000000.25, {"pid": 1})
+    record = Timeline(3, 2, 10, "ab", "cd", 1790000000.25, {"pid": 1})
     assert Timeline.decode(record.encode(), "timelines/t0003.json") == record
     with pytest.raises(ManifestCorrupt, match="it is the record of timeline 3"):
         Timeline.decode(record.encode(), "timelines/t0004.json")

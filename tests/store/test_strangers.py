@@ -75,6 +75,26 @@ def test_a_record_of_another_run_does_not_hide_the_commits(tmp_path):
         assert [tuple(ref) for ref in run.store.line()] == [(10, 7), (2, 6)]
 
 
+@pytest.mark.parametrize("part", ["commits/step-000000000006.t0002.json", "timelines/t0001.json"])
+@pytest.mark.parametrize("copy", [False, True])
+def test_parts_of_another_run_among_its_own_are_refused(tmp_path, part, copy):
+    """The other is a run of the same model, or began as a copy of this one."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    a_run(run, 1, 1)
+    if copy:
+        shutil.copytree(run, other)
+        part = part.replace("t0001", "t0002")
+    else:
+        a_run(other, 1, 1)
+    for root, steps in ((run, 3), (other, 5)):
+        a_run(root, 1, steps)
+    shutil.copy(other / part, run / part)
+    before = snapshot(run)
+    with pytest.raises(RunMismatch, match=r"holds parts of two runs: .* by the number [12]\."):
+        LocalStore.open(run)
+    assert snapshot(run) == before
+
+
 @pytest.mark.parametrize("content", [None, b"", b"x"])
 def test_an_odd_record_with_the_highest_number_is_reported(tmp_path, content):
     a_run(tmp_path / "run", 2)

@@ -25,11 +25,14 @@ PLACES = ("run.dir", "offload.ssd")
 
 
 def write_record(config: Config) -> None:
-    """Keep ``config`` in the run's directory, and beside its state, durably."""
+    """Keep ``config`` in the run's directory, and beside its state, durably. A file that says the same stays, with
+    the comments of whoever wrote it."""
     run, state = Path(config.run.dir), state_directory(Path(config.run.dir), config)
     if config.offload.ssd:  # to be found from any working directory
         config = replace(config, offload=replace(config.offload, ssd=str(state.absolute())))
     for directory in dict.fromkeys((state, run)):
+        if read_record(directory) == config:
+            continue
         disk = Disk(directory)
         disk.makedirs("")
         write_durably(disk, NAME, to_toml(config).encode(), why="configuration")

@@ -52,10 +52,11 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
     console = standard_output()
     run = Path(config.run.dir)
     changed = changes_to_run(config, stated)
-    done = newest_step(state_directory(run, config))
-    if done >= config.train.steps:
+    state = state_directory(run, config)
+    done = newest_step(state)
+    if done >= config.train.steps and is_whole(console, state):
         console.print(
-            f"{run} is finished: step {done:,} is durable, and train.steps is {config.train.steps:,}.",
+            f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
             soft_wrap=True,
         )
         say_how_to_go_on(console, config, extend_to=2 * done)
@@ -186,6 +187,15 @@ def newest_step(state: Path) -> int:
     except (NoCommit, Damaged):
         return 0
     return 0 if newest is None else newest.step
+
+
+def is_whole(console: Console, state: Path) -> bool:
+    """Whether the newest step of a finished run verifies; what is wrong with it otherwise is said when the run
+    goes on from an older one."""
+    with console.status("reading all of the newest step"):
+        reader = LocalStore.read(state)
+        newest = reader.head()
+        return newest is not None and not reader.verify(newest)
 
 
 def held_out_samples(corpus: Corpus) -> list[dict[str, Tensor]]:

@@ -26,11 +26,11 @@ def check_choices(schedule: str, order: str, normalize: Any, clip_norm: Any) -> 
 
 def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:
     for name, (count, least) in at_least.items():
-        if count < least:
-            raise BadInput(f"{name} = {count} must be at least {least}")
+        if not isinstance(count, int) or count < least:
+            raise BadInput(f"{name} = {count!r} must be a whole number of at least {least}")
     for name, rate in rates.items():
-        if rate is not None and rate <= 0:
-            raise BadInput(f"{name} = {rate} must be positive, in bytes per second; None is no limit")
+        if rate is not None and not (isinstance(rate, (int, float)) and rate > 0):
+            raise BadInput(f"{name} = {rate!r} must be positive, in bytes per second; None is no limit")
 
 
 def check_stateful(scheduler: Any, loader: Any) -> None:

@@ -69,6 +69,22 @@ def refuse_other_data(store: LocalStore) -> None:
             )
 
 
+def refuse_two_runs(store: LocalStore, retained: Mapping[CommitRef, Manifest | None]) -> None:
+    """Raise ``RunMismatch`` if timeline records and the manifests ``retained`` call two timelines by one number:
+    files of another run, or of a copy of this one that went on by itself, lie among its own."""
+    said = [(record.path, record) for record in store.timelines()[0].values()]
+    said += [(m.path, m.timeline_record) for m in retained.values() if m is not None]
+    known: dict[int | None, tuple[str | None, str]] = {}
+    for path, record in said:
+        for timeline, key in ((record.id, record.key), (record.parent, record.parent_key)):
+            other_key, other_path = known.setdefault(timeline, (key, path))
+            if other_key != key:
+                raise RunMismatch(
+                    f"{store.root} holds parts of two runs: {path} and {other_path} mean different timelines by the"
+                    f" number {timeline}. Nothing was changed: move the files of one of them away, with its data."
+                )
+
+
 _OTHER_PLACE = (
     "Nothing was changed: put commits/ and timelines/ back if this is a run,"
     " or give the new one another directory."

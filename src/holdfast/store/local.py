@@ -7,6 +7,7 @@ anew. No manifest, no commit; a manifest that can be listed names files that are
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, HeldLock, check_place, write_durably
 from holdfast.store.generations import Generations
-from holdfast.store.housekeeping import refuse_other_data, restore, sweep, sync_all
+from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
 from holdfast.store.reader import RunReader
@@ -80,7 +81,7 @@ class LocalStore(RunReader):
 
     def enter(self) -> None:
         """Take the lock and make the directory ready, made if absent. Raises ``RunLocked`` if another process
-        writes to it.
+        writes to it, ``RunMismatch`` if it holds what no run of ours left there, or parts of two runs.
 
         When this returns, every commit that the directory lists survives power loss with all that it names, also
         where the directory was copied or restored a moment ago; what an earlier process left half-made
@@ -91,10 +92,12 @@ class LocalStore(RunReader):
             self._lock = self.disk.lock(LOCK, {**this_writer(), "started": time.time()})
             if not self.commits():
                 refuse_other_data(self)
+            retained = {ref: self._load_or_none(ref) for ref in self.commits()}
+            refuse_two_runs(self, retained)
             for directory in DIRECTORIES:
                 self.disk.makedirs(directory)
             sweep(self.disk)
-            self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
+            self._keep(retained)
             sync_all(self.disk, self._retained)
         except BaseException:
             self.close()
@@ -120,6 +123,8 @@ class LocalStore(RunReader):
             max([*self._timeline_ids(), *(ref.timeline for ref in self.commits())], default=0) + 1,
             None if fork is None else fork.timeline,
             None if fork is None else fork.step,
+            secrets.token_hex(16),
+            None if fork is None else fork.key,
             time.time(),
             this_writer(),
         )
@@ -244,8 +249,9 @@ class LocalStore(RunReader):
         if last is not None and step <= last:
             raise ValueError(f"step {step} cannot follow step {last}, which this line already has")
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}
+        fork = self._fork
         return Manifest(
-            step, self._fork.id, self._fork.parent, self._fork.fork_step, refs, index, progress,
+            step, fork.id, fork.parent, fork.fork_step, fork.key, fork.parent_key, refs, index, progress,
             time.time(), this_writer(),
         )  # fmt: skip
 

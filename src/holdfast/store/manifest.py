@@ -59,11 +59,17 @@ class FileRef:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The line of steps since a resume, forked from ``parent`` after ``fork_step`` (None: from nothing)."""
+    """The line of steps since a resume, forked from ``parent`` after ``fork_step`` (None: from nothing).
+
+    ``key`` is drawn at random when the timeline is opened; ``parent_key`` is the parent's. They tell a run from
+    another one, and from a copy of it that went on by itself.
+    """
 
     id: int
     parent: int | None = None
     fork_step: int | None = None
+    key: str = ""
+    parent_key: str | None = None
     created: float = 0.0
     writer: dict[str, Any] = field(default_factory=dict)
 
@@ -79,7 +85,7 @@ class Timeline:
     def decode(cls, data: bytes, path: str) -> Timeline:
         table = unseal(data, path)
         with _reading(path):
-            names = ("parent", "fork_step", "created", "writer")
+            names = ("parent", "fork_step", "key", "parent_key", "created", "writer")
             record = cls(table["timeline"], **{name: table[name] for name in names})
         if record.path != path:
             raise _corrupt(path, f"it is the record of timeline {record.id}", len(data))
@@ -94,6 +100,8 @@ class Manifest:
     timeline: int
     parent: int | None
     fork_step: int | None
+    key: str
+    parent_key: str | None
     files: dict[str, FileRef]
     index: dict[str, Any]
     progress: dict[str, Any]
@@ -107,6 +115,11 @@ class Manifest:
     @property
     def path(self) -> str:
         return self.ref.path
+
+    @property
+    def timeline_record(self) -> Timeline:
+        """What the manifest says of its timeline."""
+        return Timeline(self.timeline, self.parent, self.fork_step, self.key, self.parent_key)
 
     @property
     def total_bytes(self) -> int:
@@ -127,6 +140,8 @@ class Manifest:
                 "timeline": self.timeline,
                 "parent": self.parent,
                 "fork_step": self.fork_step,
+                "key": self.key,
+                "parent_key": self.parent_key,
                 "created": self.created,
                 "writer": self.writer,
                 "progress": self.progress,
@@ -144,7 +159,8 @@ class Manifest:
                 unit: FileRef(item["path"], item["bytes"], tuple(item["xxh3_64"]))
                 for unit, item in table["files"].items()
             }
-            names = ("step", "timeline", "parent", "fork_step", "index", "progress", "created", "writer")
+            names = ("step", "timeline", "parent", "fork_step", "key", "parent_key")
+            names += ("index", "progress", "created", "writer")
             manifest = cls(files=files, **{name: table[name] for name in names})
         if manifest.path != path:
             raise _corrupt(path, f"it is the manifest of {manifest.path}", len(data))

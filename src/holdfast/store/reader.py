@@ -120,8 +120,7 @@ class RunReader:
                 records[timeline] = record
         for ref in self.commits():
             if ref.timeline not in records and (manifest := self._load_or_none(ref)) is not None:
-                record = Timeline(ref.timeline, manifest.parent, manifest.fork_step)
-                records[ref.timeline] = record
+                records[ref.timeline] = record = manifest.timeline_record
                 damaged.setdefault(record.path, _missing(record))
         return records, list(damaged.values())
 

@@ -145,6 +145,33 @@ def test_the_same_command_again_says_that_it_is_finished(uninterrupted, argument
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
+def test_a_finished_run_whose_newest_step_is_damaged_goes_on_from_an_older_one(
+    uninterrupted, tmp_path, arguments, holdfast
+):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    newest = json.loads((run / "commits" / "step-000000000004.t0001.json").read_text())
+    path = run / next(iter(newest["files"].values()))["path"]
+    data = bytearray(path.read_bytes())
+    data[-5000] ^= 1
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match="resuming from step 3 in spite of damage"):
+        result = holdfast(*arguments(run))
+    assert "is finished" not in result.out
+    assert "Continuing after step 3, the newest that is whole." in result.out
+    assert holdfast("diff", run, uninterrupted).code == 0
+
+
+def test_a_configuration_that_says_the_same_keeps_its_comments(tmp_path, arguments, holdfast):
+    run, path = tmp_path / "run", tmp_path / "run" / "config.toml"
+    assert holdfast(*arguments(run, train__steps=1)).code == 0
+    text = "# mine\n" + path.read_text().replace("\nsteps = 1 ", "\nsteps = 2 ")
+    path.write_text(text)
+    assert holdfast(*arguments(run, train__steps=2)).code == 0
+    assert path.read_text() == text
+    assert holdfast(*arguments(run, train__steps=3)).code == 0
+    assert "# mine" not in path.read_text()
+
+
 def test_more_steps_extend_a_finished_run(uninterrupted, tmp_path, arguments, holdfast):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     result = holdfast(*arguments(run, train__steps=6))
@@ -372,7 +399,7 @@ import os, sys
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
-            print(os.environ.get("OMP_WAIT_POLICY"))
+            print(os.environ.get("GOMP_SPINCOUNT"))
             os._exit(0)
 
 sys.meta_path.insert(0, Watch())
@@ -382,11 +409,14 @@ main()
 """
 
 
-@pytest.mark.parametrize("chosen, used", [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_waiting_threads_of_torch_sleep_unless_somebody_chose_otherwise(chosen, used):
-    """OpenMP reads the policy when torch is loaded."""
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"OMP_WAIT_POLICY": chosen} if chosen else {})
+@pytest.mark.parametrize(
+    "chosen, used", [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")]
+)
+def test_waiting_threads_of_torch_spin_briefly_unless_somebody_chose_otherwise(chosen, used):
+    """OpenMP reads how long when torch is loaded."""
+    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    environment = {key: value for key, value in os.environ.items() if key not in ours}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), **chosen}
     command = [sys.executable, "-u", "-c", FIRST_IMPORT_OF_TORCH]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{used}\n", done.stderr

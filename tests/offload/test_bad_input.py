@@ -74,6 +74,8 @@ def offload(directory, model=None, optimizer=None, **options):
         ({"update_workers": 0}, "update_workers = 0 must be at least 1"),
         ({"io_threads": 0}, "io_threads = 0 must be at least 1"),
         ({"micro_batches": 0}, "micro_batches = 0 must be at least 1"),
+        ({"micro_batches": 2.5}, "micro_batches = 2.5 must be at least 1, and whole"),
+        ({"read_limit": "1GB"}, "read_limit = '1GB' must be positive, in bytes per second"),
         ({"read_limit": 0}, "read_limit = 0 must be positive"),
         ({"write_limit": -5}, "write_limit = -5 must be positive"),
         ({"clip_norm": 0.0}, "clip_norm = 0.0 must be a positive number; None is no clipping"),

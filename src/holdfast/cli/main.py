@@ -78,8 +78,9 @@ def train(
     if print_config:
         print(to_toml(chosen), end="")
         return
-    # torch's threads share the cores with ours: those that wait must sleep, not spin (read when torch loads)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # torch's threads share the cores with ours: those that wait may spin only briefly (read when torch is loaded)
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from .train import train as run
 
     run(chosen, stated={key_of(text) for text in sets or ()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ def write_record(config: Config) -> None:
     if config.offload.ssd:  # to be found from any working directory
         config = replace(config, offload=replace(config.offload, ssd=str(state.absolute())))
     for directory in dict.fromkeys((state, run)):
-        if read_record(directory) == config:
-            continue
+        with suppress(ConfigError, OSError):
+            if load_config(directory / NAME) == config:
+                continue
         disk = Disk(directory)
         disk.makedirs("")
         write_durably(disk, NAME, to_toml(config).encode(), why="configuration")

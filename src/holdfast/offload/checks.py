@@ -27,7 +27,7 @@ def check_choices(schedule: str, order: str, normalize: Any, clip_norm: Any) -> 
 def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:
     for name, (count, least) in at_least.items():
         if not isinstance(count, int) or count < least:
-            raise BadInput(f"{name} = {count!r} must be a whole number of at least {least}")
+            raise BadInput(f"{name} = {count!r} must be at least {least}, and whole")
     for name, rate in rates.items():
         if rate is not None and not (isinstance(rate, (int, float)) and rate > 0):
             raise BadInput(f"{name} = {rate!r} must be positive, in bytes per second; None is no limit")

@@ -145,6 +145,7 @@ def test_the_same_command_again_says_that_it_is_finished(uninterrupted, argument
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
+@pytest.mark.filterwarnings("always:resuming from step 3")
 def test_a_finished_run_whose_newest_step_is_damaged_goes_on_from_an_older_one(
     uninterrupted, tmp_path, arguments, holdfast
 ):
@@ -154,8 +155,8 @@ def test_a_finished_run_whose_newest_step_is_damaged_goes_on_from_an_older_one(
     data = bytearray(path.read_bytes())
     data[-5000] ^= 1
     path.write_bytes(data)
-    with pytest.warns(UserWarning, match="resuming from step 3 in spite of damage"):
-        result = holdfast(*arguments(run))
+    result = holdfast(*arguments(run))
+    assert result.err.startswith("warning: resuming from step 3 in spite of damage")
     assert "is finished" not in result.out
     assert "Continuing after step 3, the newest that is whole." in result.out
     assert holdfast("diff", run, uninterrupted).code == 0

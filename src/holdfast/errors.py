@@ -102,5 +102,9 @@ class PoolExhausted(HoldfastError):
     """A pool of buffers or of generation files has none left. The text names what holds them."""
 
 
+class WriterHung(HoldfastError):
+    """Nothing was written for longer than the deadline. What was acknowledged before is still durable."""
+
+
 class QueueClosed(HoldfastError):
     """The I/O queue was closed before this transfer was done."""

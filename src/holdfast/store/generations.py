@@ -253,6 +253,15 @@ class Generations:
             raise corrupt(path, start, len(view), atoms, expected, got, self._way_out(path))
 
 
+def remove_generations(disk: AnyDisk, unit: str, nbytes: int, retained: Collection[str]) -> None:
+    """Remove the files of ``unit``, of ``nbytes`` each, that are not ``retained``."""
+    for name in disk.listdir("data"):
+        path = f"data/{name}"
+        match = re.fullmatch(rf"{re.escape(unit)}\.(0|[1-9]\d*)\.safetensors", name)
+        if match and path not in retained and disk.size(path) == nbytes:
+            disk.unlink(path)
+
+
 def corrupt(
     path: str, offset: int, nbytes: int, atoms: Collection[str], expected: str, got: str, way_out: str
 ) -> ChunkCorrupt:

@@ -14,6 +14,7 @@ import xxhash
 
 from holdfast.errors import Damaged, NoCommit, RunMismatch
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
+from holdfast.store.journal import segments, streams
 from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reading import encode_index, index_of
 
@@ -42,6 +43,10 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
     for why, paths in (
         ("reopen data", payload),
         ("reopen index", {manifest.index["path"] for manifest in manifests}),
+        *(
+            (f"reopen journal/{stream}", [ref.path for ref in segments(disk, stream)])
+            for stream in streams(disk)
+        ),
         ("reopen timelines", records),
         ("reopen commits", [ref.path for ref in retained]),
     ):

@@ -83,6 +83,12 @@ class RunReader:
             found.append(odd.get(path) or _leads_nowhere(path))
         return line, found
 
+    def tip(self) -> int:
+        """The newest timeline whose line has commits; 0 if none has."""
+        records, _ = self.timelines()
+        commits = self.commits()
+        return next((t for t in sorted(records, reverse=True) if lineage(commits, records, t)), 0)
+
     def head(self) -> Manifest | None:
         """The newest commit of the newest timeline's line; None if the run has none."""
 

@@ -44,7 +44,9 @@ def train(
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     loop = make(OPTIMIZER, feature)
-    with Checkpointer(root, model=loop.model, optimizer=loop.optimizers, **loop.things, **options) as checkpointer:
+    with Checkpointer(
+        root, model=loop.model, optimizer=loop.optimizers, **loop.things, **options
+    ) as checkpointer:
         done = checkpointer.resume()
         said(resumed=done)
         newest = -1

@@ -47,10 +47,11 @@ class Checkpointer:
     """The run in directory ``run`` of a training loop: ``resume`` first, then ``step`` last in every iteration.
 
     ``optimizer`` is one or several; ``scheduler``, ``loader`` and ``scaler`` are what the script uses of such, each
-    with ``state_dict`` and ``load_state_dict``. ``after_update`` is called after every optimizer step, in replay too; ``averages`` are the modules that
-    it keeps (``torch.optim.swa_utils.AveragedModel``), which are then part of the run.
-    ``memory`` bounds the copies that wait to be written; ``base_every`` is the number of steps from one base to the
-    next; ``retain`` how many bases are kept, with the records since. A context manager.
+    with ``state_dict`` and ``load_state_dict``. ``after_update`` is called after every optimizer step, in replay too;
+    ``averages`` are the modules that it keeps (``torch.optim.swa_utils.AveragedModel``), which are then part of the
+    run. ``memory`` bounds the copies that wait to be written; ``base_every`` is the number of steps from one base to
+    the next; ``retain`` how many bases are kept, with the records since. When the disk is behind, ``step`` waits
+    (``"block"``), or goes on unrecorded until a base can be made (``"skip"``). A context manager.
     """
 
     def __init__(
@@ -84,12 +85,12 @@ class Checkpointer:
             check_place(run)
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
-        self._state = LiveState(model, optimizers, _by_name(averages))
+        self._look = partial(LiveState, model, optimizers, _by_name(averages))
+        self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
-        layouts = gradient_layouts(self._state)
-        count = slots_that_fit(sum(layout.file_bytes for layout in layouts), BOUND, memory)
-        self._make_pool = partial(SlotPool, layouts, count)
+        self._memory = memory
+        self._num_slots = self._slots_that_fit()
         self._queue = IOQueue()
         self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
         self._events = EventLog(None if disk is not None else Path(run) / "events.jsonl")
@@ -143,7 +144,7 @@ class Checkpointer:
         elif target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
         self._store.begin(point)
-        self._pool = self._make_pool()
+        self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
         self._bases = BaseMaker(self._store, self._state)
         self._recorder = Recorder(
             self._store.journal(STREAM), self._pool, durable_step=self.steps_done,
@@ -172,7 +173,9 @@ class Checkpointer:
         if self._after_update is not None and updates:
             self._after_update()
         self.steps_done += 1
-        if self._gap or any(update.slot is None for update in updates):
+        if self._tap.changed:
+            self._adapt(updates)
+        elif self._gap or any(update.slot is None for update in updates):
             self._lose(updates)
         else:
             recorder.put(self._sealed(updates))
@@ -257,10 +260,32 @@ class Checkpointer:
                 changed[key] = tensor
         return changed
 
+    def _adapt(self, updates: list[Update]) -> None:
+        """The step could not be recorded as those before it: a base follows, and then records of what there is now."""
+        assert self._recorder is not None and self._bases is not None and self._pool is not None
+        self._give_back(updates)
+        self._recorder.settle()
+        self._bases.give_up()
+        self._pool.close()
+        self._state = self._look()
+        self._tap.watch(self._state)
+        self._pool = SlotPool(gradient_layouts(self._state), self._slots_that_fit())
+        self._recorder.use(self._pool)
+        self._bases.watch(self._state)
+        self._whole_base()
+
+    def _give_back(self, updates: list[Update]) -> None:
+        assert self._pool is not None
+        self._pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
+
+    def _slots_that_fit(self) -> int:
+        nbytes = sum(layout.file_bytes for layout in gradient_layouts(self._state))
+        return slots_that_fit(nbytes, BOUND, self._memory)
+
     def _lose(self, updates: list[Update]) -> None:
         """A step of which there is no copy: only a base made after it can follow."""
         assert self._recorder is not None
-        self._recorder.drop({id(u.slot): u.slot for u in updates if u.slot is not None}.values())
+        self._give_back(updates)
         if not self._gap:
             self._gap = True
             self._events.emit("gap", step=self.steps_done, durable_step=self.durable_step)

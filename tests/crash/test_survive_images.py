@@ -43,7 +43,9 @@ def queue():
 def process(disk, steps, states=None):
     """One process: resume, train to ``steps``; every step that it is told of is marked on the disk."""
     loop = make(OPTIMIZER, FEATURE)
-    with Checkpointer(ROOT, model=loop.model, optimizer=loop.optimizers, base_every=3, disk=disk) as checkpointer:
+    with Checkpointer(
+        ROOT, model=loop.model, optimizer=loop.optimizers, base_every=3, disk=disk
+    ) as checkpointer:
         done = checkpointer.resume()
         for i in range(done, steps):
             loop.iteration(i, checkpointer.step)

@@ -21,7 +21,9 @@ def server():
 
 @pytest.fixture(scope="module")
 def undisturbed(server, tmp_path_factory):
-    outcome = server.run(survive=True, root=tmp_path_factory.mktemp("undisturbed"), steps=STEPS, base_every=1000)
+    outcome = server.run(
+        survive=True, root=tmp_path_factory.mktemp("undisturbed"), steps=STEPS, base_every=1000
+    )
     assert outcome.finished, outcome.error
     return outcome
 

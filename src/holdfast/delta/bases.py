@@ -58,6 +58,10 @@ class BaseMaker:
         self._staged: list[_Staged] = []
         self._copying: list[tuple[Buffer, Future]] = []
 
+    def watch(self, state: LiveState) -> None:
+        """From here on bases are of ``state``. None is under way."""
+        self._state = state
+
     @property
     def step(self) -> int:
         """At which the last unit was copied."""

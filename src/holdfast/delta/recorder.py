@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,9 +80,11 @@ class Recorder:
                 self.last_put = item.step
             self._changed.notify_all()
 
-    def drop(self, slots: Iterable[Slot]) -> None:
-        """Give back the slots of a step that is not recorded."""
-        self._pool.give(list(slots))
+    def use(self, pool: SlotPool) -> None:
+        """Take slots from ``pool`` from here on. Nothing waits."""
+        with self._changed:
+            assert not self._waiting
+            self._pool = pool
 
     def restart(self, step: int) -> None:
         """Nothing waits, and ``step`` is durable otherwise: records go on after it."""

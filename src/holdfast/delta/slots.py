@@ -70,8 +70,9 @@ def _views(view: memoryview, layout: Layout) -> dict[str, torch.Tensor]:
         entry.key.removesuffix("/grad"): torch.frombuffer(
             view[entry.offset : entry.end], dtype=FROM_NAME[entry.dtype]
         ).view(entry.shape)
-        for entry in layout.entries
         if entry.nbytes
+        else torch.empty(entry.shape, dtype=FROM_NAME[entry.dtype])
+        for entry in layout.entries
     }
 
 

@@ -59,7 +59,14 @@ class Tap:
         self._state, self._take_slot = state, take_slot
         self.updates: list[Update] = []
         """Since the iteration began."""
+        self.changed = False
+        """Whether a step could not be recorded, since slots have no place for a gradient (a parameter was added, or is
+        trained now), or another pre-hook was to run after this one."""
         self._hooks: list[Any] = []
+
+    def watch(self, state: LiveState) -> None:
+        """From here on ``state`` says what there is."""
+        self._state, self.changed = state, False
 
     def attach(self) -> None:
         for index, optimizer in enumerate(self._state.optimizers):
@@ -85,17 +92,23 @@ class Tap:
             )
         optimizer = self._state.optimizers[index]
         grads, without = {}, []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self._state.name_of[id(parameter)]
-                if parameter.grad is None:
-                    without.append(name)
-                else:
-                    grads[name] = parameter.grad
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            name = self._state.name_of.get(id(parameter), "")
+            if parameter.grad is None:
+                without.append(name)
+            else:
+                _refuse_sparse(name, parameter.grad)
+                grads[name] = parameter.grad
         slot = self._slot_for(index)
-        if slot is not None:
+        if slot is not None and self._is_last(index) and grads.keys() <= slot.tensors[index].keys():
             _copy(slot.tensors[index], grads)
+        elif slot is not None:
+            self.changed = True
         self.updates.append(Update(index, slot, _by_value(optimizer), without, _consumed(optimizer)))
+
+    def _is_last(self, index: int) -> bool:
+        optimizer, hook = self._hooks[index]
+        return next(reversed(optimizer._optimizer_step_pre_hooks)) == hook.id
 
     def _slot_for(self, index: int) -> Slot | None:
         """The iteration's slot, or another one if this optimizer has stepped before in it."""
@@ -110,9 +123,16 @@ def _hook_of(tap: Tap, index: int) -> Callable[..., None]:
 
 def _copy(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:
     """Copy ``grads`` to their places in a slot; they are there when this returns."""
-    with torch.no_grad():
-        names = [name for name in grads if name in targets]
-        torch._foreach_copy_([targets[name] for name in names], [grads[name] for name in names])
+    if grads:
+        with torch.no_grad():
+            torch._foreach_copy_([targets[name] for name in grads], list(grads.values()))
+
+
+def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise BadInput(
+            f"the gradient of {name} is sparse, which records do not hold: build it with sparse=False"
+        )
 
 
 def _by_value(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -140,7 +140,7 @@ class Checkpointer:
             )  # fmt: skip
             self.steps_done = point.step
             for text in odd:
-                warnings.warn(f"resuming from step {point.step} in spite of damage: {text}", stacklevel=3)
+                warnings.warn(f"resuming after step {point.step}: {text}", stacklevel=3)
         elif target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
         self._store.begin(point)
@@ -152,7 +152,7 @@ class Checkpointer:
         )  # fmt: skip
         if point is None:
             self._whole_base()
-        self._base_step = self.steps_done
+        self._base_step = self._store.line()[0].step
         self._scale = self._scale_now()
         self._tap.attach()
         return self.steps_done

@@ -16,6 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 
 from ..errors import CommitRetired, Damaged
+from ..store.chain import chain_of, read_journal, verify_records
+from ..store.journal import streams
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import counted, format_bytes
@@ -31,7 +33,10 @@ def ls(run: Path, *, as_json: bool) -> None:
     for ref in reader.commits():
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
         try:
-            entry |= summary(reader.load(ref))
+            manifest = reader.load(ref)
+            entry |= summary(manifest) | {
+                "records_to": _records_to(reader, manifest) if ref in line else ref.step
+            }
         except CommitRetired:  # since it was listed
             continue
         except Damaged as error:
@@ -47,6 +52,12 @@ def ls(run: Path, *, as_json: bool) -> None:
     for number, entry in enumerate(commits):
         table.add_row(*_row(entry, newest=number == 0))
     print_table(console(), table)
+
+
+def _records_to(reader: RunReader, manifest: Manifest) -> int:
+    """The last step that records after a commit lead to, by their headers."""
+    chains = [chain_of(manifest, read_journal(reader, stream), None) for stream in streams(reader.disk)]
+    return min((chain.last.step for chain in chains), default=manifest.step)
 
 
 def show(commit: str, *, as_json: bool) -> None:
@@ -80,10 +91,14 @@ def verify(commit: str, *, as_json: bool) -> bool:
 
 
 def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
+    """A commit with the records that follow it: those that end before a clean end are damaged, or were on their way."""
     damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
+    last, odd = verify_records(reader, manifest)
+    damaged += odd
     if as_json:
         print_json(
-            summary(manifest) | {"whole": not damaged, "damaged": [_damage(error) for error in damaged]}
+            summary(manifest)
+            | {"whole": not damaged, "records_to": last, "damaged": [_damage(error) for error in damaged]}
         )
     elif damaged:
         print(f"{label(reader, manifest)} is damaged in {counted(len(damaged), 'place')}:")
@@ -91,6 +106,8 @@ def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
             print(f"  {error}")
     else:
         print(f"{label(reader, manifest)} is whole: {_size(manifest)}, every byte as it was written")
+        if last > manifest.step:
+            print(f"So are the records of {counted(last - manifest.step, 'step')} after it, to step {last:,}")
     return not damaged
 
 
@@ -128,6 +145,8 @@ def _size(manifest: Manifest) -> str:
 
 def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
     remarks = ["newest"] if newest else []
+    if entry.get("records_to", entry["step"]) > entry["step"]:
+        remarks.append(f"records to {entry['records_to']:,}")
     if not entry["current"]:
         remarks.append("left behind by a later resume")
     if "damaged" in entry:

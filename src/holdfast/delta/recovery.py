@@ -7,7 +7,6 @@ does not verify, or does not give what training had, ends the chain: the step be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,86 +14,12 @@ import torch
 from ..errors import Damaged, HoldfastError, NoCommit
 from ..io.buffers import Buffer
 from ..state.live import BUFFERS, LiveState
-from ..store.journal import StoredRecord, read_segment, segments
+from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
-from ..store.reader import RunReader
 from ..store.reading import read_file
-from ..store.retention import ancestry
-from .replay import apply, fingerprint, payloads, tensors_of
+from .replay import apply, fingerprint, tensors_of
 from .script import Script
-
-
-@dataclass
-class Chain:
-    """The records that follow ``base`` on its line, to the last that can be used; why it ends there."""
-
-    base: Manifest
-    records: list[StoredRecord]
-    end: str = ""
-
-    @property
-    def last(self) -> Point:
-        return self.records[-1] if self.records and self.records[-1].step > self.base.step else self.base
-
-    @property
-    def progress(self) -> dict[str, Any]:
-        last = self.last
-        return last.about["progress"] if isinstance(last, StoredRecord) else self.base.progress
-
-
-@dataclass
-class Journal:
-    """The records of a run's current line by step, and where reading a segment ended before its clean end."""
-
-    records: dict[int, StoredRecord] = field(default_factory=dict)
-    odd: dict[int, Damaged] = field(default_factory=dict)
-    """By the last step before it."""
-
-
-def read_journal(store: RunReader, stream: str) -> Journal:
-    """The headers of all records of ``stream`` on the current line."""
-    journal = Journal()
-    limits = dict(ancestry(store.timelines()[0], store.tip()))
-    for ref in segments(store.disk, stream):
-        if ref.timeline not in limits:
-            continue
-        limit = limits[ref.timeline]
-        found, odd = read_segment(store.disk, ref)
-        for record in found:
-            if limit is None or record.step <= limit:
-                journal.records[record.step] = record
-        if odd is not None:
-            journal.odd[found[-1].step if found else ref.first_step - 1] = odd
-    return journal
-
-
-def chain_of(base: Manifest, journal: Journal, target: int | None) -> Chain:
-    """What follows ``base`` without a gap, to ``target`` at most. Raises ``Damaged`` if records are missing that the
-    base itself needs."""
-    records: list[StoredRecord] = []
-    step, end = base.oldest_step, ""
-    while target is None or step < target:
-        record = journal.records.get(step + 1)
-        if record is None:
-            end = str(journal.odd[step]) if step in journal.odd else ""
-            break
-        if records and record.previous != _digest_before(record, records[-1]):
-            end = f"the record of step {step + 1} does not follow that of step {step}"
-            break
-        records.append(record)
-        step += 1
-    if step < base.step:
-        raise Damaged(
-            f"{base.path} needs the records of steps {base.oldest_step + 1} to {base.step}, and that of step"
-            f" {step + 1} cannot be used. {end}",
-            path=base.path,
-        )
-    return Chain(base, records, end)
-
-
-def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
-    return before.digest if before.timeline == record.timeline else record.key
 
 
 def recover(
@@ -125,10 +50,10 @@ def recover(
         if exact and chain.last.step != target:
             raise NoCommit(
                 f"{store.root} cannot be brought to step {target}: after step {chain.last.step} the records end."
-                f" {chain.end or 'Nothing was recorded after it.'}"
+                f" {chain.odd or 'Nothing was recorded after it.'}"
             )
-        if chain.end:
-            odd.append(chain.end)
+        if chain.odd is not None:
+            odd.append(str(chain.odd))
         script.check(chain.progress)
         script.restore(chain.progress)
         return chain.last, odd
@@ -150,7 +75,7 @@ def _replayed(
     after_update: Callable[[], None] | None,
     odd: list[str],
 ) -> Chain:
-    """Load ``base`` and do the steps after it. What ends the chain early is its ``end``, or in ``odd``."""
+    """Load ``base`` and do the steps after it. What ends the chain early is its ``odd``, or in ``odd``."""
     atoms = store.atoms(base)
     state.check({key: (atom["dtype"], tuple(atom["shape"])) for key, atom in atoms.items()})
     while True:
@@ -224,4 +149,4 @@ def _replay(
         if chain.base.oldest_step + done < chain.base.step:
             raise
         del chain.records[done:]
-        chain.end = str(error)
+        chain.odd = error

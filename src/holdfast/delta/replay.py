@@ -6,27 +6,20 @@ of that step. What the run held after a step is compared with a fingerprint; whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
-from ..io.buffers import Buffer
-from ..io.queue import IOQueue
 from ..state.capture import FROM_NAME
 from ..state.live import BUFFERS, LiveState
 from ..state.progress import decode
-from ..store.files import AnyDisk
-from ..store.journal import StoredRecord, read_payload
 from ..store.layout import Layout
 from .tap import CONSUMED
 
 SAMPLED_BYTES = 64
 """Of each parameter in a fingerprint."""
-
-AHEAD = 2
-"""Records read while one is applied."""
 
 
 def fingerprint(state: LiveState, step: int) -> str:
@@ -50,51 +43,6 @@ def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
-
-
-def payloads(
-    disk: AnyDisk, queue: IOQueue, records: Sequence[StoredRecord], direct: bool = True
-) -> Iterator[tuple[StoredRecord, list[memoryview]]]:
-    """Each record with the verified memory of its parts, which is used again for the next but ``AHEAD``.
-
-    Raises ``Damaged`` where a record does not verify.
-    """
-    files: dict[str, Any] = {}
-    buffers: list[Buffer] = []
-    under_way: list[tuple[StoredRecord, Buffer, Any]] = []
-    size = max((record.payload_bytes for record in records), default=0)
-    try:
-        buffers = [Buffer(max(size, 1), "replay") for _ in range(min(AHEAD + 1, len(records)))]
-        free = list(buffers)
-        following = iter(records)
-        while True:
-            while free and (record := next(following, None)) is not None:
-                if record.path not in files:
-                    files[record.path] = disk.open(record.path, write=False, direct=direct)
-                buffer = free.pop()
-                view = buffer.view[: record.payload_bytes]
-                under_way.append((record, buffer, read_payload(queue, files[record.path], record, view)))
-            if not under_way:
-                return
-            record, buffer, future = under_way.pop(0)
-            future.result()
-            yield record, _parts(buffer.view, record)
-            free.append(buffer)
-    finally:
-        for _, _, future in under_way:
-            future.cancel() or future.exception()
-        for file in files.values():
-            file.close()
-        for buffer in buffers:
-            buffer.free()
-
-
-def _parts(view: memoryview, record: StoredRecord) -> list[memoryview]:
-    parts, start = [], 0
-    for nbytes, _ in record.parts:
-        parts.append(view[start : start + nbytes])
-        start += nbytes
-    return parts
 
 
 def apply(

@@ -51,10 +51,6 @@ class Work:
     """The most that computing one micro-batch of one block, or the epilogue, takes besides what is listed as
     held: activations between the block's input and its output. In device memory. Measured."""
 
-    @property
-    def elements(self) -> int:
-        return self.resident_elements + sum(block.elements for block in self.blocks)
-
 
 def spread(count: int, fraction: float) -> tuple[bool, ...]:
     """Which of ``count`` blocks make up ``fraction`` of them, spread evenly so that every lane sees an even

@@ -37,7 +37,7 @@ def build(
     parts: Parts, plan: Plan, store: LocalStore, stored: dict[str, Generations], device: Device, seed: int
 ) -> Runtime:
     """The runtime, with all its files and resident memory, not yet filled."""
-    pool, resident, extents = BufferPool(None), parts.resident, count()
+    pool, resident, extents = BufferPool(), parts.resident, count()
     for files in stored.values():
         files.create()
     params, grads = plan.param_scratch_bytes, plan.grad_scratch_bytes

@@ -158,10 +158,9 @@ def _place_copy(run: Runtime, block: int, unit: Unit, copy: Buffer) -> None:
         run.residency.copies[block] = copy
         return
     assert run.param_scratch is not None
-    offset, trained = run.param_offsets[block], unit.trained_copy_bytes
-    for start, stop in ((0, trained), (trained, unit.copy_bytes)):
-        if stop > start:
-            run.param_scratch.write(
-                offset + start, copy.view[start:stop], kind="params", phase="setup", priority=0
-            ).result()
+    offset = run.param_offsets[block]
+    for start, stop in unit.copy_parts:
+        run.param_scratch.write(
+            offset + start, copy.view[start:stop], kind="params", phase="setup", priority=0
+        ).result()
     run.residency.pool.give(copy)

@@ -18,12 +18,12 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..io.queue import IOQueue
 from ..plan.work import StepShape
-from ..store.files import AnyDisk
+from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
 from ..store.local import DIRECTORIES, LocalStore
 from ..store.manifest import Manifest
 from .builder import build, fill, stored_units
-from .checks import check_choices, check_counts, check_directory, check_stateful
+from .checks import check_choices, check_counts, check_stateful
 from .device import open_device
 from .engine import Engine
 from .parts import Parts
@@ -110,7 +110,8 @@ def offload(
         {"read_limit": read_limit, "write_limit": write_limit, "total_limit": total_limit},
     )  # fmt: skip
     check_stateful(scheduler, loader)
-    check_directory(ssd, disk)
+    if disk is None:
+        check_place(ssd)
     refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)
     rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)

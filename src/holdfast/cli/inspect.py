@@ -160,7 +160,7 @@ def _verify_showing_progress(reader: RunReader, manifest: Manifest, *, quiet: bo
     out = Console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as progress:
         task = progress.add_task("reading", total=manifest.total_bytes)
-        return reader.verify(manifest, report=lambda done, total: progress.update(task, completed=done))
+        return reader.verify(manifest, report=lambda done: progress.update(task, completed=done))
 
 
 def _damage(error: Damaged) -> dict[str, Any]:

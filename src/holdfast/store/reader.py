@@ -131,9 +131,9 @@ class RunReader:
             raise self._retired(manifest.ref) from damaged[0]
         return damaged
 
-    def newest_whole(self, *, report: Report | None = None) -> tuple[Manifest, list[Damaged]]:
+    def newest_whole(self) -> tuple[Manifest, list[Damaged]]:
         """The newest commit of the current line that verifies, and what is wrong with newer ones."""
-        return again_if_retired(lambda: verifying.newest_whole(self, report))
+        return again_if_retired(lambda: verifying.newest_whole(self))
 
     def atoms(self, manifest: Manifest) -> dict[str, dict[str, Any]]:
         """The atoms of ``manifest`` by key, as its index describes them, with their fragments."""

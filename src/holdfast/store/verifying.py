@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 WINDOW = 8
 """Blocks in flight."""
-Report = Callable[[int, int], None]
-"""Told the bytes that were read and all that there are, now and then."""
+Report = Callable[[int], None]
+"""Told the bytes that were read so far, now and then."""
 
 
 def verify(
@@ -54,7 +54,7 @@ def verify(
     return damaged
 
 
-def newest_whole(store: RunReader, report: Report | None) -> tuple[Manifest, list[Damaged]]:
+def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
     """Walks the current line from its newest commit down to the first whose state verifies."""
     line, damaged = store.line_and_odd()
     for ref in line:
@@ -63,7 +63,7 @@ def newest_whole(store: RunReader, report: Report | None) -> tuple[Manifest, lis
         except ManifestCorrupt as error:
             damaged.append(error)
             continue
-        found = store.verify(manifest, report=report)
+        found = store.verify(manifest)
         damaged += found
         if all(error.path == timeline_path(ref.timeline) for error in found):  # the manifest says it too
             return manifest, damaged
@@ -187,7 +187,7 @@ class _Scan:
         self.pool.give(flight.buffer)
         self.done_bytes += flight.nbytes
         if self.report is not None:
-            self.report(self.done_bytes, self.manifest.total_bytes)
+            self.report(self.done_bytes)
 
     def _judge(self, flight: _Flight, error: DiskFailed | None) -> Damaged:
         """What is wrong with the block of ``flight``."""

@@ -9,7 +9,7 @@ import pytest
 from holdfast.errors import ChunkCorrupt, Damaged, FileMissing, ManifestCorrupt, NoCommit, QueueClosed
 from holdfast.io.queue import IOQueue
 from holdfast.store.local import LocalStore
-from tiny_run import TinyRun, check_content
+from tiny_run import TinyRun, check_content, flip
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +48,6 @@ def parts_of(reader, manifest):
     data = [(file.path, "file") for file in manifest.files.values()]
     timeline = f"timelines/t{manifest.timeline:04d}.json"
     return [*data, (manifest.index["path"], "index"), (manifest.path, "manifest"), (timeline, "timeline")]
-
-
-def flip(path, bit):
-    with open(path, "r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ (1 << bit % 8)]))
 
 
 def test_every_bit_flip_is_found_and_named(root, reader, queue):

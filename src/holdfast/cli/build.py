@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..config import Config
 from ..data.loader import SampleLoader
 from ..events import EventLog
-from ..models.decoder import Decoder, DecoderConfig, init_weights
+from ..models.decoder import Decoder, DecoderConfig
 from ..offload.blocks import empty_parameters
 from ..offload.engine import Engine
 from ..offload.entry import Budget, offload
@@ -57,7 +57,6 @@ def make_engine(
         commit_every=config.durability.every,
         retain=config.durability.retain,
         seed=config.run.seed,
-        init=init_weights,
         sample={"tokens": sample, "targets": sample},
         micro_batches=config.train.micro_batches,
         direct=config.io.direct,

@@ -127,18 +127,11 @@ def _size(manifest: Manifest) -> str:
 
 
 def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
-    remarks = ["newest"] if newest else []
-    if not entry["current"]:
-        remarks.append("left behind by a later resume")
-    if "damaged" in entry:
-        return (
-            f"{entry['step']:,}",
-            str(entry["timeline"]),
-            "-",
-            "-",
-            ", ".join(["damaged manifest", *remarks]),
-        )
-    written, size = local_time(entry["created"]), format_bytes(entry["bytes"])
+    damaged = "damaged" in entry
+    remarks = ["damaged manifest"] * damaged + ["newest"] * newest
+    remarks += ["left behind by a later resume"] * (not entry["current"])
+    written = "-" if damaged else local_time(entry["created"])
+    size = "-" if damaged else format_bytes(entry["bytes"])
     return f"{entry['step']:,}", str(entry["timeline"]), written, size, ", ".join(remarks)
 
 

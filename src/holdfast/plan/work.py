@@ -1,8 +1,7 @@
 """Work: what a model's step consists of, as numbers; and where its bytes live.
 
 Sizes are bytes as they are moved, page-rounded where the SSD is concerned, so that traffic computed from
-them is exact. ``Work`` is what the engine measures from a model; the planner can also make one from a
-model's dimensions.
+them is exact. ``Work`` is what the engine measures from a model.
 """
 
 from __future__ import annotations

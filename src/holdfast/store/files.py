@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.errors import BadInput, DiskFailed, RunLocked, RunMismatch, StaleCommit
-from holdfast.io.threads import File, disk_full, open_file
+from holdfast.io.threads import NO_SPACE, File, disk_full, open_file
 
 TEMPORARY = ".tmp"
 """What a file's name ends with until its content is durable."""
@@ -416,7 +416,7 @@ def _locked_text(root: Path, holder: bytes) -> str:
 
 
 def _failure(verb: str, path: Path, error: OSError, nbytes: int) -> DiskFailed:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_SPACE:
         return disk_full(path, nbytes, error)
     return DiskFailed(
         f"cannot {verb} {path}: {error.strerror or error}. What was acknowledged before is still durable:"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,13 @@ class LocalStore(RunReader):
                 self._units[unit].release(generation)
             self._retire()
         return manifest
+
+    def space_needed(self, units: Iterable[Generations], scratch_bytes: int = 0) -> int:
+        """Bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
+        return sum(unit.missing_bytes() for unit in units) + scratch_bytes
+
+    def free_bytes(self) -> int:
+        return self.disk.free_bytes()
 
     def close(self) -> None:
         """Close all files and let go of the lock. Nothing may be under way. A second call does nothing."""

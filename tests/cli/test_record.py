@@ -141,6 +141,15 @@ def test_a_record_that_does_not_read_is_not_considered(run, train):
     assert len(result.err.splitlines()) == 1
 
 
+@pytest.mark.filterwarnings("default")
+def test_other_settings_are_told_where_the_record_is_gone(run, train):
+    (run / "config.toml").unlink()
+    result = train("train.steps=3", "train.clip_norm=0.5")
+    assert result.code == 0
+    assert "this run goes on with other settings" in result.err
+    assert "clip_norm was 1.0 and is 0.5" in result.err
+
+
 def test_a_run_that_was_copied_goes_on_in_its_copy(run, train, tmp_path):
     shutil.copytree(run, tmp_path / "copy")
     result = train("train.steps=3", run="copy")

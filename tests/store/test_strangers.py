@@ -90,6 +90,8 @@ def test_parts_of_another_run_among_its_own_are_refused(tmp_path, part, copy):
         a_run(root, 1, steps)
     shutil.copy(other / part, run / part)
     before = snapshot(run)
+    with LocalStore.read(run) as reader:
+        assert "are of two runs" in str(reader.verify(reader.head())[0])
     with pytest.raises(RunMismatch, match=r"holds parts of two runs: .* by the number [12]\."):
         LocalStore.open(run)
     assert snapshot(run) == before

@@ -204,6 +204,16 @@ def test_a_state_that_was_moved_is_found_where_it_is_said_to_be(apart, train, tm
     assert "Continuing after step 2" in result.out
 
 
+def test_the_state_of_another_run_is_not_taken_for_one_that_was_moved(apart, train, tmp_path):
+    assert train("offload.ssd=others", "run.seed=1", run="other").code == 0
+    shutil.rmtree(tmp_path / "state")
+    before = everything(tmp_path / "others")
+    result = train("offload.ssd=others", "train.steps=3")
+    assert result.code == 2
+    assert "others is another run: its run.seed is 1, and 0 was asked for" in result.err
+    assert everything(tmp_path / "others") == before
+
+
 def test_a_disk_that_is_not_mounted_does_not_begin_the_run_anew(apart, train, tmp_path):
     os.rename(tmp_path / "state", tmp_path / "elsewhere")
     (tmp_path / "state").mkdir()

@@ -97,6 +97,21 @@ def test_parts_of_another_run_among_its_own_are_refused(tmp_path, part, copy):
     assert snapshot(run) == before
 
 
+def test_commits_of_another_run_whose_timelines_have_other_numbers_are_refused(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    a_run(run, 1)
+    a_run(other, 1, 0)  # killed before its first commit
+    a_run(other, 2, 1)
+    for part in ("commits/step-000000000002.t0003.json", "timelines/t0002.json", "timelines/t0003.json"):
+        shutil.copy(other / part, run / part)
+    before = snapshot(run)
+    with pytest.raises(
+        RunMismatch, match=r"two runs: .*t0003\.json and .*t0001\.json have no beginning in common"
+    ):
+        LocalStore.open(run)
+    assert snapshot(run) == before
+
+
 @pytest.mark.parametrize("content", [None, b"", b"x"])
 def test_an_odd_record_with_the_highest_number_is_reported(tmp_path, content):
     a_run(tmp_path / "run", 2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from ..io.buffers import Buffer
@@ -25,9 +23,9 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     return ordered | buffers
 
 
-def newest_values(root: Path, names: set[str]) -> dict[str, torch.Tensor]:
+def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
     """Those of the parameters of a run's newest whole commit that ``names`` has."""
-    with LocalStore.read(root) as reader:
+    with LocalStore.read(run.store.root, disk=run.store.disk, direct=run.store.direct) as reader:
         manifest, _ = reader.newest_whole()
         atoms = {a["name"]: a for a in reader.atoms(manifest).values() if a["slot"] == "param"}
         return {

@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 
+from holdfast.cli.record import write_record
 from holdfast.config import load_config
 from holdfast.events import read_events
+from holdfast.store.files import Disk
 
 TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
@@ -139,6 +141,13 @@ def test_a_record_that_does_not_read_is_not_considered(run, train):
     assert result.code == 0
     assert result.err.startswith("warning: the run's own configuration is not considered: unknown")
     assert len(result.err.splitlines()) == 1
+
+
+def test_a_record_that_says_the_same_is_made_durable_too(run, train, monkeypatch):
+    synced = []
+    monkeypatch.setattr(Disk, "sync", lambda disk, target, *, why: synced.append((disk.root.name, target)))
+    write_record(load_config(run / "config.toml"))
+    assert synced == [("run", "config.toml")]
 
 
 @pytest.mark.filterwarnings("default")

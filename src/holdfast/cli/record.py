@@ -32,11 +32,15 @@ def write_record(config: Config) -> None:
     if config.offload.ssd:  # to be found from any working directory
         config = replace(config, offload=replace(config.offload, ssd=str(state.absolute())))
     for directory in dict.fromkeys((state, run)):
-        with suppress(ConfigError, OSError):
-            if load_config(directory / NAME) == config:
-                continue
         disk = Disk(directory)
         disk.makedirs("")
+        with suppress(ConfigError, OSError):
+            if (
+                load_config(directory / NAME) == config
+            ):  # of a writer that was killed, or a copy that nobody synced
+                disk.sync(NAME, why="configuration")
+                disk.sync_dir("", why="configuration directory")
+                continue
         write_durably(disk, NAME, to_toml(config).encode(), why="configuration")
 
 

@@ -323,6 +323,13 @@ def test_a_refusal_that_is_cut_short_leaves_a_directory_to_begin_in(tmp_path, mo
     offload(decoder(blocks=2), tmp_path).close()
 
 
+def test_a_parameter_that_comes_to_be_held_before_the_first_commit_leaves_none(tmp_path):
+    model, held = decoder(blocks=2), []
+    with pytest.raises(BadInput, match=r"parameter head\.weight cannot be moved out of memory"):
+        offload(model, tmp_path, confirm=lambda _: held.append(model.head.weight.view(-1)))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
+
+
 def test_an_optimizer_that_keeps_state_from_the_start_works_on_an_empty_model(tmp_path):
     with holdfast.empty_parameters():
         model = decoder(blocks=2)

@@ -144,6 +144,7 @@ def offload(
         store.begin(found)
         run = build(parts, plan, store, stored, target, seed)
         fill(run, found, init)
+        refuse_held(parts.captured)  # by what ran since; from here on there is a commit
         engine = Engine(
             run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
             events=events or EventLog(None), update_workers=update_workers,

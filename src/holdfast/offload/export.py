@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..io.buffers import Buffer
-from ..state.capture import Captured, buffer_at
+from ..state.capture import Captured, buffer_at, join, plain_paths
 from ..store.local import LocalStore
 from .runtime import Runtime
 from .units import as_tensor
@@ -19,7 +19,15 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
         values.update(_trained(run, block))
         values.update(_frozen(run, block))
     ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
-    buffers = {name: buffer_at(place).detach().clone() for name, place in captured.buffers.items()}
+    plain, held = plain_paths(run.model), {(id(module), key) for module, key in captured.buffers.values()}
+    buffers = {
+        join(plain[path], key): buffer_at((module, key)).detach().clone()
+        for path, module in run.model.named_modules(
+            remove_duplicate=False
+        )  # also by the other names of a module
+        for key in module._buffers
+        if (id(module), key) in held
+    }
     return ordered | buffers
 
 

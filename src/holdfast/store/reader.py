@@ -151,7 +151,7 @@ class RunReader:
 
     def way_out(self, path: str) -> str:
         """What to do about damage in ``path``: the newest step that does not need it."""
-        for ref in self.commits():
+        for ref in self.line():
             manifest = self._load_or_none(ref)
             if manifest is not None and all(file.path != path for file in manifest.files.values()):
                 return (

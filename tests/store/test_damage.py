@@ -178,6 +178,16 @@ def test_reading_one_atom_verifies_it(root, reader):
     reader.read_atom(manifest, atoms["b.weight/param"])
 
 
+def test_commits_of_which_nothing_can_be_read_are_damaged_and_not_absent(root, reader):
+    for folder in ("commits", "timelines"):
+        for path in (root / folder).iterdir():
+            flip(path, 200)
+    with pytest.raises(ManifestCorrupt, match="step-000000000003"):
+        reader.head()
+    with pytest.raises(Damaged, match="none of its 2 commits is whole"):
+        reader.newest_whole()
+
+
 def test_the_way_out_is_a_step_that_a_resume_goes_on_from(tmp_path):
     with TinyRun(tmp_path, copies=5) as run:
         for _ in range(3):

@@ -87,7 +87,7 @@ class RunReader:
         """The newest commit of the newest timeline's line; None if the run has none."""
 
         def newest() -> Manifest | None:
-            line = self.line()
+            line = self.line() or self.commits()  # where nothing that can be read says what line they are of
             return self.load(line[0]) if line else None
 
         return again_if_retired(newest)

@@ -57,6 +57,7 @@ def verify(
 def newest_whole(store: RunReader, report: Report | None) -> tuple[Manifest, list[Damaged]]:
     """Walks the current line from its newest commit down to the first whose state verifies."""
     line, damaged = store.line_and_odd()
+    line = line or store.commits()  # where nothing that can be read says what line they are of
     for ref in line:
         try:
             manifest = store.load(ref)

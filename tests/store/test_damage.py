@@ -170,6 +170,25 @@ def test_reading_one_atom_verifies_it(root, reader):
     reader.read_atom(manifest, atoms["b.weight/param"])
 
 
+def test_commits_of_which_nothing_can_be_read_are_damaged_and_not_absent(root, reader):
+    for folder in ("commits", "timelines"):
+        for path in (root / folder).iterdir():
+            flip(path, 200)
+    with pytest.raises(ManifestCorrupt, match="step-000000000003"):
+        reader.head()
+    with pytest.raises(Damaged, match="none of its 2 commits is whole"):
+        reader.newest_whole()
+
+
+def test_the_way_out_is_a_step_that_a_resume_goes_on_from(tmp_path):
+    with TinyRun(tmp_path, copies=5) as run:
+        for _ in range(3):
+            run.take_step()
+    with TinyRun(tmp_path, copies=5, fork=2) as run:
+        path = run.take_step().files["block_1"].path  # step 3 is there twice, once left behind
+        assert run.store.way_out(path).startswith("Step 2 does not use this file")
+
+
 def test_a_damaged_read_of_a_unit_names_atoms_offset_and_the_way_out(tmp_path):
     with TinyRun(tmp_path / "run") as run:
         run.take_step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -34,8 +33,6 @@ def make_engine(
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
     sample = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
-    # whoever changes a setting has had to say so, and is told what that changes (record.py)
-    warnings.filterwarnings("ignore", message="this run goes on with other settings")
     engine = offload(
         model,
         optimizer,

@@ -26,7 +26,7 @@ from .runs import label, local_time, open_run, summary, with_commits
 def ls(run: Path, *, as_json: bool) -> None:
     """Print the commits of ``run``, newest first. A manifest that cannot be read is listed as damaged."""
     reader = open_run(run)
-    line = set(reader.line())
+    line = reader.line()
     commits = []
     for ref in reader.commits():
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
@@ -44,8 +44,9 @@ def ls(run: Path, *, as_json: bool) -> None:
         print(f"{run} has no commit yet; `holdfast train` makes the first one")
         return
     table = plain_table(">step", ">timeline", "written", ">size", "")
-    for number, entry in enumerate(commits):
-        table.add_row(*_row(entry, newest=number == 0))
+    newest = next((entry for entry in commits if entry["current"]), None)
+    for entry in commits:
+        table.add_row(*_row(entry, newest=entry is newest))
     print_table(console(), table)
 
 

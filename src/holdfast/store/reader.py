@@ -87,7 +87,7 @@ class RunReader:
         """The newest commit of the newest timeline's line; None if the run has none."""
 
         def newest() -> Manifest | None:
-            line = self.line()
+            line = self.line() or self.commits()  # where nothing that can be read says what line they are of
             return self.load(line[0]) if line else None
 
         return again_if_retired(newest)
@@ -151,7 +151,7 @@ class RunReader:
 
     def way_out(self, path: str) -> str:
         """What to do about damage in ``path``: the newest step that does not need it."""
-        for ref in self.commits():
+        for ref in self.line():
             manifest = self._load_or_none(ref)
             if manifest is not None and all(file.path != path for file in manifest.files.values()):
                 return (

@@ -62,6 +62,23 @@ def test_ls_tells_steps_left_behind_by_a_resume(run, holdfast):
     assert "left behind by a later resume" in holdfast("ls", run).out.splitlines()[2]
 
 
+def test_the_newest_step_is_the_one_that_goes_on_however_new_those_left_behind_are(run, holdfast):
+    with TinyRun(run, fork=2, copies=5):
+        pass  # went back, and ended before its first step
+    left, newest = holdfast("ls", run).out.splitlines()[1:]
+    assert left.rstrip().endswith("B   left behind by a later resume")
+    assert newest.split()[0] == "2"
+    assert newest.rstrip().endswith("newest")
+
+
+def test_a_step_that_was_left_behind_is_named_with_its_timeline(run, holdfast):
+    with TinyRun(run, fork=2, copies=5) as tiny:
+        tiny.take_step()
+    assert holdfast("verify", f"{run}@3.t1").out.startswith(f"{run}@3.t1 is whole")
+    assert holdfast("verify", f"{run}@3").out.startswith(f"{run}@3 is whole")
+    assert holdfast("verify", f"{run}@2").out.startswith(f"{run}@2 is whole")
+
+
 def test_ls_lists_a_damaged_manifest_as_damaged(run, holdfast):
     [manifest] = (run / "commits").glob("step-000000000003.*")
     flip_bit(manifest, 20)

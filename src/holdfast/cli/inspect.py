@@ -28,7 +28,7 @@ from .runs import label, local_time, open_run, summary, with_commits
 def ls(run: Path, *, as_json: bool) -> None:
     """Print the commits of ``run``, newest first. A manifest that cannot be read is listed as damaged."""
     reader = open_run(run)
-    line = set(reader.line())
+    line = reader.line()
     commits = []
     for ref in reader.commits():
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
@@ -49,8 +49,9 @@ def ls(run: Path, *, as_json: bool) -> None:
         print(f"{run} has no commit yet; `holdfast train` makes the first one")
         return
     table = plain_table(">step", ">timeline", "written", ">size", "")
-    for number, entry in enumerate(commits):
-        table.add_row(*_row(entry, newest=number == 0))
+    newest = next((entry for entry in commits if entry["current"]), None)
+    for entry in commits:
+        table.add_row(*_row(entry, newest=entry is newest))
     print_table(console(), table)
 
 
@@ -144,20 +145,13 @@ def _size(manifest: Manifest) -> str:
 
 
 def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
-    remarks = ["newest"] if newest else []
+    damaged = "damaged" in entry
+    remarks = ["damaged manifest"] * damaged + ["newest"] * newest
     if entry.get("records_to", entry["step"]) > entry["step"]:
         remarks.append(f"records to {entry['records_to']:,}")
-    if not entry["current"]:
-        remarks.append("left behind by a later resume")
-    if "damaged" in entry:
-        return (
-            f"{entry['step']:,}",
-            str(entry["timeline"]),
-            "-",
-            "-",
-            ", ".join(["damaged manifest", *remarks]),
-        )
-    written, size = local_time(entry["created"]), format_bytes(entry["bytes"])
+    remarks += ["left behind by a later resume"] * (not entry["current"])
+    written = "-" if damaged else local_time(entry["created"])
+    size = "-" if damaged else format_bytes(entry["bytes"])
     return f"{entry['step']:,}", str(entry["timeline"]), written, size, ", ".join(remarks)
 
 
@@ -179,7 +173,7 @@ def _verify_showing_progress(reader: RunReader, manifest: Manifest, *, quiet: bo
     out = Console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as progress:
         task = progress.add_task("reading", total=manifest.total_bytes)
-        return reader.verify(manifest, report=lambda done, total: progress.update(task, completed=done))
+        return reader.verify(manifest, report=lambda done: progress.update(task, completed=done))
 
 
 def _damage(error: Damaged) -> dict[str, Any]:

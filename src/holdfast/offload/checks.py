@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import BadInput
-from ..store.files import AnyDisk, check_place
 from .planning import SCHEDULES
 
 
@@ -49,8 +47,3 @@ def check_stateful(scheduler: Any, loader: Any) -> None:
             "ReduceLROnPlateau needs a metric at each step, and the engine has none to give: do not pass it as "
             "scheduler=, step it yourself."
         )
-
-
-def check_directory(ssd: str | Path, disk: AnyDisk | None) -> None:
-    if disk is None:
-        check_place(ssd)

@@ -62,7 +62,7 @@ class Generations:
 
     def generation_of(self, path: str) -> int:
         """The generation that lies at ``path``, as a manifest names it."""
-        match = self._numbered(path)
+        match = re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
         if not match:
             raise ValueError(f"{path} is no generation of the unit {self.name!r}")
         return int(match[1])
@@ -201,9 +201,6 @@ class Generations:
                 f" {self.layout.file_bytes} bytes that was written. The step is not durable. Let no other program"
                 f" touch the run's files, then run again to resume from the newest whole step."
             )
-
-    def _numbered(self, path: str) -> re.Match | None:
-        return re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
 
     def _check(self, image: memoryview) -> None:
         if len(image) != self.layout.file_bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
 from holdfast.store.journal import JournalWriter, steps_of_segments, streams
 from holdfast.store.layout import Layout
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Timeline, this_writer
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index
 from holdfast.store.retention import dropped
@@ -245,6 +245,27 @@ class LocalStore(RunReader):
             for ref, last in steps_of_segments(self.disk, stream):
                 if last <= oldest and not (ref.timeline == self.timeline and last == ref.first_step - 1):
                     self.disk.unlink(ref.path)
+
+    def names(self) -> set[str]:
+        """The files that are there now in the directories in which a fresh start makes some that stay."""
+        folders = ("data", "index", "timelines")
+        return {f"{folder}/{name}" for folder in folders for name in self.disk.listdir(folder)}
+
+    def withdraw(self, before: Collection[str]) -> None:
+        """Remove what a fresh start, which has no commit yet, made since ``names`` was ``before``; files of others
+        stay. The timeline's record goes last: if this is cut short, it leaves what such a start leaves.
+
+        Raises ``StaleCommit``, with nothing removed, if the directory is not the one that was opened.
+        """
+        if self._lock is None or self.commits():
+            return
+        self._lock.check()
+        made = [unit.path(k) for unit in self._units.values() for k in range(unit.copies)]
+        made += [f"index/{name}" for name in self.disk.listdir("index") if is_ours("index", name)]
+        made += [] if self._fork is None else [self._fork.path]
+        for path in made:
+            if path not in before:
+                self.disk.unlink(path)
 
     def space_needed(self, units: Iterable[Generations], scratch_bytes: int = 0) -> int:
         """Bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""

@@ -13,7 +13,7 @@ from math import ceil, floor, inf
 from typing import NamedTuple
 
 from ..errors import DoesNotFit
-from ..units import GiB, format_bytes, format_seconds
+from ..units import GiB
 from .waste import Cadence, Measured, Waste, closed_form, host_bytes, recovery_seconds, storage_bytes, waste
 
 MOST_STEPS = 1_000_000
@@ -196,13 +196,13 @@ def _why_none(measured: Measured, limits: Limits, found: Sequence[Bound], low: f
     if low == inf:
         alone = m.record_bytes / (m.write_bytes_per_second * m.step_seconds)
         return (
-            f"records alone take {alone:.0%} of the write bandwidth, and {limits.bandwidth_share:.0%} of it may be "
-            "used. Record less in a step, allow a larger share, or write to something faster."
+            f"records alone take {alone:.1%} of the write bandwidth, and {limits.bandwidth_share:.1%} of it may "
+            "be used. Record less in a step, allow a larger share, or write to something faster."
         )
     least = Cadence(int(low), 1)
     enough = {
         "making a base": f"{m.base_steps} steps are needed to make a base",
-        "bandwidth share": f"within {limits.bandwidth_share:.0%} of the write bandwidth bases are at least {low} steps "
+        "bandwidth share": f"within {limits.bandwidth_share:.1%} of the write bandwidth bases are at least {low} steps "
         "apart",
         "recovery time": f"recovery takes {recovery_seconds(m, least):.1f} s then, and "
         f"{limits.recovery_seconds:.1f} s are allowed",

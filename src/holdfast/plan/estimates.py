@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from .waste import Measured
 
@@ -67,13 +68,11 @@ class Estimates:
     @property
     def measured(self) -> Measured:
         """What is believed now."""
-        whole = ("full_bytes", "record_bytes", "base_steps")
-        seen = {name: ratio.amount / ratio.per for name, ratio in self._seen.items()}
+        values: dict[str, Any] = {name: ratio.amount / ratio.per for name, ratio in self._seen.items()}
+        for name in ("full_bytes", "record_bytes", "base_steps"):
+            if name in values:
+                values[name] = round(values[name])
         mean = mean_between_failures(
             self._prior.mean_seconds_between_failures, self._prior_failures, self._ran_seconds, self._failures
         )
-        return replace(
-            self._prior,
-            mean_seconds_between_failures=mean,
-            **{name: round(value) if name in whole else value for name, value in seen.items()},
-        )
+        return replace(self._prior, mean_seconds_between_failures=mean, **values)

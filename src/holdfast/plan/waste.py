@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 HOUR = 3600.0
 
+_MAY_BE_INFINITE = ("write_bytes_per_second", "read_bytes_per_second")
+_NOT_ZERO = ("step_seconds", "base_steps", "mean_seconds_between_failures")
+
 
 class Cadence(NamedTuple):
     """Steps from one base to the next, and records of steps per write."""
@@ -57,12 +60,16 @@ class Measured:
     mean_seconds_between_failures: float = 24 * HOUR
 
     def __post_init__(self) -> None:
-        positive = ("step_seconds", "write_bytes_per_second", "read_bytes_per_second", "base_steps")
-        for name in (field.name for field in fields(self)):
-            value = getattr(self, name)
-            above = name in positive or name == "mean_seconds_between_failures"
-            if not (value > 0 if above else 0 <= value < inf):
-                raise ValueError(f"{name} must {'be positive' if above else 'not be negative'}, got {value}")
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in _MAY_BE_INFINITE:
+                ok, rule = value > 0, "must be positive"
+            elif name in _NOT_ZERO:
+                ok, rule = 0 < value < inf, "must be positive and finite"
+            else:
+                ok, rule = 0 <= value < inf, "must be finite and not negative"
+            if not ok:
+                raise ValueError(f"{name} {rule}, got {value}")
 
     @property
     def replay_record_seconds(self) -> float:
@@ -113,7 +120,7 @@ def waste(measured: Measured, cadence: Cadence) -> Waste:
     base_stall, record_stall, contention = pace(m, cadence)
     step_wall = m.step_seconds + base_stall + record_stall + contention
     mean = m.mean_seconds_between_failures
-    lost = min(lost_steps * step_wall + m.write_seconds(records), mean)
+    lost = min(lost_steps * step_wall + m.write_seconds(min(records, steps)), mean)
     writes = (ceil(steps / records) - 1) / 2 + (m.base_steps - 1) / records
     replay = (steps / 2 - lost_steps) * m.replay_record_seconds + writes * m.replay_write_seconds
     down = m.restart_seconds + m.load_seconds + replay
@@ -144,8 +151,8 @@ def pace(measured: Measured, cadence: Cadence) -> tuple[float, float, float]:
 
 
 def closed_form(measured: Measured) -> tuple[float, float]:
-    """Steps between bases and records per write, as real numbers: the optimum where failures are rare, writes take no
-    time of their own, and nothing limits. Where only ``replay_write_seconds`` counts it is that of LowDiff:
+    """Steps between bases and records per write, as real numbers: the optimum where failures are rare, the disk
+    keeps pace and nothing limits. Where only ``replay_write_seconds`` counts it is that of LowDiff:
 
     >>> m = Measured(
     ...     step_seconds=0.1, full_bytes=1_500_000_000, record_bytes=0, write_bytes_per_second=5e8,
@@ -157,15 +164,15 @@ def closed_form(measured: Measured) -> tuple[float, float]:
     (1671, 12.9)
     """
     m = measured
-    step, mean = m.step_seconds, m.mean_seconds_between_failures
+    step, mean, byte = m.step_seconds, m.mean_seconds_between_failures, 1 / m.write_bytes_per_second
     record, write = m.replay_record_seconds, m.replay_write_seconds
-    if record + write == 0:
-        return inf, max(1.0, sqrt(2 * mean * m.write_stall_seconds) / step)
-    steps = records = 1.0
-    for _ in range(60):  # each depends on the root of the other, so that errors fall fourfold
-        steps = sqrt(2 * mean * m.base_stall_seconds * records / (step * (record * records + write)))
-        gain = max(step - record, 1e-9 * step)
-        records = max(1.0, sqrt((write * steps + 2 * mean * m.write_stall_seconds / step) / gain))
+    of_base = 2 * mean * (m.base_stall_seconds + m.write_slowdown * m.full_bytes * byte) / step
+    of_write = 2 * mean * (m.write_stall_seconds + m.write_slowdown * m.sync_seconds) / step
+    waits = max(step + 2 * m.record_bytes * byte - record, 1e-9 * step)
+    steps, records = inf, max(1.0, sqrt(of_write / waits))
+    for _ in range(60 if record + write else 0):  # each goes with the root of the other: errors fall fourfold
+        steps = sqrt(of_base * records / (record * records + write))
+        records = max(1.0, sqrt((write * steps + of_write) / waits))
     return max(1.0, steps), records
 
 

@@ -1,7 +1,7 @@
 """What failures cost, against plain averages and the formulas of the literature."""
 
 from dataclasses import astuple, replace
-from math import floor, inf, sqrt
+from math import ceil, floor, inf, sqrt
 
 import pytest
 
@@ -60,12 +60,16 @@ def averaged(m, steps, records):
     lost = sum(x - d for x, d in zip(moments, durable)) / len(moments) * wall
     lost += m.sync_seconds + min(records, steps) * m.record_bytes / m.write_bytes_per_second
     load = m.full_bytes / m.read_bytes_per_second + (m.base_steps - 1) * m.replay_seconds / 2
-    return lost, load, sum(durable) / len(moments) * m.replay_seconds, wall, stalls / steps, slower / steps
+    replay = sum(d * m.replay_seconds + ceil(d / records) * m.replay_write_seconds for d in durable) / len(
+        moments
+    )
+    replay += (m.base_steps - 1) / records * m.replay_write_seconds
+    return lost, load, replay, wall, stalls / steps, slower / steps
 
 
 @pytest.mark.parametrize("steps, records", [(10, 1), (40, 1), (40, 4), (41, 4), (250, 7), (24, 30)])
 def test_terms_are_averages_over_an_interval(steps, records):
-    rare = replace(RUN, mean_seconds_between_failures=1e7)
+    rare = replace(RUN, mean_seconds_between_failures=1e7, replay_write_seconds=0.03)
     found = waste(rare, Cadence(steps, records))
     lost, load, replay, wall, stall, slower = averaged(rare, steps, records)
     assert found.lost == pytest.approx(lost * HOUR / 1e7, rel=1e-4)

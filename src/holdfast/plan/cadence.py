@@ -13,7 +13,7 @@ from math import ceil, floor, inf
 from typing import NamedTuple
 
 from ..errors import DoesNotFit
-from ..units import GiB
+from ..units import GiB, counted
 from .waste import Cadence, Measured, Waste, closed_form, host_bytes, recovery_seconds, storage_bytes, waste
 
 MOST_STEPS = 1_000_000
@@ -101,6 +101,11 @@ def bounds(measured: Measured, limits: Limits) -> tuple[Bound, ...]:
     )
 
 
+def storage_cap(measured: Measured, limits: Limits) -> int:
+    """Bytes."""
+    return STORAGE_FULLS * measured.full_bytes if limits.storage_bytes is None else limits.storage_bytes
+
+
 def optimum(measured: Measured, limits: Limits | None = None) -> Optimum:
     """The cadence of least waste under ``limits``, of those where bases fall between writes.
 
@@ -185,11 +190,6 @@ def _quotient(amount: float, each: float) -> float:
     return inf if amount == inf or each == 0 else floor(amount / each)
 
 
-def storage_cap(measured: Measured, limits: Limits) -> int:
-    """Bytes."""
-    return STORAGE_FULLS * measured.full_bytes if limits.storage_bytes is None else limits.storage_bytes
-
-
 def _why_none(measured: Measured, limits: Limits, found: Sequence[Bound], low: float, high: float) -> str:
     """What is too little, and what would be enough beside the other limits."""
     m = measured
@@ -201,7 +201,7 @@ def _why_none(measured: Measured, limits: Limits, found: Sequence[Bound], low: f
         )
     least = Cadence(int(low), 1)
     enough = {
-        "making a base": f"{m.base_steps} steps are needed to make a base",
+        "making a base": f"a base takes {counted(m.base_steps, 'step')}",
         "bandwidth share": f"within {limits.bandwidth_share:.1%} of the write bandwidth bases are at least {low} steps "
         "apart",
         "recovery time": f"recovery takes {recovery_seconds(m, least):.1f} s then, and "

@@ -115,14 +115,11 @@ def waste(measured: Measured, cadence: Cadence) -> Waste:
     m, (steps, records) = measured, cadence
     if steps < 1 or records < 1:
         raise ValueError(f"a cadence counts from 1, got {cadence}")
-    full_groups, rest = divmod(steps, records)
-    lost_steps = (full_groups * records**2 + rest**2) / (2 * steps)
     base_stall, record_stall, contention = pace(m, cadence)
     step_wall = m.step_seconds + base_stall + record_stall + contention
     mean = m.mean_seconds_between_failures
+    lost_steps, replay = _at_a_failure(m, cadence)
     lost = min(lost_steps * step_wall + m.write_seconds(min(records, steps)), mean)
-    writes = (ceil(steps / records) - 1) / 2 + (m.base_steps - 1) / records
-    replay = (steps / 2 - lost_steps) * m.replay_record_seconds + writes * m.replay_write_seconds
     down = m.restart_seconds + m.load_seconds + replay
     again = expm1(min(down / mean, 500.0)) / (down / mean) if down else 1.0
     per_failure = HOUR / (mean + down * again)
@@ -194,3 +191,14 @@ def storage_bytes(measured: Measured, cadence: Cadence, retain: int = 2) -> int:
 def host_bytes(measured: Measured, cadence: Cadence) -> int:
     """Of copies: records that wait and as many that are written, and what is copied of a base in one step."""
     return 2 * cadence.records * measured.record_bytes + ceil(measured.full_bytes / measured.base_steps)
+
+
+def _at_a_failure(measured: Measured, cadence: Cadence) -> tuple[float, float]:
+    """Steps that are in no full group, and seconds to replay those that are, on the average over the interval between
+    two bases. The last group of it may hold fewer than the others."""
+    m, (steps, records) = measured, cadence
+    groups, rest = divmod(steps, records)
+    lost_steps = (groups * records**2 + rest**2) / (2 * steps)
+    writes = groups * (records * (groups - 1) / 2 + rest) / steps + (m.base_steps - 1) / records
+    replay = (steps / 2 - lost_steps) * m.replay_record_seconds + writes * m.replay_write_seconds
+    return lost_steps, replay

@@ -9,6 +9,7 @@ replays the records. This module only joins: what is seen is ``delta.tap``, what
 from __future__ import annotations
 
 import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -111,6 +112,8 @@ class Checkpointer:
         self._closed = False
         self.steps_done = 0
         """Optimizer steps done, skipped ones included."""
+        self.stall_seconds = 0.0
+        """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk."""
 
     @property
     def durable_step(self) -> int:
@@ -180,6 +183,7 @@ class Checkpointer:
         self._scale = scale
         if self._after_update is not None and updates:
             self._after_update()
+        started = time.perf_counter()
         self.steps_done += 1
         if self._tap.changed:
             self._adapt(updates)
@@ -189,6 +193,8 @@ class Checkpointer:
             recorder.put(self._sealed(updates))
         self._tap.be_last()
         self._go_on_with_base()
+        self.stall_seconds = self._tap.seconds + time.perf_counter() - started
+        self._tap.seconds = 0.0
         if self._sigterm is not None and self._sigterm.arrived:
             self._leave()
 

@@ -166,6 +166,7 @@ def test_what_a_cadence_takes_at_most():
     assert recovery_seconds(RUN, Cadence(100, 4)) == pytest.approx(1.5 + 22 * 0.03 + 122 * 0.06)
     assert storage_bytes(RUN, Cadence(100, 4), 2) == 3 * 1_500_000_000 + (2 * 122 + 22) * 10_000_000
     assert host_bytes(RUN, Cadence(100, 4)) == 8 * 10_000_000 + 65_217_392
+    assert host_bytes(RUN, Cadence(100, 40)) == 80 * 10_000_000 * 4 // 3 + 1
 
 
 @pytest.mark.parametrize(

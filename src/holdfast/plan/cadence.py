@@ -84,7 +84,7 @@ def bounds(measured: Measured, limits: Limits) -> tuple[Bound, ...]:
     left_seconds = limits.recovery_seconds - m.load_seconds
     left_bytes = storage_cap(m, limits) - (limits.retain + 1) * m.full_bytes
     spare = limits.bandwidth_share * m.write_bytes_per_second * m.step_seconds - m.record_bytes
-    copies = limits.host_bytes - ceil(m.full_bytes / m.base_steps)
+    copies = limits.host_bytes - max(limits.host_bytes / 4, ceil(m.full_bytes / m.base_steps))
     return (
         Bound("making a base", "steps", True, m.base_steps),
         Bound("bandwidth share", "steps", True, max(1, ceil(m.full_bytes / spare)) if spare > 0 else inf),

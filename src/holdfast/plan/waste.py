@@ -189,8 +189,10 @@ def storage_bytes(measured: Measured, cadence: Cadence, retain: int = 2) -> int:
 
 
 def host_bytes(measured: Measured, cadence: Cadence) -> int:
-    """Of copies: records that wait and as many that are written, and what is copied of a base in one step."""
-    return 2 * cadence.records * measured.record_bytes + ceil(measured.full_bytes / measured.base_steps)
+    """That a Checkpointer has to be given: for the records that wait and as many that are written, and a quarter of it,
+    or what is copied of a base in one step if that is more, for the base."""
+    records = 2 * cadence.records * measured.record_bytes
+    return records + max(ceil(records / 3), ceil(measured.full_bytes / measured.base_steps))
 
 
 def _at_a_failure(measured: Measured, cadence: Cadence) -> tuple[float, float]:

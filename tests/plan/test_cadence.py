@@ -198,6 +198,24 @@ def test_limits_are_kept_to_in_any_run():
     assert tried > 50
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_limit_allows_is_all_that_keeps_to_it(seed):
+    m, chance = replace(some_run(seed), replay_write_seconds=0.0), random.Random(seed)
+    limits = Limits(
+        recovery_seconds=chance.uniform(60, 100),
+        storage_bytes=int(m.full_bytes * chance.uniform(4, 8)),
+        host_bytes=m.full_bytes * 2,
+        bandwidth_share=chance.uniform(0.5, 1),
+        pending_steps=chance.randrange(2, 20),
+        delay_seconds=chance.uniform(0.1, 10),
+    )
+    for bound in bounds(m, limits):
+        outside = bound.value + (-1 if bound.low else 1)
+        for value, kept in ((bound.value, True), (outside, False)):
+            cadence = Cadence(value, 1) if bound.axis == "steps" else Cadence(10**6, value)
+            assert value < 1 or keeps(bound.limit, m, limits, cadence) == kept, (bound, kept)
+
+
 def test_no_simulated_recovery_is_longer_than_allowed():
     limits, atomic = replace(FREE, recovery_seconds=10.0), replace(FAILING, base_steps=1)
     found = optimum(atomic, limits)

@@ -76,9 +76,10 @@ def offload(
     ``optimizer`` is an ordinary elementwise ``torch.optim`` one over the model's parameters, which may be on
     ``meta``; it is read, never stepped. ``scheduler`` is stepped by the engine after each step, and its state
     and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
-    from its newest whole commit; scheduler, loader and random generators are restored. All else may change
-    from one resume to the next; a ``seed``, ``dtype``, ``clip_norm`` or ``normalize`` that does is warned of, since
-    the numbers are not those of an uninterrupted run any more.
+    from its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s
+    groups are restored: a learning rate is changed after this call. All else may change from one resume to the
+    next; a ``seed``, ``dtype``, ``clip_norm`` or ``normalize`` that does is warned of, since the numbers are not
+    those of an uninterrupted run any more.
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
     ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad.

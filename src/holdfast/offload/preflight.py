@@ -8,7 +8,7 @@ from ..errors import DoesNotFit
 from ..plan.ops import SSD_READ, SSD_WRITE, lane_bytes
 from ..store.generations import Generations
 from ..store.local import LocalStore
-from ..units import format_bytes
+from ..units import ample_budget, format_bytes
 from .parts import Parts
 from .planning import Budget, Plan
 
@@ -48,7 +48,7 @@ class Preflight:
             raise DoesNotFit(
                 f"the run needs {format_bytes(self.host_bytes_predicted or 0)} of host memory and its budget is "
                 f"{format_bytes(self.host_budget)}. Lower params_on_host or optimizer_on_host, or give it "
-                f"{self.host_bytes_predicted} bytes, the smallest that works."
+                f'"{ample_budget(self.host_bytes_predicted or 0)}" (a margin included).'
             )
         if self.device_budget is not None and (self.device_bytes_predicted or 0) > self.device_budget:
             raise DoesNotFit(

@@ -35,7 +35,8 @@ def make_engine(
     sample = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     # whoever changes a setting has had to say so, and is told what that changes (record.py)
-    warnings.filterwarnings("ignore", message="this run goes on with other settings")
+    for message in ("this run goes on with other settings", "the run's own hyper-parameters are kept"):
+        warnings.filterwarnings("ignore", message=message)
     engine = offload(
         model,
         optimizer,

@@ -30,7 +30,7 @@ from .parts import Parts
 from .planning import Budget, Plan, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
-from .progress import UserState
+from .progress import UserState, hyper_parameters
 from .resume import newest_commit, same_files
 from .steps import Rules
 from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
@@ -79,7 +79,8 @@ def offload(
     from its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s
     groups are restored: a learning rate is changed after this call. All else may change from one resume to the
     next; a ``seed``, ``dtype``, ``clip_norm`` or ``normalize`` that does is warned of, since the numbers are not
-    those of an uninterrupted run any more.
+    those of an uninterrupted run any more. A hyper-parameter that was changed before this call is warned of too,
+    since the run's own is kept.
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
     ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad.
@@ -117,7 +118,8 @@ def offload(
     rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
     refuse_held(parts.captured)
     settings = {"seed": seed, "dtype": dtype, "clip_norm": clip_norm, "normalize": rules.normalize_name}
-    user, budget = UserState(parts.captured, optimizer, scheduler, loader, settings), budget or Budget()
+    given, budget = hyper_parameters(optimizer), budget or Budget()
+    user = UserState(parts.captured, optimizer, scheduler, loader, settings, given)
     target = open_device(device)
     plan = make_plan(
         parts,

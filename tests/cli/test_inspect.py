@@ -1,6 +1,7 @@
 """``ls``, ``show`` and ``verify`` on a run without a model: text for people, JSON for tools, exit codes."""
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
@@ -193,3 +194,12 @@ def test_a_directory_with_an_at_sign_is_a_directory(tmp_path):
     assert Target.parse("run@3") == Target(Target.parse("run").run, 3)
     assert Target.parse("run@3.t12") == Target(Target.parse("run").run, 3, 12)
     assert Target.parse("run@x").step is None
+
+
+@pytest.mark.parametrize("words", [["ls"], ["show"], ["show", "--json"], ["verify"], ["verify", "--json"]])
+def test_who_prints_leaves_quietly_when_nobody_reads(run, holdfast_process, words):
+    """A shell says 128 + SIGPIPE = 141."""
+    process = holdfast_process(words[0], run, *words[1:])
+    process.stdout.close()
+    assert process.wait(timeout=60) == -signal.SIGPIPE
+    assert process.stderr.read() == ""

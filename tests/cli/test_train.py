@@ -175,10 +175,12 @@ def test_a_configuration_that_says_the_same_keeps_its_comments(tmp_path, argumen
 
 def test_more_steps_extend_a_finished_run(uninterrupted, tmp_path, arguments, holdfast):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
-    result = holdfast(*arguments(run, train__steps=6))
+    result = holdfast(*arguments(run, train__steps=6, train__learning_rate=2e-2))
     assert result.code == 0, result.err
+    assert "Changed from here on: train.steps 4 -> 6, train.learning_rate 0.01 -> 0.02." in result.out
     assert "Continuing after step 4" in result.out
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    assert result.err == ""
     first = events_of(run, "validation")[0]["loss"]
     assert f"it was {first:.3f} at step 0" in result.out
 
@@ -318,6 +320,30 @@ def test_two_writers_of_one_run_are_told_apart(tmp_path, arguments, holdfast, ho
     result = holdfast(*arguments(run))
     assert result.code == 2
     assert f"process {process.pid} on " in result.err
+
+
+@pytest.mark.parametrize("streams", [["stdout"], ["stdout", "stderr"]])
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path, arguments, holdfast_process, streams):
+    run = tmp_path / "run"
+    process = holdfast_process(*arguments(run, io__write_limit="400KB"))
+    wait_for_steps(run, process, 1)
+    for stream in streams:
+        getattr(process, stream).close()
+    assert process.wait(timeout=60) == 0
+    assert [event["step"] for event in events_of(run, "finished")] == [4]
+    assert "stderr" in streams or process.stderr.read() == ""
+
+
+def test_a_run_that_nobody_reads_is_stopped_in_order(tmp_path, arguments, holdfast_process):
+    run = tmp_path / "run"
+    process = holdfast_process(*arguments(run, io__write_limit="400KB"))
+    process.stdout.close()
+    process.stderr.close()
+    wait_for_steps(run, process, 1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    [stopped] = events_of(run, "stopped")
+    assert stopped["durable_step"] == stopped["step"]
 
 
 def test_without_commits_a_run_says_so_when_it_is_stopped(tmp_path, arguments, holdfast_process):

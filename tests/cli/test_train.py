@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -140,6 +141,7 @@ def test_the_same_command_again_says_that_it_is_finished(uninterrupted, argument
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
     result = holdfast(*arguments(uninterrupted))
     assert result.code == 0
+    assert result.out.startswith("reading all of the newest step\n")
     assert "is finished: step 4 is durable and whole, and train.steps is 4." in result.out
     assert "train.steps=8" in result.out
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
@@ -178,6 +180,7 @@ def test_more_steps_extend_a_finished_run(uninterrupted, tmp_path, arguments, ho
     result = holdfast(*arguments(run, train__steps=6, train__learning_rate=2e-2))
     assert result.code == 0, result.err
     assert "Changed from here on: train.steps 4 -> 6, train.learning_rate 0.01 -> 0.02." in result.out
+    assert result.out.startswith("reading all of step 4\n")
     assert "Continuing after step 4" in result.out
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
     assert result.err == ""
@@ -199,7 +202,7 @@ def test_a_signal_ends_in_order_and_the_run_continues_bit_for_bit(
     assert done < 4
     assert f"Stopped by {signal.Signals(number).name} after step {done}, which is durable." in out
     assert "continue" in out
-    assert f"{signal.Signals(number).name}: finishing this step and committing" in err
+    assert f"{signal.Signals(number).name}: committing this step" in err
     assert json.loads(holdfast("ls", run, "--json").out)[0]["step"] == done
     assert holdfast(*arguments(run)).code == 0
     assert steps_of(run) == [1, 2, 3, 4]
@@ -217,6 +220,10 @@ def test_a_second_signal_leaves_at_once(tmp_path, arguments, holdfast_process):
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=1) == 128 + signal.SIGTERM
+    first, last = process.stderr.read().splitlines()
+    assert first.startswith("SIGINT: ")
+    assert re.match(r"Left at once; step \d+ is durable\. Continue with: \S+ -m holdfast train --set ", last)
+    assert last.endswith("--set io.write_limit=100KB")
 
 
 def test_a_killed_run_continues_from_what_it_acknowledged(
@@ -526,7 +533,7 @@ def test_a_stop_request_keeps_keys_out_of_the_picture_and_gives_them_back(termin
     monkeypatch.setattr(stop, "TERMINAL", terminal)
     before = termios.tcgetattr(terminal)
     assert before[3] & termios.ECHO
-    with stop.StopRequest(lambda _: None):
+    with stop.StopRequest(lambda _: None, str):
         assert not termios.tcgetattr(terminal)[3] & termios.ECHO
         assert termios.tcgetattr(terminal)[3] & termios.NOFLSH
     assert termios.tcgetattr(terminal) == before
@@ -556,8 +563,8 @@ def test_a_run_in_the_background_leaves_the_terminal_alone(terminal):
 def test_a_stop_request_gives_the_signals_back():
     before = [signal.getsignal(number) for number in stop.SIGNALS]
     said = []
-    with stop.StopRequest(said.append) as request:
+    with stop.StopRequest(said.append, str) as request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.requested == "SIGTERM"
-    assert said == ["SIGTERM: finishing this step and committing; again to leave at once"]
+    assert said == ["SIGTERM: committing this step; again to leave at once"]
     assert [signal.getsignal(number) for number in stop.SIGNALS] == before

@@ -140,6 +140,24 @@ def test_verify_names_file_offset_and_atom_of_damage_and_exits_1(run, holdfast):
     assert holdfast("verify", f"{run}@2").code == 0
 
 
+def test_damage_names_an_older_step_to_check_and_what_goes_on(run, holdfast):
+    flip_bit(newest_file(run, holdfast))
+    [line] = [line for line in holdfast("verify", run).out.splitlines() if "checksum" in line]
+    assert " fail their checksum: expected xxh3:" in line
+    assert (
+        f"check it with `holdfast verify {run}@2`. Running again resumes from the newest whole step." in line
+    )
+
+
+def test_damage_of_a_file_of_every_step_says_so(tmp_path, holdfast):
+    with TinyRun(tmp_path / "run") as tiny:
+        tiny.take_step()
+    path = tmp_path / "run" / tiny.store.head().files["block_1"].path
+    flip_bit(path)
+    out = holdfast("verify", tmp_path / "run").out
+    assert "Every step of this run uses this file: put a copy of it in its place" in out
+
+
 def test_verify_a_damaged_manifest_exits_1(run, holdfast):
     [manifest] = (run / "commits").glob("step-000000000003.*")
     flip_bit(manifest, 20)
@@ -169,6 +187,32 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(run, holdfast, 
     result = holdfast(verb, f"{run}@7")
     assert result.code == 2
     assert "has no step 7. It has: 2, 3." in result.err
+
+
+def test_ls_takes_no_step_and_says_so(run, holdfast):
+    result = holdfast("ls", f"{run}@2")
+    assert (result.code, result.out) == (2, "")
+    assert (
+        f"names a step, and all of a run is asked for: {run}. `holdfast show {run}@2` shows one" in result.err
+    )
+
+
+@pytest.mark.parametrize("verb", ["show", "verify"])
+def test_a_step_is_a_number(run, holdfast, verb):
+    result = holdfast(verb, f"{run}@newest")
+    assert (result.code, result.out) == (2, "")
+    assert f"'newest' in {run}@newest is not a step, which is a number; `holdfast ls {run}`" in result.err
+
+
+@pytest.mark.parametrize("verb", ["ls", "show", "verify"])
+def test_a_directory_of_runs_names_them(run, tmp_path, holdfast, verb):
+    with TinyRun(tmp_path / "another"):
+        pass
+    result = holdfast(verb, tmp_path)
+    assert (result.code, result.out) == (2, "")
+    assert (
+        f"{tmp_path} is not a run, but holds runs: name one of {tmp_path / 'another'}, {run}\n" in result.err
+    )
 
 
 def test_a_run_whose_state_lies_elsewhere_is_found_through_its_configuration(run, tmp_path, holdfast):

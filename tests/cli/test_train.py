@@ -378,7 +378,8 @@ def test_a_run_without_held_out_text_has_no_validation(tmp_path, arguments, hold
         ({"model__context": 4000}, "at least 8,001 are needed"),
         ({"offload__host_budget": "1MiB"}, "budget"),
         ({"offload__device": "abacus"}, "offload.device = 'abacus'"),
-        ({"offload__device": "cuda:99"}, "offload.device = 'cuda:99'"),
+        ({"offload__device": "cuda:99"}, "offload.device = 'cuda:99': this machine has cpu"),
+        ({"offload__device": "cuda:99"}, "; --set offload.device=cpu"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_writes_nothing(tmp_path, arguments, holdfast, wrong, said):

@@ -86,6 +86,9 @@ def offload(directory, model=None, optimizer=None, **options):
         ({"optimizer_on_host": -0.1}, "optimizer_on_host = -0.1 is neither"),
         ({"activations_on_host": "most"}, "activations_on_host = 'most' is neither"),
         ({"budget": holdfast.Budget(host="lots")}, "'lots' is not a number of bytes"),
+        ({"budget": "200MB"}, r"budget = '200MB' .*: write budget=holdfast\.Budget\(host='200MB'\)"),
+        ({"sample": 1}, "sample is a int, not a micro-batch as engine.step takes it: a dict of"),
+        ({"sample": torch.ones(2)}, "sample is a Tensor, not a micro-batch"),
         ({"device": "abacus"}, "device 'abacus'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -97,7 +100,7 @@ def test_a_wrong_choice_is_named_with_the_right_ones(tmp_path, options, said):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_is_not_there_is_named(tmp_path):
-    with refused(tmp_path, BadInput, "device 'cuda:0'"):
+    with refused(tmp_path, BadInput, "device 'cuda:0' is not here: pass device=\"auto\", or one of cpu"):
         offload(tmp_path, device="cuda:0")
 
 

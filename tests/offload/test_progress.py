@@ -57,8 +57,11 @@ def test_a_run_goes_on_with_all_that_it_has(tmp_path, what):
 def test_what_a_run_did_not_have_is_said_to_start_from_its_own_state(tmp_path, what):
     with_it = {"scheduler": {"scheduler": True}, "loader": {"loader": Loader()}}[what]
     one_step(opened(tmp_path))
-    with pytest.warns(UserWarning, match=f"the run had no {what} so far.*starts from its own state"):
+    with pytest.warns(
+        UserWarning, match=f"the run had no {what} so far.*starts from its own state"
+    ) as warned:
         engine = opened(tmp_path, **with_it)
+    assert warned[0].filename == __file__  # where offload was called
     one_step(engine)
     opened(tmp_path, **with_it).close()  # from now on it has one
 
@@ -75,8 +78,9 @@ def test_what_a_run_did_not_have_is_said_to_start_from_its_own_state(tmp_path, w
 )
 def test_a_setting_that_decides_about_numbers_and_changed_is_named(tmp_path, options, said):
     one_step(opened(tmp_path))
-    with pytest.warns(UserWarning, match=f"other settings.*: {said}$"):
+    with pytest.warns(UserWarning, match=f"other settings.*: {said}$") as warned:
         engine = opened(tmp_path, **options)
+    assert warned[0].filename == __file__  # where offload was called
     one_step(engine)
     opened(tmp_path, **options).close()
 
@@ -104,8 +108,9 @@ def test_a_hyper_parameter_that_changed_and_is_put_back_is_named_with_what_to_do
         r"the run's own hyper-parameters are kept: param_groups\[0\]\['lr'\] is 0\.01 and not 0\.5, .*; "
         r"param_groups\[0\]\['betas'\] is \(0\.9, 0\.999\) and not \(0\.8, 0\.9\), .* after offload returns"
     )
-    with pytest.warns(UserWarning, match=said):
+    with pytest.warns(UserWarning, match=said) as warned:
         engine = opened(tmp_path, group=changed)
+    assert warned[0].filename == __file__  # where offload was called
     one_step(engine)
     opened(tmp_path, group=changed).close()  # it was said
 

@@ -23,7 +23,7 @@ from ..store.generations import Generations
 from ..store.local import DIRECTORIES, LocalStore
 from ..store.manifest import Manifest
 from .builder import build, fill, stored_units
-from .checks import check_choices, check_counts, check_directory, check_stateful
+from .checks import check_budget, check_choices, check_counts, check_directory, check_sample, check_stateful
 from .device import open_device
 from .engine import Engine
 from .parts import Parts
@@ -112,6 +112,8 @@ def offload(
         {"read_limit": read_limit, "write_limit": write_limit, "total_limit": total_limit},
     )  # fmt: skip
     check_stateful(scheduler, loader)
+    check_budget(budget)
+    check_sample(sample)
     check_directory(ssd, disk)
     refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)

@@ -80,21 +80,21 @@ class UserState:
                 warnings.warn(
                     f"the run had no {name} so far: this {type(thing).__name__} starts from its own state, not "
                     "from the run's step",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
         saved = progress.get("settings", {})  # a run of an earlier version does not say
         changed = [f"{k} was {saved[k]} and is {v}" for k, v in self.settings.items() if saved.get(k, v) != v]
         if changed:
             warnings.warn(
                 f"this run goes on with other settings, so with other numbers than without them: {'; '.join(changed)}",
-                stacklevel=4,
+                stacklevel=5,
             )
         ignored = list(self._ignored(progress))
         if ignored:
             warnings.warn(
                 f"the run's own hyper-parameters are kept: {'; '.join(ignored)}. To change one, set it after offload "
                 "returns, in optimizer.param_groups (a learning rate that a scheduler sets: in its base_lrs as well).",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _ignored(self, progress: dict[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ import torch
 from common import finish, interleaved, paired_ratio, table
 
 import holdfast
-from holdfast.models.decoder import Decoder, DecoderConfig, init_weights
+from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.units import format_bytes, parse_bytes
 
 
@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace, blocks: int, width: int, m: int) -> dic
             model = Decoder(config)
         folders.append(tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-"))
         engines[schedule] = holdfast.offload(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-4), folders[-1], dtype="bf16", init=init_weights,
+            model, torch.optim.AdamW(model.parameters(), lr=1e-4), folders[-1], dtype="bf16",
             schedule=schedule, total_limit=options.limit,
         )  # fmt: skip
     torch.set_num_threads(1)  # the SSD binds; two threads only collide on a busy machine

@@ -6,6 +6,9 @@ import threading
 import pytest
 import torch
 
+from holdfast import failpoints
+from killed import kill
+
 torch.set_num_threads(1)
 
 
@@ -16,3 +19,15 @@ def no_thread_is_left():
     yield
     left = [t.name for t in threading.enumerate() if t.name.startswith("holdfast") and t not in before]
     assert not left, f"threads left: {left}"
+
+
+@pytest.fixture
+def kill_at(monkeypatch):
+    """Arms a failpoint that raises ``Killed``."""
+
+    def arm(name):
+        monkeypatch.setattr(failpoints, "armed", name)
+        monkeypatch.setattr(failpoints, "_arrivals", {})
+
+    monkeypatch.setattr(failpoints, "action", kill)
+    return arm

@@ -34,7 +34,7 @@ def main(order: Order) -> None:
 
     import holdfast
     from holdfast import failpoints
-    from holdfast.models.decoder import Decoder, DecoderConfig, init_weights
+    from holdfast.models.decoder import Decoder, DecoderConfig
 
     torch.set_num_threads(1)
     config = DecoderConfig(
@@ -53,7 +53,6 @@ def main(order: Order) -> None:
         model,
         optimizer,
         order.root,
-        init=init_weights,
         sample=batches(order, 0)[0],
         micro_batches=order.micro_batches,
         **spilled,

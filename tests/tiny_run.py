@@ -127,3 +127,12 @@ def check_content(reader, manifest) -> None:
         frozen = atom["fragments"][0]["unit"] in FROZEN
         of = (0, 0) if frozen else (manifest.timeline, manifest.step)
         assert data == content(key, *of, len(data)), (manifest.path, key)
+
+
+def flip(path, bit) -> None:
+    """Change one bit of a file."""
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ (1 << bit % 8)]))

@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 _HOME = {
     "offload": ".offload.entry",
     "Budget": ".offload.planning",
+    "Checkpointer": ".checkpointer",
     "Engine": ".offload.engine",
     "Preflight": ".offload.preflight",
     "empty_parameters": ".offload.blocks",
@@ -28,6 +29,7 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from .checkpointer import Checkpointer
     from .data.loader import loader
     from .errors import HoldfastError
     from .offload.blocks import empty_parameters
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Budget",
+    "Checkpointer",
     "Engine",
     "HoldfastError",
     "Preflight",

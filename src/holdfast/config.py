@@ -257,10 +257,7 @@ def literal(value: object) -> str:
 
 # -- helpers ----------------------------------------------------------------------------------------
 
-_SECTIONS: dict[str, Any] = {
-    "run": RunConfig, "data": DataConfig, "model": ModelConfig, "train": TrainConfig,
-    "offload": OffloadConfig, "io": IOConfig, "durability": DurabilityConfig,
-}  # fmt: skip
+_SECTIONS: dict[str, Any] = get_type_hints(Config)
 
 _ABOUT_CHANGES = (
     "# A run keeps what is marked [fixed]. What is marked [stated] changes in a run only by --set on the",

@@ -99,7 +99,11 @@ class EngineFailed(HoldfastError):
 
 
 class PoolExhausted(HoldfastError):
-    """A pool of buffers or of generation files has none left. The text names what holds them."""
+    """A unit has no free generation file left. The text says what holds them."""
+
+
+class WriterHung(HoldfastError):
+    """Nothing was written for longer than the deadline. What was acknowledged before is still durable."""
 
 
 class QueueClosed(HoldfastError):

@@ -24,6 +24,9 @@ NAMES: list[str] = [
 ]
 """In the order of the commit protocol."""
 
+JOURNAL: list[str] = ["after_segment_made", "after_records_write", "after_records_sync"]
+"""In the order in which records become durable."""
+
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}
 
@@ -38,7 +41,7 @@ action: Callable[[], None] = kill
 
 def reach(name: str) -> None:
     """Called by the code when it arrives at the point ``name``."""
-    assert name in NAMES, name
+    assert name in NAMES or name in JOURNAL, name
     if not armed:
         return
     wanted, _, count = armed.partition(":")

@@ -63,6 +63,23 @@ def test_ls_tells_steps_left_behind_by_a_resume(run, holdfast):
     assert "left behind by a later resume" in holdfast("ls", run).out.splitlines()[2]
 
 
+def test_the_newest_step_is_the_one_that_goes_on_however_new_those_left_behind_are(run, holdfast):
+    with TinyRun(run, fork=2, copies=5):
+        pass  # went back, and ended before its first step
+    left, newest = holdfast("ls", run).out.splitlines()[1:]
+    assert left.rstrip().endswith("B   left behind by a later resume")
+    assert newest.split()[0] == "2"
+    assert newest.rstrip().endswith("newest")
+
+
+def test_a_step_that_was_left_behind_is_named_with_its_timeline(run, holdfast):
+    with TinyRun(run, fork=2, copies=5) as tiny:
+        tiny.take_step()
+    assert holdfast("verify", f"{run}@3.t1").out.startswith(f"{run}@3.t1 is whole")
+    assert holdfast("verify", f"{run}@3").out.startswith(f"{run}@3 is whole")
+    assert holdfast("verify", f"{run}@2").out.startswith(f"{run}@2 is whole")
+
+
 def test_ls_lists_a_damaged_manifest_as_damaged(run, holdfast):
     [manifest] = (run / "commits").glob("step-000000000003.*")
     flip_bit(manifest, 20)
@@ -155,7 +172,7 @@ def test_damage_of_a_file_of_every_step_says_so(tmp_path, holdfast):
     path = tmp_path / "run" / tiny.store.head().files["block_1"].path
     flip_bit(path)
     out = holdfast("verify", tmp_path / "run").out
-    assert "Every step of this run uses this file: put a copy of it in its place" in out
+    assert "No step to go on from is without this file: put a copy of it in its place" in out
 
 
 def test_verify_a_damaged_manifest_exits_1(run, holdfast):

@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 
+from holdfast.cli.record import write_record
 from holdfast.config import load_config
 from holdfast.events import read_events
+from holdfast.store.files import Disk
 
 TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
@@ -141,6 +143,22 @@ def test_a_record_that_does_not_read_is_not_considered(run, train):
     assert len(result.err.splitlines()) == 1
 
 
+def test_a_record_that_says_the_same_is_made_durable_too(run, train, monkeypatch):
+    synced = []
+    monkeypatch.setattr(Disk, "sync", lambda disk, target, *, why: synced.append((disk.root.name, target)))
+    write_record(load_config(run / "config.toml"))
+    assert synced == [("run", "config.toml")]
+
+
+@pytest.mark.filterwarnings("default")
+def test_other_settings_are_told_where_the_record_is_gone(run, train):
+    (run / "config.toml").unlink()
+    result = train("train.steps=3", "train.clip_norm=0.5")
+    assert result.code == 0
+    assert "this run goes on with other settings" in result.err
+    assert "clip_norm was 1.0 and is 0.5" in result.err
+
+
 def test_a_run_that_was_copied_goes_on_in_its_copy(run, train, tmp_path):
     shutil.copytree(run, tmp_path / "copy")
     result = train("train.steps=3", run="copy")
@@ -193,6 +211,16 @@ def test_a_state_that_was_moved_is_found_where_it_is_said_to_be(apart, train, tm
     result = train("offload.ssd=moved", "train.steps=3")
     assert result.code == 0, result.err
     assert "Continuing after step 2" in result.out
+
+
+def test_the_state_of_another_run_is_not_taken_for_one_that_was_moved(apart, train, tmp_path):
+    assert train("offload.ssd=others", "run.seed=1", run="other").code == 0
+    shutil.rmtree(tmp_path / "state")
+    before = everything(tmp_path / "others")
+    result = train("offload.ssd=others", "train.steps=3")
+    assert result.code == 2
+    assert "others is another run: its run.seed is 1, and 0 was asked for" in result.err
+    assert everything(tmp_path / "others") == before
 
 
 def test_a_disk_that_is_not_mounted_does_not_begin_the_run_anew(apart, train, tmp_path):

@@ -18,6 +18,7 @@ from holdfast.io.queue import IOQueue
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import timeline_path
 from holdfast.store.reading import PayloadFile
+from tiny_run import flip
 
 NEWEST = 6
 FLIPS, RESUMED = 1000, 50
@@ -54,14 +55,6 @@ def parts_of(reader, manifest):
     files = {file.path: unit for unit, file in manifest.files.items()}
     own = {manifest.path: "manifest", manifest.index["path"]: "index"}
     return files | own | {timeline_path(manifest.timeline): "timeline"}
-
-
-def flip(path, bit):
-    with open(path, "r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ (1 << bit % 8)]))
 
 
 def random_bit(rng, root, parts):

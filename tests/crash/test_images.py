@@ -13,33 +13,14 @@ import random
 import pytest
 
 from crash_run import MIXED, ON_SSD, Reference, acknowledging, engine_of, take_steps, train
-from holdfast import failpoints
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
 from holdfast.io.simdisk import SimDisk
 from holdfast.store.local import LocalStore
+from killed import Killed
 
 BLOCKS, STEPS = 2, 8
 ROOT = "/sim"
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL."""
-
-
-@pytest.fixture
-def kill_at(monkeypatch):
-    """Arms a failpoint that raises ``Killed``."""
-
-    def arm(name):
-        monkeypatch.setattr(failpoints, "armed", name)
-        monkeypatch.setattr(failpoints, "_arrivals", {})
-
-    def kill():
-        raise Killed
-
-    monkeypatch.setattr(failpoints, "action", kill)
-    return arm
 
 
 @pytest.fixture(scope="module")

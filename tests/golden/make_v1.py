@@ -15,6 +15,7 @@ from holdfast.io.buffers import Buffer
 from holdfast.store import local
 from holdfast.store.layout import Layout
 from holdfast.store.local import LocalStore
+from tiny_run import index_of
 
 TENSORS = [("w/param", "F32", (2, 3)), ("w/exp_avg", "BF16", (2, 3)), ("n/step", "I64", ())]
 WRITER = {"pid": 4242, "host": "golden", "library": "holdfast 0.1.0"}
@@ -24,22 +25,6 @@ def payload(key: str, step: int, nbytes: int) -> bytes:
     """Bytes that a person recognises in a dump: the step, then the key, over and over."""
     text = f"{step}:{key}|".encode()
     return (text * (nbytes // len(text) + 1))[:nbytes]
-
-
-def index() -> dict:
-    atoms = {}
-    for key, dtype, shape in TENSORS:
-        name, slot = key.split("/")
-        box = [[0] * len(shape), list(shape)]
-        fragment = {"unit": "block_000", "key": key, "global": box, "local": box}
-        atoms[key] = {
-            "name": name,
-            "slot": slot,
-            "shape": list(shape),
-            "dtype": dtype,
-            "fragments": [fragment],
-        }
-    return {"version": 1, "atoms": atoms}
 
 
 def write(root) -> None:
@@ -54,7 +39,7 @@ def write(root) -> None:
         store.begin(None)
         unit = store.unit("block_000", layout, 3)
         unit.create()
-        ref = store.put_index(index())
+        ref = store.put_index(index_of({"block_000": TENSORS}))
         for step in (1, 2):
             generation, image = unit.acquire(), Buffer(layout.file_bytes, "golden").view
             for entry in layout.entries:

@@ -585,7 +585,7 @@ def test_a_budget_may_be_a_float(tmp_path):
 def test_a_device_budget_is_checked(tmp_path):
     with offload(tmp_path) as engine:
         preflight = replace(engine.preflight, device_bytes_predicted=101, device_budget=100)
-    with pytest.raises(DoesNotFit, match=r"device memory.*101 bytes, the smallest that works"):
+    with pytest.raises(DoesNotFit, match=r'device memory.*or give it "1MiB" \(a margin included\)'):
         preflight.check()
     replace(preflight, device_budget=101).check()
 

@@ -383,7 +383,7 @@ def test_a_packed_tensor_has_the_layout_of_a_clone(layout):
         tensor = tensor[:, :1].expand(3, 4, 5)
     else:
         tensor = tensor.permute(layout)
-    residency = Residency(BufferPool(None), [], SimpleNamespace(grad_bytes=0), torch.device("cpu"))
+    residency = Residency(BufferPool(), [], SimpleNamespace(grad_bytes=0), torch.device("cpu"))
     half = torch.randn(3).bfloat16()
     packed = residency.unpack_input(*residency.pack_input([half, tensor, half]))
     assert [t.stride() for t in packed] == [t.clone().stride() for t in (half, tensor, half)]

@@ -11,6 +11,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput, ModelNotSupported, RunMismatch
+from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
 from training import adamw, batches, decoder, stored
 
@@ -267,6 +268,67 @@ def test_a_refusal_while_values_are_made_leaves_no_files_but_those_of_others(tmp
         with pytest.raises(kind):
             offload(model, tmp_path, init=init)
         assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {"lock", "mine"}
+
+
+def test_a_refusal_removes_nothing_that_others_put_there_while_values_were_made(tmp_path):
+    def init(module):
+        (tmp_path / "data" / "mine").write_text("kept")
+        (tmp_path / "commits" / "mine").write_text("kept")
+        raise ZeroDivisionError
+
+    with holdfast.empty_parameters():
+        model = decoder(blocks=2)
+    with pytest.raises(ZeroDivisionError):
+        offload(model, tmp_path, init=init)
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["lock", "mine", "mine"]
+
+
+def test_a_refusal_leaves_a_run_that_was_put_in_the_place_of_the_fresh_one(tmp_path):
+    other, run = tmp_path / "other", tmp_path / "run"
+    with offload(decoder(blocks=2), other) as engine:
+        engine.step(batches(0, 1))
+
+    def init(module):
+        run.rename(tmp_path / "aside")
+        other.rename(run)
+        raise KeyboardInterrupt
+
+    before = sorted(path.name for path in other.rglob("*"))
+    with holdfast.empty_parameters():
+        model = decoder(blocks=2)
+    with pytest.raises(KeyboardInterrupt):
+        offload(model, run, init=init)
+    assert sorted(path.name for path in run.rglob("*")) == before
+    stored(run)
+
+
+def test_a_refusal_that_is_cut_short_leaves_a_directory_to_begin_in(tmp_path, monkeypatch):
+    with holdfast.empty_parameters():
+        model = decoder(blocks=2)
+
+    def init(module):
+        unlink, left = Disk.unlink, iter(range(4))
+
+        def cut_short(disk, path):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            unlink(disk, path)
+
+        monkeypatch.setattr(Disk, "unlink", cut_short)
+        raise ZeroDivisionError
+
+    with pytest.raises(KeyboardInterrupt):
+        offload(model, tmp_path, init=init)
+    monkeypatch.undo()
+    assert list((tmp_path / "timelines").iterdir())
+    offload(decoder(blocks=2), tmp_path).close()
+
+
+def test_a_parameter_that_comes_to_be_held_before_the_first_commit_leaves_none(tmp_path):
+    model, held = decoder(blocks=2), []
+    with pytest.raises(BadInput, match=r"parameter head\.weight cannot be moved out of memory"):
+        offload(model, tmp_path, confirm=lambda _: held.append(model.head.weight.view(-1)))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["lock"]
 
 
 def test_an_optimizer_that_keeps_state_from_the_start_works_on_an_empty_model(tmp_path):

@@ -65,6 +65,28 @@ def test_real_parameters_of_other_units_are_left_alone(tmp_path):
     assert torch.equal(found["transformer.h.1.attn.c_proj.weight"], scale)
 
 
+def test_the_buffers_of_a_module_with_two_names_are_given_by_both(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.last = nn.BatchNorm1d(4)
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x).square().mean()
+
+    model = Twice()
+    names = list(model.state_dict())
+    with holdfast.offload(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path, dtype="fp32"
+    ) as engine:
+        found = engine.state_dict()
+    assert sorted(found) == sorted(names)
+
+
 class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()

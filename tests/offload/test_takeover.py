@@ -77,10 +77,12 @@ def test_a_script_that_ends_early_loses_no_whole_step(tmp_path, leave, commit_ev
 
 
 def test_after_a_key_press_in_close_a_second_one_gives_the_weights_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = decoder(blocks=2)
-    engine = opened(model, tmp_path)
+    engine = opened(model, "run")
     engine.step(batches(0, 1))
     engine.wait()
+    monkeypatch.chdir("run")
 
     def pressed(executor):
         raise KeyboardInterrupt
@@ -90,5 +92,5 @@ def test_after_a_key_press_in_close_a_second_one_gives_the_weights_back(tmp_path
         engine.close()
     assert model.head.weight.is_meta
     engine.close()
-    kept = stored(tmp_path)
+    kept = stored(tmp_path / "run")
     assert all(torch.equal(kept[f"{name}/param"], value) for name, value in model.named_parameters())

@@ -9,7 +9,7 @@ import pytest
 from holdfast.errors import ChunkCorrupt, Damaged, FileMissing, ManifestCorrupt, NoCommit, QueueClosed
 from holdfast.io.queue import IOQueue
 from holdfast.store.local import LocalStore
-from tiny_run import TinyRun, check_content
+from tiny_run import TinyRun, check_content, flip
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +48,6 @@ def parts_of(reader, manifest):
     data = [(file.path, "file") for file in manifest.files.values()]
     timeline = f"timelines/t{manifest.timeline:04d}.json"
     return [*data, (manifest.index["path"], "index"), (manifest.path, "manifest"), (timeline, "timeline")]
-
-
-def flip(path, bit):
-    with open(path, "r+b") as file:
-        file.seek(bit // 8)
-        byte = file.read(1)[0]
-        file.seek(bit // 8)
-        file.write(bytes([byte ^ (1 << bit % 8)]))
 
 
 def test_every_bit_flip_is_found_and_named(root, reader, queue):
@@ -176,6 +168,25 @@ def test_reading_one_atom_verifies_it(root, reader):
     with pytest.raises(ChunkCorrupt, match="expected xxh3:"):
         reader.read_atom(manifest, atoms["a.weight/param"])
     reader.read_atom(manifest, atoms["b.weight/param"])
+
+
+def test_commits_of_which_nothing_can_be_read_are_damaged_and_not_absent(root, reader):
+    for folder in ("commits", "timelines"):
+        for path in (root / folder).iterdir():
+            flip(path, 200)
+    with pytest.raises(ManifestCorrupt, match="step-000000000003"):
+        reader.head()
+    with pytest.raises(Damaged, match="none of its 2 commits is whole"):
+        reader.newest_whole()
+
+
+def test_the_way_out_is_a_step_that_a_resume_goes_on_from(tmp_path):
+    with TinyRun(tmp_path, copies=5) as run:
+        for _ in range(3):
+            run.take_step()
+    with TinyRun(tmp_path, copies=5, fork=2) as run:
+        path = run.take_step().files["block_1"].path  # step 3 is there twice, once left behind
+        assert run.store.way_out(path).startswith("Step 2 does not use this file")
 
 
 def test_a_damaged_read_of_a_unit_names_atoms_offset_and_the_way_out(tmp_path):

@@ -12,14 +12,11 @@ from holdfast import failpoints
 from holdfast.io.queue import IOQueue
 from holdfast.io.simdisk import SimDisk
 from holdfast.store.local import LocalStore
+from killed import Killed, kill
 from tiny_run import TinyRun, check_content
 
 TENSORS = {"block_0": [("a/param", "F32", (3, 5))], "block_1": [("b/param", "BF16", (701,))]}
 FROZEN = {"frozen": [("c/param", "U8", (11,))]}
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL."""
 
 
 class Store(RuleBasedStateMachine):
@@ -75,9 +72,6 @@ class Store(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(failpoints.NAMES))
     def killed(self, name):
-        def kill():
-            raise Killed
-
         kept = failpoints.armed, failpoints.action
         failpoints.armed, failpoints.action = name, kill
         failpoints._arrivals.clear()

@@ -13,7 +13,7 @@ from holdfast.io.buffers import Buffer
 from holdfast.store import verifying
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout
 from holdfast.store.local import LocalStore
-from tiny_run import check_content
+from tiny_run import check_content, index_of
 
 HOW = {"kind": "state", "phase": "update", "priority": 0}
 
@@ -54,18 +54,7 @@ def test_an_atom_larger_than_a_block_and_an_empty_and_a_scalar_one(tmp_path):
     count = CHECKSUM_BLOCK // 4 + 104729
     rows = [("a/param", "F32", (count,)), ("b/param", "F32", (0, 3)), ("c/step", "I64", ())]
     values = {"a/param": np.arange(count, dtype="<f4").tobytes(), "b/param": b"", "c/step": b"12345678"}
-    atoms = {}
-    for key, dtype, shape in rows:
-        box = [[0] * len(shape), list(shape)]
-        name, slot = key.split("/")
-        fragment = {"unit": "u", "key": key, "global": box, "local": box}
-        atoms[key] = {
-            "name": name,
-            "slot": slot,
-            "shape": list(shape),
-            "dtype": dtype,
-            "fragments": [fragment],
-        }
+    atoms = index_of({"u": rows})["atoms"]
     reader = publish(tmp_path / "run", {"u": rows}, atoms, {"u": values})
     for key, data in values.items():
         assert reader.read_atom(reader.head(), atoms[key]) == data
@@ -139,6 +128,6 @@ def test_beside_a_writer_at_work_a_commit_reads_whole_or_is_said_to_be_retired(r
 def test_progress_of_a_verification_is_reported_in_bytes(run):
     manifest = run.take_step()
     reports = []
-    run.store.verify(manifest, report=lambda done, total: reports.append((done, total)))
-    assert reports[-1] == (manifest.total_bytes, manifest.total_bytes)
-    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    run.store.verify(manifest, report=reports.append)
+    assert reports[-1] == manifest.total_bytes
+    assert reports == sorted(reports)

@@ -10,12 +10,12 @@ import random
 
 import pytest
 
-from holdfast import failpoints
 from holdfast.errors import HoldfastError
 from holdfast.io.powerloss import ABOVE, Operation
 from holdfast.io.queue import IOQueue
 from holdfast.io.simdisk import SimDisk
 from holdfast.store.local import DIRECTORIES, LocalStore
+from killed import Killed
 from tiny_run import TinyRun, check_content
 
 TENSORS = {
@@ -23,25 +23,6 @@ TENSORS = {
     "block_1": [("b/param", "BF16", (701,))],
 }
 FROZEN = {"frozen": [("c/param", "U8", (11,))]}
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL."""
-
-
-@pytest.fixture
-def kill_at(monkeypatch):
-    """Arms a failpoint that raises ``Killed``."""
-
-    def arm(name):
-        monkeypatch.setattr(failpoints, "armed", name)
-        monkeypatch.setattr(failpoints, "_arrivals", {})
-
-    def kill():
-        raise Killed
-
-    monkeypatch.setattr(failpoints, "action", kill)
-    return arm
 
 
 def steps(disk, count, fork=None):

@@ -90,7 +90,24 @@ def test_parts_of_another_run_among_its_own_are_refused(tmp_path, part, copy):
         a_run(root, 1, steps)
     shutil.copy(other / part, run / part)
     before = snapshot(run)
+    with LocalStore.read(run) as reader:
+        assert "are of two runs" in str(reader.verify(reader.head())[0])
     with pytest.raises(RunMismatch, match=r"holds parts of two runs: .* by the number [12]\."):
+        LocalStore.open(run)
+    assert snapshot(run) == before
+
+
+def test_commits_of_another_run_whose_timelines_have_other_numbers_are_refused(tmp_path):
+    run, other = tmp_path / "run", tmp_path / "other"
+    a_run(run, 1)
+    a_run(other, 1, 0)  # killed before its first commit
+    a_run(other, 2, 1)
+    for part in ("commits/step-000000000002.t0003.json", "timelines/t0002.json", "timelines/t0003.json"):
+        shutil.copy(other / part, run / part)
+    before = snapshot(run)
+    with pytest.raises(
+        RunMismatch, match=r"two runs: .*t0003\.json and .*t0001\.json have no beginning in common"
+    ):
         LocalStore.open(run)
     assert snapshot(run) == before
 

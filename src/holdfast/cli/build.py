@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..config import Config
 from ..data.loader import SampleLoader
 from ..events import EventLog
-from ..models.decoder import Decoder, DecoderConfig, init_weights
+from ..models.decoder import Decoder, DecoderConfig
 from ..offload.blocks import empty_parameters
 from ..offload.engine import Engine
 from ..offload.entry import Budget, offload
@@ -34,9 +34,8 @@ def make_engine(
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
     sample = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
-    # whoever changes a setting has had to say so, and is told what that changes (record.py)
-    for message in ("this run goes on with other settings", "the run's own hyper-parameters are kept"):
-        warnings.filterwarnings("ignore", message=message)
+    # the run's own are kept, and replaced below
+    warnings.filterwarnings("ignore", message="the run's own hyper-parameters are kept")
     engine = offload(
         model,
         optimizer,
@@ -58,7 +57,6 @@ def make_engine(
         commit_every=config.durability.every,
         retain=config.durability.retain,
         seed=config.run.seed,
-        init=init_weights,
         sample={"tokens": sample, "targets": sample},
         micro_batches=config.train.micro_batches,
         direct=config.io.direct,

@@ -16,6 +16,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 
 from ..errors import CommitRetired, Damaged
+from ..store.chain import chain_of, read_journal, verify_records
+from ..store.journal import streams
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import counted, format_bytes
@@ -26,12 +28,15 @@ from .runs import label, local_time, open_run, summary, with_commits
 def ls(run: Path, *, as_json: bool) -> None:
     """Print the commits of ``run``, newest first. A manifest that cannot be read is listed as damaged."""
     reader = open_run(run)
-    line = set(reader.line())
+    line = reader.line()
     commits = []
     for ref in reader.commits():
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
         try:
-            entry |= summary(reader.load(ref))
+            manifest = reader.load(ref)
+            entry |= summary(manifest) | {
+                "records_to": _records_to(reader, manifest) if ref in line else ref.step
+            }
         except CommitRetired:  # since it was listed
             continue
         except Damaged as error:
@@ -44,9 +49,16 @@ def ls(run: Path, *, as_json: bool) -> None:
         print(f"{run} has no commit yet; `holdfast train` makes the first one")
         return
     table = plain_table(">step", ">timeline", "written", ">size", "")
-    for number, entry in enumerate(commits):
-        table.add_row(*_row(entry, newest=number == 0))
+    newest = next((entry for entry in commits if entry["current"]), None)
+    for entry in commits:
+        table.add_row(*_row(entry, newest=entry is newest))
     print_table(console(), table)
+
+
+def _records_to(reader: RunReader, manifest: Manifest) -> int:
+    """The last step that records after a commit lead to, by their headers."""
+    chains = [chain_of(manifest, read_journal(reader, stream), None) for stream in streams(reader.disk)]
+    return min((chain.last.step for chain in chains), default=manifest.step)
 
 
 def show(commit: str, *, as_json: bool) -> None:
@@ -80,10 +92,14 @@ def verify(commit: str, *, as_json: bool) -> bool:
 
 
 def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
+    """A commit with the records that follow it: those that end before a clean end are damaged, or were on their way."""
     damaged = _verify_showing_progress(reader, manifest, quiet=as_json)
+    last, odd = verify_records(reader, manifest)
+    damaged += odd
     if as_json:
         print_json(
-            summary(manifest) | {"whole": not damaged, "damaged": [_damage(error) for error in damaged]}
+            summary(manifest)
+            | {"whole": not damaged, "records_to": last, "damaged": [_damage(error) for error in damaged]}
         )
     elif damaged:
         print(f"{label(reader, manifest)} is damaged in {counted(len(damaged), 'place')}:")
@@ -91,6 +107,8 @@ def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
             print(f"  {error}")
     else:
         print(f"{label(reader, manifest)} is whole: {_size(manifest)}, every byte as it was written")
+        if last > manifest.step:
+            print(f"So are the records of {counted(last - manifest.step, 'step')} after it, to step {last:,}")
     return not damaged
 
 
@@ -127,18 +145,13 @@ def _size(manifest: Manifest) -> str:
 
 
 def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
-    remarks = ["newest"] if newest else []
-    if not entry["current"]:
-        remarks.append("left behind by a later resume")
-    if "damaged" in entry:
-        return (
-            f"{entry['step']:,}",
-            str(entry["timeline"]),
-            "-",
-            "-",
-            ", ".join(["damaged manifest", *remarks]),
-        )
-    written, size = local_time(entry["created"]), format_bytes(entry["bytes"])
+    damaged = "damaged" in entry
+    remarks = ["damaged manifest"] * damaged + ["newest"] * newest
+    if entry.get("records_to", entry["step"]) > entry["step"]:
+        remarks.append(f"records to {entry['records_to']:,}")
+    remarks += ["left behind by a later resume"] * (not entry["current"])
+    written = "-" if damaged else local_time(entry["created"])
+    size = "-" if damaged else format_bytes(entry["bytes"])
     return f"{entry['step']:,}", str(entry["timeline"]), written, size, ", ".join(remarks)
 
 
@@ -160,7 +173,7 @@ def _verify_showing_progress(reader: RunReader, manifest: Manifest, *, quiet: bo
     out = Console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as progress:
         task = progress.add_task("reading", total=manifest.total_bytes)
-        return reader.verify(manifest, report=lambda done, total: progress.update(task, completed=done))
+        return reader.verify(manifest, report=lambda done: progress.update(task, completed=done))
 
 
 def _damage(error: Damaged) -> dict[str, Any]:

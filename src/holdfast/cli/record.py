@@ -32,11 +32,15 @@ def write_record(config: Config) -> None:
     if config.offload.ssd:  # to be found from any working directory
         config = replace(config, offload=replace(config.offload, ssd=str(state.absolute())))
     for directory in dict.fromkeys((state, run)):
-        with suppress(ConfigError, OSError):
-            if load_config(directory / NAME) == config:
-                continue
         disk = Disk(directory)
         disk.makedirs("")
+        with suppress(ConfigError, OSError):
+            if (
+                load_config(directory / NAME) == config
+            ):  # of a writer that was killed, or a copy that nobody synced
+                disk.sync(NAME, why="configuration")
+                disk.sync_dir("", why="configuration directory")
+                continue
         write_durably(disk, NAME, to_toml(config).encode(), why="configuration")
 
 
@@ -65,23 +69,29 @@ def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[A
     record = read_record(run)
     if record is not None:
         _refuse_another_place(run, state_directory(run, record), state)
-    elif state != run:
-        record = read_record(state)
+    beside = read_record(state) if state != run else None
+    for directory, kept in ((run, record), (state, beside)):
+        if kept is not None:
+            _refuse_another_run(directory, changed_keys(kept, config))
+    record = record or beside
     if record is None:
         return {}
     changed = {key: pair for key, pair in changed_keys(record, config).items() if key not in PLACES}
-    for key, (before, now) in changed.items():
-        if is_marked(key, "fixed"):
-            raise RunMismatch(
-                f"{run} is another run: its {key} is {literal(before)}, and {literal(now)} was asked for. Give the "
-                "same value, or another directory with --set run.dir=..."
-            )
     _refuse_unstated(run, {k: v for k, v in changed.items() if is_marked(k, "stated") and k not in stated})
     return changed
 
 
 def describe(changed: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key} {literal(before)} -> {literal(now)}" for key, (before, now) in changed.items())
+
+
+def _refuse_another_run(directory: Path, changed: dict[str, tuple[Any, Any]]) -> None:
+    for key, (before, now) in changed.items():
+        if is_marked(key, "fixed"):
+            raise RunMismatch(
+                f"{directory} is another run: its {key} is {literal(before)}, and {literal(now)} was asked for. Give "
+                "the same value, or another directory with --set run.dir=..."
+            )
 
 
 def _refuse_unstated(run: Path, changed: dict[str, tuple[Any, Any]]) -> None:

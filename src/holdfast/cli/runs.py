@@ -88,7 +88,8 @@ def _not_a_directory(run: Path) -> str:
 
 def label(reader: RunReader, manifest: Manifest) -> str:
     """The commit as it may be named to the next verb."""
-    return f"{reader.root}@{manifest.step}"
+    timeline = "" if manifest.ref in reader.line() else f".t{manifest.timeline}"
+    return f"{reader.root}@{manifest.step}{timeline}"
 
 
 def summary(manifest: Manifest) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import random
 import shlex
 import time
+import warnings
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
     def confirm(preflight: Preflight) -> None:
         announce(console, config, corpus, preflight, steps_left=config.train.steps - done)
 
+    if changed:  # by somebody who has had to say so, and is told what that changes (record.py)
+        warnings.filterwarnings("ignore", message="this run goes on with other settings")
     with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
         engine = make_engine(config, loader, events, confirm)
     with engine:

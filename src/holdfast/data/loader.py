@@ -108,8 +108,6 @@ def step_loader(
     micro_batches: int,
     *,
     seed: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
 ) -> SampleLoader:
     """Optimizer steps over a corpus: each item is a list of ``micro_batches`` dicts for the model.
 
@@ -119,8 +117,6 @@ def step_loader(
         corpus.training,
         micro_batch_size * micro_batches,
         seed=seed,
-        rank=rank,
-        world_size=world_size,
         collate=lambda samples: micro_batches_of(samples, micro_batch_size),
     )
 

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from holdfast.errors import QueueClosed
@@ -77,17 +77,17 @@ class Throttle:
             self._sleep(seconds)
 
 
+@dataclass(eq=False, slots=True)
 class _Group:
-    __slots__ = ("active", "error", "finish", "future", "kind", "next", "phase", "requests", "started")
-
-    def __init__(self, requests: Sequence[Request], kind: str, phase: str, finish: Callable[[], Any] | None):
-        self.requests = requests
-        self.kind, self.phase = kind, phase
-        self.finish = finish
-        self.future: Future = Future()
-        self.next = self.active = 0
-        self.started = False
-        self.error: BaseException | None = None
+    requests: Sequence[Request]
+    kind: str
+    phase: str
+    finish: Callable[[], Any] | None
+    future: Future = field(default_factory=Future)
+    next: int = 0
+    active: int = 0
+    started: bool = False
+    error: BaseException | None = None
 
 
 class _Lane:

@@ -21,7 +21,7 @@ from holdfast.units import PAGE, format_bytes
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """0 where the system has none (macOS)."""
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _STALLS = 16  # short transfers in a row that do not advance by a page
 _warned_directories: set[str] = set()
 
@@ -106,7 +106,7 @@ class File:
         )
 
     def _failure(self, verb: str, offset: int, nbytes: int, error: OSError) -> DiskFailed:
-        if error.errno in _NO_SPACE:
+        if error.errno in NO_SPACE:
             return disk_full(self.path, nbytes, error)
         return DiskFailed(
             f"{verb} failed: {self.path} at offset {offset}, {nbytes} bytes: {error.strerror or error}."
@@ -153,7 +153,7 @@ def disk_full(path: Path, nbytes: int, error: OSError) -> DiskFull:
 def _open_failure(path: Path, error: OSError) -> OSError | DiskFailed:
     if isinstance(error, FileNotFoundError):
         return error
-    if error.errno in _NO_SPACE:
+    if error.errno in NO_SPACE:
         return disk_full(path, PAGE, error)
     return DiskFailed(f"cannot open {path}: {error.strerror}. Check its owner, its mode and the device.")
 

@@ -188,12 +188,3 @@ def rotate(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x_BHTK.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x_BHTK.dtype)
-
-
-def init_weights(module: nn.Module) -> None:
-    """Give the parameters that ``module`` itself owns, not its children, their initial values.
-
-    One module at a time, so that a block can be made by itself and an out-of-core model is never whole.
-    """
-    if isinstance(module, (Projection, Embedding, nn.RMSNorm)):
-        module.reset_parameters()

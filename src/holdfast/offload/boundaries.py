@@ -45,7 +45,7 @@ class Delivery:
         self.device: list[torch.Tensor] | None = [leaves[p].detach() for p in self._positions]
         self.host: list[torch.Tensor] | None = None
         self.grads: list[torch.Tensor | None] = [None] * len(self._positions)
-        self._rest = [None if i in set(self._positions) else leaf for i, leaf in enumerate(leaves)]
+        self._rest = [None if i in self._positions else leaf for i, leaf in enumerate(leaves)]
         self._needs_grad = needs_grad
         self._given: list[weakref.ref] = []
 
@@ -306,15 +306,10 @@ def refuse_hidden(leaves: list[Any], block: str, role: str) -> None:
     """Raise ``ModelNotSupported`` if a tensor that requires grad hides in one of ``leaves``, the flattened inputs
     or output of ``block``: its gradient would be lost."""
     for leaf in leaves:
-        if isinstance(leaf, _HIDES_NOTHING):
-            continue
-        where = hidden_gradient(leaf, type(leaf).__name__)
+        where = None if isinstance(leaf, torch.Tensor) else hidden_gradient(leaf, type(leaf).__name__)
         if where is not None:
             raise ModelNotSupported(
                 f"{where} in the {role} of {block} is a tensor with a gradient inside an object. Gradients flow"
                 " between blocks through tensors, tuples, lists, dicts and dataclasses registered with"
                 " torch.utils._pytree alone: pass the tensor itself."
             )
-
-
-_HIDES_NOTHING = (torch.Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))

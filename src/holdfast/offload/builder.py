@@ -37,7 +37,7 @@ def build(
     parts: Parts, plan: Plan, store: LocalStore, stored: dict[str, Generations], device: Device, seed: int
 ) -> Runtime:
     """The runtime, with all its files and resident memory, not yet filled."""
-    pool, resident, extents = BufferPool(None), parts.resident, count()
+    pool, resident, extents = BufferPool(), parts.resident, count()
     for files in stored.values():
         files.create()
     params, grads = plan.param_scratch_bytes, plan.grad_scratch_bytes
@@ -158,10 +158,9 @@ def _place_copy(run: Runtime, block: int, unit: Unit, copy: Buffer) -> None:
         run.residency.copies[block] = copy
         return
     assert run.param_scratch is not None
-    offset, trained = run.param_offsets[block], unit.trained_copy_bytes
-    for start, stop in ((0, trained), (trained, unit.copy_bytes)):
-        if stop > start:
-            run.param_scratch.write(
-                offset + start, copy.view[start:stop], kind="params", phase="setup", priority=0
-            ).result()
+    offset = run.param_offsets[block]
+    for start, stop in unit.copy_parts:
+        run.param_scratch.write(
+            offset + start, copy.view[start:stop], kind="params", phase="setup", priority=0
+        ).result()
     run.residency.pool.give(copy)

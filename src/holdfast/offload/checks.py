@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import BadInput
-from ..store.files import AnyDisk, check_place
 from .planning import SCHEDULES, Budget
 
 
@@ -66,8 +64,3 @@ def check_sample(sample: Any) -> None:
             f"sample is a {type(sample).__name__}, not a micro-batch as engine.step takes it: a dict of the model's "
             "keyword arguments, or a tuple of its positional ones."
         )
-
-
-def check_directory(ssd: str | Path, disk: AnyDisk | None) -> None:
-    if disk is None:
-        check_place(ssd)

@@ -181,7 +181,7 @@ class Engine:
         """
         if self._closed:
             if self._owed:
-                give_back(self._captured, newest_values(self._run.store.root, self._were_real))
+                give_back(self._captured, newest_values(self._run, self._were_real))
                 self._owed = False
             return
         self._owed = bool(self._were_real)

@@ -7,6 +7,7 @@ commit, and a resumed one a new timeline that continues its newest whole commit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +19,12 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..io.queue import IOQueue
 from ..plan.work import StepShape
-from ..store.files import AnyDisk
+from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
-from ..store.local import DIRECTORIES, LocalStore
+from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from .builder import build, fill, stored_units
-from .checks import check_budget, check_choices, check_counts, check_directory, check_sample, check_stateful
+from .checks import check_budget, check_choices, check_counts, check_sample, check_stateful
 from .device import open_device
 from .engine import Engine
 from .parts import Parts
@@ -114,7 +115,8 @@ def offload(
     check_stateful(scheduler, loader)
     check_budget(budget)
     check_sample(sample)
-    check_directory(ssd, disk)
+    if disk is None:
+        check_place(ssd)
     refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)
     rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
@@ -137,17 +139,18 @@ def offload(
     )
     queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
     store = engine = None
-    before: set[Path] | None = None
+    before: set[str] | None = None
     try:
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         found, stored, preflight = _ready(store, parts, user, plan, budget, confirm)
-        before = _files(store) if found is None else None
+        before = store.names() if found is None else None
         switch_off_cache(model)
         share_heaps()
         store.begin(found)
         run = build(parts, plan, store, stored, target, seed)
         fill(run, found, init)
+        refuse_held(parts.captured)  # by what ran since; from here on there is a commit
         engine = Engine(
             run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
             events=events or EventLog(None), update_workers=update_workers,
@@ -161,11 +164,13 @@ def offload(
             engine.give_up()
         queue.close()  # nothing is under way any more when the lock goes
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
-        if store is not None and before is not None and engine is None and refusal:  # its lock is still held
-            for path in _files(store) - before:
-                path.unlink(missing_ok=True)
-        if store is not None:
-            store.close()
+        try:
+            if store is not None and before is not None and engine is None and refusal:
+                with suppress(HoldfastError):  # whose error would hide this one
+                    store.withdraw(before)
+        finally:
+            if store is not None:
+                store.close()
         raise
 
 
@@ -198,11 +203,6 @@ def _ready(
     else:
         user.restore(found.progress)
     return found, stored, preflight
-
-
-def _files(store: LocalStore) -> set[Path]:
-    """The files of a run, its lock aside."""
-    return {path for name in DIRECTORIES for path in (store.root / name).glob("*") if path.is_file()}
 
 
 def _enter_fresh(store: LocalStore) -> None:

@@ -78,7 +78,7 @@ class Executor:
         tasks = self._admit(operations, step)
         for task in tasks:
             if task.op.lane == COMPUTE:
-                self._wait(lambda task=task: task.missing == 0)
+                self._wait_for(task)
                 try:
                     self._execute(task)
                 except Exception:
@@ -198,9 +198,12 @@ class Executor:
             self._changed.notify_all()
         self._dispatch(sorted(ready, key=lambda task: task.priority))
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
+    def _wait_for(self, task: Task) -> None:
+        """Wait until nothing that ``task`` needs is missing."""
         with self._changed:
-            while not self._changed.wait_for(lambda: self._failure is not None or condition(), timeout=0.2):
+            while not self._changed.wait_for(
+                lambda: self._failure is not None or task.missing == 0, timeout=0.2
+            ):
                 self.safe_point()
         self._raise_failure()
 

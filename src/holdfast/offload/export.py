@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from ..io.buffers import Buffer
-from ..state.capture import Captured, buffer_at
+from ..state.capture import Captured, buffer_at, join, plain_paths
 from ..store.local import LocalStore
 from .runtime import Runtime
 from .units import as_tensor
@@ -21,13 +19,21 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
         values.update(_trained(run, block))
         values.update(_frozen(run, block))
     ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
-    buffers = {name: buffer_at(place).detach().clone() for name, place in captured.buffers.items()}
+    plain, held = plain_paths(run.model), {(id(module), key) for module, key in captured.buffers.values()}
+    buffers = {
+        join(plain[path], key): buffer_at((module, key)).detach().clone()
+        for path, module in run.model.named_modules(
+            remove_duplicate=False
+        )  # also by the other names of a module
+        for key in module._buffers
+        if (id(module), key) in held
+    }
     return ordered | buffers
 
 
-def newest_values(root: Path, names: set[str]) -> dict[str, torch.Tensor]:
+def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
     """Those of the parameters of a run's newest whole commit that ``names`` has."""
-    with LocalStore.read(root) as reader:
+    with LocalStore.read(run.store.root, disk=run.store.disk, direct=run.store.direct) as reader:
         manifest, _ = reader.newest_whole()
         atoms = {a["name"]: a for a in reader.atoms(manifest).values() if a["slot"] == "param"}
         return {

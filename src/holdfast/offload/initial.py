@@ -64,10 +64,9 @@ def _fresh(parameter: nn.Parameter) -> torch.Tensor:
 
 def _initialise(model: nn.Module, holders: list[nn.Module], init: Init | None) -> None:
     """Initialise the parameters that ``holders`` themselves hold."""
-    own = init or getattr(model, "init_weights_of", None)
-    if own is not None:
+    if init is not None:
         for module in holders:
-            own(module)
+            init(module)
         return
     above = callable(getattr(model, "_init_weights", None))
     for module in holders:

@@ -84,10 +84,10 @@ class _Probe:
 
     def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         forward, last = self.patch.forwards[index], index == len(self.patch.forwards) - 1
-        args, kwargs = self._detached(args, kwargs)
+        args, kwargs = _detached((args, kwargs))
         before = self.flop.get_total_flops()
         if index == 0:
-            self.input_bytes = self._moving_bytes(args, kwargs)
+            self.input_bytes = _moving_bytes((args, kwargs))
             self._measure(forward, args, kwargs)
             self.block_flop = (self.flop.get_total_flops() - before) / 3
         if last:
@@ -97,29 +97,28 @@ class _Probe:
         with torch.no_grad():
             output = forward(*args, **kwargs)
         self.blocks_flop = self.flop.get_total_flops()
-        return self._detached((output,), {})[0][0]
+        return _detached(output)
 
     def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Peak bytes of a forward and a backward."""
         start = self.bytes.peak = self.bytes.live
         output = forward(*args, **kwargs)
-        roots = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        roots = [t for t in pytree.tree_leaves(output) if _moves(t)]
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
         self.block_bytes = self.bytes.peak - start
 
-    @staticmethod
-    def _detached(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        def cut(leaf: Any) -> Any:
-            moves = isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            return leaf.detach().requires_grad_() if moves else leaf
 
-        return pytree.tree_map(cut, (args, kwargs))
+def _moves(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
-    @staticmethod
-    def _moving_bytes(args: tuple, kwargs: dict[str, Any]) -> int:
-        leaves = pytree.tree_leaves((args, kwargs))
-        return sum(t.nbytes for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad)
+
+def _detached(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach().requires_grad_() if _moves(leaf) else leaf, tree)
+
+
+def _moving_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if _moves(leaf))
 
 
 def measure(

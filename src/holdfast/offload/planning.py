@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..config import Fraction
@@ -72,21 +71,16 @@ class Plan:
     memory: Memory | None
     """The most that the run takes; None if it was not measured."""
 
-    @cached_property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of operations of a step."""
-        return frozenset(op.key.kind for op in self.operations)
-
-    @cached_property
+    @property
     def param_scratch_bytes(self) -> int:
         """The SSD's room for working copies; 0 if none is read from there."""
-        loads = "load_params" in self.kinds
+        loads = any(op.key.kind == "load_params" for op in self.operations)
         return sum(block.param_bytes for block in self.work.blocks) if loads else 0
 
-    @cached_property
+    @property
     def grad_scratch_bytes(self) -> int:
         """The SSD's room for gradients that wait; 0 if none do."""
-        stores = "store_grads" in self.kinds
+        stores = any(op.key.kind == "store_grads" for op in self.operations)
         return sum(block.grad_bytes for block in self.work.blocks) if stores else 0
 
     @property
@@ -162,9 +156,9 @@ def _refuse_unmeasured(budget: Budget, device: Device, on_host: dict[str, Fracti
 
 def _refuse_auto(on_host: dict[str, Fraction]) -> None:
     for kind, share in on_host.items():
-        if share in ("auto", None):
+        if share == "auto":
             raise BadInput(
-                f"{kind}_on_host={share!r} cannot be chosen within a budget, since the model could not be measured. "
+                f"{kind}_on_host='auto' cannot be chosen within a budget, since the model could not be measured. "
                 "Pass a fraction, such as 0.0."
             )
 

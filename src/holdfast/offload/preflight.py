@@ -44,18 +44,20 @@ class Preflight:
                 f"and {format_bytes(self.free_bytes)} are free. Free some, choose another directory, or set "
                 "durability.retain=1 (two files per block instead of three)."
             )
-        if self.host_budget is not None and (self.host_bytes_predicted or 0) > self.host_budget:
-            raise DoesNotFit(
-                f"the run needs {format_bytes(self.host_bytes_predicted or 0)} of host memory and its budget is "
-                f"{format_bytes(self.host_budget)}. Lower params_on_host or optimizer_on_host, or give it "
-                f'"{ample_budget(self.host_bytes_predicted or 0)}" (a margin included).'
-            )
-        if self.device_budget is not None and (self.device_bytes_predicted or 0) > self.device_budget:
-            raise DoesNotFit(
-                f"the run needs {format_bytes(self.device_bytes_predicted or 0)} of device memory and its budget is "
-                f"{format_bytes(self.device_budget)}. Use smaller micro-batches, or give it "
-                f"{self.device_bytes_predicted} bytes, the smallest that works."
-            )
+        for place, needed, budget, advice in (
+            (
+                "host",
+                self.host_bytes_predicted,
+                self.host_budget,
+                "Lower params_on_host or optimizer_on_host",
+            ),
+            ("device", self.device_bytes_predicted, self.device_budget, "Use smaller micro-batches"),
+        ):
+            if needed is not None and budget is not None and needed > budget:
+                raise DoesNotFit(
+                    f"the run needs {format_bytes(needed)} of {place} memory and its budget is "
+                    f'{format_bytes(budget)}. {advice}, or give it "{ample_budget(needed)}" (a margin included).'
+                )
 
 
 def preflight_of(

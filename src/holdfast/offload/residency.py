@@ -39,7 +39,7 @@ class Residency:
     """The places of one engine's bytes. Handlers of different lanes touch different keys."""
 
     def __init__(self, pool: BufferPool, blocks: list[Unit], resident: Unit, device: torch.device) -> None:
-        self.pool, self.blocks, self.resident = pool, blocks, resident
+        self.pool, self.blocks = pool, blocks
         self.copies: dict[int, Buffer] = {}
         """Working copies that stay on the host."""
         self.images: dict[int, Buffer] = {}

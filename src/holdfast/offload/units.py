@@ -27,10 +27,9 @@ ALIGN = 64
 """Bytes. Tensors in working copies, gradients and packed inputs start at multiples of it."""
 
 
-def as_tensor(buffer: Buffer | memoryview) -> torch.Tensor:
+def as_tensor(buffer: Buffer) -> torch.Tensor:
     """The bytes of a buffer as a uint8 tensor that shares them."""
-    view = buffer.view if isinstance(buffer, Buffer) else buffer
-    return torch.frombuffer(view, dtype=torch.uint8)
+    return torch.frombuffer(buffer.view, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +108,12 @@ class Unit:
         """Trained elements."""
         return sum(m.elements for m in self.trained)
 
+    @property
+    def copy_parts(self) -> list[tuple[int, int]]:
+        """The working copy's trained and frozen part, as they are moved: those of (start, stop) that hold bytes."""
+        parts = ((0, self.trained_copy_bytes), (self.trained_copy_bytes, self.copy_bytes))
+        return [(start, stop) for start, stop in parts if stop > start]
+
     def member_slots(self, member: Member) -> Slots:
         slots = self.slots[member.group]
         return Slots(slots.tensors, tuple(dict.fromkeys((*slots.scalars, STEP))))
@@ -164,16 +169,13 @@ class Unit:
 
     # Whole-unit conversions, used when a run begins or resumes
 
-    def write_copy(self, state: torch.Tensor | None, frozen: torch.Tensor | None, copy: torch.Tensor) -> None:
+    def write_copy(self, state: torch.Tensor, frozen: torch.Tensor | None, copy: torch.Tensor) -> None:
         """Derive the working copy from the images."""
-        for member in self.members:
-            if member.trained:
-                assert state is not None
-                source = self.state_view(state, member.name, "param")
-            else:
-                assert frozen is not None
-                source = self.frozen_view(frozen, member.name)
-            self.copy_view(copy, member).copy_(source)
+        for member in self.trained:
+            self.copy_view(copy, member).copy_(self.state_view(state, member.name, "param"))
+        for member in self.frozen:
+            assert frozen is not None
+            self.copy_view(copy, member).copy_(self.frozen_view(frozen, member.name))
 
     def write_images(
         self, values: dict[str, torch.Tensor], state: torch.Tensor, frozen: torch.Tensor | None

@@ -1,10 +1,10 @@
 """Operations: a training step as data.
 
-A schedule is a list of ``Op``. The same list is executed by the engine, timed by the simulator, counted
-against the traffic formulas and drawn as a timeline. An operation names what it waits for by key, in this
-step (``needs``) or in an earlier one (``needs_previous``: the latest earlier step that had the key, nothing
-if none had). The list is in topological order. Of the operations that are ready for a lane, those of the
-smallest ``priority`` go first, then those of the earlier step, then the earlier in the list.
+A schedule is a list of ``Op``. The same list is executed by the engine, timed by the simulator and counted
+against the traffic formulas. An operation names what it waits for by key, in this step (``needs``) or in an
+earlier one (``needs_previous``: the latest earlier step that had the key, nothing if none had). The list is in
+topological order. Of the operations that are ready for a lane, those of the smallest ``priority`` go first,
+then those of the earlier step, then the earlier in the list.
 
 Computations run one after another, in list order: each needs the one before it. So sums are added in one
 order whatever arrives first, and an operation that waits for a computation waits for all before it.

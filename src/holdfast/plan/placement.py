@@ -48,7 +48,7 @@ def choose(
     if not search.fits(fractions):
         raise _does_not_fit(search, asked, fractions)
     for kind in ORDER:
-        if _checked(kind, asked[kind]) is None:
+        if asked[kind] == "auto":
             fractions[kind] = search.largest(fractions, kind)
     return search.placement(fractions)
 
@@ -114,7 +114,7 @@ def _checked(kind: str, value: Fraction) -> float | None:
 
 def _does_not_fit(search: _Search, asked: dict[str, Fraction], fractions: dict[str, float]) -> DoesNotFit:
     needed, least = search.host_bytes(fractions), search.host_bytes(search.smallest(dict.fromkeys(ORDER)))
-    explicit = {f"{kind}_on_host": asked[kind] for kind in ORDER if _checked(kind, asked[kind]) is not None}
+    explicit = {f"{kind}_on_host": asked[kind] for kind in ORDER if asked[kind] != "auto"}
     having = f" with {', '.join(f'{key}={value}' for key, value in explicit.items())}" if explicit else ""
     lower = ""
     if ample_budget(least) != ample_budget(needed):

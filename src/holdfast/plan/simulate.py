@@ -54,22 +54,22 @@ class Simulation:
         """The operations of one step; the last one unless told."""
         return [span for span in self.spans if span.step == step % len(self.step_ends)]
 
-    def busy_seconds(self, step: int = -1) -> dict[str, float]:
-        """How long each lane works for one step."""
+    def busy_seconds(self) -> dict[str, float]:
+        """How long each lane works for the last step."""
         busy = dict.fromkeys(LANES, 0.0)
-        for span in self.of_step(step):
+        for span in self.of_step():
             busy[span.op.lane] += self.machine.seconds(span.op)
         return busy
 
-    def traffic(self, step: int = -1) -> Counter[tuple[str, str]]:
-        """Bytes that one step moves, by (lane, kind of operation)."""
-        return traffic(span.op for span in self.of_step(step))
+    def traffic(self) -> Counter[tuple[str, str]]:
+        """Bytes that the last step moves, by (lane, kind of operation)."""
+        return traffic(span.op for span in self.of_step())
 
-    def busiest(self, step: int = -1) -> tuple[str, float]:
-        """The lane (or the SSD, where its lanes compete) that works longest for one step, and how long. No
+    def busiest(self) -> tuple[str, float]:
+        """The lane (or the SSD, where its lanes compete) that works longest for the last step, and how long. No
         order of the same operations takes less than that."""
         busy: dict[str, float] = defaultdict(float)
-        for lane, seconds in self.busy_seconds(step).items():
+        for lane, seconds in self.busy_seconds().items():
             busy[self.machine.server(lane)] += seconds
         return max(busy.items(), key=lambda item: item[1])
 

@@ -1,8 +1,7 @@
 """Work: what a model's step consists of, as numbers; and where its bytes live.
 
 Sizes are bytes as they are moved, page-rounded where the SSD is concerned, so that traffic computed from
-them is exact. ``Work`` is what the engine measures from a model; the planner can also make one from a
-model's dimensions.
+them is exact. ``Work`` is what the engine measures from a model.
 """
 
 from __future__ import annotations
@@ -50,10 +49,6 @@ class Work:
     workspace_bytes: int = 0
     """The most that computing one micro-batch of one block, or the epilogue, takes besides what is listed as
     held: activations between the block's input and its output. In device memory. Measured."""
-
-    @property
-    def elements(self) -> int:
-        return self.resident_elements + sum(block.elements for block in self.blocks)
 
 
 def spread(count: int, fraction: float) -> tuple[bool, ...]:

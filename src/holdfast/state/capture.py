@@ -88,14 +88,15 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Captured:
-    """Parameters, buffers and groups of ``model`` and ``optimizer``.
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Captured:
+    """Parameters, buffers and groups of ``model`` and ``optimizer``, if there is one.
 
     Raises ``OptimizerNotSupported`` when the optimizer holds a tensor that is no parameter of the model, and
     ``ModelNotSupported`` for what cannot be stored by name and value.
     """
     _refuse_extra_state(model)
-    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = optimizer.param_groups if optimizer is not None else []
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     plain, known = plain_paths(model), _Known()
@@ -105,7 +106,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Captured:
                 known.add(join(plain[path], name), join(path, name), parameter)
                 names.setdefault(id(parameter), []).append(join(plain[path], name))
                 parameters[id(parameter)] = parameter
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(groups):
         for position, p in enumerate(group["params"]):
             if id(p) not in parameters:
                 raise OptimizerNotSupported(

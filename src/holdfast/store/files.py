@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdfast.errors import BadInput, DiskFailed, RunLocked, RunMismatch, StaleCommit
-from holdfast.io.threads import File, disk_full, open_file
+from holdfast.io.threads import NO_SPACE, File, disk_full, open_file
 
 TEMPORARY = ".tmp"
 """What a file's name ends with until its content is durable."""
@@ -107,7 +107,7 @@ class Disk:
     def sync(self, target: File | str, *, why: str) -> None:
         """When this returns, the content and the size of ``target`` survive power loss; its name may not."""
         if not isinstance(target, str):
-            return self._sync_fd(target.fd, target.path, _data_sync)
+            return _sync_fd(target.fd, target.path, _data_sync)
         try:
             fd = os.open(self.root / target, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -115,7 +115,7 @@ class Disk:
         except OSError as error:
             raise _failure("open", self.root / target, error, 0) from error
         try:
-            self._sync_fd(fd, self.root / target, _data_sync)
+            _sync_fd(fd, self.root / target, _data_sync)
         finally:
             os.close(fd)
 
@@ -247,15 +247,6 @@ class Disk:
             lock.release(emptied=False)
             raise
         return lock
-
-    @staticmethod
-    def _sync_fd(fd: int, path: Path, call: Callable[[int], None]) -> None:
-        try:
-            call(fd)
-            if sys.platform == "darwin":
-                fcntl.fcntl(fd, _F_FULLFSYNC)
-        except OSError as error:
-            raise _failure("sync", path, error, 0) from error
 
 
 class Lock:
@@ -398,9 +389,18 @@ def _reserve(fd: int, nbytes: int) -> None:
 def _sync_directory(directory: Path) -> None:
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        Disk._sync_fd(fd, directory, os.fsync)
+        _sync_fd(fd, directory, os.fsync)
     finally:
         os.close(fd)
+
+
+def _sync_fd(fd: int, path: Path, call: Callable[[int], None]) -> None:
+    try:
+        call(fd)
+        if sys.platform == "darwin":
+            fcntl.fcntl(fd, _F_FULLFSYNC)
+    except OSError as error:
+        raise _failure("sync", path, error, 0) from error
 
 
 def _locked_text(root: Path, holder: bytes) -> str:
@@ -416,7 +416,7 @@ def _locked_text(root: Path, holder: bytes) -> str:
 
 
 def _failure(verb: str, path: Path, error: OSError, nbytes: int) -> DiskFailed:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_SPACE:
         return disk_full(path, nbytes, error)
     return DiskFailed(
         f"cannot {verb} {path}: {error.strerror or error}. What was acknowledged before is still durable:"

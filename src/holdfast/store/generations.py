@@ -62,7 +62,7 @@ class Generations:
 
     def generation_of(self, path: str) -> int:
         """The generation that lies at ``path``, as a manifest names it."""
-        match = self._numbered(path)
+        match = re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
         if not match:
             raise ValueError(f"{path} is no generation of the unit {self.name!r}")
         return int(match[1])
@@ -202,9 +202,6 @@ class Generations:
                 f" touch the run's files, then run again to resume from the newest whole step."
             )
 
-    def _numbered(self, path: str) -> re.Match | None:
-        return re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
-
     def _check(self, image: memoryview) -> None:
         if len(image) != self.layout.file_bytes:
             raise ValueError(
@@ -251,6 +248,15 @@ class Generations:
             path = self.path(generation)
             atoms = self.layout.keys_between(start, start + len(view))
             raise corrupt(path, start, len(view), atoms, expected, got, self._way_out(path))
+
+
+def remove_generations(disk: AnyDisk, unit: str, nbytes: int, retained: Collection[str]) -> None:
+    """Remove the files of ``unit``, of ``nbytes`` each, that are not ``retained``."""
+    for name in disk.listdir("data"):
+        path = f"data/{name}"
+        match = re.fullmatch(rf"{re.escape(unit)}\.(0|[1-9]\d*)\.safetensors", name)
+        if match and path not in retained and disk.size(path) == nbytes:
+            disk.unlink(path)
 
 
 def corrupt(

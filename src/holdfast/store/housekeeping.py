@@ -14,6 +14,7 @@ import xxhash
 
 from holdfast.errors import Damaged, NoCommit, RunMismatch
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
+from holdfast.store.journal import segments, streams
 from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reading import encode_index, index_of
 
@@ -42,6 +43,10 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
     for why, paths in (
         ("reopen data", payload),
         ("reopen index", {manifest.index["path"] for manifest in manifests}),
+        *(
+            (f"reopen journal/{stream}", [ref.path for ref in segments(disk, stream)])
+            for stream in streams(disk)
+        ),
         ("reopen timelines", records),
         ("reopen commits", [ref.path for ref in retained]),
     ):
@@ -70,9 +75,11 @@ def refuse_other_data(store: LocalStore) -> None:
 
 
 def refuse_two_runs(store: LocalStore, retained: Mapping[CommitRef, Manifest | None]) -> None:
-    """Raise ``RunMismatch`` if timeline records and the manifests ``retained`` call two timelines by one number:
-    files of another run, or of a copy of this one that went on by itself, lie among its own."""
-    said = [(record.path, record) for record in store.timelines()[0].values()]
+    """Raise ``RunMismatch`` if timeline records and the manifests ``retained`` call two timelines by one number, or the
+    commits have two beginnings: files of another run, or of a copy of this one that went on by itself, lie among
+    its own."""
+    records = store.timelines()[0]
+    said = [(record.path, record) for record in records.values()]
     said += [(m.path, m.timeline_record) for m in retained.values() if m is not None]
     known: dict[int | None, tuple[str | None, str]] = {}
     for path, record in said:
@@ -83,6 +90,18 @@ def refuse_two_runs(store: LocalStore, retained: Mapping[CommitRef, Manifest | N
                     f"{store.root} holds parts of two runs: {path} and {other_path} mean different timelines by the"
                     f" number {timeline}. Nothing was changed: move the files of one of them away, with its data."
                 )
+    beginnings = {}
+    for ref in retained:
+        record = records.get(ref.timeline)
+        while record is not None and record.parent is not None and record.parent < record.id:
+            record = records.get(record.parent)
+        if record is not None:
+            beginnings[record.id] = ref.path
+    if len(beginnings) > 1:
+        raise RunMismatch(
+            f"{store.root} holds parts of two runs: {' and '.join(beginnings.values())} have no beginning in common."
+            " Nothing was changed: move the files of one of them away, with its data."
+        )
 
 
 _OTHER_PLACE = (

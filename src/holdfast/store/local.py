@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from holdfast import failpoints
 from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, HeldLock, check_place, write_durably
-from holdfast.store.generations import Generations
+from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
+from holdfast.store.journal import JournalWriter, steps_of_segments, streams
 from holdfast.store.layout import Layout
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, this_writer
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index
 from holdfast.store.retention import dropped
@@ -68,6 +70,7 @@ class LocalStore(RunReader):
         self._retained_files: dict[str, int] = {}
         self._units: dict[str, Generations] = {}
         self._scratch: list[Scratch] = []
+        self._left: list[Manifest] = []  # retired, with files of units that may be none any more
         self._fork: Timeline | None = None
         self._timelines: dict[int, Timeline] = {}
         self._failed: BaseException | None = None
@@ -112,8 +115,9 @@ class LocalStore(RunReader):
             raise NoCommit(f"{root} is not a run directory: it has no commits/ in it")
         return reader
 
-    def begin(self, fork: Manifest | None) -> int:
-        """Open a timeline that continues ``fork`` (None: from nothing); durable before this returns.
+    def begin(self, fork: Point | None) -> int:
+        """Open a timeline that continues ``fork``, a commit or a record (None: from nothing); durable before this
+        returns.
 
         Retires what an earlier process had no time to retire, and repairs timeline records. Verify
         ``fork`` before.
@@ -157,6 +161,19 @@ class LocalStore(RunReader):
         self._units[name] = unit
         return unit
 
+    def journal(self, stream: str) -> JournalWriter:
+        """A journal of the timeline that ``begin`` opened; the caller closes it."""
+        if self._fork is None:
+            raise ValueError("begin() opens the timeline that records are written in; call it first")
+
+        def check_writer() -> None:
+            self._check_writer()
+            self._check_fence()
+
+        return JournalWriter(
+            self.disk, self.queue, stream, self._fork, check_writer=check_writer, direct=self.direct
+        )
+
     def scratch(self, name: str, nbytes: int) -> Scratch:
         """An empty scratch file of ``nbytes``; it goes when the store is closed."""
         self._check_writer()
@@ -171,6 +188,12 @@ class LocalStore(RunReader):
         if self._lock is not None:
             self._lock.check()
             scratch.remove()
+
+    def drop_unit(self, unit: Generations) -> None:
+        """Write no more of ``unit``, whose files go as soon as no commit names them. Nothing may be under way."""
+        self._units.pop(unit.name, None)
+        unit.close()
+        remove_generations(self.disk, unit.name, unit.layout.file_bytes, self._retained_files)
 
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
         """Store an index under the hash of its content. Durable when this returns; what ``publish`` takes."""
@@ -187,15 +210,17 @@ class LocalStore(RunReader):
         files: dict[str, tuple[int, tuple[str, ...]]],
         index: dict[str, Any],
         progress: dict[str, Any],
+        steps: Mapping[str, int] | None = None,
     ) -> Manifest:
-        """Make ``step`` a commit: ``files`` gives the generation and the checksums of each unit.
+        """Make ``step`` a commit: ``files`` gives the generation and the checksums of each unit, ``steps`` the step of
+        its content for those of an earlier one, of which the records must be durable.
 
         When this returns, the step survives power loss, and commits beyond ``retain`` are retired.
         Raises ``StaleCommit`` if another writer has opened a newer timeline, or the directory or its lock is
         not the one that was opened.
         """
         self._check_writer()
-        manifest = self._manifest(step, files, index, progress)
+        manifest = self._manifest(step, files, index, progress, steps or {})
         data = manifest.encode()
         self._check_fence()
         with self._failing():
@@ -209,6 +234,38 @@ class LocalStore(RunReader):
                 self._units[unit].release(generation)
             self._retire()
         return manifest
+
+    def prune_journal(self) -> None:
+        """Remove the segments of which no retained commit needs a record. Called after ``publish``."""
+        manifests = list(self._retained.values())
+        oldest = min((m.oldest_step for m in manifests if m is not None), default=0)
+        if None in manifests:  # one that cannot be read may need any
+            return
+        for stream in streams(self.disk):
+            for ref, last in steps_of_segments(self.disk, stream):
+                if last <= oldest and not (ref.timeline == self.timeline and last == ref.first_step - 1):
+                    self.disk.unlink(ref.path)
+
+    def names(self) -> set[str]:
+        """The files that are there now in the directories in which a fresh start makes some that stay."""
+        folders = ("data", "index", "timelines")
+        return {f"{folder}/{name}" for folder in folders for name in self.disk.listdir(folder)}
+
+    def withdraw(self, before: Collection[str]) -> None:
+        """Remove what a fresh start, which has no commit yet, made since ``names`` was ``before``; files of others
+        stay. The timeline's record goes last: if this is cut short, it leaves what such a start leaves.
+
+        Raises ``StaleCommit``, with nothing removed, if the directory is not the one that was opened.
+        """
+        if self._lock is None or self.commits():
+            return
+        self._lock.check()
+        made = [unit.path(k) for unit in self._units.values() for k in range(unit.copies)]
+        made += [f"index/{name}" for name in self.disk.listdir("index") if is_ours("index", name)]
+        made += [] if self._fork is None else [self._fork.path]
+        for path in made:
+            if path not in before:
+                self.disk.unlink(path)
 
     def space_needed(self, units: Iterable[Generations], scratch_bytes: int = 0) -> int:
         """Bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""
@@ -241,6 +298,7 @@ class LocalStore(RunReader):
         files: dict[str, tuple[int, tuple[str, ...]]],
         index: dict[str, Any],
         progress: dict[str, Any],
+        steps: Mapping[str, int],
     ) -> Manifest:
         if self._fork is None:
             raise ValueError("begin() opens the timeline that a step is published in; call it first")
@@ -249,6 +307,7 @@ class LocalStore(RunReader):
         if last is not None and step <= last:
             raise ValueError(f"step {step} cannot follow step {last}, which this line already has")
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}
+        refs |= {name: replace(refs[name], step=of) for name, of in steps.items() if of != step}
         fork = self._fork
         return Manifest(
             step, fork.id, fork.parent, fork.fork_step, fork.key, fork.parent_key, refs, index, progress,
@@ -259,6 +318,7 @@ class LocalStore(RunReader):
         unit = self._units[name]
         ref = FileRef(unit.path(generation), unit.layout.file_bytes, tuple(checksums))
         known = [manifest.files.get(name) for manifest in self._retained.values() if manifest is not None]
+        known = [replace(item, step=None) for item in known if item is not None]
         if not unit.is_synced(generation, ref.checksums) and ref not in known:
             raise ValueError(f"{ref.path} was not written and synced with these checksums; await the write")
         return ref
@@ -282,6 +342,7 @@ class LocalStore(RunReader):
         gone = [self._retained[ref] for ref in drop]
         self._keep({ref: manifest for ref, manifest in self._retained.items() if ref not in drop})
         self._drop_indexes(gone)
+        self._drop_files(gone)
         for unit in self._units.values():
             unit.trim()
 
@@ -291,6 +352,18 @@ class LocalStore(RunReader):
         for manifest in gone:
             if manifest is not None and manifest.index["path"] not in needed:
                 self.disk.unlink(manifest.index["path"])
+
+    def _drop_files(self, gone: list[Manifest | None]) -> None:
+        """Remove the files of units that retired manifests named, and that are none of this run's any more. Waits
+        until its units are known."""
+        self._left += [manifest for manifest in gone if manifest is not None]
+        if not self._units:
+            return
+        for manifest in self._left:
+            for name, ref in manifest.files.items():
+                if name not in self._units:
+                    remove_generations(self.disk, name, ref.bytes, self._retained_files)
+        self._left = []
 
     def _keep(self, retained: dict[CommitRef, Manifest | None]) -> None:
         """From now on these commits are retained (None: a manifest that cannot be read), with their files."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
@@ -48,13 +48,28 @@ class CommitRef(NamedTuple):
         return ref if ref is not None and ref.path == f"commits/{name}" else None
 
 
+class Point(Protocol):
+    """A step of a timeline that can be continued: a commit, or a record."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def timeline(self) -> int: ...
+    @property
+    def key(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class FileRef:
-    """A payload file as a commit names it: ``checksums`` are the xxh3_64 of its blocks, in hex."""
+    """A payload file as a commit names it: ``checksums`` are the xxh3_64 of its blocks, in hex.
+
+    ``step`` is that of its content where it is not the commit's: the records of the steps between take it there.
+    """
 
     path: str
     bytes: int
     checksums: tuple[str, ...]
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,11 @@ class Manifest:
         return Timeline(self.timeline, self.parent, self.fork_step, self.key, self.parent_key)
 
     @property
+    def oldest_step(self) -> int:
+        """The step from which on records are needed; the commit's own where it stands alone."""
+        return min((file.step for file in self.files.values() if file.step is not None), default=self.step)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all payload files."""
         return sum(file.bytes for file in self.files.values())
@@ -130,6 +150,7 @@ class Manifest:
         """The file of this manifest."""
         files = {
             unit: {"path": file.path, "bytes": file.bytes, "xxh3_64": list(file.checksums)}
+            | ({} if file.step is None else {"step": file.step})
             for unit, file in self.files.items()
         }
         return seal(
@@ -156,7 +177,7 @@ class Manifest:
         table = unseal(data, path)
         with _reading(path):
             files = {
-                unit: FileRef(item["path"], item["bytes"], tuple(item["xxh3_64"]))
+                unit: FileRef(item["path"], item["bytes"], tuple(item["xxh3_64"]), item.get("step"))
                 for unit, item in table["files"].items()
             }
             names = ("step", "timeline", "parent", "fork_step", "key", "parent_key")
@@ -197,10 +218,11 @@ def library_version() -> str:
         return "holdfast from its source tree"
 
 
-def seal(table: dict[str, Any]) -> bytes:
-    """``table`` as JSON, one line per key (and per item of "files"), its digest in the last line."""
+def seal(table: dict[str, Any], nbytes: int = 0) -> bytes:
+    """``table`` as JSON, one line per key (and per item of "files"), its digest in the last line; filled up with
+    spaces to ``nbytes`` if it is shorter."""
     lines = ",\n".join(f" {json.dumps(key)}: {_value(key, value)}" for key, value in table.items())
-    body = f"{{\n{lines}".encode()
+    body = f"{{\n{lines}".encode().ljust(nbytes - _SEAL_BYTES)
     return body + _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode()
 
 

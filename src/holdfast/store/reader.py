@@ -83,11 +83,17 @@ class RunReader:
             found.append(odd.get(path) or _leads_nowhere(path))
         return line, found
 
+    def tip(self) -> int:
+        """The newest timeline whose line has commits; 0 if none has."""
+        records, _ = self.timelines()
+        commits = self.commits()
+        return next((t for t in sorted(records, reverse=True) if lineage(commits, records, t)), 0)
+
     def head(self) -> Manifest | None:
         """The newest commit of the newest timeline's line; None if the run has none."""
 
         def newest() -> Manifest | None:
-            line = self.line()
+            line = self.line() or self.commits()  # where nothing that can be read says what line they are of
             return self.load(line[0]) if line else None
 
         return again_if_retired(newest)
@@ -131,9 +137,9 @@ class RunReader:
             raise self._retired(manifest.ref) from damaged[0]
         return damaged
 
-    def newest_whole(self, *, report: Report | None = None) -> tuple[Manifest, list[Damaged]]:
+    def newest_whole(self) -> tuple[Manifest, list[Damaged]]:
         """The newest commit of the current line that verifies, and what is wrong with newer ones."""
-        return again_if_retired(lambda: verifying.newest_whole(self, report))
+        return again_if_retired(lambda: verifying.newest_whole(self))
 
     def atoms(self, manifest: Manifest) -> dict[str, dict[str, Any]]:
         """The atoms of ``manifest`` by key, as its index describes them, with their fragments."""
@@ -151,14 +157,16 @@ class RunReader:
 
     def way_out(self, path: str) -> str:
         """What to do about damage in ``path``: the newest step that does not need it."""
-        for ref in self.commits():
+        for ref in self.line():
             manifest = self._load_or_none(ref)
             if manifest is not None and all(file.path != path for file in manifest.files.values()):
                 return (
                     f"Step {ref.step} does not use this file: check it with `holdfast verify {self.root}@{ref.step}`. "
                     "Running again resumes from the newest whole step."
                 )
-        return "Every step of this run uses this file: put a copy of it in its place, or begin another run."
+        return (
+            "No step to go on from is without this file: put a copy of it in its place, or begin another run."
+        )
 
     def is_listed(self, manifest: Manifest) -> bool:
         """Whether the commit is still there. Its files are its own as long as it is."""

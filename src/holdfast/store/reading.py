@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,12 @@ import xxhash
 
 from holdfast.errors import Damaged, FileMissing, ManifestCorrupt
 from holdfast.io.buffers import Buffer
+from holdfast.io.queue import IOQueue, Request
 from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
 from holdfast.store.files import AnyDisk
 from holdfast.store.generations import corrupt
-from holdfast.store.layout import CHECKSUM_BLOCK, Entry, Layout
+from holdfast.store.layout import CHECKSUM_BLOCK, Entry, Layout, block_spans
 from holdfast.store.manifest import FileRef, Manifest
 
 INSPECT = (
@@ -139,6 +142,27 @@ class PayloadFile:
                 atoms = self.layout.keys_between(start, start + len(view))
                 raise corrupt(self.ref.path, start, len(view), atoms, self.ref.checksums[block], got, INSPECT)
         return view
+
+
+def read_file(
+    disk: AnyDisk, queue: IOQueue, ref: FileRef, view: memoryview, *, direct: bool = True
+) -> Future[None]:
+    """Fill ``view``, of ``ref.bytes``, with a payload file and verify every block of it. Raises ``Damaged``."""
+    check_size(disk, ref)
+    file = disk.open(ref.path, write=False, direct=direct)
+    requests = [
+        Request(file, view[a:b], a, False, after=partial(_verify, ref, a, view[a:b], expected))
+        for (a, b), expected in zip(block_spans(ref.bytes), ref.checksums, strict=True)
+    ]
+    future = queue.submit(requests, kind="state", phase="recover", priority=1)
+    future.add_done_callback(lambda _: file.close())
+    return future
+
+
+def _verify(ref: FileRef, offset: int, piece: memoryview, expected: str) -> None:
+    got = xxhash.xxh3_64_hexdigest(piece)
+    if got != expected:
+        raise corrupt(ref.path, offset, len(piece), (), expected, got, INSPECT)
 
 
 def unverified_layout(disk: AnyDisk, ref: FileRef) -> Layout:

@@ -19,18 +19,26 @@ def lineage(commits: Collection[CommitRef], timelines: Mapping[int, Timeline], t
     [CommitRef(timeline=2, step=2), CommitRef(timeline=1, step=1)]
     """
     line: list[CommitRef] = []
-    limit = None
-    current: int | None = tip
-    while current is not None:
-        own = [ref for ref in commits if ref.timeline == current and (limit is None or ref.step <= limit)]
+    for timeline, limit in ancestry(timelines, tip):
+        own = [ref for ref in commits if ref.timeline == timeline and (limit is None or ref.step <= limit)]
         line += sorted(own, reverse=True)
-        record = timelines.get(current)
-        if record is None or record.parent is None or record.parent >= current:
-            break
-        fork_step = record.fork_step or 0
-        limit = fork_step if limit is None else min(limit, fork_step)
-        current = record.parent
     return line
+
+
+def ancestry(timelines: Mapping[int, Timeline], tip: int) -> list[tuple[int, int | None]]:
+    """The timelines that ``tip`` continues, itself first, each with the last step that it takes over (None: all).
+
+    >>> ancestry({1: Timeline(1), 2: Timeline(2, 1, 7)}, 2)
+    [(2, None), (1, 7)]
+    """
+    found: list[tuple[int, int | None]] = [(tip, None)]
+    while True:
+        timeline, limit = found[-1]
+        record = timelines.get(timeline)
+        if record is None or record.parent is None or record.parent >= timeline:
+            return found
+        fork_step = record.fork_step or 0
+        found.append((record.parent, fork_step if limit is None else min(limit, fork_step)))
 
 
 def dropped(

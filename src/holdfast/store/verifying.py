@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 WINDOW = 8
 """Blocks in flight."""
-Report = Callable[[int, int], None]
-"""Told the bytes that were read and all that there are, now and then."""
+Report = Callable[[int], None]
+"""Told the bytes that were read so far, now and then."""
 
 
 def verify(
@@ -54,16 +54,17 @@ def verify(
     return damaged
 
 
-def newest_whole(store: RunReader, report: Report | None) -> tuple[Manifest, list[Damaged]]:
+def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
     """Walks the current line from its newest commit down to the first whose state verifies."""
     line, damaged = store.line_and_odd()
+    line = line or store.commits()  # where nothing that can be read says what line they are of
     for ref in line:
         try:
             manifest = store.load(ref)
         except ManifestCorrupt as error:
             damaged.append(error)
             continue
-        found = store.verify(manifest, report=report)
+        found = store.verify(manifest)
         damaged += found
         if all(error.path == timeline_path(ref.timeline) for error in found):  # the manifest says it too
             return manifest, damaged
@@ -88,12 +89,18 @@ def _check_manifest(store: RunReader, manifest: Manifest) -> list[Damaged]:
 
 
 def _check_timeline(store: RunReader, manifest: Manifest) -> list[Damaged]:
-    """The record of the timeline of ``manifest`` can be read and agrees with it."""
+    """The record of the timeline of ``manifest`` can be read and agrees with it, and its parent's is of this run."""
     records, damaged = store.timelines()
-    path = timeline_path(manifest.timeline)
+    path, said = timeline_path(manifest.timeline), manifest.timeline_record
     found = [error for error in damaged if error.path == path]
-    record = records.get(manifest.timeline)
-    if record is not None and (record.parent, record.fork_step) != (manifest.parent, manifest.fork_step):
+    for timeline, key in ((said.id, said.key), (said.parent, said.parent_key)):
+        other = None if timeline is None else records.get(timeline)
+        if other is not None and other.key != key:
+            text = f"{other.path} and {manifest.path} are of two runs: they mean different timelines by {timeline}"
+            found.append(ManifestCorrupt(text, path=path))
+            return found
+    record = records.get(said.id)
+    if record is not None and (record.parent, record.fork_step) != (said.parent, said.fork_step):
         found.append(ManifestCorrupt(f"{path} and {manifest.path} differ in the fork", path=path))
     return found
 
@@ -187,7 +194,7 @@ class _Scan:
         self.pool.give(flight.buffer)
         self.done_bytes += flight.nbytes
         if self.report is not None:
-            self.report(self.done_bytes, self.manifest.total_bytes)
+            self.report(self.done_bytes)
 
     def _judge(self, flight: _Flight, error: DiskFailed | None) -> Damaged:
         """What is wrong with the block of ``flight``."""

@@ -210,7 +210,7 @@ class HostOptimizer:
         }
 
 
-def tiles(elements: int, size: int = TILE_ELEMENTS) -> Iterator[tuple[int, int]]:
+def tiles(elements: int) -> Iterator[tuple[int, int]]:
     """The half-open ranges into which a tensor of ``elements`` is cut."""
-    for start in range(0, elements, size):
-        yield start, min(start + size, elements)
+    for start in range(0, elements, TILE_ELEMENTS):
+        yield start, min(start + TILE_ELEMENTS, elements)

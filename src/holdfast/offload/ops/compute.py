@@ -54,7 +54,7 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
             output = run.patch.forwards[block](*args, **kwargs)
     _deliver(run, step, m, boundary, output)
     if block == len(run.blocks) - 1:
-        batch.result = _finish(run, step, m, batch.deliveries[block].reply())
+        batch.result = _finish(run, step, m)
 
 
 def backward(run: Runtime, op: Op, step: Step) -> None:
@@ -144,10 +144,11 @@ def _deliver(run: Runtime, step: Step, m: int, boundary: Boundary, output: Any) 
     batch.tracker.delivered(delivery)
 
 
-def _finish(run: Runtime, step: Step, m: int, output: Any) -> Any:
+def _finish(run: Runtime, step: Step, m: int) -> Any:
     """Let the thread run from the last block's output to the model's return; returns what it returned."""
-    _enter(run, step, m, rng.after(len(run.blocks) - 1))
-    event = step.micro_batches[m].coroutine.resume(output)
+    batch, last = step.micro_batches[m], len(run.blocks) - 1
+    _enter(run, step, m, rng.after(last))
+    event = batch.coroutine.resume(batch.deliveries[last].reply())
     if not isinstance(event, Returned):
         raise ModelNotSupported(f"the model called block {event.block} after its last block.")
     return event.value
@@ -156,7 +157,7 @@ def _finish(run: Runtime, step: Step, m: int, output: Any) -> Any:
 def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
     """Epilogue, loss, and the backward of both down to the last block's output."""
     batch = step.micro_batches[m]
-    loss = extract_loss(_finish(run, step, m, batch.deliveries[len(run.blocks) - 1].reply()))
+    loss = extract_loss(_finish(run, step, m))
     if batch.weight == 0.0:  # no target tokens: its mean loss is not a number, and it has no share
         batch.loss = 0.0
         return

@@ -16,19 +16,10 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     unit = run.blocks[block]
     buffer = run.residency.pool.take(unit.copy_bytes, "parameters")
     run.residency.loaded[op.key.phase, block, op.key.micro_batch] = buffer
-    scratch, offset, trained = run.param_scratch, run.param_offsets[block], unit.trained_copy_bytes
+    scratch, offset = run.param_scratch, run.param_offsets[block]
     assert scratch is not None
-    parts = [(0, trained), (trained, unit.copy_bytes)]  # as they were written
     return together(
-        [
-            scratch.read(
-                offset + start,
-                buffer.view[start:stop],
-                **of(op),
-            )
-            for start, stop in parts
-            if stop > start
-        ]
+        [scratch.read(offset + start, buffer.view[start:stop], **of(op)) for start, stop in unit.copy_parts]
     )
 
 

@@ -52,18 +52,19 @@ def host_buffer(s: Schedule, block: int) -> tuple[Hold, ...]:
     return () if s.work.unified else (_host(s, block),)
 
 
-def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> Key:
+def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> None:
     """All micro-batches are summed: measure the gradients where they are, if they will be clipped, and bring
-    them to the host. Returns the operation after which they may be consumed, or waited for."""
+    them to where they wait to be consumed."""
     if s.shape.clip:
         after = s.compute(Key("norm_block", block), needs=(after,))
     done = download(s, block, s.shape.micro_batches - 1, after, into)
-    return store(s, block, s.shape.micro_batches - 1, done) if spilled(s, block) else done
+    if spilled(s, block):
+        store(s, block, s.shape.micro_batches - 1, done)
 
 
-def store(s: Schedule, block: int, micro_batch: int, after: Key) -> Key:
+def store(s: Schedule, block: int, micro_batch: int, after: Key) -> None:
     """Spill the sum so far to the SSD."""
-    return s.add(
+    s.add(
         Key("store_grads", block, micro_batch),
         ops.SSD_WRITE,
         nbytes=s.work.blocks[block].grad_bytes,

@@ -25,9 +25,9 @@ def made(s: Schedule, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, 
     return held
 
 
-def keep(s: Schedule, block: int, micro_batch: int, made_by: Key) -> Key:
+def keep(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
     """Bring the input of ``block`` to the host."""
-    return s.add(
+    s.add(
         Key("download_input", block, micro_batch),
         ops.DOWNLOAD,
         nbytes=s.work.input_bytes,
@@ -90,9 +90,9 @@ def made_grad(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
     )
 
 
-def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> Key:
+def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
     """Bring the gradient of a block's input to the host until the block before it wants it."""
-    return s.add(
+    s.add(
         Key("download_input_grad", block, micro_batch),
         ops.DOWNLOAD,
         nbytes=s.work.input_bytes,

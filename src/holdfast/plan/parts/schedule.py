@@ -81,6 +81,6 @@ class Schedule:
         """A buffer on the device, unless that is host memory."""
         return () if self.work.unified else (Hold(name, nbytes, "device", slots),)
 
-    def off_device(self, *names: tuple) -> tuple[tuple, ...]:
-        """The names of buffers on the device, unless that is host memory."""
-        return () if self.work.unified else names
+    def off_device(self, name: tuple) -> tuple[tuple, ...]:
+        """The name of a buffer on the device, unless that is host memory."""
+        return () if self.work.unified else (name,)

@@ -62,10 +62,10 @@ def update_block(s: Schedule, block: int, *after: Key) -> None:
         store_state(s, block, updated)
 
 
-def store_state(s: Schedule, block: int, *after: Key, gives: tuple[tuple, ...] = ()) -> Key:
+def store_state(s: Schedule, block: int, *after: Key, gives: tuple[tuple, ...] = ()) -> None:
     """Write a block's state to a file that no kept commit names: the last commit has freed one. With no
     ``after``, the state is that of the last update."""
-    return s.add(
+    s.add(
         Key("store_state", block),
         ops.SSD_WRITE,
         nbytes=s.work.blocks[block].state_bytes,

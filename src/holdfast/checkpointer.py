@@ -1,0 +1,352 @@
+"""Checkpointer: every optimizer step of an ordinary training loop can be recovered, bit for bit.
+
+A run is a *base*, which is a commit of the whole state, and the records of the steps since. ``step()`` seals what the
+optimizers consumed in the iteration and returns; a thread makes it durable. ``resume()`` loads the newest base and
+replays the records. This module only joins: what is seen is ``delta.tap``, what is written ``delta.recorder`` and
+``delta.bases``, how it comes back ``delta.recovery``. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import xxhash
+from torch import nn
+
+from .delta.bases import BaseMaker
+from .delta.recorder import Recorder, Sealed, Task
+from .delta.recovery import recover
+from .delta.replay import fingerprint
+from .delta.script import Script
+from .delta.slots import SlotPool, slots_that_fit
+from .delta.tap import Tap, Update, gradient_layouts, image_of
+from .errors import BadInput, EngineFailed
+from .events import EventLog
+from .io.queue import IOQueue
+from .state.live import LiveState
+from .store.files import check_place
+from .store.local import LocalStore
+from .units import GiB, MiB
+
+BOUND = 8
+"""Most steps that may be on their way to the disk."""
+
+BASE_BYTES_PER_STEP = 64 * MiB
+"""Of a base, copied at the end of one step."""
+
+STREAM = "rank-00000"
+
+
+class Checkpointer:
+    """The run in directory ``run`` of a training loop: ``resume`` first, then ``step`` last in every iteration.
+
+    ``optimizer`` is one or several; ``scheduler``, ``loader`` and ``scaler`` are what the script uses of such, each
+    with ``state_dict`` and ``load_state_dict``. ``after_update`` is called after every optimizer step, in replay too;
+    ``averages`` are the modules that it keeps (``torch.optim.swa_utils.AveragedModel``), which are then part of the
+    run. ``memory`` bounds the copies that wait to be written; ``base_every`` is the number of steps from one base to
+    the next; ``retain`` how many bases are kept, with the records since. When the disk is behind, ``step`` waits
+    (``"block"``), or goes on unrecorded until a base can be made (``"skip"``). A context manager.
+    """
+
+    def __init__(
+        self,
+        run: str | Path,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        scheduler: Any = None,
+        loader: Any = None,
+        scaler: Any = None,
+        after_update: Callable[[], None] | None = None,
+        averages: nn.Module | Mapping[str, nn.Module] | None = None,
+        memory: int = 4 * GiB,
+        base_every: int = 100,
+        retain: int = 2,
+        when_behind: Literal["block", "skip"] = "block",
+        deadline_seconds: float = 300.0,
+        direct: bool = True,
+        disk: Any = None,
+    ) -> None:
+        """Raises ``BadInput`` and its kin with nothing written."""
+        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
+            raise BadInput("optimizer is not an optimizer of torch, nor several of them")
+        if base_every < 1:
+            raise BadInput(f"base_every = {base_every} must be at least 1 step")
+        if when_behind not in ("block", "skip"):
+            raise BadInput(f"when_behind = {when_behind!r} is not one of block, skip")
+        if disk is None:
+            check_place(run)
+        given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
+        self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
+        self._look = partial(LiveState, model, optimizers, _by_name(averages))
+        self._state = self._look()
+        self._scaler, self._after_update = scaler, after_update
+        self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
+        self._memory = memory
+        self._num_slots = self._slots_that_fit()
+        self._queue = IOQueue()
+        self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
+        self._events = EventLog(None if disk is not None else Path(run) / "events.jsonl")
+        self._tap = Tap(self._state, self._take_slot)
+        self._pool: SlotPool | None = None
+        self._recorder: Recorder | None = None
+        self._bases: BaseMaker | None = None
+        self._buffers: dict[str, str] = {}
+        self._base_step, self._scale = 0, 0.0
+        self._gap = False
+        self._closed = False
+        self.steps_done = 0
+        """Optimizer steps done, skipped ones included."""
+
+    @property
+    def durable_step(self) -> int:
+        """The newest step that survives power loss."""
+        return self._recorder.durable_step if self._recorder is not None else -1
+
+    def resume(self, step: int | None = None, before: int | None = None) -> int:
+        """Bring model, optimizers and script to the newest step that can be recovered, or to ``step``, or to the newest
+        before the step ``before``. Returns the steps done: 0 in a fresh directory. Called once, before the first step.
+
+        Raises ``NoCommit`` if there is no such step, ``Damaged`` if no base is whole, ``RunMismatch`` for another
+        model.
+        """
+        self._refuse_closed()
+        if self._recorder is not None:
+            raise BadInput(
+                "resume is called once, before the first step; make another Checkpointer to go back"
+            )
+        if step is not None and before is not None:
+            raise BadInput("resume takes step= or before=, not both")
+        try:
+            return self._resume(step if before is None else before - 1, exact=step is not None)
+        except BaseException:
+            self.close(save=False)
+            raise
+
+    def _resume(self, target: int | None, exact: bool) -> int:
+        self._store.enter()
+        point = None
+        if self._store.commits():
+            point, odd = recover(
+                self._store, self._state, self._script, stream=STREAM, target=target, exact=exact,
+                after_update=self._after_update,
+            )  # fmt: skip
+            self.steps_done = point.step
+            for text in odd:
+                warnings.warn(f"resuming after step {point.step}: {text}", stacklevel=3)
+        elif target:
+            raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
+        self._store.begin(point)
+        self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
+        self._bases = BaseMaker(self._store, self._state)
+        self._recorder = Recorder(
+            self._store.journal(STREAM), self._pool, durable_step=self.steps_done,
+            group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline,
+        )  # fmt: skip
+        if point is None:
+            self._whole_base()
+        self._base_step = self._store.line()[0].step
+        self._scale = self._scale_now()
+        self._tap.attach()
+        return self.steps_done
+
+    def step(self) -> None:
+        """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
+        optimizer stepped is one of accumulation, unless the loss scale fell: then it is a skipped step.
+
+        Raises what an earlier write failed with.
+        """
+        recorder = self._usable()
+        updates, self._tap.updates = self._tap.updates, []
+        scale = self._scale_now()
+        if not updates and scale >= self._scale:
+            self._scale = scale
+            return
+        self._scale = scale
+        if self._after_update is not None and updates:
+            self._after_update()
+        self.steps_done += 1
+        if self._tap.changed:
+            self._adapt(updates)
+        elif self._gap or any(update.slot is None for update in updates):
+            self._lose(updates)
+        else:
+            recorder.put(self._sealed(updates))
+        self._tap.be_last()
+        self._go_on_with_base()
+
+    def save(self) -> None:
+        """A base of the present step, which stands alone. Durable when this returns."""
+        self._usable()
+        if self._base_step < self.steps_done:
+            self._whole_base()
+
+    def wait(self, step: int | None = None) -> None:
+        """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
+        recorder = self._usable()
+        if self._gap:
+            self._whole_base()
+        recorder.wait(self.steps_done if step is None else step)
+
+    def close(self, save: bool = True) -> None:
+        """Make everything durable and leave nothing behind: no hook, no thread, no lock. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._tap.detach()
+        try:
+            if self._recorder is not None:
+                try:
+                    if save and self._gap:
+                        self._whole_base()
+                finally:
+                    self._recorder.close()
+        finally:
+            if self._bases is not None:
+                self._bases.give_up()
+            self._queue.close()
+            self._store.close()
+            if self._pool is not None:
+                self._pool.close()
+            self._events.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            with suppress(Exception):
+                self.close(save=False)
+
+    def _take_slot(self) -> Any:
+        recorder = self._usable()
+        return recorder.take_slot(wait=self._when_behind == "block")
+
+    def _sealed(self, updates: list[Update]) -> Sealed:
+        """The step as it is now; nothing of it changes any more."""
+        parts, slots = [], []
+        about: dict[str, Any] = {"base": self._base_step, "updates": []}
+        for update in updates:
+            assert update.slot is not None
+            about["updates"].append({**update.about(), "part": len(parts)})
+            parts.append(update.slot.parts[update.optimizer])
+            if update.slot not in slots:
+                slots.append(update.slot)
+        changed = self._changed_buffers()
+        about["buffers"] = len(parts) if changed else None
+        if changed:
+            parts.append(image_of(changed))
+        about["progress"] = self._script.now()
+        about["fingerprint"] = fingerprint(self._state, self.steps_done)
+        return Sealed(self.steps_done, about, tuple(parts), tuple(slots))
+
+    def _changed_buffers(self) -> dict[str, torch.Tensor]:
+        """The model's buffers that are not as they were when they were last recorded."""
+        changed = {}
+        for key, (_, tensor) in self._state.buffers(beside=False).items():
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest = xxhash.xxh3_64_hexdigest(raw.numpy().data)
+            if self._buffers.get(key) != digest:
+                self._buffers[key] = digest
+                changed[key] = tensor
+        return changed
+
+    def _adapt(self, updates: list[Update]) -> None:
+        """The step could not be recorded as those before it: a base follows, and then records of what there is now."""
+        assert self._recorder is not None and self._bases is not None and self._pool is not None
+        self._give_back(updates)
+        self._recorder.settle()
+        self._bases.give_up()
+        self._pool.close()
+        self._state = self._look()
+        self._tap.watch(self._state)
+        self._pool = SlotPool(gradient_layouts(self._state), self._slots_that_fit())
+        self._recorder.use(self._pool)
+        self._bases.watch(self._state)
+        self._whole_base()
+
+    def _give_back(self, updates: list[Update]) -> None:
+        assert self._pool is not None
+        self._pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
+
+    def _slots_that_fit(self) -> int:
+        nbytes = sum(layout.file_bytes for layout in gradient_layouts(self._state))
+        return slots_that_fit(nbytes, BOUND, self._memory)
+
+    def _lose(self, updates: list[Update]) -> None:
+        """A step of which there is no copy: only a base made after it can follow."""
+        assert self._recorder is not None
+        self._give_back(updates)
+        if not self._gap:
+            self._gap = True
+            self._events.emit("gap", step=self.steps_done, durable_step=self.durable_step)
+            warnings.warn(
+                f"step {self.steps_done} was not recorded, since the disk is behind: step {self.durable_step} is"
+                " durable, and the next that will be is that of the next base",
+                stacklevel=3,
+            )
+
+    def _go_on_with_base(self) -> None:
+        """Copy the next units of a base that is under way, begin one that is due, publish one that is written."""
+        assert self._bases is not None and self._recorder is not None
+        bases = self._bases
+        if self._gap:
+            if not self._recorder.pending:
+                self._whole_base()
+            return
+        if not bases.under_way and self.steps_done - self._base_step >= self._base_every:
+            bases.begin()
+        if not bases.all_staged:
+            bases.stage(self.steps_done, None if self._after_update is not None else BASE_BYTES_PER_STEP)
+            if bases.all_staged:
+                self._recorder.put(Task(partial(self._publish, self._progress())))
+
+    def _publish(self, progress: dict[str, Any]) -> None:
+        """Make the base a commit. Called when the records up to it are durable."""
+        assert self._bases is not None
+        self._base_step = self._bases.publish(progress).step
+        self._events.emit("base", step=self._base_step, durable_step=self.durable_step)
+
+    def _whole_base(self) -> None:
+        """A base of the present step, unit after unit, durable when this returns."""
+        assert self._bases is not None and self._recorder is not None
+        self._recorder.settle()
+        self._bases.give_up()
+        self._bases.begin()
+        while not self._bases.all_staged:
+            self._bases.stage(self.steps_done, BASE_BYTES_PER_STEP)
+            self._bases.wait()
+        self._publish(self._progress())
+        self._gap = False
+        self._recorder.restart(self.steps_done)
+
+    def _progress(self) -> dict[str, Any]:
+        return {**self._script.now(), "values": self._state.values()}
+
+    def _scale_now(self) -> float:
+        return self._scaler.get_scale() if self._scaler is not None else 0.0
+
+    def _usable(self) -> Recorder:
+        self._refuse_closed()
+        if self._recorder is None:
+            raise BadInput("call resume() before the first step: it begins or continues the run")
+        return self._recorder
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise EngineFailed(f"the checkpointer of {self._store.root} is closed; make another to resume")
+
+
+def _by_name(averages: nn.Module | Mapping[str, nn.Module] | None) -> Mapping[str, nn.Module]:
+    if isinstance(averages, nn.Module):
+        return {"average": averages}
+    return averages or {}

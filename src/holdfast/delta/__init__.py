@@ -1,0 +1,1 @@
+"""Survives: every optimizer step recorded as it is consumed, and replayed as it was."""

@@ -1,0 +1,206 @@
+"""Recorder: a thread that makes sealed steps durable, in order and in groups.
+
+A step is *sealed* when all that it consumed has been copied; from then on it belongs to the recorder. A group is
+written when it is full, when its first step has waited for ``max_delay_seconds``, or when anyone waits. After an
+error nothing more is written, and whoever waits, or comes next, gets the error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import WriterHung
+from ..store.journal import JournalWriter, Record
+from .slots import Slot, SlotPool
+
+
+@dataclass
+class Sealed:
+    """A step whose record is to be written: JSON, memory, and the slots that the memory is of."""
+
+    step: int
+    about: dict[str, Any]
+    parts: tuple[memoryview, ...]
+    slots: tuple[Slot, ...]
+    sealed_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class Task:
+    """Something to be done when every step put before is durable."""
+
+    do: Callable[[], None]
+
+
+class Recorder:
+    """Writes sealed steps to ``journal``, ``group`` at once; ``pool`` gets their slots back."""
+
+    def __init__(
+        self,
+        journal: JournalWriter,
+        pool: SlotPool,
+        *,
+        durable_step: int,
+        group: int = 1,
+        max_delay_seconds: float = 1.0,
+        deadline_seconds: float = 300.0,
+    ) -> None:
+        self._journal, self._pool, self.group = journal, pool, group
+        self._max_delay, self._deadline = max_delay_seconds, deadline_seconds
+        self.durable_step = durable_step
+        """The newest step whose record, and every one before it, survives power loss."""
+        self.written_bytes = 0
+        self.last_put = durable_step
+        self._waiting: deque[Sealed | Task] = deque()
+        self._changed = threading.Condition()
+        self._wanted = durable_step
+        self._busy_since: float | None = None
+        self._failure: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="holdfast-recorder", daemon=True)
+        self._thread.start()
+
+    @property
+    def pending(self) -> int:
+        """Steps that are sealed and not durable."""
+        with self._changed:
+            return len(self._waiting)
+
+    def put(self, item: Sealed | Task) -> None:
+        """Hand over a step or a task. Raises what an earlier write failed with."""
+        with self._changed:
+            self._raise_failure()
+            self._waiting.append(item)
+            if isinstance(item, Sealed):
+                self.last_put = item.step
+            self._changed.notify_all()
+
+    def use(self, pool: SlotPool) -> None:
+        """Take slots from ``pool`` from here on. Nothing waits."""
+        with self._changed:
+            assert not self._waiting
+            self._pool = pool
+
+    def restart(self, step: int) -> None:
+        """Nothing waits, and ``step`` is durable otherwise: records go on after it."""
+        with self._changed:
+            self._raise_failure()
+            assert not self._waiting
+            self.durable_step = self.last_put = step
+
+    def take_slot(self, wait: bool) -> Slot | None:
+        """A slot for the next step; with ``wait`` when one is free again. Raises what a write failed with, and
+        ``WriterHung`` after the deadline."""
+        slot = self._pool.take()
+        while slot is None and wait:
+            self._want(self.last_put)
+            self._check()
+            slot = self._pool.take(timeout=0.1)
+        return slot
+
+    def wait(self, step: int) -> None:
+        """Return when ``step``, which has been put, is durable. Raises what a write failed with, and ``WriterHung``
+        after the deadline."""
+        self._want(step)
+        with self._changed:
+            while self.durable_step < step:
+                self._check()
+                self._changed.wait(0.1)
+
+    def settle(self) -> None:
+        """Return when nothing waits any more. Raises as ``wait`` does."""
+        self._want(self.last_put)
+        with self._changed:
+            while self._waiting:
+                self._check()
+                self._changed.wait(0.1)
+
+    def close(self) -> None:
+        """Write what waits, unless writing has failed, and end the thread. Raises what a write failed with, and
+        ``WriterHung``: the thread is left then."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        while self._thread.is_alive():
+            self._thread.join(0.1)
+            if self._hung():
+                self._check()
+        self._raise_failure()
+
+    def _want(self, step: int) -> None:
+        with self._changed:
+            self._wanted = max(self._wanted, step)
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        self._raise_failure()
+        if self._hung():
+            raise WriterHung(
+                f"nothing has been written for {self._deadline:.0f} s. Step {self.durable_step} is durable, later ones"
+                " are not. Check the device that the run is on, and resume in a new process."
+            )
+
+    def _hung(self) -> bool:
+        since = self._busy_since
+        return since is not None and time.monotonic() - since > self._deadline
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                group = self._next_group()
+                if not group:
+                    return
+                self._busy_since = time.monotonic()
+            try:
+                self._do(group)
+            except BaseException as error:
+                with self._changed:
+                    self._failure, self._busy_since = error, None
+                    self._changed.notify_all()
+                return
+
+    def _next_group(self) -> list[Sealed] | Task | None:
+        """Wait for what is to be done now; None at the end. Called with the lock."""
+        while True:
+            steps: list[Sealed] = []
+            for item in self._waiting:
+                if isinstance(item, Task):
+                    if not steps:
+                        return item
+                    break
+                steps.append(item)
+            if steps:
+                left = steps[0].sealed_at + self._max_delay - time.monotonic()
+                wanted = self._wanted >= steps[0].step or len(steps) < len(self._waiting)
+                if len(steps) >= self.group or wanted or left <= 0 or self._closing:
+                    return steps[: self.group]
+                self._changed.wait(left)
+            elif self._closing:
+                return None
+            else:
+                self._changed.wait()
+
+    def _do(self, group: list[Sealed] | Task) -> None:
+        steps = [] if isinstance(group, Task) else group
+        if isinstance(group, Task):
+            group.do()
+        else:
+            self._journal.append([Record(sealed.step, sealed.about, sealed.parts) for sealed in steps])
+        with self._changed:
+            for _ in steps or [group]:
+                self._waiting.popleft()
+            if steps:
+                self.durable_step = steps[-1].step
+            self.written_bytes += sum(len(part) for sealed in steps for part in sealed.parts)
+            self._busy_since = None
+            self._changed.notify_all()
+        self._pool.give([slot for sealed in steps for slot in sealed.slots])

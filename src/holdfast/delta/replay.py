@@ -1,0 +1,117 @@
+"""Replay: records applied to the live model and optimizers, each as the step it was.
+
+Each optimizer runs its own ``step``, without hooks, on the gradients that training consumed, with the hyper-parameters
+of that step. What the run held after a step is compared with a fingerprint; where it differs replay stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import xxhash
+
+from ..state.capture import FROM_NAME
+from ..state.live import BUFFERS, LiveState
+from ..state.progress import decode
+from ..store.layout import Layout
+from .tap import CONSUMED
+
+SAMPLED_BYTES = 64
+"""Of each parameter in a fingerprint."""
+
+
+def fingerprint(state: LiveState, step: int) -> str:
+    """The xxh3_64 of some bytes of every parameter, others at each ``step``."""
+    samples = []
+    for position, parameter in enumerate(state.parameters):
+        flat = _bytes_of(parameter.parameter)
+        places = max(1, flat.numel() // SAMPLED_BYTES)
+        start = (step * 2654435761 + position * 40503) % places * SAMPLED_BYTES
+        samples.append(flat[start : start + SAMPLED_BYTES])
+    return xxhash.xxh3_64_hexdigest(torch.cat(samples).cpu().numpy().data) if samples else ""
+
+
+def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:
+    """All bytes of a parameter, in the order in which they lie in memory."""
+    tensor = parameter.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.contiguous()
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def apply(
+    state: LiveState,
+    about: dict[str, Any],
+    parts: Sequence[memoryview],
+    *,
+    skipped: frozenset[str] = frozenset(),
+    after_update: Callable[[], None] | None = None,
+) -> None:
+    """Do the step that a record tells of. Parameters named in ``skipped`` are left as they are: what was loaded of
+    them is of a later step."""
+    for update in about["updates"]:
+        optimizer = state.optimizers[update["optimizer"]]
+        grads = tensors_of(parts[update["part"]], "/grad")
+        for absent in update["without"]:
+            grads.pop(absent, None)
+        for name in skipped:
+            grads.pop(name, None)
+        for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
+            group.update({key: decode(value) for key, value in values.items()})
+        _step(state, optimizer, grads, update["consumed"])
+    buffers = {}
+    if about["buffers"] is not None and BUFFERS not in skipped:
+        buffers = tensors_of(parts[about["buffers"]])
+    state.load(buffers)
+    if after_update is not None and about["updates"]:
+        after_update()
+        state.load(buffers)  # they were recorded after it
+
+
+def _step(
+    state: LiveState,
+    optimizer: torch.optim.Optimizer,
+    grads: dict[str, torch.Tensor],
+    consumed: dict[str, float],
+) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.grad for p in parameters]
+    try:
+        for parameter in parameters:
+            grad = grads.get(state.name_of[id(parameter)])
+            parameter.grad = None if grad is None else grad.to(parameter.device)
+        for name in CONSUMED:
+            if name in consumed:
+                setattr(optimizer, name, torch.tensor(consumed[name], device=parameters[0].device))
+        with torch.no_grad():
+            _unhooked_step(optimizer)
+    finally:
+        for name in CONSUMED:
+            if name in consumed:
+                delattr(optimizer, name)
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+def _unhooked_step(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's own ``step``, without the hooks around it."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+def tensors_of(part: memoryview, suffix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors in a part, by their keys without ``suffix``."""
+    return {
+        entry.key.removesuffix(suffix): torch.frombuffer(
+            part[entry.offset : entry.end], dtype=FROM_NAME[entry.dtype]
+        ).view(entry.shape)
+        if entry.nbytes
+        else torch.empty(entry.shape, dtype=FROM_NAME[entry.dtype])
+        for entry in Layout.parse(part).entries
+    }

@@ -1,0 +1,76 @@
+"""Script: what the user's training script holds besides the model and its optimizers' tensors.
+
+Random generators, hyper-parameters, learning-rate schedule, data position and loss scale, by value, as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import BadInput, RunMismatch
+from ..state.progress import decode, encode, random_state, restore_random_state
+
+Stateful = Mapping[str, Any]
+"""By name: objects with ``state_dict`` and ``load_state_dict``."""
+
+
+class Script:
+    """``optimizers`` for their hyper-parameters, and ``things`` that keep a state of their own."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], things: Stateful) -> None:
+        for name, thing in things.items():
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                instead = ": holdfast.loader(dataset, batch_size) has them" if name == "loader" else ""
+                raise BadInput(
+                    f"{name}: {type(thing).__name__} has no state_dict and load_state_dict, so a resume would lose its"
+                    f" position{instead}."
+                )
+        self._optimizers, self._things = optimizers, things
+
+    def now(self) -> dict[str, Any]:
+        """As JSON. Raises ``BadInput`` naming the first thing that cannot be stored by value."""
+        return {
+            "random": encode(random_state()),
+            "optimizers": [type(optimizer).__name__ for optimizer in self._optimizers],
+            "groups": [
+                [
+                    {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
+                    for i, group in enumerate(optimizer.param_groups)
+                ]
+                for optimizer in self._optimizers
+            ],
+            "things": {name: encode(thing.state_dict(), name) for name, thing in self._things.items()},
+        }
+
+    def check(self, progress: dict[str, Any]) -> None:
+        """Raise ``RunMismatch`` if ``progress`` is that of another script."""
+        there, here = progress["optimizers"], [type(optimizer).__name__ for optimizer in self._optimizers]
+        if there != here:
+            raise RunMismatch(
+                f"the run was made with {' and '.join(there)}, these optimizers are {' and '.join(here)}. Give the same"
+                " in the same order, or another directory."
+            )
+        for index, (optimizer, groups) in enumerate(zip(self._optimizers, progress["groups"], strict=True)):
+            if len(optimizer.param_groups) != len(groups):
+                raise RunMismatch(
+                    f"optimizer {index} of the run has {len(groups)} parameter groups, this one has"
+                    f" {len(optimizer.param_groups)}. Build it with the groups that the run was made with."
+                )
+        lost = [name for name in progress["things"] if name not in self._things]
+        if lost:
+            raise RunMismatch(
+                f"the run has a {lost[0]}, and none was passed, so its position would be lost. Pass {lost[0]}=."
+            )
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Put everything where ``progress`` has it."""
+        for name, thing in self._things.items():
+            if name in progress["things"]:
+                thing.load_state_dict(decode(progress["things"][name]))
+        for optimizer, groups in zip(self._optimizers, progress["groups"], strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update({key: decode(value) for key, value in saved.items()})
+        restore_random_state(decode(progress["random"]))

@@ -1,0 +1,89 @@
+"""Slots: memory that gradients are copied into, faulted in once and owned by the recorder until it is written.
+
+Sizes are bytes. One slot holds what one iteration consumes: for each optimizer a *part*, the image of a safetensors
+file with the gradients of all its trained parameters, in whole pages. All slots have one layout, so that a copy is
+one call of torch and no memory is taken while training runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..errors import BadInput
+from ..io.buffers import Buffer
+from ..state.capture import FROM_NAME
+from ..store.layout import Layout
+from ..units import PAGE, format_bytes
+
+
+class Slot:
+    """Room for one iteration: ``parts`` by optimizer, ``tensors`` the views of each by parameter name."""
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self._memory = [Buffer(layout.file_bytes, "records") for layout in layouts]
+        self.parts = [buffer.view for buffer in self._memory]
+        self.tensors = [_views(view, layout) for view, layout in zip(self.parts, layouts, strict=True)]
+        for view, layout in zip(self.parts, layouts, strict=True):
+            np.frombuffer(view, np.uint8)[::PAGE] = 0  # fault every page in
+            view[: len(layout.header)] = layout.header
+
+    def free(self) -> None:
+        self.tensors.clear()
+        self.parts.clear()
+        for buffer in self._memory:
+            buffer.free()
+
+
+class SlotPool:
+    """``count`` slots. One thread takes, another gives back."""
+
+    def __init__(self, layouts: Sequence[Layout], count: int) -> None:
+        self.slots = [Slot(layouts) for _ in range(count)]
+        self.slot_bytes = sum(layout.file_bytes for layout in layouts)
+        self._free = list(self.slots)
+        self._changed = threading.Condition()
+
+    def take(self, timeout: float = 0.0) -> Slot | None:
+        """A free slot; None if there is none within ``timeout`` seconds."""
+        with self._changed:
+            if not self._free and timeout > 0:
+                self._changed.wait_for(lambda: bool(self._free), timeout)
+            return self._free.pop() if self._free else None
+
+    def give(self, slots: Sequence[Slot]) -> None:
+        with self._changed:
+            self._free.extend(slots)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Free all memory. Nothing may be under way."""
+        for slot in self.slots:
+            slot.free()
+
+
+def _views(view: memoryview, layout: Layout) -> dict[str, torch.Tensor]:
+    return {
+        entry.key.removesuffix("/grad"): torch.frombuffer(
+            view[entry.offset : entry.end], dtype=FROM_NAME[entry.dtype]
+        ).view(entry.shape)
+        if entry.nbytes
+        else torch.empty(entry.shape, dtype=FROM_NAME[entry.dtype])
+        for entry in layout.entries
+    }
+
+
+def slots_that_fit(slot_bytes: int, bound: int, memory_bytes: int) -> int:
+    """How many slots there are: one for each step that may be on its way, fewer if memory is short, two at least.
+
+    Raises ``BadInput`` with the smallest memory that works.
+    """
+    if memory_bytes < 2 * slot_bytes:
+        raise BadInput(
+            f"memory = {format_bytes(memory_bytes)} is too little for the records of steps on their way: one takes"
+            f" {format_bytes(slot_bytes)}, and two are needed. Give at least {2 * slot_bytes} bytes."
+        )
+    return max(2, min(bound, memory_bytes // max(slot_bytes, 1)))

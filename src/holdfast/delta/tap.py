@@ -1,0 +1,176 @@
+"""Tap: sees what each optimizer step consumes, and copies it before the step can change it.
+
+Attached as a pre-hook of each optimizer, it runs after averaging, unscaling and clipping, and after other pre-hooks.
+What is copied is the gradients in their own dtype; which of them are None, the hyper-parameters, and what a fused
+optimizer takes from a ``GradScaler`` are kept by value.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import BadInput
+from ..io.buffers import Buffer
+from ..state.capture import TO_NAME
+from ..state.live import LiveState
+from ..state.progress import encode
+from ..store.layout import Layout
+from .slots import Slot
+
+METADATA = {"format": "holdfast", "version": "1"}
+
+CONSUMED = ("grad_scale", "found_inf")
+"""Attributes by which a ``GradScaler`` hands over to a fused optimizer."""
+
+
+@dataclass
+class Update:
+    """One optimizer step: its hyper-parameters by group, and the names of the parameters without gradient."""
+
+    optimizer: int
+    slot: Slot | None
+    """Where the gradients are; None where there was no room."""
+    groups: list[dict[str, Any]]
+    without: list[str]
+    consumed: dict[str, float]
+
+    def about(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "optimizer": self.optimizer,
+            "groups": [
+                {key: encode(value, f"param_groups[{index}][{key!r}]") for key, value in group.items()}
+                for index, group in enumerate(self.groups)
+            ],
+            "without": self.without,
+            "consumed": self.consumed,
+        }
+
+
+class Tap:
+    """Collects the updates of an iteration. ``take_slot`` gives memory for the next, or None."""
+
+    def __init__(self, state: LiveState, take_slot: Callable[[], Slot | None]) -> None:
+        self._state, self._take_slot = state, take_slot
+        self.updates: list[Update] = []
+        """Since the iteration began."""
+        self.changed = False
+        """Whether a step could not be recorded, since slots have no place for a gradient (a parameter was added, or is
+        trained now), or another pre-hook was to run after this one."""
+        self._hooks: list[Any] = []
+
+    def watch(self, state: LiveState) -> None:
+        """From here on ``state`` says what there is."""
+        self._state, self.changed = state, False
+
+    def attach(self) -> None:
+        for index, optimizer in enumerate(self._state.optimizers):
+            hook = optimizer.register_step_pre_hook(_hook_of(self, index))
+            self._hooks.append((optimizer, hook))
+
+    def detach(self) -> None:
+        for _, hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def be_last(self) -> None:
+        """Let other pre-hooks, which may change gradients, run first."""
+        for optimizer, hook in self._hooks:
+            optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
+
+    def before_step(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """The pre-hook of optimizer ``index``."""
+        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+            raise BadInput(
+                "an optimizer step with a closure computes several gradients, of which only the last could be recorded."
+                " Call closure() yourself and then optimizer.step()."
+            )
+        optimizer = self._state.optimizers[index]
+        grads, without = {}, []
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            name = self._state.name_of.get(id(parameter), "")
+            if parameter.grad is None:
+                without.append(name)
+            else:
+                _refuse_sparse(name, parameter.grad)
+                grads[name] = parameter.grad
+        slot = self._slot_for(index)
+        if slot is not None and self._is_last(index) and grads.keys() <= slot.tensors[index].keys():
+            _copy(slot.tensors[index], grads)
+        elif slot is not None:
+            self.changed = True
+        self.updates.append(Update(index, slot, _by_value(optimizer), without, _consumed(optimizer)))
+
+    def _is_last(self, index: int) -> bool:
+        optimizer, hook = self._hooks[index]
+        return next(reversed(optimizer._optimizer_step_pre_hooks)) == hook.id
+
+    def _slot_for(self, index: int) -> Slot | None:
+        """The iteration's slot, or another one if this optimizer has stepped before in it."""
+        if self.updates and all(update.optimizer != index for update in self.updates):
+            return self.updates[-1].slot
+        return self._take_slot()
+
+
+def _hook_of(tap: Tap, index: int) -> Callable[..., None]:
+    return lambda optimizer, args, kwargs: tap.before_step(index, args, kwargs)
+
+
+def _copy(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:
+    """Copy ``grads`` to their places in a slot; they are there when this returns."""
+    if grads:
+        with torch.no_grad():
+            torch._foreach_copy_([targets[name] for name in grads], list(grads.values()))
+
+
+def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise BadInput(
+            f"the gradient of {name} is sparse, which records do not hold: build it with sparse=False"
+        )
+
+
+def _by_value(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [
+        {key: copy.copy(value) if not isinstance(value, torch.Tensor) else value.clone()
+         for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]  # fmt: skip
+
+
+def _consumed(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    found = {name: getattr(optimizer, name, None) for name in CONSUMED}
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def image_of(tensors: dict[str, torch.Tensor]) -> memoryview:
+    """The image of a safetensors file with copies of ``tensors``, in memory of its own."""
+    layout = Layout.build([(key, TO_NAME[t.dtype], tuple(t.shape)) for key, t in tensors.items()], METADATA)
+    view = Buffer(layout.file_bytes, "records").view
+    view[: len(layout.header)] = layout.header
+    for key, tensor in tensors.items():
+        entry = layout[key]
+        if entry.nbytes:
+            place = torch.frombuffer(view[entry.offset : entry.end], dtype=tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+    return view
+
+
+def gradient_layouts(state: LiveState) -> list[Layout]:
+    """For each optimizer: the gradients of its parameters that require grad, in their own dtypes."""
+    layouts = []
+    for optimizer in state.optimizers:
+        known = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        layouts.append(
+            Layout.build(
+                [(f"{p.name}/grad", TO_NAME[p.parameter.dtype], p.shape)
+                 for p in state.parameters if id(p.parameter) in known],
+                METADATA,
+            )
+        )  # fmt: skip
+    return layouts

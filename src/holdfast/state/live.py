@@ -1,0 +1,147 @@
+"""Live state: the tensors that a model and its optimizers hold at this moment, as atoms.
+
+What an optimizer holds comes and goes (most make their state in the first step), so it is asked each time. A
+parameter with all that belongs to it is one *owner*; so are the persistent buffers together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BadInput, RunMismatch
+from .atoms import Atom
+from .capture import TO_NAME, CapturedParameter, buffer_at, capture
+from .progress import decode, encode
+
+BUFFERS = "buffers"
+"""The owner of all persistent buffers."""
+
+Held = dict[str, tuple[Atom, torch.Tensor]]
+"""Atoms by key, each with the tensor that holds it now."""
+
+
+class LiveState:
+    """``model`` and its ``optimizers``, which share no parameter, and modules ``beside`` it, whose atoms are named
+    ``name:...``. Tied weights are one parameter."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        beside: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        """Raises ``BadInput`` and its kin for what cannot be stored by name and value."""
+        captures = [capture(model, optimizer) for optimizer in optimizers]
+        self.optimizers = tuple(optimizers)
+        self.parameters: tuple[CapturedParameter, ...] = captures[0].parameters
+        self._buffers, self._buffers_beside = captures[0].buffers, {}
+        for prefix, module in (beside or {}).items():
+            captured = capture(module)
+            self.parameters += tuple(_named(p, prefix) for p in captured.parameters)
+            self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
+        self._optimizer_of: dict[str, int] = {}
+        for index, captured in enumerate(captures):
+            for parameter in captured.parameters:
+                if (
+                    parameter.group is not None
+                    and self._optimizer_of.setdefault(parameter.name, index) != index
+                ):
+                    raise BadInput(
+                        f"{parameter.name} belongs to two optimizers; give each parameter to one of them"
+                    )
+        self._parameter = {captured.name: captured for captured in self.parameters}
+        self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
+
+    def owned(self, parameter: CapturedParameter) -> Held:
+        """The parameter and the tensors that its optimizer holds for it."""
+        held = {"param": parameter.parameter.detach()}
+        held |= {slot: v for slot, v in self._state(parameter).items() if isinstance(v, torch.Tensor)}
+        return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
+
+    def buffers(self, beside: bool = True) -> Held:
+        """The persistent buffers as they are now, of the modules ``beside`` the model as well."""
+        places = self._buffers | self._buffers_beside if beside else self._buffers
+        return dict(_held(name, "buffer", buffer_at(place)) for name, place in places.items())
+
+    def values(self) -> dict[str, dict[str, Any]]:
+        """What optimizers hold for parameters that is no tensor, by parameter and slot, as JSON."""
+        found = {}
+        for parameter in self.parameters:
+            plain = {s: v for s, v in self._state(parameter).items() if not isinstance(v, torch.Tensor)}
+            if plain:
+                found[parameter.name] = {s: encode(v, f"{parameter.name}/{s}") for s, v in plain.items()}
+        return found
+
+    def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Raise ``RunMismatch`` unless atoms of these kinds (dtype and shape by key) are a state of this model."""
+        targets = {f"{p.name}/param": p.parameter for p in self.parameters}
+        targets |= {key: tensor for key, (_, tensor) in self.buffers().items()}
+        for key, target in targets.items():
+            here = (TO_NAME[target.dtype], tuple(target.shape))
+            if kinds.get(key) != here:
+                there = "none" if key not in kinds else "{} {}".format(*kinds[key])
+                raise _mismatch(f"of {key} it has {there}, this one has {here[0]} {here[1]}")
+        names = {key.rpartition("/")[0] for key in targets}
+        for key in kinds:
+            name, _, slot = key.rpartition("/")
+            if name not in names or (slot not in ("param", "buffer") and name not in self._optimizer_of):
+                raise _mismatch(f"it has {key}, and this one has no such tensor")
+
+    def forget_optimizer_state(self) -> None:
+        """Before ``load`` and ``load_values`` of all there is: what they do not name, optimizers do not hold."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    @torch.no_grad()
+    def load(self, atoms: dict[str, torch.Tensor]) -> None:
+        """Copy ``atoms``, by key, to where the model and the optimizers hold them. They have been checked."""
+        buffers = self.buffers()
+        for key, value in atoms.items():
+            name, _, slot = key.rpartition("/")
+            if slot == "buffer":
+                buffers[key][1].copy_(value)
+            elif slot == "param":
+                self._parameter[name].parameter.copy_(value)
+            else:
+                self._load_slot(name, slot, value)
+
+    def load_values(self, values: dict[str, dict[str, Any]]) -> None:
+        """Put back what ``values`` gave."""
+        for name, slots in values.items():
+            optimizer = self.optimizers[self._optimizer_of[name]]
+            optimizer.state[self._parameter[name].parameter].update({s: decode(v) for s, v in slots.items()})
+
+    def _load_slot(self, name: str, slot: str, value: torch.Tensor) -> None:
+        """A new tensor where torch would have made it: counts of steps stay on the host, but for some kernels."""
+        parameter, optimizer = self._parameter[name], self.optimizers[self._optimizer_of[name]]
+        group = optimizer.param_groups[parameter.group or 0]
+        on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
+        device = torch.device("cpu") if on_host else parameter.parameter.device
+        optimizer.state[parameter.parameter][slot] = value.to(device, copy=True)
+
+    def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
+        index = self._optimizer_of.get(parameter.name)
+        return {} if index is None else self.optimizers[index].state.get(parameter.parameter, {})
+
+
+def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:
+    return replace(parameter, names=tuple(f"{prefix}:{name}" for name in parameter.names))
+
+
+def _held(name: str, slot: str, tensor: torch.Tensor) -> tuple[str, tuple[Atom, torch.Tensor]]:
+    if tensor.dtype not in TO_NAME:
+        raise BadInput(f"{name}/{slot} is {tensor.dtype}, which commits do not hold")
+    atom = Atom(name, slot, tuple(tensor.shape), TO_NAME[tensor.dtype])
+    return atom.key, (atom, tensor)
+
+
+def _mismatch(what: str) -> RunMismatch:
+    return RunMismatch(
+        f"the run holds another model: {what}. Build model and optimizers as the run's were, or give these their own"
+        " directory."
+    )

@@ -1,0 +1,167 @@
+"""Chains: a base and the records that follow it, as far as they can be used.
+
+By headers alone, but for ``verify_records``; nothing here is believed before it has been verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.errors import Damaged
+from holdfast.io.buffers import Buffer
+from holdfast.io.queue import IOQueue
+from holdfast.store.files import AnyDisk
+from holdfast.store.journal import StoredRecord, read_payload, read_segment, segments, streams
+from holdfast.store.manifest import Manifest, Point
+from holdfast.store.reader import RunReader
+from holdfast.store.retention import ancestry
+
+AHEAD = 2
+"""Records read while one is used."""
+
+
+def payloads(
+    disk: AnyDisk, queue: IOQueue, records: list[StoredRecord]
+) -> Iterator[tuple[StoredRecord, list[memoryview]]]:
+    """Each record with the verified memory of its parts, which is used again for the next but ``AHEAD``.
+
+    Raises ``Damaged`` where a record does not verify.
+    """
+    files: dict[str, Any] = {}
+    buffers: list[Buffer] = []
+    under_way: list[tuple[StoredRecord, Buffer, Any]] = []
+    size = max((record.payload_bytes for record in records), default=0)
+    try:
+        buffers = [Buffer(max(size, 1), "records") for _ in range(min(AHEAD + 1, len(records)))]
+        free = list(buffers)
+        following = iter(records)
+        while True:
+            while free and (record := next(following, None)) is not None:
+                if record.path not in files:
+                    files[record.path] = disk.open(record.path, write=False)
+                buffer = free.pop()
+                view = buffer.view[: record.payload_bytes]
+                under_way.append((record, buffer, read_payload(queue, files[record.path], record, view)))
+            if not under_way:
+                return
+            record, buffer, future = under_way.pop(0)
+            future.result()
+            yield record, _parts(buffer.view, record)
+            free.append(buffer)
+    finally:
+        for _, _, future in under_way:
+            future.cancel() or future.exception()
+        for file in files.values():
+            file.close()
+        for buffer in buffers:
+            buffer.free()
+
+
+def _parts(view: memoryview, record: StoredRecord) -> list[memoryview]:
+    parts, start = [], 0
+    for nbytes, _ in record.parts:
+        parts.append(view[start : start + nbytes])
+        start += nbytes
+    return parts
+
+
+@dataclass
+class Chain:
+    """The records that follow ``base`` on its line, to the last that can be used. ``odd`` is what ended it, if that was
+    not the end."""
+
+    base: Manifest
+    records: list[StoredRecord]
+    odd: Damaged | None = None
+
+    @property
+    def last(self) -> Point:
+        return self.records[-1] if self.records and self.records[-1].step > self.base.step else self.base
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        last = self.last
+        return last.about["progress"] if isinstance(last, StoredRecord) else self.base.progress
+
+
+@dataclass
+class Journal:
+    """The records of a run's current line by step, and where reading a segment ended before its clean end."""
+
+    records: dict[int, StoredRecord] = field(default_factory=dict)
+    odd: dict[int, Damaged] = field(default_factory=dict)
+    """By the last step before it."""
+
+
+def read_journal(store: RunReader, stream: str) -> Journal:
+    """The headers of all records of ``stream`` on the current line."""
+    journal = Journal()
+    limits = dict(ancestry(store.timelines()[0], store.tip()))
+    for ref in segments(store.disk, stream):
+        if ref.timeline not in limits:
+            continue
+        limit = limits[ref.timeline]
+        found, odd = read_segment(store.disk, ref)
+        for record in found:
+            if limit is None or record.step <= limit:
+                journal.records[record.step] = record
+        if odd is not None:
+            journal.odd[found[-1].step if found else ref.first_step - 1] = odd
+    return journal
+
+
+def chain_of(base: Manifest, journal: Journal, target: int | None) -> Chain:
+    """What follows ``base`` without a gap, to ``target`` at most. Raises ``Damaged`` if records are missing that the
+    base itself needs."""
+    records: list[StoredRecord] = []
+    step, odd = base.oldest_step, None
+    while target is None or step < target:
+        record = journal.records.get(step + 1)
+        if record is None:
+            odd = journal.odd.get(step)
+            break
+        if records and record.previous != _digest_before(record, records[-1]):
+            odd = Damaged(
+                f"the record of step {step + 1} in {record.path} does not follow that of step {step}: it is of another"
+                " chain",
+                path=record.path,
+            )
+            break
+        records.append(record)
+        step += 1
+    if step < base.step:
+        raise Damaged(
+            f"{base.path} needs the records of steps {base.oldest_step + 1} to {base.step}, and that of step"
+            f" {step + 1} cannot be used. {odd or 'It is missing.'}",
+            path=base.path,
+        )
+    return Chain(base, records, odd)
+
+
+def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
+    return before.digest if before.timeline == record.timeline else record.key
+
+
+def verify_records(store: RunReader, base: Manifest) -> tuple[int, list[Damaged]]:
+    """The newest step that the records after ``base``, each verified, lead to on every stream; and what ended them."""
+    steps, damaged = [], []
+    for stream in streams(store.disk):
+        step, odd = _verify_stream(store, base, stream)
+        steps.append(step)
+        damaged += odd
+    return min(steps, default=base.step), damaged
+
+
+def _verify_stream(store: RunReader, base: Manifest, stream: str) -> tuple[int, list[Damaged]]:
+    step, queue = base.oldest_step, IOQueue()
+    try:
+        chain = chain_of(base, read_journal(store, stream), None)
+        for record, _ in payloads(store.disk, queue, chain.records):
+            step = record.step
+    except Damaged as error:
+        return step, [error]
+    finally:
+        queue.close()
+    return step, [] if chain.odd is None else [chain.odd]

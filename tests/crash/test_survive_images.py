@@ -1,0 +1,123 @@
+"""A loop with a checkpointer on a simulated disk, and recovery from whatever a power cut could leave of it.
+
+In every image the newest step that can be recovered is not older than the newest one acknowledged, and it is the state
+of its step, bit for bit. Each sync taken away must show in some image.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from delta.loops import make
+from holdfast.checkpointer import STREAM, Checkpointer
+from holdfast.delta import bases
+from holdfast.delta.recovery import recover
+from holdfast.delta.script import Script
+from holdfast.errors import HoldfastError
+from holdfast.io.queue import IOQueue
+from holdfast.io.simdisk import SimDisk
+from holdfast.state.live import LiveState
+from holdfast.store import journal
+from holdfast.store.local import LocalStore
+from survive_run import FEATURE, OPTIMIZER, digest
+
+ROOT, STEPS = "/sim", 9
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(bases, "UNIT_BYTES", 2500)
+    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 2)
+
+
+@pytest.fixture(scope="module")
+def queue():
+    queue = IOQueue(2)
+    yield queue
+    queue.close()
+
+
+def process(disk, steps, states=None):
+    """One process: resume, train to ``steps``; every step that it is told of is marked on the disk."""
+    loop = make(OPTIMIZER, FEATURE)
+    with Checkpointer(
+        ROOT, model=loop.model, optimizer=loop.optimizers, base_every=3, disk=disk
+    ) as checkpointer:
+        done = checkpointer.resume()
+        for i in range(done, steps):
+            loop.iteration(i, checkpointer.step)
+            if states is not None:
+                states[i + 1] = digest(loop.state())
+            if i % 2:
+                checkpointer.wait()
+            disk.ack(checkpointer.durable_step)
+    disk.ack(checkpointer.durable_step)
+    disk.end_process()
+
+
+def record():
+    disk = SimDisk()
+    process(disk, 5)
+    process(disk, STEPS)
+    return disk
+
+
+@pytest.fixture(scope="module")
+def states():
+    """The digest of the state after every step, of a loop that nothing stops."""
+    found = {}
+    loop = make(OPTIMIZER, FEATURE)
+    found[0] = digest(loop.state())
+    for i in range(STEPS):
+        loop.iteration(i, lambda: None)
+        found[i + 1] = digest(loop.state())
+    return found
+
+
+def check(image, states, queue):
+    """The promise."""
+    loop = make(OPTIMIZER, FEATURE, seed=1)
+    store = LocalStore(ROOT, disk=image.disk, queue=queue)
+    if not store.disk.exists("commits") or not store.commits():
+        assert image.acked is None
+        return
+    point, _ = recover(
+        store, LiveState(loop.model, loop.optimizers), Script(loop.optimizers, {}), stream=STREAM
+    )
+    assert image.acked is None or point.step >= image.acked
+    assert digest(loop.state()) == states[point.step]
+
+
+@pytest.mark.crash
+def test_every_image_of_a_run_recovers(states, queue):
+    total = with_steps = 0
+    for image in record().images(random.Random(0), samples=5):
+        check(image, states, queue)
+        total, with_steps = total + 1, with_steps + (image.acked is not None)
+    print(f"{total} images, {with_steps} of them after the first acknowledgement")
+    assert with_steps > 300
+
+
+WHYS = ["makedirs", "timeline", "timeline directory", "unit directory", "unit data", "index", "index directory",
+        "manifest", "manifest directory", "segment directory", "records"]  # fmt: skip
+ELSEWHERE = ["retire"]
+"""Shown in ``test_images.py``, by a run that goes back to a commit."""
+
+
+def test_the_list_of_syncs_is_complete():
+    whys = {why for why in record().whys() if not why.startswith("reopen ")}
+    assert sorted(whys) == sorted(WHYS + ELSEWHERE)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("why", WHYS)
+def test_without_any_one_sync_some_image_breaks_the_promise(states, queue, why):
+    for image in record().images(random.Random(0), samples=2, without=why):
+        try:
+            check(image, states, queue)
+        except (HoldfastError, AssertionError, FileNotFoundError):
+            return
+    pytest.fail(f"no image shows that the sync {why!r} is needed")

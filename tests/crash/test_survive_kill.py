@@ -1,0 +1,67 @@
+"""A loop with a checkpointer is killed, at random moments and at every failpoint, and goes on: from a step that is not
+before the last acknowledged one, to the very bits of a loop that was never killed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fork_server import ForkServer
+from holdfast import failpoints
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server, tmp_path_factory):
+    outcome = server.run(
+        survive=True, root=tmp_path_factory.mktemp("undisturbed"), steps=STEPS, base_every=1000
+    )
+    assert outcome.finished, outcome.error
+    return outcome
+
+
+def go_on_to_the_end(server, undisturbed, root, acknowledged, **options):
+    """Resume once more and compare all that is computed from there on."""
+    last = server.run(survive=True, root=root, steps=STEPS, **options)
+    assert last.finished, last.error
+    assert last.resumed >= acknowledged
+    assert last.losses == undisturbed.losses[len(undisturbed.losses) - len(last.losses) :]
+    assert last.digest == undisturbed.digest
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_random_moments(server, undisturbed, tmp_path, seed):
+    """Some fifty kills in all: most before the run has ended, each a while after the last."""
+    chance, acknowledged, options = random.Random(seed), -1, {"base_every": 3 + seed}
+    longest = undisturbed.seconds
+    for _ in range(5):
+        outcome = server.run(
+            survive=True, root=tmp_path, steps=STEPS, kill_after=chance.uniform(0.0, longest), **options
+        )
+        assert outcome.killed or outcome.finished, outcome.error
+        assert outcome.resumed is None or outcome.resumed >= acknowledged
+        acknowledged = max(acknowledged, outcome.durable)
+    go_on_to_the_end(server, undisturbed, tmp_path, acknowledged, **options)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint", [*failpoints.NAMES, *failpoints.JOURNAL])
+@pytest.mark.parametrize("arrival", [1, 2, 3])
+def test_killed_at_a_failpoint(server, undisturbed, tmp_path, failpoint, arrival):
+    if failpoint == "after_timeline_opened" and arrival > 1:
+        server.run(survive=True, root=tmp_path, steps=7, base_every=3)
+        arrival = 1
+    outcome = server.run(
+        survive=True, root=tmp_path, steps=STEPS, base_every=3, failpoint=f"{failpoint}:{arrival}"
+    )
+    assert outcome.killed or (arrival == 3 and outcome.finished), outcome
+    go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable, base_every=3)

@@ -1,0 +1,77 @@
+"""Every step of a run comes back bit for bit from a base and records: each optimizer, each habit of a script."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from delta.loops import FEATURES, make, same
+from holdfast.checkpointer import STREAM, Checkpointer
+from holdfast.delta import bases
+from holdfast.delta.recovery import recover
+from holdfast.delta.script import Script
+from holdfast.state.live import LiveState
+from holdfast.store.local import LocalStore
+
+STEPS = 11
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05),
+    "sgd-fused": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.1, fused=True),
+    "nesterov": partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True, foreach=False),
+    "nesterov-foreach": partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True, foreach=True),
+    "adam": partial(torch.optim.Adam, lr=0.01, foreach=False),
+    "adam-foreach": partial(torch.optim.Adam, lr=0.01, foreach=True),
+    "adam-fused": partial(torch.optim.Adam, lr=0.01, fused=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "adamw-fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=True),
+    "amsgrad-fused": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
+}
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    """A base is of several units, one of them in each step."""
+    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
+    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+
+
+def trained(root, optimizer, feature, steps=STEPS, **options):
+    """Train with a checkpointer; the states after each step, by the number of steps done."""
+    loop = make(optimizer, feature)
+    with Checkpointer(
+        root, model=loop.model, optimizer=loop.optimizers, **loop.things, **options
+    ) as checkpointer:
+        assert checkpointer.resume() == 0
+        states = {0: loop.state()}
+        for i in range(steps):
+            loop.iteration(i, checkpointer.step)
+            states[checkpointer.steps_done] = loop.state()
+    return states
+
+
+def recovered(root, optimizer, feature, step):
+    """The state at ``step``, in a loop that began otherwise."""
+    loop = make(optimizer, feature, seed=1)
+    things = {name: thing for name, thing in loop.things.items() if name in ("scheduler", "scaler")}
+    averages = {"average": loop.things["averages"]} if "averages" in loop.things else {}
+    with LocalStore.open(root) as store:
+        point, odd = recover(
+            store, LiveState(loop.model, loop.optimizers, averages), Script(loop.optimizers, things), stream=STREAM,
+            target=step, exact=True, after_update=loop.things.get("after_update"),
+        )  # fmt: skip
+    assert (point.step, odd) == (step, [])
+    return loop.state()
+
+
+@pytest.mark.parametrize("feature", ["", *FEATURES])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature):
+    states = trained(tmp_path, OPTIMIZERS[name], feature, base_every=4, retain=9)
+    assert max(states) == STEPS
+    for step, state in states.items():
+        found = recovered(tmp_path, OPTIMIZERS[name], feature, step)
+        assert same(found, state), (step, [key for key in state if not same(found[key], state[key])])

@@ -1,0 +1,152 @@
+"""The journal: what was appended is read back, whatever is wrong with what follows it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from holdfast.errors import ChunkCorrupt, Damaged
+from holdfast.io.buffers import Buffer
+from holdfast.io.queue import IOQueue
+from holdfast.store import journal
+from holdfast.store.files import Disk
+from holdfast.store.journal import JournalWriter, Record, read_payload, read_segment, segments
+from holdfast.store.manifest import Timeline
+
+TIMELINE = Timeline(3, 2, 10, "ab" * 16, "cd" * 16)
+PAGE = 4096
+
+
+@pytest.fixture
+def queue():
+    queue = IOQueue(2)
+    yield queue
+    queue.close()
+
+
+def part(nbytes, seed):
+    view = Buffer(nbytes, "test").view
+    view[:] = random.Random(seed).randbytes(nbytes)
+    return view
+
+
+def record(step, sizes=(PAGE, 2 * PAGE)):
+    parts = tuple(part(size, step * 10 + number) for number, size in enumerate(sizes))
+    return Record(step, {"rate": 0.1 * step, "text": "é\n"}, parts)
+
+
+def written(root, queue, groups, **options):
+    disk = Disk(root)
+    disk.makedirs("")
+    writer = JournalWriter(disk, queue, "s", TIMELINE, **options)
+    for group in groups:
+        writer.append(group)
+    writer.close()
+    return disk
+
+
+def payload(disk, queue, stored):
+    view = Buffer(max(stored.payload_bytes, 1), "test").view[: stored.payload_bytes]
+    file = disk.open(stored.path, write=False)
+    try:
+        read_payload(queue, file, stored, view).result(10)
+    finally:
+        file.close()
+    return bytes(view)
+
+
+@pytest.mark.parametrize("sizes", [(), (PAGE,), (PAGE, 3 * PAGE), (PAGE, 4 * 1024 * PAGE + PAGE)])
+def test_records_read_back(tmp_path, queue, sizes):
+    groups = [[record(11, sizes)], [record(12, sizes), record(13, sizes)]]
+    disk = written(tmp_path, queue, groups)
+    [ref] = segments(disk, "s")
+    found, odd = read_segment(disk, ref)
+    assert odd is None
+    assert [(stored.step, stored.about) for stored in found] == [(r.step, r.about) for g in groups for r in g]
+    for stored, given in zip(found, [r for g in groups for r in g], strict=True):
+        assert payload(disk, queue, stored) == b"".join(given.parts)
+    assert [stored.previous for stored in found] == [TIMELINE.key, found[0].digest, found[1].digest]
+
+
+def test_a_group_that_does_not_fit_begins_a_segment(tmp_path, queue, monkeypatch):
+    monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 2)
+    disk = written(tmp_path, queue, [[record(step)] for step in range(11, 16)] + [[record(16, (64 * PAGE,))]])
+    refs = segments(disk, "s")
+    assert [ref.first_step for ref in refs] == [11, 13, 15, 16]
+    chain = [stored for ref in refs for stored in read_segment(disk, ref)[0]]
+    assert [stored.step for stored in chain] == list(range(11, 17))
+    assert [b.previous for b in chain[1:]] == [a.digest for a in chain[:-1]]
+
+
+@pytest.mark.parametrize("cut", [0, 1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 4 * PAGE - 1])
+def test_a_segment_cut_anywhere_keeps_the_records_before(tmp_path, queue, cut):
+    """As if the last group had been on its way."""
+    disk = written(tmp_path, queue, [[record(11), record(12)], [record(13)]])
+    [ref] = segments(disk, "s")
+    last = read_segment(disk, ref)[0][-1]
+    path = tmp_path / ref.path
+    data = bytearray(path.read_bytes())
+    data[last.offset + cut :] = bytes(len(data) - last.offset - cut)  # the file keeps its size
+    path.write_bytes(data)
+    found, odd = read_segment(disk, ref)
+    if cut >= PAGE:  # the header is whole
+        with pytest.raises(ChunkCorrupt, match=r"record of step 13 .* Step 12 is the newest"):
+            payload(disk, queue, found.pop())
+    else:
+        assert (odd is None) == (cut == 0)
+    assert [stored.step for stored in found] == [11, 12]
+    for stored in found:
+        payload(disk, queue, stored)
+
+
+def test_every_flipped_bit_is_found(tmp_path, queue):
+    """In a header it ends the reading there, in a payload it is told with its place."""
+    disk = written(tmp_path, queue, [[record(11), record(12)], [record(13)]])
+    [ref] = segments(disk, "s")
+    whole, _ = read_segment(disk, ref)
+    path, chance = tmp_path / ref.path, random.Random(0)
+    good = path.read_bytes()
+    for _ in range(300):
+        data, place = bytearray(good), chance.randrange(whole[-1].end)
+        data[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(data)
+        hit = next(stored for stored in whole if place < stored.end)
+        found, odd = read_segment(disk, ref)
+        if place < hit.offset + hit.header_bytes:
+            assert isinstance(odd, Damaged) and odd.offset == hit.offset
+            assert [stored.step for stored in found] == list(range(11, hit.step))
+        else:
+            assert odd is None
+            with pytest.raises(ChunkCorrupt) as caught:
+                payload(disk, queue, found[hit.step - 11])
+            assert caught.value.offset <= place < caught.value.offset + caught.value.nbytes
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_what_follows_is_told_unless_it_is_zeros(tmp_path, queue, zeros):
+    disk = written(tmp_path, queue, [[record(11)]])
+    [ref] = segments(disk, "s")
+    end = read_segment(disk, ref)[0][-1].end
+    with open(tmp_path / ref.path, "r+b") as file:
+        file.seek(end)
+        file.write(bytes(PAGE) if zeros else b"x" * PAGE)
+    found, odd = read_segment(disk, ref)
+    assert [stored.step for stored in found] == [11]
+    assert (odd is None) == zeros
+
+
+def test_a_failed_write_ends_the_segment_and_the_next_goes_to_another(tmp_path, queue, monkeypatch):
+    disk = Disk(tmp_path)
+    disk.makedirs("")
+    writer = JournalWriter(disk, queue, "s", TIMELINE)
+    writer.append([record(11)])
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "sync", lambda *_, **__: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            writer.append([record(12)])
+    writer.append([record(12)])
+    writer.close()
+    first, second = segments(disk, "s")
+    assert [s.step for s in read_segment(disk, second)[0]] == [12]
+    assert read_segment(disk, second)[0][0].previous == read_segment(disk, first)[0][0].digest

@@ -1,0 +1,60 @@
+"""A training loop with a checkpointer, as a process that is killed runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import xxhash
+
+from delta.loops import make
+from holdfast.checkpointer import Checkpointer
+
+OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
+FEATURE = "batchnorm"
+
+
+def digest(state: Any) -> str:
+    """Of every bit of a loop's state."""
+    if isinstance(state, torch.Tensor):
+        return xxhash.xxh3_64_hexdigest(state.contiguous().numpy().tobytes() + str(state.dtype).encode())
+    if isinstance(state, dict):
+        return xxhash.xxh3_64_hexdigest(repr([(key, digest(value)) for key, value in state.items()]).encode())
+    if isinstance(state, (list, tuple)):
+        return xxhash.xxh3_64_hexdigest(repr([digest(value) for value in state]).encode())
+    return repr(state)
+
+
+def train(
+    root: str,
+    steps: int,
+    *,
+    feature: str = FEATURE,
+    said: Callable[..., None] = lambda **_: None,
+    acknowledge: Callable[[int], None] = lambda step: None,
+    unit_bytes: int = 100,
+    **options: Any,
+) -> None:
+    """Resume and train to ``steps``. Says the step resumed from, every durable step, and the digest at the end."""
+    from holdfast import checkpointer as module
+    from holdfast.delta import bases
+    from holdfast.store import journal
+
+    bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    loop = make(OPTIMIZER, feature)
+    with Checkpointer(
+        root, model=loop.model, optimizer=loop.optimizers, **loop.things, **options
+    ) as checkpointer:
+        done = checkpointer.resume()
+        said(resumed=done)
+        newest = -1
+        for i in range(done, steps):
+            loop.iteration(i, checkpointer.step)
+            if checkpointer.durable_step > newest:
+                newest = checkpointer.durable_step
+                acknowledge(newest)
+        checkpointer.wait()
+        acknowledge(checkpointer.durable_step)
+    said(finished=True, losses=loop.losses, digest=digest(loop.state()))

@@ -1,0 +1,385 @@
+"""The checkpointer as a script uses it: what it promises, what it refuses, what it leaves behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from delta.loops import make, same
+from holdfast.checkpointer import BOUND, Checkpointer
+from holdfast.errors import BadInput, DiskFull, EngineFailed, NoCommit, RunLocked, RunMismatch, WriterHung
+from holdfast.events import read_events
+from holdfast.io.queue import Throttle
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+def start(root, feature="batchnorm", **options):
+    """A loop and its checkpointer, resumed; the state after each step it takes goes into ``loop.states``."""
+    loop = make(ADAMW, feature)
+    checkpointer = Checkpointer(root, model=loop.model, optimizer=loop.optimizers, **loop.things, **options)
+    return loop, checkpointer
+
+
+def go_on(loop, checkpointer, steps):
+    for i in range(checkpointer.steps_done, steps):
+        loop.iteration(i, checkpointer.step)
+
+
+def reference(steps, feature="batchnorm"):
+    """The states of a loop without a checkpointer, by step, and its losses."""
+    loop = make(ADAMW, feature)
+    states = [loop.state()]
+    for i in range(steps):
+        loop.iteration(i, loop.things.get("after_update", lambda: None))
+        states.append(loop.state())
+    return states, loop.losses
+
+
+# Going on
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 9])
+@pytest.mark.parametrize("feature", ["", "batchnorm", "schedule", "scaler", "ema", "two", "accumulate"])
+def test_a_resumed_loop_ends_as_one_that_never_stopped(tmp_path, feature, stop):
+    states, losses = reference(10, feature)
+    loop, checkpointer = start(tmp_path, feature, base_every=4)
+    with checkpointer:
+        assert checkpointer.resume() == 0
+        go_on(loop, checkpointer, stop)
+        first = loop.losses
+    loop, checkpointer = start(tmp_path, feature, base_every=4)
+    with checkpointer:
+        assert checkpointer.resume() == stop
+        assert same(loop.state(), states[stop])
+        go_on(loop, checkpointer, 10)
+    assert same(loop.state(), states[10])
+    assert first + loop.losses == losses
+
+
+def test_recording_changes_no_number(tmp_path):
+    states, losses = reference(6)
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 6)
+    assert same(loop.state(), states[6]) and loop.losses == losses
+
+
+def test_an_earlier_step_is_resumed_and_the_later_ones_are_not_mixed_in(tmp_path):
+    states, _ = reference(9)
+    loop, checkpointer = start(tmp_path, base_every=3, retain=9)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 9)
+    loop, checkpointer = start(tmp_path, retain=9)
+    with checkpointer:
+        assert checkpointer.resume(step=4) == 4
+        assert same(loop.state(), states[4])
+        torch.manual_seed(99)  # another future
+        go_on(loop, checkpointer, 6)
+        other = loop.state()
+    loop, checkpointer = start(tmp_path, retain=9)
+    with checkpointer:
+        assert checkpointer.resume() == 6
+        assert same(loop.state(), other) and not same(other, states[6])
+
+
+def test_a_loss_spike_is_left_out(tmp_path):
+    states, _ = reference(5)
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 5)
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        assert checkpointer.resume(before=4) == 3
+        assert same(loop.state(), states[3])
+
+
+def test_the_loader_goes_on_in_mid_epoch_and_across_epochs(tmp_path):
+    def run(checkpoint, steps):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = ADAMW(model.parameters())
+        data = [(torch.full((3,), float(n)), n) for n in range(7)]
+        loader = holdfast.loader(data, batch_size=2, seed=5)
+        seen, done, checkpointer = [], 0, None
+        if checkpoint:
+            checkpointer = Checkpointer(tmp_path, model=model, optimizer=optimizer, loader=loader)
+            done = checkpointer.resume()
+        for _, (x, numbers) in zip(range(done, steps), loader, strict=False):
+            seen.append(numbers.tolist())
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if checkpointer is not None:
+                checkpointer.step()
+        if checkpointer is not None:
+            checkpointer.close()
+        return seen, model.weight.detach().clone()
+
+    whole, weight = run(False, 9)
+    first, _ = run(True, 5)
+    rest, resumed_weight = run(True, 9)
+    assert first + rest == whole
+    assert torch.equal(weight, resumed_weight)
+
+
+def test_a_parameter_that_is_added_or_trained_later_forces_a_base(tmp_path):
+    def grow(loop, i):
+        if i == 3:
+            loop.optimizers[0].add_param_group({"params": [loop.model.first.bias], "lr": 0.5})
+        if i == 5:
+            loop.model.second.weight.requires_grad_(True)
+
+    def build():
+        loop = make(ADAMW, "")
+        loop.model.second.weight.requires_grad_(False)
+        loop.optimizers[0].param_groups[0]["params"] = [
+            p for p in loop.model.parameters() if p is not loop.model.first.bias
+        ]
+        return loop
+
+    loop, states = build(), []
+    with Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers, retain=9) as checkpointer:
+        checkpointer.resume()
+        for i in range(8):
+            grow(loop, i)
+            loop.iteration(i, checkpointer.step)
+            states.append(loop.state())
+    for steps in (8, 4):
+        loop = build()
+        grow(loop, 3)
+        grow(loop, 5)
+        with Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers, retain=9) as checkpointer:
+            assert checkpointer.resume(step=steps) == steps
+            assert same(loop.state(), states[steps - 1])
+    bases = [event["step"] for event in read_events(tmp_path / "events.jsonl") if event["event"] == "base"]
+    assert bases[:3] == [0, 4, 6]
+
+
+# Copies
+
+
+def test_a_step_is_what_it_was_whatever_happens_to_its_tensors_afterwards(tmp_path):
+    """A thousand times on a slow disk: gradients and buffers are overwritten right after ``step``."""
+    loop, checkpointer = start(tmp_path, base_every=10_000)
+    loop.optimizers[0].zero_grad = lambda: None  # they are still there to be overwritten
+    states = {}
+    with checkpointer:
+        checkpointer.resume()
+        checkpointer._queue._throttles[True] = Throttle(20_000_000)
+        for i in range(1000):
+            loop.iteration(i, checkpointer.step)
+            if i + 1 in (1, 500, 999, 1000):
+                states[i + 1] = loop.state()
+            for p in loop.model.parameters():
+                overwrite[i % 3](p.grad)
+                p.grad = None
+        assert checkpointer.durable_step < 1000
+    for step in sorted(states, reverse=True):
+        other, again = start(tmp_path)
+        with again:
+            assert again.resume(step=step) == step
+            assert same(other.state(), states[step])
+
+
+overwrite = [
+    lambda grad: grad.data.fill_(7.0),
+    lambda grad: grad.numpy().fill(7.0),
+    lambda grad: grad.add_(7.0),
+]
+
+
+# A disk that is slow, full, or gone
+
+
+def test_at_most_so_many_steps_are_on_their_way(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        checkpointer._queue._throttles[True] = Throttle(200_000)
+        for i in range(40):
+            loop.iteration(i, checkpointer.step)
+            assert checkpointer.steps_done - checkpointer.durable_step <= BOUND + 1
+    assert checkpointer.durable_step == 40
+
+
+def test_who_skips_is_told_and_a_base_makes_up_for_it(tmp_path):
+    states, _ = reference(60)
+    loop, checkpointer = start(tmp_path, when_behind="skip")
+    with (
+        checkpointer,
+        pytest.warns(UserWarning, match=r"step \d+ was not recorded, since the disk is behind"),
+    ):
+        checkpointer.resume()
+        checkpointer._queue._throttles[True] = Throttle(100_000)
+        go_on(loop, checkpointer, 30)
+        behind = checkpointer.durable_step
+        checkpointer._queue._throttles[True] = Throttle(None)
+        go_on(loop, checkpointer, 60)
+        assert behind < 30
+        checkpointer.wait()
+        assert checkpointer.durable_step == 60
+    other, again = start(tmp_path)
+    with again:
+        assert again.resume() == 60
+        assert same(other.state(), states[60])
+
+
+def test_a_hung_writer_is_an_error_and_no_hang(tmp_path, monkeypatch):
+    loop, checkpointer = start(tmp_path, deadline_seconds=0.5)
+    checkpointer.resume()
+    go_on(loop, checkpointer, 3)
+    checkpointer.wait()
+    release, real = threading.Event(), checkpointer._store.disk.sync
+    monkeypatch.setattr(checkpointer._store.disk, "sync", lambda *a, **k: (release.wait(20), real(*a, **k)))
+    started = time.monotonic()
+    with pytest.raises(WriterHung, match=r"Step 3 is durable, later ones are not"):
+        go_on(loop, checkpointer, 40)
+    with pytest.raises(WriterHung):
+        checkpointer.wait()
+    release.set()
+    with suppress(WriterHung):
+        checkpointer.close()
+    assert time.monotonic() - started < 10
+
+
+def test_a_failed_write_is_told_and_the_run_goes_on_from_what_is_durable(tmp_path, monkeypatch):
+    states, _ = reference(9)
+    loop, checkpointer = start(tmp_path)
+    checkpointer.resume()
+    go_on(loop, checkpointer, 4)
+    checkpointer.wait()
+
+    def full(*_, **__):
+        raise DiskFull("no space left")
+
+    monkeypatch.setattr(checkpointer._store.disk, "sync", full)
+    with pytest.raises(DiskFull, match="no space left"):
+        for i in range(4, 40):
+            loop.iteration(i, checkpointer.step)
+            time.sleep(0.02)
+    assert checkpointer.durable_step == 4
+    monkeypatch.undo()
+    with pytest.raises(DiskFull):
+        checkpointer.close()
+    loop, again = start(tmp_path)
+    with again:
+        assert again.resume() >= 4
+        go_on(loop, again, 9)
+    assert same(loop.state(), states[9])
+
+
+# What is refused, and what is left
+
+
+def test_nothing_is_left_behind(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    hooks = [dict(optimizer._optimizer_step_pre_hooks) for optimizer in loop.optimizers]
+    checkpointer.resume()
+    go_on(loop, checkpointer, 3)
+    checkpointer.close()
+    checkpointer.close()
+    assert [dict(optimizer._optimizer_step_pre_hooks) for optimizer in loop.optimizers] == hooks
+    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+    with pytest.raises(EngineFailed, match="is closed"):
+        checkpointer.step()
+    loop.iteration(3, lambda: None)  # the loop goes on without it
+    start(tmp_path)[1].close()
+
+
+def test_another_pre_hook_comes_first(tmp_path):
+    """What is recorded is what the optimizer consumes, whoever registers later."""
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        loop.iteration(0, checkpointer.step)
+        loop.optimizers[0].register_step_pre_hook(triple)
+        states = {}
+        for i in range(1, 5):
+            loop.iteration(i, checkpointer.step)
+            states[i + 1] = loop.state()
+    for step in (5, 4, 3, 2):
+        other, again = start(tmp_path)
+        with again:
+            assert again.resume(step=step) == step
+            assert same(other.state(), states[step])
+
+
+def triple(optimizer, args, kwargs):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad.mul_(3)
+
+
+def closure_step(loop, checkpointer):
+    checkpointer.resume()
+    loop.optimizers[0].step(lambda: 0.0)
+
+
+def sparse_step(loop, checkpointer):
+    checkpointer.resume()
+    for p in loop.model.parameters():
+        p.grad = torch.zeros(p.shape).to_sparse()
+    loop.optimizers[0].step()
+
+
+@pytest.mark.parametrize(
+    "act, message",
+    [
+        (closure_step, "with a closure"),
+        (sparse_step, "is sparse"),
+        (lambda loop, checkpointer: checkpointer.step(), r"call resume\(\) before the first step"),
+        (lambda loop, checkpointer: (checkpointer.resume(), checkpointer.resume()), "called once"),
+        (lambda loop, checkpointer: checkpointer.resume(step=1, before=2), "not both"),
+        (lambda loop, checkpointer: checkpointer.resume(step=3), "has no step yet"),
+    ],
+)
+def test_what_cannot_be_done_is_said(tmp_path, act, message):
+    loop, checkpointer = start(tmp_path, feature="")
+    with pytest.raises(BadInput, match=message):
+        act(loop, checkpointer)
+    checkpointer.close()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"loader": torch.utils.data.DataLoader([1])},
+            r"loader: DataLoader has no state_dict .* holdfast\.loader",
+        ),
+        ({"optimizer": []}, "not an optimizer"),
+        ({"base_every": 0}, "base_every = 0"),
+        ({"when_behind": "panic"}, "when_behind = 'panic'"),
+        ({"memory": 1000}, "memory = 1000 B is too little .* Give at least"),
+    ],
+)
+def test_bad_input_is_refused_with_nothing_written(tmp_path, options, message):
+    model = nn.Linear(2, 2)
+    given = {"model": model, "optimizer": ADAMW(model.parameters())} | options
+    with pytest.raises(BadInput, match=message):
+        Checkpointer(tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_model_or_a_second_writer_is_refused(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 2)
+        with pytest.raises(RunLocked):
+            start(tmp_path)[1].resume()
+    model = nn.Linear(3, 3)
+    with pytest.raises(RunMismatch, match="another model: of weight/param it has none"):
+        Checkpointer(tmp_path, model=model, optimizer=ADAMW(model.parameters())).resume()
+    with pytest.raises(NoCommit, match="cannot be brought to step 9: after step 2"):
+        start(tmp_path)[1].resume(step=9)

@@ -243,6 +243,20 @@ def test_a_buffer_that_returns_to_what_was_recorded_before_a_base_is_recorded_ag
     assert steps == 3 and torch.equal(other.flag, torch.zeros(2))
 
 
+def test_a_first_parameter_without_elements(tmp_path):
+    model = nn.ParameterList([torch.zeros(0, 3), torch.ones(2)])
+    optimizer = ADAMW(model.parameters())
+    checkpointer, _ = of(tmp_path, model, optimizer)
+    (model[0].sum() + model[1].sum()).backward()
+    optimizer.step()
+    checkpointer.step()
+    checkpointer.close()
+    other = nn.ParameterList([torch.zeros(0, 3), torch.zeros(2)])
+    again, steps = of(tmp_path, other, ADAMW(other.parameters()))
+    again.close()
+    assert steps == 1 and torch.equal(other[1], model[1])
+
+
 def test_a_buffer_of_another_shape_is_told_at_its_step(tmp_path):
     model, optimizer = with_flag(0)
     checkpointer, _ = of(tmp_path, model, optimizer)
@@ -302,6 +316,24 @@ def test_a_run_of_offload_is_refused(tmp_path):
     with pytest.raises(RunMismatch, match=r"made by holdfast\.offload"):
         checkpointer._script.check({"optimizer": "AdamW", "groups": []})
     checkpointer.close()
+
+
+def test_records_of_a_copy_that_went_on_by_itself_are_not_taken(tmp_path):
+    loop, checkpointer = start(tmp_path / "a", "")
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for name, steps in (("a", 4), ("b", 6)):
+        loop, checkpointer = start(tmp_path / name, "")
+        with checkpointer:
+            checkpointer.resume()
+            go_on(loop, checkpointer, steps)
+    segment = "journal/rank-00000/step-000000000004.t0002.log"
+    shutil.copy(tmp_path / "b" / segment, tmp_path / "a" / segment)
+    _other, again = start(tmp_path / "a", "")
+    with again, pytest.warns(UserWarning, match="is a segment of another run"):
+        assert again.resume() == 3
 
 
 def test_diff_refuses_bases_whose_parts_are_of_several_steps(tmp_path, monkeypatch):

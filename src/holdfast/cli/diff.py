@@ -42,7 +42,8 @@ def _diff(reader_a: RunReader, a: Manifest, reader_b: RunReader, b: Manifest, *,
         if manifest.oldest_step < manifest.step:
             raise BadInput(
                 f"{label(reader, manifest)} is a base whose parts are of steps {manifest.oldest_step} to"
-                f" {manifest.step}: only a resume brings them to one, so comparing them would mislead. Compare bases that save() made."
+                f" {manifest.step}: only a resume brings them to one, so comparing them would mislead."
+                " Compare bases that save() made."
             )
     found = compare(reader_a, a, reader_b, b)
     if as_json:

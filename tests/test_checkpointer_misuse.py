@@ -294,6 +294,24 @@ def test_a_group_added_without_gradients_is_followed_by_a_base(tmp_path):
     assert steps == 2 and same(dict(other.state_dict()), dict(model.state_dict()))
 
 
+def test_parameters_of_another_dtype_are_followed_by_a_base(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer, _ = of(tmp_path, model, optimizer)
+    iterate(model, optimizer, checkpointer)
+    model.double()
+    for _ in range(2):
+        model(torch.randn(2, 3).double()).pow(2).mean().backward()
+        optimizer.step()
+        model.zero_grad()
+        checkpointer.step()
+    checkpointer.close()
+    other = nn.Linear(3, 2).double()
+    again, steps = of(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1))
+    again.close()
+    assert steps == 3 and same(dict(other.state_dict()), dict(model.state_dict()))
+
+
 # Refused, with nothing changed
 
 

@@ -126,7 +126,7 @@ class Tap:
             return
         slot = self._slot_for(index)
         same = self._is_last(index) and len(optimizer.param_groups) == self._num_groups[index]
-        if slot is not None and same and grads.keys() <= slot.tensors[index].keys():
+        if slot is not None and same and _fit(grads, slot.tensors[index]):
             _copy(slot.tensors[index], grads)
         elif slot is not None:
             self.changed = True
@@ -150,6 +150,12 @@ def _hook_of(tap: Tap, index: int) -> Callable[..., None]:
 
 def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
     return lambda optimizer, args, kwargs: tap.after_step(index)
+
+
+def _fit(grads: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> bool:
+    """Whether each gradient has a place of its shape and dtype."""
+    places = [(targets.get(name), grad) for name, grad in grads.items()]
+    return all(to is not None and (to.shape, to.dtype) == (grad.shape, grad.dtype) for to, grad in places)
 
 
 def _copy(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:

@@ -15,6 +15,8 @@ _FACTORS = {
     "ki": KiB, "kib": KiB, "mi": MiB, "mib": MiB, "gi": GiB, "gib": GiB, "ti": 1024**4, "tib": 1024**4,
 }  # fmt: skip
 
+_SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
 
 def parse_bytes(text: str | int) -> int:
     """Bytes of ``"20GiB"``, ``"1.5 GB"``, ``"4096"`` or a number.
@@ -28,6 +30,18 @@ def parse_bytes(text: str | int) -> int:
     if not match or match[2].lower() not in _FACTORS:
         raise ValueError(f"{text!r} is not a number of bytes; write it like 20GiB, 1.5GB or 4096")
     return int(float(match[1]) * _FACTORS[match[2].lower()])
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of ``"30min"``, ``"250 ms"``, ``"1.5h"`` or ``"90"``.
+
+    >>> parse_seconds("30min"), parse_seconds("0.5")
+    (1800.0, 0.5)
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if not match or match[2] not in _SECONDS:
+        raise ValueError(f"{text!r} is not a time; write it like 30min, 0.25s, 10ms, 12h or 90 (seconds)")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def format_bytes(count: float) -> str:

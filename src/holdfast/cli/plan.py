@@ -1,0 +1,223 @@
+"""``plan``: what a run should be set to, and why, from numbers alone. Nothing is read and nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from math import ceil, inf
+from typing import Any
+
+from ..errors import ConfigError
+from ..plan.cadence import MOST_STEPS, Limits, Optimum, bounds, optimum, storage_cap
+from ..plan.waste import (
+    HOUR,
+    Cadence,
+    Measured,
+    closed_form,
+    host_bytes,
+    recovery_seconds,
+    storage_bytes,
+    waste,
+)
+from ..units import GiB, MiB, counted, format_bytes, format_seconds, parse_bytes, parse_seconds
+from .output import console, plain_table, print_facts, print_json, print_table
+
+NEEDED = ("step_seconds", "full_bytes", "write_bytes_per_second")
+
+COPY_BYTES_PER_SECOND = 4 * GiB
+"""Assumed of copies in host memory, where a stall is not given."""
+
+BASE_BYTES_PER_STEP = 64 * MiB
+"""Of a base, that a Checkpointer copies at the end of one step."""
+
+TERMS = {
+    "lost": "steps done that were not durable yet",
+    "restart": "from the failure to the load",
+    "load": "reading the base",
+    "replay": "applying the records since",
+    "base_stall": "training waits for bases, failures or not",
+    "record_stall": "training waits for records, failures or not",
+    "contention": "training is slower while something is written",
+}
+
+WHAT_IT_DOES = """\
+holdfast plan --cadence finds how many steps to leave between two bases, and how many records to put into one write,
+so that failures and being ready for them cost least. It needs --step, --state and --write; what else is not given
+is assumed, and said. For example:
+
+  holdfast plan --cadence --step 0.5s --state 1.5GB --record 10MB --write 1GB/s --mtbf 6h
+
+`holdfast plan --help` lists what can be given."""
+
+
+def plan(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
+    """Print the plan asked for. ``given`` has the options, and ``flags`` what they are called, by the names of the
+    fields that they set."""
+    if not given["cadence"]:
+        print(WHAT_IT_DOES)
+        return
+    values = {name: _parsed(name, value, flags) for name, value in given.items() if value is not None}
+    missing = [flags[name] for name in NEEDED if name not in values]
+    if missing:
+        raise ConfigError(f"--cadence needs {', '.join(missing)}; `holdfast plan` shows an example")
+    assumed = _assumed(values)
+    try:
+        measured = Measured(**_of(Measured, assumed | values))
+        limits = Limits(**_of(Limits, values))
+    except ValueError as error:
+        name, _, text = str(error).partition(" ")
+        raise ConfigError(f"{flags.get(name, name)} {text}") from error
+    best = optimum(measured, limits)
+    if given["json"]:
+        print_json(_document(best, assumed))
+    else:
+        _print(best, assumed)
+
+
+def _parsed(name: str, value: Any, flags: Mapping[str, str]) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value) if "bytes" in name else parse_seconds(value)
+    except ValueError as error:
+        raise ConfigError(f"{flags[name]}: {error}") from error
+
+
+def _of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {field.name: values[field.name] for field in fields(kind) if field.name in values}
+
+
+def _assumed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Quantities that were not given: gradients as they are of an Adam in one precision, copies at the speed of host
+    memory, and an optimizer that takes a tenth of the step."""
+    full = values["full_bytes"]
+    record = values.get("record_bytes", full // 3)
+    defaults = {field.name: field.default for field in fields(Measured) if field.default is not MISSING}
+    guesses = {
+        "record_bytes": record,
+        "read_bytes_per_second": values["write_bytes_per_second"],
+        "base_stall_seconds": full / COPY_BYTES_PER_SECOND,
+        "base_steps": max(1, ceil(full / BASE_BYTES_PER_STEP)),
+        "record_stall_seconds": record / COPY_BYTES_PER_SECOND,
+        "replay_seconds": values["step_seconds"] / 10,
+    }
+    return {name: guess for name, guess in (defaults | guesses).items() if name not in values}
+
+
+def _curve(best: Optimum) -> list[dict[str, Any]]:
+    """Waste against steps between bases, by factors of two about the best, and what forbids each."""
+    steps, records = best.cadence
+    found = bounds(best.measured, best.limits)
+    points = []
+    for power in range(-4, 5):
+        tried = max(1, round(steps / records * 2.0**power)) * records
+        if tried > MOST_STEPS or any(point["steps"] == tried for point in points):
+            continue
+        forbids = [
+            b.limit for b in found if b.axis == "steps" and (tried < b.value if b.low else tried > b.value)
+        ]
+        total = waste(best.measured, Cadence(tried, records)).total
+        points.append({"steps": tried, "wasted_seconds_per_hour": total, "forbidden_by": forbids})
+    return points
+
+
+def _base_every(best: Optimum) -> int:
+    """What a Checkpointer is told: it counts from the end of one base to the beginning of the next."""
+    return best.cadence.steps - best.measured.base_steps + 1
+
+
+def _uses(best: Optimum) -> dict[str, tuple[float, float]]:
+    """What the cadence takes of each limit, at most, and the limit."""
+    m, limits, cadence = best.measured, best.limits, best.cadence
+    rate = (m.record_bytes + m.full_bytes / cadence.steps) / m.step_seconds
+    return {
+        "recovery_seconds": (recovery_seconds(m, cadence), limits.recovery_seconds),
+        "storage_bytes": (storage_bytes(m, cadence, limits.retain), storage_cap(m, limits)),
+        "host_bytes": (host_bytes(m, cadence), limits.host_bytes),
+        "bandwidth_share": (rate / m.write_bytes_per_second, limits.bandwidth_share),
+    }
+
+
+def _document(best: Optimum, assumed: Mapping[str, Any]) -> dict[str, Any]:
+    steps, records = closed_form(best.measured)
+    return {
+        "steps_between_bases": best.cadence.steps,
+        "records_per_write": best.cadence.records,
+        "base_every": _base_every(best),
+        "wasted_seconds_per_hour": asdict(best.waste) | {"total": best.waste.total},
+        "binding": list(best.binding),
+        "closed_form": {"steps": steps if steps < inf else None, "records": records},
+        "uses": {name: {"most": used, "limit": limit} for name, (used, limit) in _uses(best).items()},
+        "curve": _curve(best),
+        "measured": asdict(best.measured),
+        "assumed": sorted(assumed),
+        "limits": asdict(best.limits),
+    }
+
+
+def _print(best: Optimum, assumed: Mapping[str, Any]) -> None:
+    out, (steps, records), m = console(), best.cadence, best.measured
+    print(
+        f"A base every {counted(steps, 'step')} ({format_seconds(steps * m.step_seconds)}), "
+        f"{counted(records, 'record')} per write: base_every={_base_every(best)} of a Checkpointer, whose bases take "
+        f"{counted(m.base_steps, 'step')} to copy."
+    )
+    print(
+        f"Expected waste: {best.waste.total:.1f} s of an hour, {best.waste.total / HOUR:.2%}, with a failure every "
+        f"{format_seconds(m.mean_seconds_between_failures)}.\n"
+    )
+    terms = plain_table("", ">s/hour", "")
+    for name, value in sorted(asdict(best.waste).items(), key=lambda item: -item[1]):
+        terms.add_row(name.replace("_", " "), f"{value:.2f}", TERMS[name])
+    print_table(out, terms)
+    print()
+    _print_curve(best)
+    print()
+    print_facts(
+        out, {"why": _why(best)} | _uses_text(best) | {"assumed": _assumed_text(assumed) or "nothing"}
+    )
+
+
+def _print_curve(best: Optimum) -> None:
+    table = plain_table(">steps", ">s/hour", "")
+    points = _curve(best)
+    most = max(point["wasted_seconds_per_hour"] for point in points)
+    for point in points:
+        bar = "#" * round(40 * point["wasted_seconds_per_hour"] / most) if most else ""
+        forbids = f"  forbidden by: {', '.join(point['forbidden_by'])}" if point["forbidden_by"] else ""
+        chosen = "  best" if point["steps"] == best.cadence.steps else ""
+        table.add_row(
+            f"{point['steps']:,}", f"{point['wasted_seconds_per_hour']:.1f}", f"{bar}{chosen}{forbids}"
+        )
+    print_table(console(), table)
+
+
+def _why(best: Optimum) -> str:
+    """In words: what pulls to either side, and what keeps the two from balance."""
+    now, (steps, _) = best.waste, closed_form(best.measured)
+    free = f"; without limits the closed form is {steps:,.0f} steps" if steps < inf else ""
+    binding = f"What binds: {', '.join(best.binding)}." if best.binding else "No limit binds."
+    return (
+        f"fewer bases cost more replay ({now.replay:.1f} s/hour), more of them more stall and contention "
+        f"({now.base_stall + now.contention:.1f} s/hour){free}. {binding}"
+    )
+
+
+def _uses_text(best: Optimum) -> dict[str, str]:
+    """For a person, at most and of how much."""
+    names = {"recovery_seconds": "recovery", "storage_bytes": "storage", "host_bytes": "host memory"}
+    shown = {}
+    for name, (used, limit) in _uses(best).items():
+        form = format_seconds if "seconds" in name else format_bytes if "bytes" in name else "{:.0%}".format
+        shown[names.get(name, "bandwidth")] = f"{form(used)} at most, of {form(limit)} allowed"
+    shown["bandwidth"] = shown["bandwidth"].replace("at most", "on the average")
+    return shown
+
+
+def _assumed_text(assumed: Mapping[str, Any]) -> str:
+    def form(name: str, value: float) -> str:
+        if "bytes" in name:
+            return format_bytes(value) + ("/s" if name.endswith("per_second") else "")
+        return f"{value:.3g} s" if "seconds" in name else f"{value:g}"
+
+    return ", ".join(f"{name.replace('_', ' ')} {form(name, value)}" for name, value in assumed.items())

@@ -1,0 +1,215 @@
+"""Cadence: how often a base is made and how many records go into one write, so that failures cost least.
+
+The optimum of ``waste.py`` over whole numbers, under limits that are the user's (time to recover, storage, memory,
+bandwidth) or the writer's (steps on their way, the time it takes to make a base). Each limit bounds one of the two
+numbers, so that which of them binds can be said. Seconds, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from math import ceil, floor, inf
+from typing import NamedTuple
+
+from ..errors import DoesNotFit
+from ..units import GiB, counted
+from .waste import Cadence, Measured, Waste, closed_form, host_bytes, recovery_seconds, storage_bytes, waste
+
+MOST_STEPS = 1_000_000
+"""Between bases, where nothing else asks for one."""
+
+STORAGE_FULLS = 20
+"""The default cap on storage, in sizes of the state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a cadence must keep to."""
+
+    recovery_seconds: float = 300.0
+    """Most for load and replay, after a single failure."""
+    storage_bytes: int | None = None
+    """Most for bases and records; None is ``STORAGE_FULLS`` times the state."""
+    host_bytes: int = 4 * GiB
+    """Most for the copies that wait to be written."""
+    bandwidth_share: float = 0.5
+    """Most of the write bandwidth, on the average."""
+    retain: int = 2
+    """Bases kept."""
+    pending_steps: int = 8
+    """Most steps that may not be durable yet; a write holds half of them at most."""
+    delay_seconds: float = 1.0
+    """Longest that a record waits for others to be written with."""
+
+    def __post_init__(self) -> None:
+        for name in ("recovery_seconds", "host_bytes", "delay_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.storage_bytes is not None and not self.storage_bytes > 0:
+            raise ValueError(f"storage_bytes must be positive, got {self.storage_bytes}")
+        if not 0 < self.bandwidth_share <= 1:
+            raise ValueError(f"bandwidth_share must lie above 0 and be at most 1, got {self.bandwidth_share}")
+        if self.retain < 1 or self.pending_steps < 2:
+            raise ValueError(
+                f"retain and pending_steps must be at least 1 and 2, got {self.retain}, {self.pending_steps}"
+            )
+
+
+class Bound(NamedTuple):
+    """What one limit allows: at least (``low``), or at most, so many ``steps`` or ``records``."""
+
+    limit: str
+    axis: str
+    low: bool
+    value: float
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best cadence under limits, and why."""
+
+    cadence: Cadence
+    waste: Waste
+    binding: tuple[str, ...]
+    """The limits without which another would be better."""
+    measured: Measured
+    limits: Limits
+
+
+def bounds(measured: Measured, limits: Limits) -> tuple[Bound, ...]:
+    """What each of ``limits`` allows."""
+    m, spread = measured, measured.base_steps - 1
+    replay = m.replay_record_seconds + m.replay_write_seconds
+    left_seconds = limits.recovery_seconds - m.load_seconds
+    left_bytes = storage_cap(m, limits) - (limits.retain + 1) * m.full_bytes
+    spare = limits.bandwidth_share * m.write_bytes_per_second * m.step_seconds - m.record_bytes
+    copies = limits.host_bytes - max(limits.host_bytes / 4, ceil(m.full_bytes / m.base_steps))
+    return (
+        Bound("making a base", "steps", True, m.base_steps),
+        Bound("bandwidth share", "steps", True, max(1, ceil(m.full_bytes / spare)) if spare > 0 else inf),
+        Bound("recovery time", "steps", False, _quotient(left_seconds, replay) - spread),
+        Bound(
+            "storage",
+            "steps",
+            False,
+            _quotient(_quotient(left_bytes, m.record_bytes) - spread, limits.retain) - spread,
+        ),
+        Bound("host memory", "records", False, _quotient(copies, 2 * m.record_bytes)),
+        Bound("steps on their way", "records", False, limits.pending_steps // 2),
+        Bound("delay of a record", "records", False, _quotient(limits.delay_seconds, m.step_seconds) + 1),
+    )
+
+
+def storage_cap(measured: Measured, limits: Limits) -> int:
+    """Bytes."""
+    return STORAGE_FULLS * measured.full_bytes if limits.storage_bytes is None else limits.storage_bytes
+
+
+def optimum(measured: Measured, limits: Limits | None = None) -> Optimum:
+    """The cadence of least waste under ``limits``, of those where bases fall between writes.
+
+    Raises ``DoesNotFit``, naming the limits, if they allow none.
+    """
+    limits = limits or Limits()
+    found = bounds(measured, limits)
+    low = max(bound.value for bound in found if bound.axis == "steps" and bound.low)
+    high = min(MOST_STEPS, *(bound.value for bound in found if bound.axis == "steps" and not bound.low))
+    most = min(bound.value for bound in found if bound.axis == "records")
+    if not (low <= high and most >= 1):
+        raise DoesNotFit(_why_none(measured, limits, found, low, high))
+    best = min(
+        (c for records in range(1, int(most) + 1) for c in _best_of(measured, records, int(low), int(high))),
+        key=lambda cadence: waste(measured, cadence).total,
+    )
+    binding = tuple(dict.fromkeys(_binding(measured, best, found, int(low), int(high), int(most))))
+    return Optimum(best, waste(measured, best), binding, measured, limits)
+
+
+def retuned(current: Optimum, measured: Measured, factor: float = 1.25) -> Optimum:
+    """``current`` as long as each quantity is within ``factor`` of what it was found with, else a new one.
+
+    Raises ``DoesNotFit`` if nothing keeps to the limits any more.
+    """
+    changed = any(
+        max(old, new) > factor * min(old, new)
+        for old, new in zip(astuple(current.measured), astuple(measured))
+    )
+    return optimum(measured, current.limits) if changed else current
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def _best_of(measured: Measured, records: int, low: int, high: int) -> Iterator[Cadence]:
+    """The best multiple of ``records`` from ``low`` to ``high``, if there is one."""
+    least, most = -(-low // records), high // records
+    if least > most:
+        return
+
+    def cost(groups: int) -> float:
+        return waste(measured, Cadence(groups * records, records)).total
+
+    def clamp(groups: float) -> int:
+        return int(min(max(groups, least), most))
+
+    at = clamp(closed_form(measured)[0] / records)
+    stride = max(1, at // 4)
+    while True:  # downhill from the closed form; the cost has one valley
+        best = min((at, clamp(at - stride), clamp(at + stride)), key=cost)
+        if best == at and stride == 1:
+            break
+        stride = stride * 2 if best != at else max(1, stride // 2)
+        at = best
+    yield Cadence(at * records, records)
+
+
+def _binding(
+    measured: Measured, best: Cadence, found: Sequence[Bound], low: int, high: int, most: int
+) -> Iterator[str]:
+    """Limits that keep from ``best`` the neighbours that are better."""
+    steps, records = best
+    [free] = _best_of(measured, records, 1, MOST_STEPS)
+    for bound in found:
+        if bound.axis == "records" and records == most < bound.value + 1 <= most + 1:
+            more = list(_best_of(measured, most + 1, low, high))
+            if more and waste(measured, more[0]).total < waste(measured, best).total:
+                yield bound.limit
+        elif bound.axis == "steps" and (
+            free.steps < steps < bound.value + records
+            if bound.low
+            else free.steps > steps > bound.value - records
+        ):
+            yield bound.limit
+
+
+def _quotient(amount: float, each: float) -> float:
+    """How often ``each`` goes into ``amount``: below 0 for not at all, inf for as often as one likes."""
+    if amount < 0:
+        return -1
+    return inf if amount == inf or each == 0 else floor(amount / each)
+
+
+def _why_none(measured: Measured, limits: Limits, found: Sequence[Bound], low: float, high: float) -> str:
+    """What is too little, and what would be enough beside the other limits."""
+    m = measured
+    if low == inf:
+        alone = m.record_bytes / (m.write_bytes_per_second * m.step_seconds)
+        return (
+            f"records alone take {alone:.1%} of the write bandwidth, and {limits.bandwidth_share:.1%} of it may "
+            "be used. Record less in a step, allow a larger share, or write to something faster."
+        )
+    least = Cadence(int(low), 1)
+    enough = {
+        "making a base": f"a base takes {counted(m.base_steps, 'step')}",
+        "bandwidth share": f"within {limits.bandwidth_share:.1%} of the write bandwidth bases are at least {low} steps "
+        "apart",
+        "recovery time": f"recovery takes {recovery_seconds(m, least):.1f} s then, and "
+        f"{limits.recovery_seconds:.1f} s are allowed",
+        "storage": f"{storage_bytes(m, least, limits.retain)} bytes of storage are needed then, and "
+        f"{storage_cap(m, limits)} are allowed",
+        "host memory": f"{host_bytes(m, least)} bytes of host memory are needed, and {limits.host_bytes} are allowed",
+    }
+    steps = [b for b in found if b.axis == "steps" and low > high and b.value == (low if b.low else high)]
+    records = [b for b in found if b.axis == "records" and b.value < 1]
+    return f"no cadence keeps to its limits: {'; '.join(enough[b.limit] for b in steps + records)}."

@@ -1,0 +1,93 @@
+"""Failures: a run that fails at random moments, to see what a cadence wastes. Seeded; seconds, bytes.
+
+Unlike ``waste.py`` this takes no averages: it follows groups and bases one by one, knows what was durable when a
+failure came, makes a base that was lost again, and recovers again where recovery fails. Failures are Poisson.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from dataclasses import dataclass
+from math import ceil
+
+from .waste import HOUR, Cadence, Measured, pace
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a simulated run."""
+
+    seconds: float
+    steps: int
+    """Kept."""
+    wasted_per_hour: float
+    longest_recovery_seconds: float
+    """Load and replay, without the restart."""
+
+
+def simulate(measured: Measured, cadence: Cadence, *, num_failures: int = 2000, seed: int = 0) -> Outcome:
+    """A run of ``cadence`` until it has recovered from ``num_failures``."""
+    chance = random.Random(seed)
+    rate = 1 / measured.mean_seconds_between_failures
+    run = _Run(measured, cadence)
+    seconds, longest = 0.0, 0.0
+    for _ in range(num_failures):
+        until = chance.expovariate(rate)
+        recovery = run.fail_after(until)
+        longest = max(longest, recovery)
+        seconds += until
+        while (again := chance.expovariate(rate)) < measured.restart_seconds + recovery:
+            seconds += again
+        seconds += measured.restart_seconds + recovery
+    kept = run.step * measured.step_seconds
+    return Outcome(seconds, run.step, HOUR * (1 - kept / seconds), longest)
+
+
+class _Run:
+    """Where the run is: ``step`` is durable, and ``base`` the newest that is."""
+
+    def __init__(self, measured: Measured, cadence: Cadence) -> None:
+        self.m, self.cadence = measured, cadence
+        self.step = self.base = 0
+        *_, contention = pace(measured, cadence)
+        self.step_wall = measured.step_seconds + measured.record_stall_seconds + contention
+
+    def fail_after(self, seconds: float) -> float:
+        """Train for so long, fail, and return how long load and replay take."""
+        now, start = 0.0, self.step
+        late = self.m.write_seconds(self.cadence.records)
+        while True:
+            # The next base is published when it is due, or as soon as one can be made where the last was lost.
+            length = max(self.base + self.cadence.steps, start + self.m.base_steps) - start
+            steps = self._durable_steps(length, seconds - now - late)
+            self.step = start + steps if steps else self.step
+            if steps < length:
+                return self._recovery_seconds()
+            now += self._wall_seconds(length, length)
+            start += length
+            self.base = start
+
+    def _durable_steps(self, length: int, sealed_before: float) -> int:
+        """Of the ``length`` steps to the next base, those in groups that were full so many seconds after the first
+        began. The base cuts the last group short."""
+        records = self.cadence.records
+        groups = range(ceil(length / records) + 1)
+        full = bisect_right(
+            groups, sealed_before, key=lambda group: self._wall_seconds(min(group * records, length), length)
+        )
+        return min(max(full - 1, 0) * records, length)
+
+    def _wall_seconds(self, steps: int, length: int) -> float:
+        """Of the first ``steps`` of ``length``, at the last ``base_steps`` of which the base is copied."""
+        writes = ceil(steps / self.cadence.records)
+        copied = max(0, steps - length + self.m.base_steps) / self.m.base_steps
+        return (
+            steps * self.step_wall + writes * self.m.write_stall_seconds + copied * self.m.base_stall_seconds
+        )
+
+    def _recovery_seconds(self) -> float:
+        num_records, spread = self.step - self.base, self.m.base_steps - 1
+        num_writes = ceil(num_records / self.cadence.records) + spread / self.cadence.records
+        replay = num_records * self.m.replay_record_seconds + num_writes * self.m.replay_write_seconds
+        return self.m.load_seconds + replay

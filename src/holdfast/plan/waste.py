@@ -1,0 +1,206 @@
+"""Waste: what failures, and being ready for them, cost of an hour of training.
+
+After Young, Daly and LowDiff. More bases cost stalls and bandwidth all the time; fewer make every recovery replay
+more. Counted are the seconds of a wall-clock hour that do not end as kept training, with stalls as *measured* on
+the training thread: what is written in the background costs what training loses by it, not its bytes over the
+bandwidth. Failures are Poisson in wall-clock time, in recovery too. Seconds, bytes.
+
+Of LowDiff: M -> mean_seconds_between_failures, S / W -> base_stall_seconds, R_F -> full_bytes / read_bytes_per_second,
+R_D -> replay_write_seconds, 1/f -> steps between bases, b -> records per write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+from math import ceil, expm1, inf, sqrt
+from typing import NamedTuple
+
+HOUR = 3600.0
+
+_MAY_BE_INFINITE = ("write_bytes_per_second", "read_bytes_per_second")
+_NOT_ZERO = ("step_seconds", "base_steps", "mean_seconds_between_failures")
+
+
+class Cadence(NamedTuple):
+    """Steps from one base to the next, and records of steps per write."""
+
+    steps: int
+    records: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run was measured to take."""
+
+    step_seconds: float
+    """Of training alone, with nothing recorded."""
+    full_bytes: int
+    """Of a base."""
+    record_bytes: int
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    base_stall_seconds: float
+    """That the training thread waits for one base, over all the steps at whose ends a part of it is copied."""
+    base_steps: int = 1
+    """Those steps."""
+    write_stall_seconds: float = 0.0
+    """That the training thread waits for one write of records."""
+    record_stall_seconds: float = 0.0
+    """That the training thread waits in every step, such as for the copy of what goes into the record."""
+    sync_seconds: float = 0.0
+    """Of one write of records, besides what its bytes take."""
+    write_slowdown: float = 0.0
+    """Seconds that training loses in the background for each second of writing."""
+    replay_seconds: float
+    """To apply one record. Reading it goes on beside that."""
+    replay_write_seconds: float = 0.0
+    """In replay, for each write whatever it holds."""
+    restart_seconds: float = 60.0
+    """From the failure to the beginning of the load."""
+    mean_seconds_between_failures: float = 24 * HOUR
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if name in _MAY_BE_INFINITE:
+                ok, rule = value > 0, "must be positive"
+            elif name in _NOT_ZERO:
+                ok, rule = 0 < value < inf, "must be positive and finite"
+            else:
+                ok, rule = 0 <= value < inf, "must be finite and not negative"
+            if not ok:
+                raise ValueError(f"{name} {rule}, got {value}")
+
+    @property
+    def replay_record_seconds(self) -> float:
+        return max(self.replay_seconds, self.record_bytes / self.read_bytes_per_second)
+
+    @property
+    def load_seconds(self) -> float:
+        """Until all of a base is of one step: half of it, on the average, takes the records since its first part."""
+        record = max(self.replay_seconds / 2, self.record_bytes / self.read_bytes_per_second)
+        return self.full_bytes / self.read_bytes_per_second + (self.base_steps - 1) * record
+
+    def write_seconds(self, records: int) -> float:
+        """Until a write of so many is durable."""
+        return self.sync_seconds + records * self.record_bytes / self.write_bytes_per_second
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Seconds of a wall-clock hour, expected, that do not end as kept training."""
+
+    lost: float
+    """Done, and not yet durable when a failure came."""
+    restart: float
+    load: float
+    replay: float
+    base_stall: float
+    """The training thread waiting for bases, failures or not."""
+    record_stall: float
+    """Likewise for records and their writes."""
+    contention: float
+    """Training slower for what is written in the background, or held to the pace of the disk."""
+
+    @property
+    def total(self) -> float:
+        return sum(astuple(self))
+
+
+def waste(measured: Measured, cadence: Cadence) -> Waste:
+    """What ``cadence`` costs. A base cuts the group of records under way short.
+
+    Exact to the first order in (recovery / time between failures), and with repeated failures in recovery.
+    """
+    m, (steps, records) = measured, cadence
+    if steps < 1 or records < 1:
+        raise ValueError(f"a cadence counts from 1, got {cadence}")
+    base_stall, record_stall, contention = pace(m, cadence)
+    step_wall = m.step_seconds + base_stall + record_stall + contention
+    mean = m.mean_seconds_between_failures
+    lost_steps, replay = _at_a_failure(m, cadence)
+    lost = min(lost_steps * step_wall + m.write_seconds(min(records, steps)), mean)
+    down = m.restart_seconds + m.load_seconds + replay
+    again = expm1(min(down / mean, 500.0)) / (down / mean) if down else 1.0
+    per_failure = HOUR / (mean + down * again)
+    per_step = (mean - lost) / step_wall
+    return Waste(
+        lost=lost * per_failure,
+        restart=m.restart_seconds * again * per_failure,
+        load=m.load_seconds * again * per_failure,
+        replay=replay * again * per_failure,
+        base_stall=base_stall * per_step * per_failure,
+        record_stall=record_stall * per_step * per_failure,
+        contention=contention * per_step * per_failure,
+    )
+
+
+def pace(measured: Measured, cadence: Cadence) -> tuple[float, float, float]:
+    """Seconds per step: stall for bases, stall for records, contention."""
+    m, (steps, records) = measured, cadence
+    writes = ceil(steps / records) / steps
+    base_stall = m.base_stall_seconds / steps
+    record_stall = m.record_stall_seconds + m.write_stall_seconds * writes
+    nbytes = m.record_bytes + m.full_bytes / steps
+    writing = nbytes / m.write_bytes_per_second + m.sync_seconds * writes
+    behind = writing - (m.step_seconds + base_stall + record_stall)
+    return base_stall, record_stall, max(m.write_slowdown * writing, behind)
+
+
+def closed_form(measured: Measured) -> tuple[float, float]:
+    """Steps between bases and records per write, as real numbers: the optimum where failures are rare, the disk
+    keeps pace and nothing limits. Where only ``replay_write_seconds`` counts it is that of LowDiff:
+
+    >>> m = Measured(
+    ...     step_seconds=0.1, full_bytes=1_500_000_000, record_bytes=0, write_bytes_per_second=5e8,
+    ...     read_bytes_per_second=5e8, base_stall_seconds=3.0, replay_seconds=0.0, replay_write_seconds=0.1,
+    ...     mean_seconds_between_failures=3600.0,
+    ... )
+    >>> steps, records = closed_form(m)
+    >>> round(steps * 0.1), round(records * 0.1, 1)
+    (1671, 12.9)
+    """
+    m = measured
+    step, mean, byte = m.step_seconds, m.mean_seconds_between_failures, 1 / m.write_bytes_per_second
+    record, write = m.replay_record_seconds, m.replay_write_seconds
+    of_base = 2 * mean * (m.base_stall_seconds + m.write_slowdown * m.full_bytes * byte) / step
+    of_write = 2 * mean * (m.write_stall_seconds + m.write_slowdown * m.sync_seconds) / step
+    waits = max(step + 2 * m.record_bytes * byte - record, 1e-9 * step)
+    steps, records = inf, max(1.0, sqrt(of_write / waits))
+    for _ in range(60 if record + write else 0):  # each goes with the root of the other: errors fall fourfold
+        steps = sqrt(of_base * records / (record * records + write))
+        records = max(1.0, sqrt((write * steps + of_write) / waits))
+    return max(1.0, steps), records
+
+
+def recovery_seconds(measured: Measured, cadence: Cadence) -> float:
+    """Longest load and replay. A failure while a base was made puts that base off."""
+    m = measured
+    longest = cadence.steps + m.base_steps - 1
+    replay = longest * m.replay_record_seconds + ceil(longest / cadence.records) * m.replay_write_seconds
+    return m.load_seconds + replay
+
+
+def storage_bytes(measured: Measured, cadence: Cadence, retain: int = 2) -> int:
+    """Most bytes of bases, one of them being made, and of records since the oldest."""
+    spread = measured.base_steps - 1
+    num_records = retain * (cadence.steps + spread) + spread
+    return (retain + 1) * measured.full_bytes + num_records * measured.record_bytes
+
+
+def host_bytes(measured: Measured, cadence: Cadence) -> int:
+    """That a Checkpointer has to be given: for the records that wait and as many that are written, and a quarter of it,
+    or what is copied of a base in one step if that is more, for the base."""
+    records = 2 * cadence.records * measured.record_bytes
+    return records + max(ceil(records / 3), ceil(measured.full_bytes / measured.base_steps))
+
+
+def _at_a_failure(measured: Measured, cadence: Cadence) -> tuple[float, float]:
+    """Steps that are in no full group, and seconds to replay those that are, on the average over the interval between
+    two bases. The last group of it may hold fewer than the others."""
+    m, (steps, records) = measured, cadence
+    groups, rest = divmod(steps, records)
+    lost_steps = (groups * records**2 + rest**2) / (2 * steps)
+    writes = groups * (records * (groups - 1) / 2 + rest) / steps + (m.base_steps - 1) / records
+    replay = (steps / 2 - lost_steps) * m.replay_record_seconds + writes * m.replay_write_seconds
+    return lost_steps, replay

@@ -1,0 +1,163 @@
+"""``plan --cadence``: what is given, what is assumed, what is printed and why."""
+
+import json
+
+import pytest
+
+from holdfast import checkpointer
+from holdfast.cli import plan as verb
+from holdfast.plan.cadence import Limits, optimum
+from holdfast.plan.waste import Cadence, Measured, closed_form, waste
+
+GIVEN = ["--step", "500ms", "--state", "1.5GB", "--record", "10MB", "--write", "1GB/s", "--mtbf", "6h"]
+
+EVERYTHING_ELSE = """
+    --read 2GB/s --base-stall 0.3s --base-steps 5 --write-stall 2ms --record-stall 3ms --sync 10ms
+    --write-slowdown 0.25 --replay 50ms --replay-write 1ms --restart 30 --max-recovery 1min --max-storage 30GB
+    --max-memory 1GiB --max-share 0.25 --retain 3 --max-pending 6 --max-delay 2s
+"""
+
+
+@pytest.fixture
+def cadence(holdfast):
+    """The JSON document of ``plan --cadence`` with the usual options and more."""
+
+    def call(*more):
+        result = holdfast("plan", "--cadence", *GIVEN, *more, "--json")
+        assert (result.code, result.err) == (0, "")
+        return json.loads(result.out)
+
+    return call
+
+
+def test_without_cadence_it_says_what_it_can_do(holdfast):
+    result = holdfast("plan")
+    assert result.code == 0
+    assert "holdfast plan --cadence finds how many steps" in result.out
+    example = next(line for line in result.out.splitlines() if line.startswith("  holdfast plan"))
+    assert holdfast(*example.split()[1:]).out.startswith("A base every ")
+
+
+def test_every_quantity_and_limit_can_be_given(cadence):
+    found = cadence(*EVERYTHING_ELSE.split())
+    measured = Measured(
+        step_seconds=0.5,
+        full_bytes=1_500_000_000,
+        record_bytes=10_000_000,
+        write_bytes_per_second=1_000_000_000,
+        read_bytes_per_second=2_000_000_000,
+        base_stall_seconds=0.3,
+        base_steps=5,
+        write_stall_seconds=0.002,
+        record_stall_seconds=0.003,
+        sync_seconds=0.01,
+        write_slowdown=0.25,
+        replay_seconds=0.05,
+        replay_write_seconds=0.001,
+        restart_seconds=30,
+        mean_seconds_between_failures=21600,
+    )
+    limits = Limits(
+        recovery_seconds=60,
+        storage_bytes=30_000_000_000,
+        host_bytes=1024**3,
+        bandwidth_share=0.25,
+        retain=3,
+        pending_steps=6,
+        delay_seconds=2,
+    )
+    assert Measured(**found["measured"]) == measured
+    assert Limits(**found["limits"]) == limits
+    assert found["assumed"] == []
+    best = optimum(measured, limits)
+    assert (found["steps_between_bases"], found["records_per_write"]) == best.cadence
+    assert found["wasted_seconds_per_hour"]["total"] == pytest.approx(best.waste.total)
+    steps, records = closed_form(measured)
+    assert found["closed_form"] == {"steps": pytest.approx(steps), "records": pytest.approx(records)}
+    assert found["base_every"] == best.cadence.steps - 4
+
+
+def test_what_is_not_given_is_assumed_and_said(cadence, holdfast):
+    found = cadence()
+    assert found["measured"]["base_steps"] == 23  # of 64 MiB
+    assert found["measured"]["read_bytes_per_second"] == 1e9
+    assert found["measured"]["base_stall_seconds"] == pytest.approx(1.5e9 / (4 * 1024**3))
+    assert found["measured"]["replay_seconds"] == 0.05
+    assert {"base_steps", "replay_seconds", "sync_seconds"} < set(found["assumed"])
+    assert not {"step_seconds", "record_bytes", "mean_seconds_between_failures"} & set(found["assumed"])
+    text = " ".join(holdfast("plan", "--cadence", *GIVEN).out.split())
+    assert "replay seconds 0.05 s" in text.partition("assumed ")[2]
+    assert cadence("--replay", "60ms")["measured"]["replay_seconds"] == 0.06
+
+
+def test_bases_are_copied_as_a_checkpointer_copies_them():
+    assert verb.BASE_BYTES_PER_STEP == checkpointer.BASE_BYTES_PER_STEP
+    assert Limits().pending_steps == checkpointer.BOUND
+
+
+def test_the_curve_is_of_the_model_and_has_the_best_in_its_valley(cadence):
+    found = cadence("--max-storage", "6GB")
+    measured = Measured(**found["measured"])
+    points = {point["steps"]: point for point in found["curve"]}
+    for steps, point in points.items():
+        wasted = waste(measured, Cadence(steps, found["records_per_write"])).total
+        assert point["wasted_seconds_per_hour"] == pytest.approx(wasted)
+    best = found["steps_between_bases"]
+    assert found["binding"] == ["storage"]
+    assert points[best]["forbidden_by"] == []
+    assert points[2 * best]["forbidden_by"] == ["storage"]
+    assert points[min(points)]["forbidden_by"] == ["making a base", "bandwidth share"]
+    allowed = [p["wasted_seconds_per_hour"] for p in found["curve"] if not p["forbidden_by"]]
+    assert min(allowed) == points[best]["wasted_seconds_per_hour"]
+
+
+def test_what_is_used_of_each_limit(cadence):
+    uses = cadence("--max-storage", "6GB")["uses"]
+    assert uses["storage_bytes"] == {"most": 6_000_000_000, "limit": 6_000_000_000}
+    assert uses["recovery_seconds"]["limit"] == 300
+    assert 0 < uses["bandwidth_share"]["most"] < uses["bandwidth_share"]["limit"] == 0.5
+
+
+def test_a_person_reads_the_optimum_the_terms_the_curve_and_why(holdfast, cadence):
+    found = cadence("--max-storage", "6GB")
+    result = holdfast("plan", "--cadence", *GIVEN, "--max-storage", "6GB")
+    lines = result.out.splitlines()
+    assert lines[0].startswith("A base every 42 steps (21.0 s), 1 record per write: base_every=20 of")
+    assert lines[1].startswith(
+        f"Expected waste: {found['wasted_seconds_per_hour']['total']:.1f} s of an hour"
+    )
+    for name, value in found["wasted_seconds_per_hour"].items():
+        if name != "total":
+            start = f"{name.replace('_', ' ')} "
+            [shown] = [line[len(start) :].split()[0] for line in lines if line.startswith(start + " ")]
+            assert float(shown) == pytest.approx(value, abs=0.006)
+    bars = {int(line.split()[0]): line.count("#") for line in lines if "#" in line}
+    assert list(bars) == [point["steps"] for point in found["curve"]]
+    assert max(bars.values()) == 40
+    assert bars[5] > bars[10] > bars[21] > bars[42] > bars[84]
+    assert [line.split()[0] for line in lines if "  best" in line] == ["42"]
+    assert "What binds: storage." in " ".join(result.out.split())
+
+
+def test_where_nothing_binds_it_says_so(holdfast):
+    assert "No limit binds." in " ".join(holdfast("plan", "--cadence", *GIVEN).out.split())
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--step", "1s"], "--cadence needs --state, --write; `holdfast plan` shows an example"),
+        ([*GIVEN, "--replay", "5 parsecs"], "--replay: '5 parsecs' is not a time; write it like 30min"),
+        ([*GIVEN, "--record", "much"], "--record: 'much' is not a number of bytes; write it like 20GiB"),
+        ([*GIVEN, "--mtbf", "0"], "--mtbf must be positive and finite, got 0.0"),
+        ([*GIVEN, "--max-share", "2"], "--max-share must lie above 0 and be at most 1, got 2.0"),
+        ([*GIVEN, "--max-storage", "1GB"], "1000000000 are allowed"),
+        ([*GIVEN, "--record", "1GB"], "records alone take 200.0% of the write bandwidth"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_and_exit_2(holdfast, arguments, text):
+    result = holdfast("plan", "--cadence", *arguments)
+    assert result.code == 2
+    assert result.out == ""
+    assert len(result.err.splitlines()) == 1
+    assert text in result.err

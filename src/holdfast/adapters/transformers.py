@@ -25,19 +25,21 @@ from typing import Any
 
 import torch
 import transformers
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ..checkpointer import Checkpointer
 from ..errors import BadInput, RunMismatch
 from ..state.progress import decode, encode, random_state, restore_random_state
-from .sampling import WatchedSampler
+from .sampling import WatchedBatches
 
 COVERED = ("train", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")
 """Methods of a trainer that are replaced, on the object, while it trains; ``train`` for good."""
 
 STATE = (
-    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step", "best_model_checkpoint",
+    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
+    "best_model_checkpoint",
 )  # fmt: skip
 """Of ``TrainerState``, what training changes beside ``log_history``. The rest follows from the script."""
 
@@ -116,7 +118,7 @@ class _Training:
         self._run_epoch, self._end_step = trainer._run_epoch, trainer._maybe_log_save_evaluate
         self._checkpointer: Checkpointer | None = None
         self._loader: Any = None
-        self._sampler: WatchedSampler | None = None
+        self._batches: WatchedBatches | None = None
         self._found: dict[str, Any] | None = None
         """What the run holds, until the loop is there."""
         self._place = _Place(0, encode(random_state()))
@@ -136,8 +138,8 @@ class _Training:
             del vars(self._trainer)[name]
             if method is not None:
                 vars(self._trainer)[name] = method
-        if self._sampler is not None:
-            self._loader.set_sampler(self._sampler.inner)
+        if self._batches is not None:
+            vars(self._loader.base_dataloader)["batch_sampler"] = self._batches.inner
         if self._checkpointer is not None:
             self._checkpointer.__exit__(*error)
 
@@ -168,7 +170,7 @@ class _Training:
 
     def load_random_state(self, checkpoint: Any) -> None:
         """Called when the resumed epoch's first batches are there; a watched sampler has done it before."""
-        if self._sampler is None:
+        if self._batches is None:
             restore_random_state(self._random_now)
 
     # The run
@@ -176,10 +178,12 @@ class _Training:
     def _open(self, loader: Any) -> None:
         trainer = self._trainer
         self._loader = loader
-        sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
-        if sampler is not None and loader.batch_sampler is not None:
-            self._sampler = WatchedSampler(sampler, loader.batch_sampler.batch_size)
-            loader.set_sampler(self._sampler)
+        inside = getattr(loader, "base_dataloader", None)
+        if inside is not None and not isinstance(loader.dataset, IterableDataset) and inside.batch_sampler:
+            self._batches = WatchedBatches(inside.batch_sampler)
+            vars(inside)["batch_sampler"] = (
+                self._batches
+            )  # torch refuses another one, since its length might differ
         self._checkpointer = Checkpointer(
             self._run,
             model=trainer.model,
@@ -201,7 +205,7 @@ class _Training:
                 trainer._tr_loss, self._ending["grad_norm"], loop["model"], loop["trial"], place.epoch,
                 loop["ignore_keys_for_eval"], loop["start_time"], learning_rate=self._ending["learning_rate"],
             )  # fmt: skip
-        batches = self._batches(loop["steps_in_epoch"])
+        batches = self._num_batches(loop["steps_in_epoch"])
         if batches:
             loop |= {
                 "resume_from_checkpoint": str(self._run),
@@ -213,9 +217,9 @@ class _Training:
             loop["num_update_steps_per_epoch"] = batches // trainer.args.gradient_accumulation_steps
         elif batches:
             self._random_now = random_state()
-            if self._sampler is not None:
+            if self._batches is not None:
                 pending = [decode(place.pending)] if place.pending is not None else []
-                self._sampler.go_on(batches, [*pending, self._random_now])
+                self._batches.go_on(batches, [*pending, self._random_now])
             restore_random_state(decode(place.random))
         self._run_epoch(**loop)
 
@@ -225,7 +229,7 @@ class _Training:
         trainer = self._trainer
         return {
             "same": self._same(),
-            "seed": getattr(self._sampler, "initial_seed", None),
+            "seed": getattr(self._seeded(), "initial_seed", None),
             "place": vars(self._place) | {"pending": self._pending()},
             "state": {name: getattr(trainer.state, name) for name in STATE},
             "log_history": self._logged.text_of(trainer.state.log_history),
@@ -240,10 +244,14 @@ class _Training:
             here = self._same()[key]
             if here != there:
                 raise RunMismatch(
-                    f"{self._run} was trained with {key} {there}, now it is {here}, so that its position in the data means"
-                    f" nothing here. Set it to {there}, or begin another run."
+                    f"{self._run} was trained with {key} {there}, now it is {here}, so that its position in the data"
+                    f" means nothing. Set it to {there}, or begin another run."
                 )
         self._found = state
+
+    def _seeded(self) -> Any:
+        """The sampler, which shuffles by a seed and the epoch unless it was asked not to."""
+        return getattr(self._batches, "sampler", None)
 
     def _same(self) -> dict[str, Any]:
         """What a position in the data is counted in."""
@@ -256,12 +264,12 @@ class _Training:
 
     def _pending(self) -> Any:
         """The generators before the batch was made that is there already and was not trained on."""
-        if self._sampler is None or self._loader.num_workers:
+        if self._batches is None or self._loader.num_workers:
             return None
-        batch, state = self._sampler.newest
-        return encode(state) if batch == self._batches() else None
+        batch, state = self._batches.newest
+        return encode(state) if batch == self._num_batches() else None
 
-    def _batches(self, most: int = sys.maxsize) -> int:
+    def _num_batches(self, most: int = sys.maxsize) -> int:
         """Taken of the epoch by the steps that are recorded."""
         return min(self._place.updates * self._trainer.args.gradient_accumulation_steps, most)
 
@@ -275,8 +283,8 @@ class _Training:
         trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
         vars(trainer.control).update(found["control"])
         self._ending = found["ending"]
-        if found["seed"] is not None and self._sampler is not None:
-            self._sampler.inner.initial_seed = found["seed"]
+        if found["seed"] is not None:
+            self._seeded().initial_seed = found["seed"]
         here = _exportable(trainer)
         for name, state in found["callbacks"]:
             match = next((item for item in here if type(item).__name__ == name), None)

@@ -166,6 +166,8 @@ class _Training:
             self._place.updates += 1
             self._ending = {"grad_norm": grad_norm, "learning_rate": learning_rate}
             self._checkpointer.step()
+        elif learning_rate is None and self._ending is not None:  # an epoch of which only the end was left
+            grad_norm, learning_rate = self._ending["grad_norm"], self._ending["learning_rate"]
         self._end_step(tr_loss, grad_norm, *rest, learning_rate=learning_rate, **options)
 
     def load_random_state(self, checkpoint: Any) -> None:

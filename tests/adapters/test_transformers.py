@@ -27,9 +27,14 @@ KINDS = {
     "drop": {"dataloader_drop_last": True},
     "stream": {"data": Stream(), "max_steps": 12},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True},
+    "best": {
+        "eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4,
+        "load_best_model_at_end": True,
+    },
+    "bf16": {"bf16": True},
     "by epochs": {"eval_strategy": "epoch", "logging_strategy": "epoch"},
     "steps": {"max_steps": 11, "optim": "adafactor"},
-}
+}  # fmt: skip
 """8 batches in an epoch, two epochs, the last batch of each short."""
 
 

@@ -115,6 +115,7 @@ class Training:
             vars(inside)["batch_sampler"] = (
                 self._batches
             )  # torch refuses another one, since its length might differ
+        assert trainer.model is not None
         self._checkpointer = Checkpointer(
             self._run,
             model=trainer.model,

@@ -154,6 +154,25 @@ def test_a_run_of_so_many_steps_ends_in_mid_epoch(tmp_path):
     compare(resumed(tmp_path, "steps"), "steps", 11)
 
 
+def test_a_run_that_has_ended_is_given_more_to_do(tmp_path):
+    def train(epochs, *callbacks):
+        trainer = make(
+            "unused",
+            callbacks=callbacks,
+            num_train_epochs=epochs,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+        )
+        trainer.train()
+        return trainer
+
+    at_once = train(2)
+    train(1, HoldfastCallback(tmp_path / "run"))
+    trainer = train(2, HoldfastCallback(tmp_path / "run"))
+    assert trainer.losses == at_once.losses[8:]
+    assert digests(trainer) == digests(at_once)
+
+
 def test_the_same_trainer_goes_on_after_an_interruption(tmp_path):
     trainer = interrupted(tmp_path, "plain", Interrupt(5))
     trainer.pop_callback(Interrupt)
@@ -253,16 +272,17 @@ def test_a_run_does_not_begin_at_a_checkpoint(tmp_path):
     "changed, text",
     [
         ({"per_device_train_batch_size": 4}, "batch_size 3, now it is 4"),
+        ({"num_train_epochs": 1}, "is in epoch 2, and the script ends after 1"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps 1, now it is 2"),
         ({"data": torch.utils.data.Subset(Texts(), range(9))}, "dataset length 23, now it is 9"),
     ],
 )
-def test_other_data_is_refused(tmp_path, changed, text):
-    interrupted(tmp_path, "plain", Interrupt(5))
+def test_a_place_that_the_script_does_not_have_is_refused(tmp_path, changed, text):
+    interrupted(tmp_path, "plain", Interrupt(9))
     trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], **changed)
     with pytest.raises(RunMismatch, match=text):
         trainer.train()
-    compare(resumed(tmp_path, "plain"), "plain", 5)
+    compare(resumed(tmp_path, "plain"), "plain", 9)
 
 
 @pytest.mark.parametrize("option", ["auto_find_batch_size", "ignore_data_skip"])

@@ -95,7 +95,8 @@ class Training:
             self._place.updates += 1
             self._ending = {"grad_norm": grad_norm, "learning_rate": learning_rate}
             self._checkpointer.step()
-        elif learning_rate is None and self._ending is not None:  # an epoch of which only the end was left
+        elif learning_rate is None and self._place.updates:  # an epoch of which only the end was left
+            assert self._ending is not None
             grad_norm, learning_rate = self._ending["grad_norm"], self._ending["learning_rate"]
         self._end_step(tr_loss, grad_norm, *rest, learning_rate=learning_rate, **options)
 
@@ -110,11 +111,10 @@ class Training:
         trainer = self._trainer
         self._loader = loader
         inside = getattr(loader, "base_dataloader", None)
-        if inside is not None and not isinstance(loader.dataset, IterableDataset) and inside.batch_sampler:
-            self._batches = WatchedBatches(inside.batch_sampler)
-            vars(inside)["batch_sampler"] = (
-                self._batches
-            )  # torch refuses another one, since its length might differ
+        batches = getattr(inside, "batch_sampler", None)
+        if batches is not None and not isinstance(loader.dataset, IterableDataset):
+            self._batches = WatchedBatches(batches)
+            vars(inside)["batch_sampler"] = self._batches  # setattr is refused, since lengths might differ
         assert trainer.model is not None
         self._checkpointer = Checkpointer(
             self._run,
@@ -168,6 +168,7 @@ class Training:
             "loss": {name: getattr(trainer, name) for name in LOSS},
             "ending": self._ending,
             "control": vars(trainer.control),
+            "complete": trainer.state.global_step >= trainer.state.max_steps,
             "callbacks": [[type(item).__name__, item.state()] for item in _exportable(trainer)],
         }
 
@@ -179,6 +180,12 @@ class Training:
                     f"{self._run} was trained with {key} {there}, now it is {here}, so that its position in the data"
                     f" means nothing. Set it to {there}, or begin another run."
                 )
+        epoch, num_epochs = state["place"]["epoch"], self._trainer.state.num_train_epochs
+        if epoch >= num_epochs:
+            raise RunMismatch(
+                f"{self._run} is in epoch {epoch + 1}, and the script ends after {num_epochs}. Give it as many epochs,"
+                " or begin another run."
+            )
         self._found = state
 
     def _seeded(self) -> Any:
@@ -214,6 +221,8 @@ class Training:
             setattr(trainer, name, value)
         trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
         vars(trainer.control).update(found["control"])
+        if found["complete"] and trainer.state.global_step < trainer.state.max_steps:
+            trainer.control.should_training_stop = False  # the script was given more to do
         self._ending = found["ending"]
         if found["seed"] is not None:
             self._seeded().initial_seed = found["seed"]

@@ -168,7 +168,8 @@ class _Child:
     """A process that trains.
 
     ``failpoint`` ends it at a place of the commit protocol; with ``cut`` the power of that mount goes first,
-    and it goes right after step ``at`` was acknowledged. ``fill`` is a file that takes all space at that time.
+    and it goes right after step ``at``, or the first one ``from_step`` on, was acknowledged. ``fill`` is a file
+    that takes all space at that time.
     With ``hangs`` the thread that arrives at the failpoint stays there. After ``PATIENCE_SECONDS`` without a
     word the process writes the stacks of its threads to ``stacks`` and ends.
     """
@@ -182,11 +183,13 @@ class _Child:
         cut: str = "",
         fill: str = "",
         at: int | None = None,
+        from_step: int | None = None,
         hangs: bool = False,
         **run: Any,
     ) -> None:
         self.pipe, self.stacks, self.patience = pipe, stacks, PATIENCE_SECONDS
         self.failpoint, self.cut, self.fill, self.at, self.hangs = failpoint, cut, fill, at, hangs
+        self.from_step = from_step
         self.run = run
 
     def main(self) -> None:
@@ -229,7 +232,7 @@ class _Child:
 
     def acknowledge(self, runtime: Any, step: int) -> None:
         self.say(acknowledged=step)
-        if step == self.at:
+        if step == self.at or (self.from_step is not None and step >= self.from_step):
             fill_disk(self.fill) if self.fill else self.die()
 
     def die(self) -> None:

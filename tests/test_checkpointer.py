@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -14,9 +16,11 @@ from torch import nn
 import holdfast
 from delta.loops import make, same
 from holdfast.checkpointer import BOUND, Checkpointer
+from holdfast.delta import bases
 from holdfast.errors import BadInput, DiskFull, EngineFailed, NoCommit, RunLocked, RunMismatch, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
+from holdfast.store.local import LocalStore
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
@@ -236,10 +240,11 @@ def test_who_skips_is_told_and_a_base_makes_up_for_it(tmp_path):
 
 
 def test_a_hung_writer_is_an_error_and_no_hang(tmp_path, monkeypatch):
-    loop, checkpointer = start(tmp_path, deadline_seconds=0.5)
+    loop, checkpointer = start(tmp_path)
     checkpointer.resume()
     go_on(loop, checkpointer, 3)
     checkpointer.wait()
+    checkpointer._recorder._deadline = 0.5
     release, real = threading.Event(), checkpointer._store.disk.sync
     monkeypatch.setattr(checkpointer._store.disk, "sync", lambda *a, **k: (release.wait(20), real(*a, **k)))
     started = time.monotonic()
@@ -320,6 +325,76 @@ def triple(optimizer, args, kwargs):
         parameter.grad.mul_(3)
 
 
+def test_sigterm_makes_the_step_durable_and_ends_the_process(tmp_path):
+    states, _ = reference(4)
+    loop, checkpointer = start(tmp_path)
+    assert checkpointer.resume() == 0
+    go_on(loop, checkpointer, 3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        go_on(loop, checkpointer, 9)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    other, again = start(tmp_path)
+    with again:
+        assert again.resume() == 4
+        assert same(other.state(), states[4])
+
+
+def test_a_handler_of_the_script_is_left_alone(tmp_path):
+    arrived = []
+    before = signal.signal(signal.SIGTERM, lambda *_: arrived.append(1))
+    try:
+        loop, checkpointer = start(tmp_path)
+        with checkpointer:
+            checkpointer.resume()
+            os.kill(os.getpid(), signal.SIGTERM)
+            go_on(loop, checkpointer, 3)
+        assert arrived and checkpointer.durable_step == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Each update depends on all parameters: by their common norm."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.norm() for p in parameters]).sum()
+        for p in parameters:
+            self.state[p].setdefault("count", 0)
+            self.state[p]["count"] += 1
+            p.sub_(p.grad / norm / self.state[p]["count"])
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "270MB"])
+def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, monkeypatch, memory):
+    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
+    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    loop, states = make(Orthogonal, "batchnorm"), []
+    with Checkpointer(
+        tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=3, retain=9, memory=memory
+    ) as checkpointer:
+        if memory == "270MB":
+            checkpointer._staging_bytes = 1  # no room for a copy of everything
+        checkpointer.resume()
+        for i in range(8):
+            loop.iteration(i, checkpointer.step)
+            states.append(loop.state())
+    with LocalStore.read(tmp_path) as reader:
+        manifests = [reader.load(ref) for ref in reader.commits()]
+        assert len(manifests) > 1 and all(m.oldest_step == m.step for m in manifests)
+    for step in (8, 5, 3):
+        other = make(Orthogonal, "batchnorm", seed=1)
+        with Checkpointer(tmp_path, model=other.model, optimizer=other.optimizers, retain=9) as again:
+            assert again.resume(step=step) == step
+            assert same(other.state(), states[step - 1])
+
+
 def closure_step(loop, checkpointer):
     checkpointer.resume()
     loop.optimizers[0].step(lambda: 0.0)
@@ -360,7 +435,7 @@ def test_what_cannot_be_done_is_said(tmp_path, act, message):
         ({"optimizer": []}, "not an optimizer"),
         ({"base_every": 0}, "base_every = 0"),
         ({"when_behind": "panic"}, "when_behind = 'panic'"),
-        ({"memory": 1000}, "memory = 1000 B is too little .* Give at least"),
+        ({"memory": "1KB"}, "memory = 1000 B is too little: .* Give at least"),
     ],
 )
 def test_bad_input_is_refused_with_nothing_written(tmp_path, options, message):

@@ -8,6 +8,8 @@ replays the records. This module only joins: what is seen is ``delta.tap``, what
 
 from __future__ import annotations
 
+import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +26,8 @@ from .delta.recorder import Recorder, Sealed, Task
 from .delta.recovery import recover
 from .delta.replay import fingerprint
 from .delta.script import Script
-from .delta.slots import SlotPool, slots_that_fit
+from .delta.sigterm import SigTerm
+from .delta.slots import SlotPool
 from .delta.tap import Tap, Update, gradient_layouts, image_of
 from .errors import BadInput, EngineFailed
 from .events import EventLog
@@ -32,7 +35,8 @@ from .io.queue import IOQueue
 from .state.live import LiveState
 from .store.files import check_place
 from .store.local import LocalStore
-from .units import GiB, MiB
+from .units import GiB, MiB, format_bytes, parse_bytes
+from .update.optimizer import is_elementwise
 
 BOUND = 8
 """Most steps that may be on their way to the disk."""
@@ -51,7 +55,8 @@ class Checkpointer:
     ``averages`` are the modules that it keeps (``torch.optim.swa_utils.AveragedModel``), which are then part of the
     run. ``memory`` bounds the copies that wait to be written; ``base_every`` is the number of steps from one base to
     the next; ``retain`` how many bases are kept, with the records since. When the disk is behind, ``step`` waits
-    (``"block"``), or goes on unrecorded until a base can be made (``"skip"``). A context manager.
+    (``"block"``), or goes on unrecorded until a base can be made (``"skip"``). After a SIGTERM ``step`` makes the step
+    durable and ends the process; a script that handles the signal itself is left alone. A context manager.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class Checkpointer:
         scaler: Any = None,
         after_update: Callable[[], None] | None = None,
         averages: nn.Module | Mapping[str, nn.Module] | None = None,
-        memory: int = 4 * GiB,
+        memory: int | str = 4 * GiB,
         base_every: int = 100,
         retain: int = 2,
         when_behind: Literal["block", "skip"] = "block",
@@ -89,7 +94,9 @@ class Checkpointer:
         self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
-        self._memory = memory
+        self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
+        self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
+        self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
         self._num_slots = self._slots_that_fit()
         self._queue = IOQueue()
         self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
@@ -101,9 +108,12 @@ class Checkpointer:
         self._buffers: dict[str, str] = {}
         self._base_step, self._scale = 0, 0.0
         self._gap = False
+        self._sigterm: SigTerm | None = None
         self._closed = False
         self.steps_done = 0
         """Optimizer steps done, skipped ones included."""
+        self.stall_seconds = 0.0
+        """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk."""
 
     @property
     def durable_step(self) -> int:
@@ -155,6 +165,7 @@ class Checkpointer:
         self._base_step = self._store.line()[0].step
         self._scale = self._scale_now()
         self._tap.attach()
+        self._sigterm = SigTerm.watched()
         return self.steps_done
 
     def step(self) -> None:
@@ -172,6 +183,7 @@ class Checkpointer:
         self._scale = scale
         if self._after_update is not None and updates:
             self._after_update()
+        started = time.perf_counter()
         self.steps_done += 1
         if self._tap.changed:
             self._adapt(updates)
@@ -181,6 +193,10 @@ class Checkpointer:
             recorder.put(self._sealed(updates))
         self._tap.be_last()
         self._go_on_with_base()
+        self.stall_seconds = self._tap.seconds + time.perf_counter() - started
+        self._tap.seconds = 0.0
+        if self._sigterm is not None and self._sigterm.arrived:
+            self._leave()
 
     def save(self) -> None:
         """A base of the present step, which stands alone. Durable when this returns."""
@@ -201,6 +217,8 @@ class Checkpointer:
             return
         self._closed = True
         self._tap.detach()
+        if self._sigterm is not None:
+            self._sigterm.restore()
         try:
             if self._recorder is not None:
                 try:
@@ -226,6 +244,12 @@ class Checkpointer:
         else:
             with suppress(Exception):
                 self.close(save=False)
+
+    def _leave(self) -> None:
+        """On SIGTERM: everything is durable, and the process ends as the signal would have ended it."""
+        self._events.emit("stopped", signal="SIGTERM", step=self.steps_done)
+        self.close()
+        raise SystemExit(128 + signal.SIGTERM)
 
     def _take_slot(self) -> Any:
         recorder = self._usable()
@@ -279,8 +303,17 @@ class Checkpointer:
         self._pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
 
     def _slots_that_fit(self) -> int:
-        nbytes = sum(layout.file_bytes for layout in gradient_layouts(self._state))
-        return slots_that_fit(nbytes, BOUND, self._memory)
+        """One for each step that may be on its way; fewer, but two at least, where memory is short."""
+        slot_bytes = sum(layout.file_bytes for layout in gradient_layouts(self._state))
+        room = self._memory - self._staging_bytes
+        if room < 2 * slot_bytes:
+            least = max(2 * slot_bytes + BASE_BYTES_PER_STEP, 8 * slot_bytes // 3 + 4)
+            raise BadInput(
+                f"memory = {format_bytes(self._memory)} is too little: the record of a step takes"
+                f" {format_bytes(slot_bytes)}, of which two must fit beside the copies for a base. Give at least"
+                f" {least} bytes."
+            )
+        return max(2, min(BOUND, room // max(slot_bytes, 1)))
 
     def _lose(self, updates: list[Update]) -> None:
         """A step of which there is no copy: only a base made after it can follow."""
@@ -306,9 +339,20 @@ class Checkpointer:
         if not bases.under_way and self.steps_done - self._base_step >= self._base_every:
             bases.begin()
         if not bases.all_staged:
-            bases.stage(self.steps_done, None if self._after_update is not None else BASE_BYTES_PER_STEP)
-            if bases.all_staged:
-                self._recorder.put(Task(partial(self._publish, self._progress())))
+            self._stage()
+
+    def _stage(self) -> None:
+        """Copy units of the base that is under way, as many as the time of a step and the memory allow."""
+        assert self._bases is not None and self._recorder is not None
+        bases, room = self._bases, self._staging_bytes - self._bases.memory_bytes
+        if self._at_once and bases.left_bytes > self._staging_bytes:
+            self._whole_base()  # no room for a copy of everything: training waits
+            return
+        if room <= 0 or (self._at_once and bases.left_bytes > room):
+            return
+        bases.stage(self.steps_done, bases.left_bytes if self._at_once else min(BASE_BYTES_PER_STEP, room))
+        if bases.all_staged:
+            self._recorder.put(Task(partial(self._publish, self._progress())))
 
     def _publish(self, progress: dict[str, Any]) -> None:
         """Make the base a commit. Called when the records up to it are durable."""

@@ -37,7 +37,7 @@ class OptimizerNotSupported(BadInput):
 
 
 class DoesNotFit(BadInput):
-    """A memory budget or a disk is too small. The text names the smallest that works."""
+    """A memory budget or a disk is too small. The text says what is needed."""
 
 
 class RunMismatch(BadInput):

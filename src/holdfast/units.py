@@ -42,6 +42,15 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def ample_budget(count: int) -> str:
+    """A budget, to be pasted, that holds ``count`` bytes and what two processes differ by: 1 %, in whole MiB.
+
+    >>> ample_budget(454_817_800)
+    '439MiB'
+    """
+    return f"{-(-count * 101 // (100 * MiB))}MiB"
+
+
 def format_seconds(seconds: float) -> str:
     """``seconds`` for a person.
 

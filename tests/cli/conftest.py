@@ -1,6 +1,7 @@
 """The command line in this process (quick) or in one of its own (signals, kills)."""
 
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -30,8 +31,13 @@ def holdfast(monkeypatch, capsys):
         monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it
         monkeypatch.setenv("COLUMNS", "200")
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
+        before = sys.stdout, sys.stderr, signal.getsignal(signal.SIGPIPE)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                main()
+        finally:
+            sys.stdout, sys.stderr = before[:2]
+            signal.signal(signal.SIGPIPE, before[2])
         out, err = capsys.readouterr()
         return Result(ended.value.code or 0, out, err)
 

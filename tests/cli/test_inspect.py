@@ -1,6 +1,7 @@
 """``ls``, ``show`` and ``verify`` on a run without a model: text for people, JSON for tools, exit codes."""
 
 import json
+import signal
 from dataclasses import replace
 
 import pytest
@@ -156,6 +157,24 @@ def test_verify_names_file_offset_and_atom_of_damage_and_exits_1(run, holdfast):
     assert holdfast("verify", f"{run}@2").code == 0
 
 
+def test_damage_names_an_older_step_to_check_and_what_goes_on(run, holdfast):
+    flip_bit(newest_file(run, holdfast))
+    [line] = [line for line in holdfast("verify", run).out.splitlines() if "checksum" in line]
+    assert " fail their checksum: expected xxh3:" in line
+    assert (
+        f"check it with `holdfast verify {run}@2`. Running again resumes from the newest whole step." in line
+    )
+
+
+def test_damage_of_a_file_of_every_step_says_so(tmp_path, holdfast):
+    with TinyRun(tmp_path / "run") as tiny:
+        tiny.take_step()
+    path = tmp_path / "run" / tiny.store.head().files["block_1"].path
+    flip_bit(path)
+    out = holdfast("verify", tmp_path / "run").out
+    assert "No step to go on from is without this file: put a copy of it in its place" in out
+
+
 def test_verify_a_damaged_manifest_exits_1(run, holdfast):
     [manifest] = (run / "commits").glob("step-000000000003.*")
     flip_bit(manifest, 20)
@@ -187,6 +206,32 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(run, holdfast, 
     assert "has no step 7. It has: 2, 3." in result.err
 
 
+def test_ls_takes_no_step_and_says_so(run, holdfast):
+    result = holdfast("ls", f"{run}@2")
+    assert (result.code, result.out) == (2, "")
+    assert (
+        f"names a step, and all of a run is asked for: {run}. `holdfast show {run}@2` shows one" in result.err
+    )
+
+
+@pytest.mark.parametrize("verb", ["show", "verify"])
+def test_a_step_is_a_number(run, holdfast, verb):
+    result = holdfast(verb, f"{run}@newest")
+    assert (result.code, result.out) == (2, "")
+    assert f"'newest' in {run}@newest is not a step, which is a number; `holdfast ls {run}`" in result.err
+
+
+@pytest.mark.parametrize("verb", ["ls", "show", "verify"])
+def test_a_directory_of_runs_names_them(run, tmp_path, holdfast, verb):
+    with TinyRun(tmp_path / "another"):
+        pass
+    result = holdfast(verb, tmp_path)
+    assert (result.code, result.out) == (2, "")
+    assert (
+        f"{tmp_path} is not a run, but holds runs: name one of {tmp_path / 'another'}, {run}\n" in result.err
+    )
+
+
 def test_a_run_whose_state_lies_elsewhere_is_found_through_its_configuration(run, tmp_path, holdfast):
     (tmp_path / "front").mkdir()
     (tmp_path / "front" / "config.toml").write_text(f'[offload]\nssd = "{run}"\n')
@@ -210,3 +255,12 @@ def test_a_directory_with_an_at_sign_is_a_directory(tmp_path):
     assert Target.parse("run@3") == Target(Target.parse("run").run, 3)
     assert Target.parse("run@3.t12") == Target(Target.parse("run").run, 3, 12)
     assert Target.parse("run@x").step is None
+
+
+@pytest.mark.parametrize("words", [["ls"], ["show"], ["show", "--json"], ["verify"], ["verify", "--json"]])
+def test_who_prints_leaves_quietly_when_nobody_reads(run, holdfast_process, words):
+    """A shell says 128 + SIGPIPE = 141."""
+    process = holdfast_process(words[0], run, *words[1:])
+    process.stdout.close()
+    assert process.wait(timeout=60) == -signal.SIGPIPE
+    assert process.stderr.read() == ""

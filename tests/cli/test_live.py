@@ -97,4 +97,4 @@ def test_damage_of_a_step_that_is_listed_is_damage(run, holdfast):
     for verb in ("verify", "diff"):
         result = holdfast(verb, *[run.store.root] * (1 if verb == "verify" else 2))
         assert result.code == 1
-        assert "fails its checksum" in result.out + result.err
+        assert "checksum: expected xxh3:" in result.out + result.err

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -140,6 +141,7 @@ def test_the_same_command_again_says_that_it_is_finished(uninterrupted, argument
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
     result = holdfast(*arguments(uninterrupted))
     assert result.code == 0
+    assert result.out.startswith("reading all of the newest step\n")
     assert "is finished: step 4 is durable and whole, and train.steps is 4." in result.out
     assert "train.steps=8" in result.out
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
@@ -175,10 +177,13 @@ def test_a_configuration_that_says_the_same_keeps_its_comments(tmp_path, argumen
 
 def test_more_steps_extend_a_finished_run(uninterrupted, tmp_path, arguments, holdfast):
     run = shutil.copytree(uninterrupted, tmp_path / "run")
-    result = holdfast(*arguments(run, train__steps=6))
+    result = holdfast(*arguments(run, train__steps=6, train__learning_rate=2e-2))
     assert result.code == 0, result.err
+    assert "Changed from here on: train.steps 4 -> 6, train.learning_rate 0.01 -> 0.02." in result.out
+    assert result.out.startswith("reading all of step 4\n")
     assert "Continuing after step 4" in result.out
     assert steps_of(run) == [1, 2, 3, 4, 5, 6]
+    assert result.err == ""
     first = events_of(run, "validation")[0]["loss"]
     assert f"it was {first:.3f} at step 0" in result.out
 
@@ -197,7 +202,7 @@ def test_a_signal_ends_in_order_and_the_run_continues_bit_for_bit(
     assert done < 4
     assert f"Stopped by {signal.Signals(number).name} after step {done}, which is durable." in out
     assert "continue" in out
-    assert f"{signal.Signals(number).name}: finishing this step and committing" in err
+    assert f"{signal.Signals(number).name}: committing this step" in err
     assert json.loads(holdfast("ls", run, "--json").out)[0]["step"] == done
     assert holdfast(*arguments(run)).code == 0
     assert steps_of(run) == [1, 2, 3, 4]
@@ -215,6 +220,10 @@ def test_a_second_signal_leaves_at_once(tmp_path, arguments, holdfast_process):
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=1) == 128 + signal.SIGTERM
+    first, last = process.stderr.read().splitlines()
+    assert first.startswith("SIGINT: ")
+    assert re.match(r"Left at once; step \d+ is durable\. Continue with: \S+ -m holdfast train --set ", last)
+    assert last.endswith("--set io.write_limit=100KB")
 
 
 def test_a_killed_run_continues_from_what_it_acknowledged(
@@ -320,6 +329,30 @@ def test_two_writers_of_one_run_are_told_apart(tmp_path, arguments, holdfast, ho
     assert f"process {process.pid} on " in result.err
 
 
+@pytest.mark.parametrize("streams", [["stdout"], ["stdout", "stderr"]])
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(tmp_path, arguments, holdfast_process, streams):
+    run = tmp_path / "run"
+    process = holdfast_process(*arguments(run, io__write_limit="400KB"))
+    wait_for_steps(run, process, 1)
+    for stream in streams:
+        getattr(process, stream).close()
+    assert process.wait(timeout=60) == 0
+    assert [event["step"] for event in events_of(run, "finished")] == [4]
+    assert "stderr" in streams or process.stderr.read() == ""
+
+
+def test_a_run_that_nobody_reads_is_stopped_in_order(tmp_path, arguments, holdfast_process):
+    run = tmp_path / "run"
+    process = holdfast_process(*arguments(run, io__write_limit="400KB"))
+    process.stdout.close()
+    process.stderr.close()
+    wait_for_steps(run, process, 1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 0
+    [stopped] = events_of(run, "stopped")
+    assert stopped["durable_step"] == stopped["step"]
+
+
 def test_without_commits_a_run_says_so_when_it_is_stopped(tmp_path, arguments, holdfast_process):
     run = tmp_path / "run"
     process = holdfast_process(*arguments(run, durability__every=0, train__steps=10_000))
@@ -345,7 +378,8 @@ def test_a_run_without_held_out_text_has_no_validation(tmp_path, arguments, hold
         ({"model__context": 4000}, "at least 8,001 are needed"),
         ({"offload__host_budget": "1MiB"}, "budget"),
         ({"offload__device": "abacus"}, "offload.device = 'abacus'"),
-        ({"offload__device": "cuda:99"}, "offload.device = 'cuda:99'"),
+        ({"offload__device": "cuda:99"}, "offload.device = 'cuda:99': this machine has cpu"),
+        ({"offload__device": "cuda:99"}, "; --set offload.device=cpu"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_writes_nothing(tmp_path, arguments, holdfast, wrong, said):
@@ -500,7 +534,7 @@ def test_a_stop_request_keeps_keys_out_of_the_picture_and_gives_them_back(termin
     monkeypatch.setattr(stop, "TERMINAL", terminal)
     before = termios.tcgetattr(terminal)
     assert before[3] & termios.ECHO
-    with stop.StopRequest(lambda _: None):
+    with stop.StopRequest(lambda _: None, str):
         assert not termios.tcgetattr(terminal)[3] & termios.ECHO
         assert termios.tcgetattr(terminal)[3] & termios.NOFLSH
     assert termios.tcgetattr(terminal) == before
@@ -530,8 +564,8 @@ def test_a_run_in_the_background_leaves_the_terminal_alone(terminal):
 def test_a_stop_request_gives_the_signals_back():
     before = [signal.getsignal(number) for number in stop.SIGNALS]
     said = []
-    with stop.StopRequest(said.append) as request:
+    with stop.StopRequest(said.append, str) as request:
         os.kill(os.getpid(), signal.SIGTERM)
         assert request.requested == "SIGTERM"
-    assert said == ["SIGTERM: finishing this step and committing; again to leave at once"]
+    assert said == ["SIGTERM: committing this step; again to leave at once"]
     assert [signal.getsignal(number) for number in stop.SIGNALS] == before

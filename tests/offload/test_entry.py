@@ -195,8 +195,9 @@ def test_commits_at_every_second_step_go_on_after_a_damaged_one(tmp_path):
     data = bytearray(path.read_bytes())
     data[5000] ^= 1
     path.write_bytes(data)
-    with pytest.warns(UserWarning, match="damage"):
+    with pytest.warns(UserWarning, match="damage") as warned:
         engine = offload(decoder(), tmp_path, commit_every=2)
+    assert warned[0].filename == __file__  # where offload was called
     with engine:
         assert engine.steps_done == 2
         for step in range(2, 9):

@@ -23,11 +23,20 @@ class Loader:
         self.at = state["at"]
 
 
-def opened(root, *, scheduler: bool = False, **options) -> holdfast.Engine:
+def script(
+    root, *, scheduler: bool = False, group=(), **options
+) -> tuple[holdfast.Engine, torch.optim.Optimizer]:
+    """A run, and its optimizer, whose first ``group`` has these hyper-parameters."""
     model = decoder(blocks=2)
     optimizer = adamw(model)
+    optimizer.param_groups[0].update(group)
     made = warm_up(optimizer) if scheduler else None
-    return holdfast.offload(model, optimizer, root, scheduler=made, **{"dtype": "fp32", **options})
+    engine = holdfast.offload(model, optimizer, root, scheduler=made, **{"dtype": "fp32", **options})
+    return engine, optimizer
+
+
+def opened(root, **options) -> holdfast.Engine:
+    return script(root, **options)[0]
 
 
 def one_step(engine: holdfast.Engine) -> None:
@@ -48,8 +57,11 @@ def test_a_run_goes_on_with_all_that_it_has(tmp_path, what):
 def test_what_a_run_did_not_have_is_said_to_start_from_its_own_state(tmp_path, what):
     with_it = {"scheduler": {"scheduler": True}, "loader": {"loader": Loader()}}[what]
     one_step(opened(tmp_path))
-    with pytest.warns(UserWarning, match=f"the run had no {what} so far.*starts from its own state"):
+    with pytest.warns(
+        UserWarning, match=f"the run had no {what} so far.*starts from its own state"
+    ) as warned:
         engine = opened(tmp_path, **with_it)
+    assert warned[0].filename == __file__  # where offload was called
     one_step(engine)
     opened(tmp_path, **with_it).close()  # from now on it has one
 
@@ -66,24 +78,64 @@ def test_what_a_run_did_not_have_is_said_to_start_from_its_own_state(tmp_path, w
 )
 def test_a_setting_that_decides_about_numbers_and_changed_is_named(tmp_path, options, said):
     one_step(opened(tmp_path))
-    with pytest.warns(UserWarning, match=f"other settings.*: {said}$"):
+    with pytest.warns(UserWarning, match=f"other settings.*: {said}$") as warned:
         engine = opened(tmp_path, **options)
+    assert warned[0].filename == __file__  # where offload was called
     one_step(engine)
     opened(tmp_path, **options).close()
 
 
-def test_a_run_that_does_not_say_its_settings_goes_on_in_silence(tmp_path, monkeypatch):
+def test_a_run_that_does_not_say_its_settings_or_what_was_given_goes_on_in_silence(tmp_path, monkeypatch):
     publish = LocalStore.publish
 
     def as_before(store, step, files, index, progress):
-        return publish(store, step, files, index, {k: v for k, v in progress.items() if k != "settings"})
+        return publish(
+            store, step, files, index, {k: v for k, v in progress.items() if k not in ("settings", "given")}
+        )
 
     with monkeypatch.context() as earlier:
         earlier.setattr(LocalStore, "publish", as_before)
         one_step(opened(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        opened(tmp_path, seed=5).close()
+        opened(tmp_path, seed=5, group={"lr": 0.5}).close()
+
+
+def test_a_hyper_parameter_that_changed_and_is_put_back_is_named_with_what_to_do(tmp_path):
+    one_step(opened(tmp_path))
+    changed = {"lr": 0.5, "betas": (0.8, 0.9)}
+    said = (
+        r"the run's own hyper-parameters are kept: param_groups\[0\]\['lr'\] is 0\.01 and not 0\.5, .*; "
+        r"param_groups\[0\]\['betas'\] is \(0\.9, 0\.999\) and not \(0\.8, 0\.9\), .* after offload returns"
+    )
+    with pytest.warns(UserWarning, match=said) as warned:
+        engine = opened(tmp_path, group=changed)
+    assert warned[0].filename == __file__  # where offload was called
+    one_step(engine)
+    opened(tmp_path, group=changed).close()  # it was said
+
+
+def test_a_learning_rate_that_a_scheduler_or_the_script_moved_is_no_change(tmp_path):
+    """It is put back where the run had it, which is what was asked for."""
+    for number in range(3):
+        engine, optimizer = script(tmp_path, scheduler=True)
+        with engine:
+            optimizer.param_groups[0]["eps"] = 0.5
+            engine.step(batches(number, 1))
+
+
+def test_a_changed_base_of_a_schedule_is_named(tmp_path):
+    one_step(opened(tmp_path, scheduler=True))
+    with pytest.warns(UserWarning, match=r"\['initial_lr'\] is 0\.01 and not 0\.5"):
+        opened(tmp_path, group={"lr": 0.5}, scheduler=True).close()
+
+
+def test_a_hyper_parameter_as_the_run_has_it_by_now_is_no_change(tmp_path):
+    engine, optimizer = script(tmp_path)
+    with engine:
+        optimizer.param_groups[0]["lr"] = 0.5
+        engine.step(batches(0, 1))
+    opened(tmp_path, group={"lr": 0.5}).close()
 
 
 def test_clipping_takes_the_norm_over_what_is_in_the_optimizer(tmp_path):

@@ -11,6 +11,7 @@ from holdfast.plan.horizontal import horizontal
 from holdfast.plan.memory import predict
 from holdfast.plan.placement import choose
 from holdfast.plan.work import Placement, StepShape
+from holdfast.units import ample_budget, parse_bytes
 from plan_steps import uneven
 
 WORK = uneven(8)
@@ -33,20 +34,23 @@ def test_without_a_budget_everything_stays():
 def test_the_least_budget_keeps_nothing_and_one_byte_less_does_not_fit():
     least = needs(on_ssd())
     assert choose(WORK, SHAPE, least) == on_ssd()
-    with pytest.raises(DoesNotFit, match=f"The smallest budget that works is {least} bytes"):
+    with pytest.raises(DoesNotFit, match=f'Give it "{ample_budget(least)}"'):
         choose(WORK, SHAPE, least - 1)
 
 
-def test_what_is_asked_for_is_given_or_refused_with_the_smallest_budget_that_works():
+def test_what_is_asked_for_is_given_or_refused_with_a_budget_that_works():
     asked = on_ssd(optimizer=0.5)
     assert choose(WORK, SHAPE, needs(asked), optimizer=0.5) == asked
     with pytest.raises(DoesNotFit) as refused:
         choose(WORK, SHAPE, needs(asked) - 1, optimizer=0.5)
     text = str(refused.value)
     assert "optimizer_on_host=0.5" in text
-    works, least = (int(number) for number in re.findall(r"(\d+) bytes", text))
-    assert (works, least) == (needs(asked), needs(on_ssd()))
-    assert choose(WORK, SHAPE, works, optimizer=0.5) == asked
+    works, least = (parse_bytes(figure) for figure in re.findall(r'"(\d+MiB)"', text))
+    assert choose(WORK, SHAPE, works, optimizer=0.5).optimizer == asked.optimizer
+    with pytest.raises(DoesNotFit):
+        choose(WORK, SHAPE, least, optimizer=0.5)
+    assert choose(WORK, SHAPE, least)
+    assert "(holdfast train: --set offload.host_budget=1MiB --set offload.optimizer_on_host=auto)" in text
 
 
 def test_the_budget_is_filled_in_order():
@@ -93,7 +97,7 @@ def test_whatever_is_chosen_fits_and_keeps_what_was_asked(budget, asked, count, 
     try:
         chosen = choose(work, shape, budget, **asked)
     except DoesNotFit as error:
-        works = int(re.findall(r"(\d+) bytes", str(error))[0])
+        works = parse_bytes(re.findall(r"Give it \"(\d+MiB)\"", str(error))[0])
         assert works > budget
         choose(work, shape, works, **asked)
         return

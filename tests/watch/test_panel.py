@@ -2,10 +2,13 @@
 
 import io
 import itertools
+import os
+import signal
 
 import pytest
 from rich.console import Console
 
+from holdfast.cli.stop import StopRequest
 from holdfast.watch.panel import TrainingPanel, sparkline
 
 STEP = {
@@ -162,3 +165,15 @@ def test_a_sparkline_is_never_wider_than_asked(count):
     line = sparkline([float(count - i) for i in range(count)], 36)
     assert len(line) == min(count, 36)
     assert list(line) == sorted(line, reverse=True)
+
+
+def test_sixty_columns_hold_how_to_leave():
+    panel, _, console = terminal(60)
+    with StopRequest(panel.announce_stop, str), panel:
+        panel.step(STEP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with console.capture() as captured:
+            console.print(panel.picture())
+    last = captured.get().splitlines()[-1]
+    assert "SIGTERM: committing this step; again to leave at once" in last
+    assert len(last) == 60

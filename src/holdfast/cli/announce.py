@@ -63,7 +63,7 @@ def wear(written_bytes: int) -> str:
 
 def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None = None) -> None:
     """The commands that continue (to a later step) and inspect the run, to be copied as they stand."""
-    again = [*program(), *sys.argv[1:]]
+    again = same_command()
     if extend_to is None:
         commands = {"continue": again}
     else:
@@ -72,6 +72,11 @@ def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None 
     console.print()
     for name, command in commands.items():
         console.print(Text.assemble("  ", (f"{name:<10}", "dim"), shlex.join(command)), soft_wrap=True)
+
+
+def same_command() -> list[str]:
+    """What continues this run."""
+    return [*program(), *sys.argv[1:]]
 
 
 def without_steps(command: list[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -33,6 +34,8 @@ def make_engine(
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
     sample = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
+    # the run's own are kept, and replaced below
+    warnings.filterwarnings("ignore", message="the run's own hyper-parameters are kept")
     engine = offload(
         model,
         optimizer,

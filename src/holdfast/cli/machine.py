@@ -26,7 +26,9 @@ def choose_device(wanted: str) -> str:
         return "cuda" if count else "cpu"
     known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{number}" for number in range(count))]
     if wanted not in known:
-        raise ConfigError(f"offload.device = {wanted!r}: this machine has {', '.join(known)}")
+        raise ConfigError(
+            f"offload.device = {wanted!r}: this machine has {', '.join(known)}; --set offload.device=cpu"
+        )
     return wanted
 
 

@@ -23,7 +23,7 @@ from ..errors import HoldfastError
 EXIT_CODES = (
     "Exit codes: 0 good; 1 what was asked about is not so (damage, a difference); 2 bad usage or configuration, "
     "nothing was written; 3 the disk or the machine failed, what was acknowledged is safe; 130 and 143 left at once "
-    "on SIGINT and SIGTERM."
+    "on SIGINT and SIGTERM; 141 nobody reads the output any more."
 )
 
 app = typer.Typer(
@@ -73,11 +73,15 @@ def train(
     Ctrl-C ends the step, commits it and leaves; the same command goes on from there.
     """
     from ..config import key_of, load_config, to_toml
+    from .output import Enduring
 
     chosen = load_config(config, sets or ())
     if print_config:
         print(to_toml(chosen), end="")
         return
+    # a run outlives whoever reads what it prints
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    sys.stdout, sys.stderr = Enduring(sys.stdout), Enduring(sys.stderr)  # type: ignore[assignment]
     # torch's threads share the cores with ours: those that wait may spin only briefly (read when torch is loaded)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -125,6 +129,7 @@ def diff(
 def main() -> None:
     """The entry point of the ``holdfast`` script."""
     warnings.showwarning = show_warning
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who only prints leaves when nobody reads it any more
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # no terminal is too plain for a path or a sample

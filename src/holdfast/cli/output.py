@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import textwrap
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +19,33 @@ PIPE_COLUMNS = 200
 def console() -> Console:
     """Standard output."""
     return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+
+
+class Enduring:
+    """A stream that goes on into nothing when whoever read it has left."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            return self._let_go() or len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, self._stream.fileno())
+        os.close(nothing)
 
 
 def plain_table(*columns: str) -> Table:

@@ -16,7 +16,7 @@ from ..errors import NoCommit
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.reader import RunReader, again_if_retired
-from .record import read_record, state_directory
+from .record import NAME, read_record, state_directory
 
 T = TypeVar("T")
 
@@ -67,10 +67,23 @@ def open_commit(text: str) -> tuple[RunReader, Manifest]:
 def open_run(run: Path) -> RunReader:
     """The run in directory ``run``; its state may lie elsewhere, where its configuration says."""
     if not run.is_dir():
-        raise NoCommit(f"{run} is not a directory; name the directory of a run, such as runs/default")
+        raise NoCommit(_not_a_directory(run))
     if (run / "commits").is_dir():
         return LocalStore.read(run)
+    below = {str(path.parent) for name in ("commits", NAME) for path in run.glob(f"*/{name}")}
+    if below and not (run / NAME).exists():
+        raise NoCommit(f"{run} is not a run, but holds runs: name one of {', '.join(sorted(below))}")
     return LocalStore.read(state_directory(run, read_record(run)))
+
+
+def _not_a_directory(run: Path) -> str:
+    """Why no run is there: most likely a step was named that is none, or where none can be."""
+    start, _, step = str(run).rpartition("@")
+    if not Path(start).is_dir() or not start:
+        return f"{run} is not a directory; name the directory of a run, such as runs/default"
+    if Target.parse(str(run)).step is None:
+        return f"{step!r} in {run} is not a step, which is a number; `holdfast ls {start}` lists them"
+    return f"{run} names a step, and all of a run is asked for: {start}. `holdfast show {run}` shows one step"
 
 
 def label(reader: RunReader, manifest: Manifest) -> str:

@@ -12,6 +12,7 @@ import signal
 import sys
 import termios
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -21,12 +22,13 @@ TERMINAL = 0
 
 
 class StopRequest:
-    """While entered, whether somebody wants the run to stop; ``show`` is then given the text that says so."""
+    """While entered, whether somebody wants the run to stop; ``show`` is then given the text that says so, and
+    ``last_words`` is what is said by who leaves at once."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
+    def __init__(self, show: Callable[[str], None], last_words: Callable[[], str]) -> None:
         self.requested = ""
         """The name of the signal, or nothing."""
-        self._show = show
+        self._show, self._last_words = show, last_words
         self._previous: dict[int, Any] = {}
         self._terminal: list[Any] | None = None
 
@@ -43,15 +45,17 @@ class StopRequest:
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested:
             restore(self._terminal)
-            leave_at_once(number)
+            leave_at_once(number, self._last_words())
         self.requested = signal.Signals(number).name
-        self._show(f"{self.requested}: finishing this step and committing; again to leave at once")
+        self._show(f"{self.requested}: committing this step; again to leave at once")
 
 
-def leave_at_once(number: int) -> None:
+def leave_at_once(number: int, last_words: str) -> None:
     """End the process as the signal would have, but with the terminal's cursor visible."""
-    if sys.stdout.isatty():
-        os.write(1, b"\x1b[?25h\n")
+    with suppress(OSError):  # nobody may be reading
+        if sys.stdout.isatty():
+            os.write(1, b"\x1b[?25h\n")
+        os.write(2, last_words.encode(errors="replace") + b"\n")
     os._exit(128 + number)
 
 

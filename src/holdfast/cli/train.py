@@ -10,6 +10,7 @@ import codecs
 import math
 import os
 import random
+import shlex
 import time
 import warnings
 from collections.abc import Collection, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.status import Status
 from torch import Tensor
 
 from ..config import Config, to_values
@@ -30,7 +32,7 @@ from ..offload.preflight import Preflight
 from ..store.local import LocalStore
 from ..units import format_seconds
 from ..watch.panel import TrainingPanel
-from .announce import announce, print_sample, say_how_to_go_on
+from .announce import announce, print_sample, same_command, say_how_to_go_on
 from .build import make_engine
 from .output import console as standard_output
 from .record import changes_to_run, describe, state_directory, write_record
@@ -74,7 +76,7 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
 
     if changed:  # by somebody who has had to say so, and is told what that changes (record.py)
         warnings.filterwarnings("ignore", message="this run goes on with other settings")
-    with console.status(f"reading all of step {done:,}" if done else "making the first commit"):
+    with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
         engine = make_engine(config, loader, events, confirm)
     with engine:
         write_record(config)
@@ -106,7 +108,7 @@ class Job:
     def run(self, changed: dict[str, tuple[Any, Any]]) -> None:
         """Take the steps and report the end. ``changed`` are the keys that are not as they were before."""
         started = time.perf_counter()
-        with StopRequest(self.panel.announce_stop) as stop:
+        with StopRequest(self.panel.announce_stop, self.last_words) as stop:
             self.begin(changed)
             before = self.validate()
             if before is not None:
@@ -174,6 +176,11 @@ class Job:
         )
         say_how_to_go_on(self.console, self.config, extend_to=2 * done)
 
+    def last_words(self) -> str:
+        """Of a run that is left at once."""
+        command = shlex.join(same_command())
+        return f"Left at once; step {self.engine.durable_step:,} is durable. Continue with: {command}"
+
     def kept(self) -> str:
         if self.engine.durable_step == self.engine.steps_done:
             return "which is durable"
@@ -195,10 +202,18 @@ def newest_step(state: Path) -> int:
 def is_whole(console: Console, state: Path) -> bool:
     """Whether the newest step of a finished run verifies; what is wrong with it otherwise is said when the run
     goes on from an older one."""
-    with console.status("reading all of the newest step"):
+    with reading(console, "the newest step"):
         reader = LocalStore.read(state)
         newest = reader.head()
         return newest is not None and not reader.verify(newest)
+
+
+def reading(console: Console, what: str) -> Status:
+    """Says that all of ``what`` is being read, which may take long, without a terminal too."""
+    text = f"reading all of {what}"
+    if not console.is_terminal:
+        console.print(text)
+    return console.status(text)
 
 
 def held_out_samples(corpus: Corpus) -> list[dict[str, Tensor]]:

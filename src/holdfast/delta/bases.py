@@ -81,6 +81,11 @@ class BaseMaker:
         self._free_written()
         return sum(buffer.nbytes for buffer, _ in self._copying)
 
+    @property
+    def left_bytes(self) -> int:
+        """What copies of the units that are left will take."""
+        return sum(map(_bytes_of, self._left))
+
     def begin(self) -> None:
         """Divide the state as it is now; nothing is copied yet. Makes files where the state has changed its form."""
         owned = self._owned()
@@ -93,15 +98,13 @@ class BaseMaker:
             self._atoms = atoms
         self._left, self._staged = list(self._units), []
 
-    def stage(self, step: int, most_bytes: int | None) -> None:
-        """Copy units as they are at the end of ``step``, about ``most_bytes`` of them and one at least (None: all)."""
+    def stage(self, step: int, most_bytes: int) -> None:
+        """Copy units as they are at the end of ``step``, about ``most_bytes`` of them and one at least."""
         owned, copied = self._owned(), 0
         if _atoms_of(owned) != self._atoms:  # a state that was made, or grew, since the base was begun
             self.give_up()
             self.begin()
-        while self._left and (
-            most_bytes is None or not copied or copied + _bytes_of(self._left[0]) <= most_bytes
-        ):
+        while self._left and (not copied or copied + _bytes_of(self._left[0]) <= most_bytes):
             unit = self._left.pop(0)
             layout = unit.files.layout
             buffer = Buffer(layout.file_bytes, "base")

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..errors import BadInput
 from ..io.buffers import Buffer
 from ..state.capture import FROM_NAME
 from ..store.layout import Layout
-from ..units import PAGE, format_bytes
+from ..units import PAGE
 
 
 class Slot:
@@ -74,16 +73,3 @@ def _views(view: memoryview, layout: Layout) -> dict[str, torch.Tensor]:
         else torch.empty(entry.shape, dtype=FROM_NAME[entry.dtype])
         for entry in layout.entries
     }
-
-
-def slots_that_fit(slot_bytes: int, bound: int, memory_bytes: int) -> int:
-    """How many slots there are: one for each step that may be on its way, fewer if memory is short, two at least.
-
-    Raises ``BadInput`` with the smallest memory that works.
-    """
-    if memory_bytes < 2 * slot_bytes:
-        raise BadInput(
-            f"memory = {format_bytes(memory_bytes)} is too little for the records of steps on their way: one takes"
-            f" {format_bytes(slot_bytes)}, and two are needed. Give at least {2 * slot_bytes} bytes."
-        )
-    return max(2, min(bound, memory_bytes // max(slot_bytes, 1)))

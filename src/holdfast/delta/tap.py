@@ -8,6 +8,7 @@ optimizer takes from a ``GradScaler`` are kept by value.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,8 @@ class Tap:
         self.changed = False
         """Whether a step could not be recorded, since slots have no place for a gradient (a parameter was added, or is
         trained now), or another pre-hook was to run after this one."""
+        self.seconds = 0.0
+        """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
 
     def watch(self, state: LiveState) -> None:
@@ -85,6 +88,7 @@ class Tap:
 
     def before_step(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """The pre-hook of optimizer ``index``."""
+        started = time.perf_counter()
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise BadInput(
                 "an optimizer step with a closure computes several gradients, of which only the last could be recorded."
@@ -105,6 +109,7 @@ class Tap:
         elif slot is not None:
             self.changed = True
         self.updates.append(Update(index, slot, _by_value(optimizer), without, _consumed(optimizer)))
+        self.seconds += time.perf_counter() - started
 
     def _is_last(self, index: int) -> bool:
         optimizer, hook = self._hooks[index]

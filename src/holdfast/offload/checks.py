@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import BadInput
-from .planning import SCHEDULES
+from .planning import SCHEDULES, Budget
 
 
 def check_choices(schedule: str, order: str, normalize: Any, clip_norm: Any) -> None:
@@ -46,4 +47,20 @@ def check_stateful(scheduler: Any, loader: Any) -> None:
         raise BadInput(
             "ReduceLROnPlateau needs a metric at each step, and the engine has none to give: do not pass it as "
             "scheduler=, step it yourself."
+        )
+
+
+def check_budget(budget: Budget | None) -> None:
+    if budget is not None and not isinstance(budget, Budget):
+        raise BadInput(
+            f"budget = {budget!r} does not say of what: write budget=holdfast.Budget(host={budget!r}), and device= for "
+            "a separate device."
+        )
+
+
+def check_sample(sample: Any) -> None:
+    if sample is not None and not isinstance(sample, (Mapping, tuple, list)):
+        raise BadInput(
+            f"sample is a {type(sample).__name__}, not a micro-batch as engine.step takes it: a dict of the model's "
+            "keyword arguments, or a tuple of its positional ones."
         )

@@ -78,5 +78,7 @@ def open_device(name: str) -> Device:
     if wanted.type == "cpu":
         return HostDevice()
     if wanted.type != "cuda" or (wanted.index or 0) >= torch.cuda.device_count():
-        raise BadInput(f"device {name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices.")
+        count = torch.cuda.device_count()
+        here = ["cpu", *(f"cuda:{number}" for number in range(count))]
+        raise BadInput(f'device {name!r} is not here: pass device="auto", or one of {", ".join(here)}')
     return CudaDevice(name)

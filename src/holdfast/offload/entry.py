@@ -24,14 +24,14 @@ from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from .builder import build, fill, stored_units
-from .checks import check_choices, check_counts, check_stateful
+from .checks import check_budget, check_choices, check_counts, check_sample, check_stateful
 from .device import open_device
 from .engine import Engine
 from .parts import Parts
 from .planning import Budget, Plan, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
-from .progress import UserState
+from .progress import UserState, hyper_parameters
 from .resume import newest_commit, same_files
 from .steps import Rules
 from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
@@ -77,9 +77,11 @@ def offload(
     ``optimizer`` is an ordinary elementwise ``torch.optim`` one over the model's parameters, which may be on
     ``meta``; it is read, never stepped. ``scheduler`` is stepped by the engine after each step, and its state
     and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
-    from its newest whole commit; scheduler, loader and random generators are restored. All else may change
-    from one resume to the next; a ``seed``, ``dtype``, ``clip_norm`` or ``normalize`` that does is warned of, since
-    the numbers are not those of an uninterrupted run any more.
+    from its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s
+    groups are restored: a learning rate is changed after this call. All else may change from one resume to the
+    next; a ``seed``, ``dtype``, ``clip_norm`` or ``normalize`` that does is warned of, since the numbers are not
+    those of an uninterrupted run any more. A hyper-parameter that was changed before this call is warned of too,
+    since the run's own is kept.
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
     ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad.
@@ -111,6 +113,8 @@ def offload(
         {"read_limit": read_limit, "write_limit": write_limit, "total_limit": total_limit},
     )  # fmt: skip
     check_stateful(scheduler, loader)
+    check_budget(budget)
+    check_sample(sample)
     if disk is None:
         check_place(ssd)
     refuse_open(model)
@@ -118,7 +122,8 @@ def offload(
     rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
     refuse_held(parts.captured)
     settings = {"seed": seed, "dtype": dtype, "clip_norm": clip_norm, "normalize": rules.normalize_name}
-    user, budget = UserState(parts.captured, optimizer, scheduler, loader, settings), budget or Budget()
+    given, budget = hyper_parameters(optimizer), budget or Budget()
+    user = UserState(parts.captured, optimizer, scheduler, loader, settings, given)
     target = open_device(device)
     plan = make_plan(
         parts,

@@ -112,7 +112,7 @@ def make_plan(
 ) -> Plan:
     """Choose what stays ``on_host`` (fractions of params, optimizer and activations) within the budget.
 
-    Raises ``BadInput``, and ``DoesNotFit`` naming the smallest budget that works.
+    Raises ``BadInput``, and ``DoesNotFit`` naming a budget that works.
     """
     if sample is None:
         _refuse_unmeasured(budget, device, on_host)

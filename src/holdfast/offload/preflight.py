@@ -8,7 +8,7 @@ from ..errors import DoesNotFit
 from ..plan.ops import SSD_READ, SSD_WRITE, lane_bytes
 from ..store.generations import Generations
 from ..store.local import LocalStore
-from ..units import format_bytes
+from ..units import ample_budget, format_bytes
 from .parts import Parts
 from .planning import Budget, Plan
 
@@ -56,7 +56,7 @@ class Preflight:
             if needed is not None and budget is not None and needed > budget:
                 raise DoesNotFit(
                     f"the run needs {format_bytes(needed)} of {place} memory and its budget is "
-                    f"{format_bytes(budget)}. {advice}, or give it {needed} bytes, the smallest that works."
+                    f'{format_bytes(budget)}. {advice}, or give it "{ample_budget(needed)}" (a margin included).'
                 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,18 +24,17 @@ class UserState:
     loader: Any = None
     settings: dict[str, Any] = field(default_factory=dict)
     """What of the run's choices decides about its numbers, by name; as JSON."""
+    given: list[dict[str, Any]] = field(default_factory=list)
+    """The ``hyper_parameters`` as the script had them, before a resume puts the run's in their place."""
 
     def now(self) -> dict[str, Any]:
         """Random generators, hyper-parameters, schedule and data position, as JSON. Raises ``BadInput`` naming
         the first thing that cannot be stored by value."""
-        groups = [
-            {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
-            for i, group in enumerate(self.optimizer.param_groups)
-        ]
         progress = {
             "random": encode(random_state()),
             "optimizer": type(self.optimizer).__name__,
-            "groups": groups,
+            "groups": hyper_parameters(self.optimizer),
+            "given": self.given,
             "group_parameters": self._group_parameters(),
             "settings": self.settings,
         }
@@ -80,15 +80,33 @@ class UserState:
                 warnings.warn(
                     f"the run had no {name} so far: this {type(thing).__name__} starts from its own state, not "
                     "from the run's step",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
         saved = progress.get("settings", {})  # a run of an earlier version does not say
         changed = [f"{k} was {saved[k]} and is {v}" for k, v in self.settings.items() if saved.get(k, v) != v]
         if changed:
             warnings.warn(
                 f"this run goes on with other settings, so with other numbers than without them: {'; '.join(changed)}",
-                stacklevel=4,
+                stacklevel=5,
             )
+        ignored = list(self._ignored(progress))
+        if ignored:
+            warnings.warn(
+                f"the run's own hyper-parameters are kept: {'; '.join(ignored)}. To change one, set it after offload "
+                "returns, in optimizer.param_groups (a learning rate that a scheduler sets: in its base_lrs as well).",
+                stacklevel=5,
+            )
+
+    def _ignored(self, progress: dict[str, Any]) -> Iterator[str]:
+        """Hyper-parameters that the script changed since it last wrote to the run, and that a resume puts back."""
+        before = progress.get("given", [{}] * len(self.given))  # a run of an earlier version does not say
+        for number, (was, own, now) in enumerate(zip(before, progress["groups"], self.given, strict=True)):
+            for key, value in now.items():
+                if key == "lr" and "initial_lr" in now:  # a scheduler's, which moves it
+                    continue
+                if value != was.get(key, value) and value != own.get(key):
+                    run, script = (decode(group.get(key)) for group in (own, now))
+                    yield f"param_groups[{number}][{key!r}] is {run!r} and not {script!r}, as the optimizer was given"
 
     def _refuse_another(self, progress: dict[str, Any]) -> None:
         given = dict(self._stateful())
@@ -118,3 +136,11 @@ class UserState:
             raise RunMismatch(
                 f"the run was made with {theirs}, this optimizer is {ours}. Use {theirs}, or another directory."
             )
+
+
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """By parameter group, as JSON. Raises ``BadInput`` naming the first that cannot be stored by value."""
+    return [
+        {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
+        for i, group in enumerate(optimizer.param_groups)
+    ]

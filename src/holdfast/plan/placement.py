@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..config import Fraction
 from ..errors import BadInput, DoesNotFit
-from ..units import format_bytes
+from ..units import ample_budget, format_bytes
 from .memory import MakesOps, predict
 from .vertical import vertical
 from .work import Placement, StepShape, Work
@@ -114,11 +114,15 @@ def _checked(kind: str, value: Fraction) -> float | None:
 
 def _does_not_fit(search: _Search, asked: dict[str, Fraction], fractions: dict[str, float]) -> DoesNotFit:
     needed, least = search.host_bytes(fractions), search.host_bytes(search.smallest(dict.fromkeys(ORDER)))
-    explicit = [f"{kind}_on_host={asked[kind]}" for kind in ORDER if asked[kind] != "auto"]
-    having = f" with {', '.join(explicit)}" if explicit else ""
-    text = (
+    explicit = {f"{kind}_on_host": asked[kind] for kind in ORDER if asked[kind] != "auto"}
+    having = f" with {', '.join(f'{key}={value}' for key, value in explicit.items())}" if explicit else ""
+    lower = ""
+    if ample_budget(least) != ample_budget(needed):
+        sets = {"host_budget": ample_budget(least), **dict.fromkeys(explicit, "auto")}
+        keys = " ".join(f"--set offload.{key}={value}" for key, value in sets.items())
+        lower = f'; or "{ample_budget(least)}" and "auto" for {", ".join(explicit)} (holdfast train: {keys})'
+    return DoesNotFit(
         f"the run needs {format_bytes(needed)} of host memory{having}, and its budget is "
-        f"{format_bytes(search.budget or 0)}. The smallest budget that works{having} is {needed} bytes"
+        f'{format_bytes(search.budget or 0)}. Give it "{ample_budget(needed)}" (a margin included){lower}. Fewer or '
+        "smaller micro-batches need less."
     )
-    lower = f'; with "auto" instead it is {least} bytes ({format_bytes(least)})' if least < needed else ""
-    return DoesNotFit(f"{text}{lower}. Fewer or smaller micro-batches need less.")

@@ -263,8 +263,9 @@ def corrupt(
     path: str, offset: int, nbytes: int, atoms: Collection[str], expected: str, got: str, way_out: str
 ) -> ChunkCorrupt:
     """The error for a checksum block whose bytes are not those that were written."""
+    fails = "fail their checksum" if len(atoms) > 1 else "fails its checksum"
     return ChunkCorrupt(
-        f"{name_atoms(atoms)} fails its checksum: expected xxh3:{expected}, read xxh3:{got}"
+        f"{name_atoms(atoms)} {fails}: expected xxh3:{expected}, read xxh3:{got}"
         f" at {path} offset {offset}, {nbytes} bytes. {way_out}",
         path=path,
         offset=offset,

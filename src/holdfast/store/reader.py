@@ -161,10 +161,12 @@ class RunReader:
             manifest = self._load_or_none(ref)
             if manifest is not None and all(file.path != path for file in manifest.files.values()):
                 return (
-                    f"Step {ref.step} does not use this file: run again to resume from the newest whole step,"
-                    f" or inspect with `holdfast verify {self.root}`."
+                    f"Step {ref.step} does not use this file: check it with `holdfast verify {self.root}@{ref.step}`. "
+                    "Running again resumes from the newest whole step."
                 )
-        return f"No other step is without this file: inspect with `holdfast verify {self.root}`."
+        return (
+            "No step to go on from is without this file: put a copy of it in its place, or begin another run."
+        )
 
     def is_listed(self, manifest: Manifest) -> bool:
         """Whether the commit is still there. Its files are its own as long as it is."""

@@ -26,7 +26,10 @@ from holdfast.store.generations import corrupt
 from holdfast.store.layout import CHECKSUM_BLOCK, Entry, Layout, block_spans
 from holdfast.store.manifest import FileRef, Manifest
 
-INSPECT = "Find a whole step with `holdfast verify`."
+INSPECT = (
+    "`holdfast ls RUN` lists the steps, `holdfast verify RUN@STEP` checks one; running again resumes from the newest "
+    "whole step."
+)
 
 
 def encode_index(data: dict[str, Any]) -> bytes:

@@ -82,6 +82,12 @@ class _Worker(threading.local):
     optimizers: dict[int, torch.optim.Optimizer] = field(default_factory=dict)
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` is known to update every element by itself."""
+    kind = type(optimizer)
+    return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
+
+
 class HostOptimizer:
     """Applies the user's optimizer to slices. Thread-safe; callers set torch's intra-op threads to one in
     their own thread."""
@@ -90,7 +96,7 @@ class HostOptimizer:
         """Raises ``OptimizerNotSupported`` if ``optimizer`` cannot be cut."""
         self._optimizer = optimizer
         self._class = type(optimizer)
-        if self._class.__name__ not in ELEMENTWISE or not self._class.__module__.startswith("torch.optim"):
+        if not is_elementwise(optimizer):
             raise OptimizerNotSupported(
                 f"{self._class.__name__} is not known to be elementwise: its update of a slice may differ from the "
                 f"slice of its update. Elementwise ones are {', '.join(ELEMENTWISE)} of torch.optim."

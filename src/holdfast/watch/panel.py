@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -92,7 +93,8 @@ class TrainingPanel:
         """Show that the run is about to stop. Takes no lock, so a signal handler may call it."""
         self._stopping = text
         if self._live is None:
-            os.write(2, b"\n" * self.console.is_terminal + text.encode() + b"\n")
+            with suppress(OSError):  # nobody may be reading
+                os.write(2, b"\n" * self.console.is_terminal + text.encode() + b"\n")
 
     def note(self, text: str) -> None:
         """A line that stays: above the picture, or among the lines."""

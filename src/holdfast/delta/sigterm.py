@@ -1,0 +1,35 @@
+"""SIGTERM: what a scheduler sends some time before it takes the machine away."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Self
+
+
+class SigTerm:
+    """Notes the first SIGTERM; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+
+    @classmethod
+    def watched(cls) -> Self | None:
+        """One that is watching; None where the script has a handler of its own, or this is not the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return None
+        self = cls()
+        signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def restore(self) -> None:
+        """Watch no longer, unless somebody else does by now."""
+        if signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.arrived = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

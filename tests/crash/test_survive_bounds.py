@@ -1,0 +1,51 @@
+"""Ten thousand steps: nothing grows but the step."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from delta.loops import make
+from holdfast.checkpointer import Checkpointer
+from holdfast.offload.process import process_bytes
+from survive_run import FEATURE, OPTIMIZER
+
+STEPS, BASE_EVERY, RETAIN = 10_000, 50, 2
+
+
+def disk_bytes(root):
+    """What the run takes of the disk, but for the log of events."""
+    found = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name != "events.jsonl":
+                found += os.stat(os.path.join(folder, name)).st_blocks * 512
+    return found
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_nothing_grows_in_ten_thousand_steps(tmp_path):
+    loop = make(OPTIMIZER, FEATURE)
+    seen = []
+    with Checkpointer(
+        tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=BASE_EVERY, retain=RETAIN
+    ) as checkpointer:
+        checkpointer.resume()
+        for i in range(STEPS):
+            loop.iteration(i, checkpointer.step)
+            if (i + 1) % 500 == 0:
+                loop.losses.clear()
+                descriptors = len(os.listdir("/proc/self/fd"))
+                seen.append((threading.active_count(), descriptors, process_bytes(), disk_bytes(tmp_path)))
+    threads, descriptors, memory, disk = zip(*seen, strict=True)
+    assert len(set(threads)) == 1
+    assert max(descriptors[1:]) <= descriptors[0] + 2  # a segment and a manifest that are just open
+    assert max(memory[4:]) - memory[3] < 8 << 20
+    assert max(disk) < 2 * disk[0]
+    names = [
+        len(os.listdir(tmp_path / folder)) for folder in ("commits", "data", "index", "journal/rank-00000")
+    ]
+    assert names[:3] == [RETAIN, RETAIN + 1, 1] and names[3] <= 10, names

@@ -17,7 +17,16 @@ import holdfast
 from delta.loops import make, same
 from holdfast.checkpointer import BOUND, Checkpointer
 from holdfast.delta import bases
-from holdfast.errors import BadInput, DiskFull, EngineFailed, NoCommit, RunLocked, RunMismatch, WriterHung
+from holdfast.errors import (
+    BadInput,
+    DiskFailed,
+    DiskFull,
+    EngineFailed,
+    NoCommit,
+    RunLocked,
+    RunMismatch,
+    WriterHung,
+)
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
 from holdfast.store.local import LocalStore
@@ -258,24 +267,29 @@ def test_a_hung_writer_is_an_error_and_no_hang(tmp_path, monkeypatch):
     assert time.monotonic() - started < 10
 
 
-def test_a_failed_write_is_told_and_the_run_goes_on_from_what_is_durable(tmp_path, monkeypatch):
+@pytest.mark.parametrize("failing", ["sync", "allocate"])
+@pytest.mark.parametrize("error", [DiskFull("no space left"), DiskFailed("cannot write: Input/output error")])
+def test_a_failed_write_is_told_and_the_run_goes_on_from_what_is_durable(
+    tmp_path, monkeypatch, failing, error
+):
     states, _ = reference(9)
     loop, checkpointer = start(tmp_path)
     checkpointer.resume()
     go_on(loop, checkpointer, 4)
     checkpointer.wait()
 
-    def full(*_, **__):
-        raise DiskFull("no space left")
+    def fail(*_, **__):
+        raise error
 
-    monkeypatch.setattr(checkpointer._store.disk, "sync", full)
-    with pytest.raises(DiskFull, match="no space left"):
+    checkpointer._recorder._journal.close()  # the next record needs a segment
+    monkeypatch.setattr(checkpointer._store.disk, failing, fail)
+    with pytest.raises(type(error), match=str(error)):
         for i in range(4, 40):
             loop.iteration(i, checkpointer.step)
             time.sleep(0.02)
     assert checkpointer.durable_step == 4
     monkeypatch.undo()
-    with pytest.raises(DiskFull):
+    with pytest.raises(type(error)):
         checkpointer.close()
     loop, again = start(tmp_path)
     with again:

@@ -10,7 +10,7 @@ import pytest
 from fork_server import ForkServer
 from holdfast import failpoints
 
-STEPS = 40
+STEPS, LONG = 40, 160
 
 
 @pytest.fixture(scope="module")
@@ -30,27 +30,34 @@ def undisturbed(server, tmp_path_factory):
 
 def go_on_to_the_end(server, undisturbed, root, acknowledged, **options):
     """Resume once more and compare all that is computed from there on."""
-    last = server.run(survive=True, root=root, steps=STEPS, **options)
+    last = server.run(survive=True, root=root, **options)
     assert last.finished, last.error
     assert last.resumed >= acknowledged
     assert last.losses == undisturbed.losses[len(undisturbed.losses) - len(last.losses) :]
     assert last.digest == undisturbed.digest
 
 
+@pytest.fixture(scope="module")
+def long(server, tmp_path_factory):
+    """One of more steps, so that several kills in turn find it on its way."""
+    outcome = server.run(survive=True, root=tmp_path_factory.mktemp("long"), steps=LONG, base_every=1000)
+    assert outcome.finished, outcome.error
+    return outcome
+
+
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", range(10))
-def test_killed_at_random_moments(server, undisturbed, tmp_path, seed):
-    """Some fifty kills in all: most before the run has ended, each a while after the last."""
-    chance, acknowledged, options = random.Random(seed), -1, {"base_every": 3 + seed}
-    longest = undisturbed.seconds
-    for _ in range(5):
+@pytest.mark.parametrize("seed", range(50))
+def test_killed_at_random_moments(server, long, tmp_path, seed):
+    """Ten kills each, a while after one another."""
+    chance, acknowledged, options = random.Random(seed), -1, {"steps": LONG, "base_every": 3 + seed}
+    for _ in range(10):
         outcome = server.run(
-            survive=True, root=tmp_path, steps=STEPS, kill_after=chance.uniform(0.0, longest), **options
+            survive=True, root=tmp_path, kill_after=chance.uniform(0.0, 0.3 * long.seconds), **options
         )
         assert outcome.killed or outcome.finished, outcome.error
         assert outcome.resumed is None or outcome.resumed >= acknowledged
         acknowledged = max(acknowledged, outcome.durable)
-    go_on_to_the_end(server, undisturbed, tmp_path, acknowledged, **options)
+    go_on_to_the_end(server, long, tmp_path, acknowledged, **options)
 
 
 @pytest.mark.crash
@@ -64,4 +71,4 @@ def test_killed_at_a_failpoint(server, undisturbed, tmp_path, failpoint, arrival
         survive=True, root=tmp_path, steps=STEPS, base_every=3, failpoint=f"{failpoint}:{arrival}"
     )
     assert outcome.killed or (arrival == 3 and outcome.finished), outcome
-    go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable, base_every=3)
+    go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable, steps=STEPS, base_every=3)

@@ -107,7 +107,7 @@ def test_every_flipped_bit_is_found(tmp_path, queue):
     whole, _ = read_segment(disk, ref)
     path, chance = tmp_path / ref.path, random.Random(0)
     good = path.read_bytes()
-    for _ in range(300):
+    for _ in range(1000):
         data, place = bytearray(good), chance.randrange(whole[-1].end)
         data[place] ^= 1 << chance.randrange(8)
         path.write_bytes(data)

@@ -22,7 +22,7 @@ import xxhash
 from torch import nn
 
 from .delta.bases import BaseMaker
-from .delta.recorder import Recorder, Sealed, Task
+from .delta.recorder import BOUND, Recorder, Sealed, Task
 from .delta.recovery import recover
 from .delta.replay import fingerprint
 from .delta.script import Script
@@ -37,9 +37,6 @@ from .store.files import check_place
 from .store.local import LocalStore
 from .units import GiB, MiB, format_bytes, parse_bytes
 from .update.optimizer import is_elementwise
-
-BOUND = 8
-"""Most steps that may be on their way to the disk."""
 
 BASE_BYTES_PER_STEP = 64 * MiB
 """Of a base, copied at the end of one step."""
@@ -106,8 +103,11 @@ class Checkpointer:
         self._recorder: Recorder | None = None
         self._bases: BaseMaker | None = None
         self._buffers: dict[str, str] = {}
+        self._buffer_shapes = {key: tensor.shape for key, (_, tensor) in self._state.buffers().items()}
         self._base_step, self._scale = 0, 0.0
         self._gap = False
+        self._failure: BaseException | None = None
+        self._now: dict[str, Any] = {}
         self._sigterm: SigTerm | None = None
         self._closed = False
         self.steps_done = 0
@@ -153,6 +153,7 @@ class Checkpointer:
                 warnings.warn(f"resuming after step {point.step}: {text}", stacklevel=3)
         elif target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
+        self._now = self._script.now()
         self._store.begin(point)
         self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
         self._bases = BaseMaker(self._store, self._state)
@@ -172,10 +173,19 @@ class Checkpointer:
         """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
         optimizer stepped is one of accumulation, unless the loss scale fell: then it is a skipped step.
 
-        Raises what an earlier write failed with.
+        Raises what an earlier write failed with. After an error no step is recorded any more.
         """
         recorder = self._usable()
-        updates, self._tap.updates = self._tap.updates, []
+        try:
+            self._step(recorder)
+        except BaseException as error:  # of this step there may be no record, so none can follow
+            self._failure = error
+            raise
+        if self._sigterm is not None and self._sigterm.arrived:
+            self._leave()
+
+    def _step(self, recorder: Recorder) -> None:
+        updates = self._tap.take()
         scale = self._scale_now()
         if not updates and scale >= self._scale:
             self._scale = scale
@@ -185,6 +195,7 @@ class Checkpointer:
             self._after_update()
         started = time.perf_counter()
         self.steps_done += 1
+        self._now = self._script.now()
         if self._tap.changed:
             self._adapt(updates)
         elif self._gap or any(update.slot is None for update in updates):
@@ -195,19 +206,22 @@ class Checkpointer:
         self._go_on_with_base()
         self.stall_seconds = self._tap.seconds + time.perf_counter() - started
         self._tap.seconds = 0.0
-        if self._sigterm is not None and self._sigterm.arrived:
-            self._leave()
 
     def save(self) -> None:
-        """A base of the present step, which stands alone. Durable when this returns."""
+        """A base of the present step, which stands alone. Durable when this returns. Called after ``step``, before the
+        next iteration begins."""
         self._usable()
+        self._refuse_between()
         if self._base_step < self.steps_done:
             self._whole_base()
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
         recorder = self._usable()
+        if step is not None and step > self.steps_done:
+            raise BadInput(f"step {step} has not been done yet: {self.steps_done} have")
         if self._gap:
+            self._refuse_between()
             self._whole_base()
         recorder.wait(self.steps_done if step is None else step)
 
@@ -222,18 +236,24 @@ class Checkpointer:
         try:
             if self._recorder is not None:
                 try:
-                    if save and self._gap:
+                    if save and self._gap and self._failure is None and not self._tap.updates:
                         self._whole_base()
                 finally:
                     self._recorder.close()
         finally:
-            if self._bases is not None:
-                self._bases.give_up()
-            self._queue.close()
-            self._store.close()
-            if self._pool is not None:
-                self._pool.close()
-            self._events.close()
+            if self._recorder is None or not self._recorder.is_alive:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Of everything. Not while the recorder is at work, or hangs: what it uses, and the lock, stay as they are then
+        until the process ends."""
+        if self._bases is not None:
+            self._bases.give_up()
+        self._queue.close()
+        self._store.close()
+        if self._pool is not None:
+            self._pool.close()
+        self._events.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -269,7 +289,7 @@ class Checkpointer:
         about["buffers"] = len(parts) if changed else None
         if changed:
             parts.append(image_of(changed))
-        about["progress"] = self._script.now()
+        about["progress"] = self._now
         about["fingerprint"] = fingerprint(self._state, self.steps_done)
         return Sealed(self.steps_done, about, tuple(parts), tuple(slots))
 
@@ -277,6 +297,12 @@ class Checkpointer:
         """The model's buffers that are not as they were when they were last recorded."""
         changed = {}
         for key, (_, tensor) in self._state.buffers(beside=False).items():
+            was = self._buffer_shapes.setdefault(key, tensor.shape)
+            if tensor.shape != was:
+                raise BadInput(
+                    f"buffer {key.rpartition('/')[0]} was {tuple(was)} and is {tuple(tensor.shape)} now, which a resume"
+                    " could not put back. Give it its final shape, or register it with persistent=False."
+                )
             raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest = xxhash.xxh3_64_hexdigest(raw.numpy().data)
             if self._buffers.get(key) != digest:
@@ -365,6 +391,7 @@ class Checkpointer:
         assert self._bases is not None and self._recorder is not None
         self._recorder.settle()
         self._bases.give_up()
+        self._buffers.clear()  # the next record follows this base, whatever was recorded before it
         self._bases.begin()
         while not self._bases.all_staged:
             self._bases.stage(self.steps_done, BASE_BYTES_PER_STEP)
@@ -374,16 +401,29 @@ class Checkpointer:
         self._recorder.restart(self.steps_done)
 
     def _progress(self) -> dict[str, Any]:
-        return {**self._script.now(), "values": self._state.values()}
+        return {**self._now, "values": self._state.values()}
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0
 
     def _usable(self) -> Recorder:
         self._refuse_closed()
+        if isinstance(self._failure, Exception):
+            raise self._failure
+        if self._failure is not None:
+            raise EngineFailed(
+                f"step() was interrupted. Step {self.durable_step} is durable: make another Checkpointer to resume"
+            )
         if self._recorder is None:
             raise BadInput("call resume() before the first step: it begins or continues the run")
         return self._recorder
+
+    def _refuse_between(self) -> None:
+        if self._tap.updates:
+            raise BadInput(
+                f"an optimizer has stepped since step {self.steps_done}, so a base would be of neither step."
+                " Call step() first."
+            )
 
     def _refuse_closed(self) -> None:
         if self._closed:

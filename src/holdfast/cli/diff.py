@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from rich.markup import escape
 
+from ..errors import BadInput
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import format_bytes
@@ -37,6 +38,13 @@ def diff(a: str, b: str, *, as_json: bool) -> bool:
 
 
 def _diff(reader_a: RunReader, a: Manifest, reader_b: RunReader, b: Manifest, *, as_json: bool) -> bool:
+    for reader, manifest in ((reader_a, a), (reader_b, b)):
+        if manifest.oldest_step < manifest.step:
+            raise BadInput(
+                f"{label(reader, manifest)} is a base whose parts are of steps {manifest.oldest_step} to"
+                f" {manifest.step}: only a resume brings them to one, so comparing them would mislead."
+                " Compare bases that save() made."
+            )
     found = compare(reader_a, a, reader_b, b)
     if as_json:
         print_json({"a": summary(a), "b": summary(b), **found})

@@ -169,10 +169,10 @@ def _atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
 def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
     """Owners in order, joined to about ``UNIT_BYTES``."""
     groups: list[list[str]] = []
-    filled = UNIT_BYTES
+    filled = 0
     for owner, held in owned.items():
         nbytes = sum(atom.nbytes for atom, _ in held.values())
-        if filled + nbytes > UNIT_BYTES:
+        if not groups or filled + nbytes > UNIT_BYTES:
             groups.append([])
             filled = 0
         groups[-1].append(owner)

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import WriterHung
+from ..errors import BadInput, WriterHung
 from ..store.journal import JournalWriter, Record
 from .slots import Slot, SlotPool
+
+BOUND = 8
+"""Most steps that may be on their way to the disk."""
 
 
 @dataclass
@@ -66,6 +69,11 @@ class Recorder:
         self._thread.start()
 
     @property
+    def is_alive(self) -> bool:
+        """Whether the thread may still use slots, files and the queue."""
+        return self._thread.is_alive()
+
+    @property
     def pending(self) -> int:
         """Steps that are sealed and not durable."""
         with self._changed:
@@ -94,13 +102,24 @@ class Recorder:
             self.durable_step = self.last_put = step
 
     def take_slot(self, wait: bool) -> Slot | None:
-        """A slot for the next step; with ``wait`` when one is free again. Raises what a write failed with, and
-        ``WriterHung`` after the deadline."""
+        """A slot for the next step; with ``wait`` when one is free again. Raises what a write failed with,
+        ``WriterHung`` after the deadline, and ``BadInput`` if none will ever be free."""
         slot = self._pool.take()
-        while slot is None and wait:
-            self._want(self.last_put)
+        while slot is None:
             self._check()
-            slot = self._pool.take(timeout=0.1)
+            if not self.pending:
+                slot = self._pool.take()
+                if slot is None:
+                    raise BadInput(
+                        f"{len(self._pool.slots)} optimizer steps were done since step() was called last, and there is"
+                        " no room for more in one iteration. Call step() after every optimizer step, or give more"
+                        f" memory=, which allows up to {BOUND}."
+                    )
+            elif not wait:
+                return None
+            else:
+                self._want(self.last_put)
+                slot = self._pool.take(timeout=0.1)
         return slot
 
     def wait(self, step: int) -> None:
@@ -130,6 +149,7 @@ class Recorder:
             self._thread.join(0.1)
             if self._hung():
                 self._check()
+        self._journal.close()
         self._raise_failure()
 
     def _want(self, step: int) -> None:
@@ -195,7 +215,8 @@ class Recorder:
             group.do()
         else:
             self._journal.append([Record(sealed.step, sealed.about, sealed.parts) for sealed in steps])
-        with self._changed:
+        self._pool.give([slot for sealed in steps for slot in sealed.slots])
+        with self._changed:  # whoever finds nothing waiting any more may free the slots
             for _ in steps or [group]:
                 self._waiting.popleft()
             if steps:
@@ -203,4 +224,3 @@ class Recorder:
             self.written_bytes += sum(len(part) for sealed in steps for part in sealed.parts)
             self._busy_since = None
             self._changed.notify_all()
-        self._pool.give([slot for sealed in steps for slot in sealed.slots])

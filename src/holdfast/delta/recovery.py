@@ -43,7 +43,7 @@ def recover(
     for ref in bases:
         try:
             base = store.load(ref)
-            chain = _replayed(store, state, base, journal, target, after_update, odd)
+            chain = _replayed(store, state, script, base, journal, target, after_update, odd)
         except Damaged as error:
             odd.append(str(error))
             continue
@@ -54,7 +54,6 @@ def recover(
             )
         if chain.odd is not None:
             odd.append(str(chain.odd))
-        script.check(chain.progress)
         script.restore(chain.progress)
         return chain.last, odd
     if not bases:
@@ -69,6 +68,7 @@ class _Differs(HoldfastError):
 def _replayed(
     store: LocalStore,
     state: LiveState,
+    script: Script,
     base: Manifest,
     journal: Journal,
     target: int | None,
@@ -80,6 +80,7 @@ def _replayed(
     state.check({key: (atom["dtype"], tuple(atom["shape"])) for key, atom in atoms.items()})
     while True:
         chain = chain_of(base, journal, target)
+        script.check(chain.progress)
         state.forget_optimizer_state()
         for tensors in _loaded(store, base):
             state.load(tensors)

@@ -85,7 +85,7 @@ def _step(
     try:
         for parameter in parameters:
             grad = grads.get(state.name_of[id(parameter)])
-            parameter.grad = None if grad is None else grad.to(parameter.device)
+            parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
         for name in CONSUMED:
             if name in consumed:
                 setattr(optimizer, name, torch.tensor(consumed[name], device=parameters[0].device))

@@ -47,6 +47,11 @@ class Script:
 
     def check(self, progress: dict[str, Any]) -> None:
         """Raise ``RunMismatch`` if ``progress`` is that of another script."""
+        if "optimizers" not in progress:
+            raise RunMismatch(
+                "the run was made by holdfast.offload, and has no records. Go on with offload, or give another"
+                " directory."
+            )
         there, here = progress["optimizers"], [type(optimizer).__name__ for optimizer in self._optimizers]
         if there != here:
             raise RunMismatch(

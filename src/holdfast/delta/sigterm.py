@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType
@@ -13,6 +14,7 @@ class SigTerm:
 
     def __init__(self) -> None:
         self.arrived = False
+        self._process = os.getpid()
 
     @classmethod
     def watched(cls) -> Self | None:
@@ -27,9 +29,12 @@ class SigTerm:
 
     def restore(self) -> None:
         """Watch no longer, unless somebody else does by now."""
-        if signal.getsignal(signal.SIGTERM) == self._note:
+        main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+        if main and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.arrived = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if os.getpid() != self._process:  # a forked child, which nobody else would end
+            signal.raise_signal(signal.SIGTERM)

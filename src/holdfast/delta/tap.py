@@ -62,29 +62,47 @@ class Tap:
         """Since the iteration began."""
         self.changed = False
         """Whether a step could not be recorded, since slots have no place for a gradient (a parameter was added, or is
-        trained now), or another pre-hook was to run after this one."""
+        trained now, or a group was added), another pre-hook was to run after this one, or an update failed."""
         self.seconds = 0.0
         """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
+        self._ended: list[Any] = []
+        self._open = [0 for _ in state.optimizers]
+        self._num_groups = [len(optimizer.param_groups) for optimizer in state.optimizers]
 
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
         self._state, self.changed = state, False
+        self._num_groups = [len(optimizer.param_groups) for optimizer in state.optimizers]
 
     def attach(self) -> None:
         for index, optimizer in enumerate(self._state.optimizers):
             hook = optimizer.register_step_pre_hook(_hook_of(self, index))
             self._hooks.append((optimizer, hook))
+            self._ended.append(optimizer.register_step_post_hook(_end_hook_of(self, index)))
 
     def detach(self) -> None:
-        for _, hook in self._hooks:
+        for hook in [*(hook for _, hook in self._hooks), *self._ended]:
             hook.remove()
         self._hooks.clear()
+        self._ended.clear()
 
     def be_last(self) -> None:
         """Let other pre-hooks, which may change gradients, run first."""
         for optimizer, hook in self._hooks:
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
+
+    def take(self) -> list[Update]:
+        """The updates of the iteration, which ends. ``changed`` is set if one of them did not return."""
+        updates, self.updates = self.updates, []
+        if updates and any(self._open):
+            self.changed = True
+            self._open = [0 for _ in self._open]
+        return updates
+
+    def after_step(self, index: int) -> None:
+        """The post-hook of optimizer ``index``, which an update that fails does not reach."""
+        self._open[index] -= 1
 
     def before_step(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """The pre-hook of optimizer ``index``."""
@@ -103,8 +121,12 @@ class Tap:
             else:
                 _refuse_sparse(name, parameter.grad)
                 grads[name] = parameter.grad
+        self._open[index] += 1
+        if self._open[index] > 1:  # a subclass calls the step() it overrides: part of the update that is open
+            return
         slot = self._slot_for(index)
-        if slot is not None and self._is_last(index) and grads.keys() <= slot.tensors[index].keys():
+        same = self._is_last(index) and len(optimizer.param_groups) == self._num_groups[index]
+        if slot is not None and same and _fit(grads, slot.tensors[index]):
             _copy(slot.tensors[index], grads)
         elif slot is not None:
             self.changed = True
@@ -124,6 +146,16 @@ class Tap:
 
 def _hook_of(tap: Tap, index: int) -> Callable[..., None]:
     return lambda optimizer, args, kwargs: tap.before_step(index, args, kwargs)
+
+
+def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
+    return lambda optimizer, args, kwargs: tap.after_step(index)
+
+
+def _fit(grads: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> bool:
+    """Whether each gradient has a place of its shape and dtype."""
+    places = [(targets.get(name), grad) for name, grad in grads.items()]
+    return all(to is not None and (to.shape, to.dtype) == (grad.shape, grad.dtype) for to, grad in places)
 
 
 def _copy(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:

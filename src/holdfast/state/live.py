@@ -122,7 +122,12 @@ class LiveState:
         group = optimizer.param_groups[parameter.group or 0]
         on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
         device = torch.device("cpu") if on_host else parameter.parameter.device
-        optimizer.state[parameter.parameter][slot] = value.to(device, copy=True)
+        if value.shape == parameter.shape:  # fused kernels take it that both lie in memory in the same order
+            optimizer.state[parameter.parameter][slot] = torch.empty_like(
+                parameter.parameter, dtype=value.dtype, device=device
+            ).copy_(value)
+        else:
+            optimizer.state[parameter.parameter][slot] = value.to(device, copy=True)
 
     def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
         index = self._optimizer_of.get(parameter.name)

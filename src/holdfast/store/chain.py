@@ -98,12 +98,19 @@ class Journal:
 def read_journal(store: RunReader, stream: str) -> Journal:
     """The headers of all records of ``stream`` on the current line."""
     journal = Journal()
-    limits = dict(ancestry(store.timelines()[0], store.tip()))
+    timelines = store.timelines()[0]
+    limits = dict(ancestry(timelines, store.tip()))
     for ref in segments(store.disk, stream):
         if ref.timeline not in limits:
             continue
         limit = limits[ref.timeline]
         found, odd = read_segment(store.disk, ref)
+        known = timelines.get(ref.timeline)
+        if found and known is not None and found[0].key != known.key:
+            odd, found = (
+                Damaged(f"{ref.path} is a segment of another run, or of a copy of this one", path=ref.path),
+                [],
+            )
         for record in found:
             if limit is None or record.step <= limit:
                 journal.records[record.step] = record

@@ -236,14 +236,17 @@ class LocalStore(RunReader):
         return manifest
 
     def prune_journal(self) -> None:
-        """Remove the segments of which no retained commit needs a record. Called after ``publish``."""
+        """Remove the segments of which no retained commit needs a record, but the one that is appended to. Called after
+        ``publish``."""
         manifests = list(self._retained.values())
         oldest = min((m.oldest_step for m in manifests if m is not None), default=0)
         if None in manifests:  # one that cannot be read may need any
             return
         for stream in streams(self.disk):
-            for ref, last in steps_of_segments(self.disk, stream):
-                if last <= oldest and not (ref.timeline == self.timeline and last == ref.first_step - 1):
+            found = steps_of_segments(self.disk, stream)
+            appended_to = max((ref for ref, _ in found if ref.timeline == self.timeline), default=None)
+            for ref, last in found:
+                if last <= oldest and ref != appended_to:
                     self.disk.unlink(ref.path)
 
     def names(self) -> set[str]:

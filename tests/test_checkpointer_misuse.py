@@ -1,0 +1,434 @@
+"""The checkpointer where something goes wrong half way, or is called at another moment than was meant: no step that it
+calls durable is lost, none comes back otherwise, and nothing hangs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from delta.loops import make, same
+from holdfast.checkpointer import Checkpointer
+from holdfast.cli.diff import diff
+from holdfast.delta import bases
+from holdfast.errors import BadInput, DiskFull, EngineFailed, RunMismatch, WriterHung
+from holdfast.store.local import LocalStore
+from test_checkpointer import ADAMW, go_on, reference, start
+
+
+def of(root, model, optimizer, **options):
+    """A checkpointer of ``model``, resumed, and the steps that it has."""
+    checkpointer = Checkpointer(root, model=model, optimizer=optimizer, **options)
+    return checkpointer, checkpointer.resume()
+
+
+def killed(root):
+    """What a process that is killed now leaves, elsewhere."""
+    copy = root.with_name(root.name + "-killed")
+    shutil.rmtree(copy, ignore_errors=True)
+    return shutil.copytree(root, copy)
+
+
+def iterate(model, optimizer, checkpointer):
+    model(torch.randn(2, 3)).pow(2).mean().backward()
+    optimizer.step()
+    model.zero_grad()
+    checkpointer.step()
+
+
+# Steps that are called durable
+
+
+@pytest.mark.parametrize("retain", [1, 2])
+def test_the_segment_that_is_appended_to_is_not_pruned(tmp_path, retain):
+    states, _ = reference(9, "")
+    loop, checkpointer = start(tmp_path / "run", "", retain=retain)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 5)
+        for _ in range(2):  # bases of steps of which there are no records
+            checkpointer.wait()
+            checkpointer._gap = True
+            loop.iteration(checkpointer.steps_done, checkpointer.step)
+        go_on(loop, checkpointer, 9)
+        checkpointer.wait()
+        assert checkpointer.durable_step == 9
+        other, again = start(killed(tmp_path / "run"), "")
+        with again:
+            assert again.resume() == 9
+            assert same(other.state(), states[9])
+
+
+class Unstorable:
+    """A schedule that cannot be stored while ``bad``."""
+
+    bad = False
+
+    def state_dict(self):
+        return {"x": object() if self.bad else 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+@pytest.mark.parametrize("how", ["schedule", "interrupt", "full"])
+def test_after_an_error_in_a_step_nothing_later_is_called_durable(tmp_path, monkeypatch, how):
+    schedule, interrupt = Unstorable(), []
+    loop = make(ADAMW)
+    checkpointer, _ = of(
+        tmp_path, loop.model, loop.optimizers, scheduler=schedule,
+        after_update=lambda: signal.raise_signal(signal.SIGINT) if interrupt else None,
+    )  # fmt: skip
+    go_on(loop, checkpointer, 4)
+    if how == "schedule":
+        schedule.bad = True
+    elif how == "interrupt":
+        interrupt.append(True)
+    else:
+        monkeypatch.setattr(checkpointer._tap, "changed", True)
+        monkeypatch.setattr(checkpointer._bases, "begin", full)
+    with pytest.raises((BadInput, KeyboardInterrupt, DiskFull)):
+        loop.iteration(4, checkpointer.step)
+    schedule.bad, interrupt[:] = False, []
+    monkeypatch.undo()
+    with pytest.raises((BadInput, EngineFailed, DiskFull)):
+        loop.iteration(5, checkpointer.step)
+    assert checkpointer.durable_step <= 4
+    checkpointer.close()
+    other = make(ADAMW)
+    again, steps = of(
+        tmp_path, other.model, other.optimizers, scheduler=Unstorable(), after_update=lambda: None
+    )
+    again.close()
+    assert steps == 4
+
+
+def full(*_, **__):
+    raise DiskFull("no space left")
+
+
+def test_an_update_that_failed_half_way_is_followed_by_a_base(tmp_path):
+    loop, checkpointer = start(tmp_path / "run", "")
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+        state = loop.optimizers[0].state[loop.model.first.weight]
+        kept = state.pop("exp_avg")
+        with pytest.raises(KeyError):
+            loop.iteration(3, checkpointer.step)
+        state["exp_avg"] = kept
+        for i in range(4, 7):
+            loop.iteration(i, checkpointer.step)
+        checkpointer.wait()
+        other, again = start(killed(tmp_path / "run"), "")
+        with again:
+            assert again.resume() == checkpointer.durable_step == 6
+            assert same(other.model.state_dict(), loop.model.state_dict())
+
+
+class Derived(torch.optim.AdamW):
+    """As people derive: its step calls the one that it overrides, which has hooks too."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_an_optimizer_whose_step_calls_that_of_its_class_steps_once(tmp_path):
+    ADAMW([nn.Parameter(torch.ones(1))])  # hooks the class
+    loop = make(partial(Derived, lr=0.01))
+    with Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers) as checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 5)
+    other = make(partial(Derived, lr=0.01), seed=1)
+    again, steps = of(tmp_path, other.model, other.optimizers)
+    again.close()
+    assert steps == 5 and same(other.model.state_dict(), loop.model.state_dict())
+
+
+# Numbers
+
+
+def test_a_base_made_in_mid_accumulation_has_the_position_of_its_step(tmp_path):
+    loop = make(ADAMW)
+    loader = holdfast.loader(list(torch.arange(64)), batch_size=1)
+    checkpointer, _ = of(tmp_path, loop.model, loop.optimizers, loader=loader)
+    next(iter(loader))
+    loop.iteration(0, checkpointer.step)
+    position = loader.state_dict()
+    next(iter(loader))
+    checkpointer.step()  # nothing was updated
+    checkpointer.save()
+    checkpointer.close()
+    other, fresh = make(ADAMW), holdfast.loader(list(torch.arange(64)), batch_size=1)
+    again, steps = of(tmp_path, other.model, other.optimizers, loader=fresh)
+    again.close()
+    assert steps == 1 and fresh.state_dict() == position
+
+
+def test_no_base_is_made_between_an_update_and_its_step(tmp_path):
+    loop, checkpointer = start(tmp_path, "")
+    checkpointer.resume()
+    go_on(loop, checkpointer, 2)
+    with pytest.raises(BadInput, match=r"has stepped since step 2, .* Call step\(\) first"):
+        loop.iteration(2, checkpointer.save)
+    checkpointer._gap = True
+    with pytest.raises(BadInput, match=r"has stepped since step 2"):
+        checkpointer.wait()
+    checkpointer.close()
+    states, _ = reference(2, "")
+    other, again = start(tmp_path, "")
+    with again:
+        assert again.resume() == 2
+        assert same(other.state(), states[2])
+
+
+@pytest.mark.parametrize("make_optimizer", [ADAMW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_fused_state_lies_in_memory_as_its_parameter_does(tmp_path, make_optimizer):
+    def built(seed):
+        torch.manual_seed(seed)
+        model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        return model, make_optimizer(model.parameters(), fused=True)
+
+    model, optimizer = built(0)
+    checkpointer, _ = of(tmp_path, model, optimizer)
+    images = torch.randn(6, 2, 3, 5, 5)
+    for i in range(3):
+        model(images[i]).pow(2).mean().backward()
+        optimizer.step()
+        model.zero_grad()
+        checkpointer.step()
+        if i == 1:
+            checkpointer.save()
+    checkpointer.close()
+    other, its = built(1)
+    again, steps = of(tmp_path, other, its)
+    assert steps == 3 and same(dict(other.state_dict()), dict(model.state_dict()))
+    again.close()
+    for net, each in ((model, optimizer), (other, its)):
+        net(images[3]).pow(2).mean().backward()
+        each.step()
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def with_flag(seed):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    model.register_buffer("flag", torch.zeros(2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_buffer_that_returns_to_what_was_recorded_before_a_base_is_recorded_again(tmp_path):
+    model, optimizer = with_flag(0)
+    checkpointer, _ = of(tmp_path, model, optimizer)
+    iterate(model, optimizer, checkpointer)
+    checkpointer.wait()
+    model.flag.fill_(1)
+    checkpointer._gap = True
+    iterate(model, optimizer, checkpointer)
+    model.flag.fill_(0)
+    iterate(model, optimizer, checkpointer)
+    checkpointer.close()
+    other, its = with_flag(1)
+    again, steps = of(tmp_path, other, its)
+    again.close()
+    assert steps == 3 and torch.equal(other.flag, torch.zeros(2))
+
+
+def test_a_first_parameter_without_elements(tmp_path):
+    model = nn.ParameterList([torch.zeros(0, 3), torch.ones(2)])
+    optimizer = ADAMW(model.parameters())
+    checkpointer, _ = of(tmp_path, model, optimizer)
+    (model[0].sum() + model[1].sum()).backward()
+    optimizer.step()
+    checkpointer.step()
+    checkpointer.close()
+    other = nn.ParameterList([torch.zeros(0, 3), torch.zeros(2)])
+    again, steps = of(tmp_path, other, ADAMW(other.parameters()))
+    again.close()
+    assert steps == 1 and torch.equal(other[1], model[1])
+
+
+def test_a_buffer_of_another_shape_is_told_at_its_step(tmp_path):
+    model, optimizer = with_flag(0)
+    checkpointer, _ = of(tmp_path, model, optimizer)
+    iterate(model, optimizer, checkpointer)
+    model.flag = torch.zeros(5)
+    with pytest.raises(BadInput, match=r"buffer flag was \(2,\) and is \(5,\) now"):
+        iterate(model, optimizer, checkpointer)
+    checkpointer.close()
+    other, its = with_flag(1)
+    again, steps = of(tmp_path, other, its)
+    again.close()
+    assert steps == 1
+
+
+def test_a_group_added_without_gradients_is_followed_by_a_base(tmp_path):
+    def built(seed, groups):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        if groups == 2:
+            optimizer.add_param_group({"params": [*model[1].parameters()]})
+        return model, optimizer
+
+    model, optimizer = built(0, 1)
+    checkpointer, _ = of(tmp_path / "run", model, optimizer)
+    iterate(model, optimizer, checkpointer)
+    optimizer.add_param_group({"params": [*model[1].parameters()]})
+    model[1].requires_grad_(False)
+    iterate(model, optimizer, checkpointer)
+    checkpointer.wait()
+    other, its = built(1, 2)
+    again, steps = of(killed(tmp_path / "run"), other, its)
+    again.close()
+    checkpointer.close()
+    assert steps == 2 and same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_parameters_of_another_dtype_are_followed_by_a_base(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer, _ = of(tmp_path, model, optimizer)
+    iterate(model, optimizer, checkpointer)
+    model.double()
+    for _ in range(2):
+        model(torch.randn(2, 3).double()).pow(2).mean().backward()
+        optimizer.step()
+        model.zero_grad()
+        checkpointer.step()
+    checkpointer.close()
+    other = nn.Linear(3, 2).double()
+    again, steps = of(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1))
+    again.close()
+    assert steps == 3 and same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+# Refused, with nothing changed
+
+
+@pytest.mark.parametrize(
+    "other", [make(ADAMW, "groups", seed=1), make(partial(torch.optim.SGD, lr=0.1), seed=1)]
+)
+def test_other_groups_or_optimizers_are_refused_with_nothing_changed(tmp_path, other):
+    loop, checkpointer = start(tmp_path, "")
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+    before = other.state()
+    with pytest.raises(RunMismatch, match=r"parameter groups|was made with AdamW"):
+        of(tmp_path, other.model, other.optimizers)
+    assert same(other.state()["model"], before["model"])
+
+
+def test_a_run_of_offload_is_refused(tmp_path):
+    _loop, checkpointer = start(tmp_path, "")
+    with pytest.raises(RunMismatch, match=r"made by holdfast\.offload"):
+        checkpointer._script.check({"optimizer": "AdamW", "groups": []})
+    checkpointer.close()
+
+
+def test_records_of_a_copy_that_went_on_by_itself_are_not_taken(tmp_path):
+    loop, checkpointer = start(tmp_path / "a", "")
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for name, steps in (("a", 4), ("b", 6)):
+        loop, checkpointer = start(tmp_path / name, "")
+        with checkpointer:
+            checkpointer.resume()
+            go_on(loop, checkpointer, steps)
+    segment = "journal/rank-00000/step-000000000004.t0002.log"
+    shutil.copy(tmp_path / "b" / segment, tmp_path / "a" / segment)
+    _other, again = start(tmp_path / "a", "")
+    with again, pytest.warns(UserWarning, match="is a segment of another run"):
+        assert again.resume() == 3
+
+
+def test_diff_refuses_bases_whose_parts_are_of_several_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
+    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    loop, checkpointer = start(tmp_path, "", base_every=2)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 7)
+    with LocalStore.read(tmp_path) as reader:
+        newest = reader.load(reader.line()[0])
+    assert newest.oldest_step < newest.step
+    with pytest.raises(BadInput, match="is a base whose parts are of steps"):
+        diff(str(tmp_path), str(tmp_path), as_json=False)
+
+
+# Nothing hangs, nothing is left
+
+
+def test_more_updates_in_an_iteration_than_there_is_room_for_is_an_error_and_no_hang(tmp_path):
+    loop, checkpointer = start(tmp_path, "")
+    checkpointer.resume()
+    with pytest.raises(BadInput, match=r"8 optimizer steps were done since step\(\) was called last"):
+        for i in range(12):
+            loop.iteration(i, lambda: None)
+    checkpointer.close()
+
+
+def test_waiting_for_a_step_that_was_not_done_is_an_error_and_no_hang(tmp_path):
+    _loop, checkpointer = start(tmp_path, "")
+    with checkpointer:
+        checkpointer.resume()
+        with pytest.raises(BadInput, match="step 5 has not been done yet: 0 have"):
+            checkpointer.wait(5)
+
+
+def test_closing_while_the_disk_hangs_returns_with_the_error(tmp_path, monkeypatch):
+    loop, checkpointer = start(tmp_path, "", deadline_seconds=0.3)
+    checkpointer.resume()
+    release, real = threading.Event(), checkpointer._store.disk.sync
+    monkeypatch.setattr(checkpointer._store.disk, "sync", lambda *a, **k: (release.wait(10), real(*a, **k)))
+    started = time.monotonic()
+    with pytest.raises(WriterHung):
+        go_on(loop, checkpointer, 40)
+    with pytest.raises(WriterHung):
+        checkpointer.close()
+    assert time.monotonic() - started < 5
+    release.set()
+    checkpointer._recorder._thread.join(0.1)
+    checkpointer._recorder._closing = True
+    checkpointer._recorder._want(0)
+    checkpointer._recorder._thread.join()
+    checkpointer._let_go()
+
+
+def test_no_file_is_left_open_also_when_another_thread_closes(tmp_path):
+    loop, checkpointer = start(tmp_path, "")
+    checkpointer.resume()
+    go_on(loop, checkpointer, 3)
+    thread = threading.Thread(target=checkpointer.close)
+    thread.start()
+    thread.join()
+    held = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path)]
+    assert not [path for path in held if path.startswith(str(tmp_path))]
+    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_forked_child_ends_on_sigterm(tmp_path):
+    _loop, checkpointer = start(tmp_path, "")
+    with checkpointer:
+        checkpointer.resume()
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+        child.start()
+        time.sleep(0.2)
+        child.terminate()
+        child.join(5)
+        code = child.exitcode
+        child.kill()
+    assert code == -signal.SIGTERM

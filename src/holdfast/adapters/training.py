@@ -1,0 +1,275 @@
+"""Training: one call of a ``Trainer``'s ``train``, of which a checkpointer records every optimizer step.
+
+A step is recorded when all callbacks have seen its end and before it is logged, evaluated or saved; who resumes there
+does these again. Its place is an epoch and the optimizer steps done in it. Batches before it are passed over by their
+indices alone; only an ``IterableDataset``, which has none, is read again from the epoch's beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.trainer_callback import ExportableState
+
+from ..checkpointer import Checkpointer
+from ..errors import RunMismatch
+from ..state.progress import decode, encode, random_state, restore_random_state
+from .sampling import WatchedBatches
+
+STATE = (
+    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
+    "best_model_checkpoint",
+)  # fmt: skip
+"""Of ``TrainerState``, what training changes beside ``log_history``. The rest follows from the script."""
+
+LOSS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+"""Of the trainer, what is not logged yet."""
+
+
+class Training:
+    """One call of ``train``. To its checkpointer it is the loader, whose state is all that the trainer holds."""
+
+    def __init__(self, trainer: Trainer, run: Path, options: dict[str, Any]) -> None:
+        self._trainer, self._run, self._options = trainer, run, options
+        self._covered = {
+            "_run_epoch": self.run_epoch,
+            "_maybe_log_save_evaluate": self.end_step,
+            "_load_rng_state": self.load_random_state,
+        }
+        self._before = {name: vars(trainer).get(name) for name in self._covered}
+        self._run_epoch, self._end_step = trainer._run_epoch, trainer._maybe_log_save_evaluate
+        self._checkpointer: Checkpointer | None = None
+        self._loader: Any = None
+        self._batches: WatchedBatches | None = None
+        self._found: dict[str, Any] | None = None
+        """What the run holds, until the loop is there."""
+        self._place = _Place(0, encode(random_state()))
+        self._logged = _Logged()
+        self._recorded_step = 0
+        self._ending: dict[str, Any] | None = None
+        """What the step recorded last is logged with."""
+        self._random_now: dict[str, Any] = {}
+        """What the generators are to be at once the first batches are there."""
+
+    def __enter__(self) -> Training:
+        vars(self._trainer).update(self._covered)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for name, method in self._before.items():
+            del vars(self._trainer)[name]
+            if method is not None:
+                vars(self._trainer)[name] = method
+        if self._batches is not None:
+            vars(self._loader.base_dataloader)["batch_sampler"] = self._batches.inner
+        if self._checkpointer is not None:
+            self._checkpointer.__exit__(*error)
+
+    # In the place of the trainer's methods
+
+    def run_epoch(self, **loop: Any) -> None:
+        """An epoch that the run has behind it is passed over."""
+        if self._checkpointer is None:
+            self._open(loop["train_dataloader"])
+        if self._found is None:
+            self._place = _Place(loop["epoch"], encode(random_state()))
+            self._run_epoch(**loop)
+        elif loop["epoch"] == self._found["place"]["epoch"]:
+            found, self._found = self._found, None
+            self._go_on(found, loop)
+
+    def end_step(
+        self, tr_loss: Any, grad_norm: Any, *rest: Any, learning_rate: Any = None, **options: Any
+    ) -> None:
+        """Called at the end of every optimizer step, and again at that of an epoch."""
+        if self._trainer.state.global_step > self._recorded_step:
+            assert self._checkpointer is not None
+            self._recorded_step = self._trainer.state.global_step
+            self._place.updates += 1
+            self._ending = {"grad_norm": grad_norm, "learning_rate": learning_rate}
+            self._checkpointer.step()
+        elif learning_rate is None and self._place.updates:  # an epoch of which only the end was left
+            assert self._ending is not None
+            grad_norm, learning_rate = self._ending["grad_norm"], self._ending["learning_rate"]
+        self._end_step(tr_loss, grad_norm, *rest, learning_rate=learning_rate, **options)
+
+    def load_random_state(self, checkpoint: Any) -> None:
+        """Called when the resumed epoch's first batches are there; a watched sampler has done it before."""
+        if self._batches is None:
+            restore_random_state(self._random_now)
+
+    # The run
+
+    def _open(self, loader: Any) -> None:
+        trainer = self._trainer
+        self._loader = loader
+        inside = getattr(loader, "base_dataloader", None)
+        batches = getattr(inside, "batch_sampler", None)
+        if batches is not None and not isinstance(loader.dataset, IterableDataset):
+            self._batches = WatchedBatches(batches)
+            vars(inside)["batch_sampler"] = self._batches  # setattr is refused, since lengths might differ
+        assert trainer.model is not None
+        self._checkpointer = Checkpointer(
+            self._run,
+            model=trainer.model,
+            optimizer=_innermost(trainer.optimizer),
+            scheduler=trainer.lr_scheduler,
+            loader=self,
+            scaler=trainer.accelerator.scaler,
+            **self._options,
+        )
+        self._checkpointer.resume()
+
+    def _go_on(self, found: dict[str, Any], loop: dict[str, Any]) -> None:
+        """Be where ``found`` was taken, end its step as it was ended, and do the rest of the epoch."""
+        trainer, place = self._trainer, _Place(**found["place"])
+        self._restore(found)
+        self._place, self._recorded_step = place, trainer.state.global_step
+        if self._ending is not None:
+            self._end_step(
+                trainer._tr_loss, self._ending["grad_norm"], loop["model"], loop["trial"], place.epoch,
+                loop["ignore_keys_for_eval"], loop["start_time"], learning_rate=self._ending["learning_rate"],
+            )  # fmt: skip
+        batches = self._num_batches(loop["steps_in_epoch"])
+        if batches:
+            loop |= {
+                "resume_from_checkpoint": str(self._run),
+                "epochs_trained": place.epoch,
+                "steps_trained_in_current_epoch": batches,
+            }
+        control = trainer.control
+        if control.should_training_stop or control.should_epoch_stop or batches == loop["steps_in_epoch"]:
+            loop["num_update_steps_per_epoch"] = batches // trainer.args.gradient_accumulation_steps
+        elif batches:
+            self._random_now = random_state()
+            if self._batches is not None:
+                pending = [decode(place.pending)] if place.pending is not None else []
+                self._batches.go_on(batches, [*pending, self._random_now])
+            restore_random_state(decode(place.random))
+        self._run_epoch(**loop)
+
+    # What it is to the checkpointer
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "same": self._same(),
+            "seed": getattr(self._seeded(), "initial_seed", None),
+            "place": vars(self._place) | {"pending": self._pending()},
+            "state": {name: getattr(trainer.state, name) for name in STATE},
+            "log_history": self._logged.text_of(trainer.state.log_history),
+            "loss": {name: getattr(trainer, name) for name in LOSS},
+            "ending": self._ending,
+            "control": vars(trainer.control),
+            "complete": trainer.state.global_step >= trainer.state.max_steps,
+            "callbacks": [[type(item).__name__, item.state()] for item in _exportable(trainer)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, there in state["same"].items():
+            here = self._same()[key]
+            if here != there:
+                raise RunMismatch(
+                    f"{self._run} was trained with {key} {there}, now it is {here}, so that its position in the data"
+                    f" means nothing. Set it to {there}, or begin another run."
+                )
+        epoch, num_epochs = state["place"]["epoch"], self._trainer.state.num_train_epochs
+        if epoch >= num_epochs:
+            raise RunMismatch(
+                f"{self._run} is in epoch {epoch + 1}, and the script ends after {num_epochs}. Give it as many epochs,"
+                " or begin another run."
+            )
+        self._found = state
+
+    def _seeded(self) -> Any:
+        """The sampler, which shuffles by a seed and the epoch unless it was asked not to."""
+        return getattr(self._batches, "sampler", None)
+
+    def _same(self) -> dict[str, Any]:
+        """What a position in the data is counted in."""
+        args, data = self._trainer.args, self._loader.dataset
+        return {
+            "batch_size": self._trainer._train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "dataset length": len(data) if hasattr(data, "__len__") else None,
+        }
+
+    def _pending(self) -> Any:
+        """The generators before the batch was made that is there already and was not trained on."""
+        if self._batches is None or self._loader.num_workers:
+            return None
+        batch, state = self._batches.newest
+        return encode(state) if batch == self._num_batches() else None
+
+    def _num_batches(self, most: int = sys.maxsize) -> int:
+        """Taken of the epoch by the steps that are recorded."""
+        return min(self._place.updates * self._trainer.args.gradient_accumulation_steps, most)
+
+    def _restore(self, found: dict[str, Any]) -> None:
+        trainer = self._trainer
+        for name, value in found["state"].items():
+            setattr(trainer.state, name, value)
+        trainer.state.log_history = self._logged.entries_of(found["log_history"])
+        for name, value in found["loss"].items():
+            setattr(trainer, name, value)
+        trainer._tr_loss = trainer._tr_loss.to(trainer.args.device)
+        vars(trainer.control).update(found["control"])
+        if found["complete"] and trainer.state.global_step < trainer.state.max_steps:
+            trainer.control.should_training_stop = False  # the script was given more to do
+        self._ending = found["ending"]
+        if found["seed"] is not None:
+            self._seeded().initial_seed = found["seed"]
+        here = _exportable(trainer)
+        for name, state in found["callbacks"]:
+            match = next((item for item in here if type(item).__name__ == name), None)
+            if match is not None:
+                here.remove(match)
+                vars(match).update(state["attributes"])
+
+
+@dataclass
+class _Place:
+    """Where training is: ``updates`` optimizer steps into ``epoch``. Generators are as ``encode`` gives them."""
+
+    epoch: int
+    random: Any
+    """The generators at the epoch's beginning."""
+    updates: int = 0
+    pending: Any = None
+    """The generators before the next batch, if it has been made already."""
+
+
+class _Logged:
+    """``log_history`` as lines of JSON, of which each is made once: it is part of every record."""
+
+    def __init__(self) -> None:
+        self._count, self._text = 0, ""
+
+    def text_of(self, history: list[dict[str, Any]]) -> str:
+        if len(history) < self._count:
+            self._count, self._text = 0, ""
+        for entry in history[self._count :]:
+            self._text += json.dumps(encode(entry, "log_history")) + "\n"
+        self._count = len(history)
+        return self._text
+
+    def entries_of(self, text: str) -> list[dict[str, Any]]:
+        return [decode(json.loads(line)) for line in text.splitlines()]
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer of torch in wrappers like that of accelerate, which are no place for hooks."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _exportable(trainer: Trainer) -> list[Any]:
+    return [item for item in trainer.callback_handler.callbacks if isinstance(item, ExportableState)]

@@ -1,0 +1,51 @@
+"""A ``Trainer`` script is killed, and the very same script, started again, goes on to the same end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="Trainer needs it")
+
+TESTS = Path(__file__).parent.parent
+
+
+def run(root, name, kill_at=None):
+    """The steps that the script said, and what it said at its end; killed as soon as it says ``kill_at``."""
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    process = subprocess.Popen(
+        [sys.executable, TESTS / "trainer_run.py", root / "output", root / name],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    steps, end = [], {}
+    with process:
+        assert process.stdout
+        for line in process.stdout:
+            said = json.loads(line) if line.startswith('{"') else {}
+            steps += [said["step"]] if "step" in said else []
+            end = said if "digest" in said else end
+            if kill_at is not None and kill_at in steps:
+                process.kill()
+    assert process.returncode == (0 if kill_at is None else -9)
+    return steps, end
+
+
+@pytest.mark.crash
+def test_a_killed_trainer_goes_on(tmp_path):
+    steps, whole = run(tmp_path, "undisturbed")
+    assert steps == list(range(1, 17))
+    resumed = []
+    for kill_at in (3, 7, 12):
+        steps, _ = run(tmp_path, "killed", kill_at)
+        resumed.append(steps[0])
+    steps, end = run(tmp_path, "killed")
+    resumed.append(steps[0])
+    assert resumed == sorted(resumed) and resumed[0] == 1 < resumed[-1]
+    assert end["losses"] == whole["losses"][-len(end["losses"]) :]
+    assert end["digest"] == whole["digest"]

@@ -13,13 +13,14 @@ import torch
 
 from ..errors import Damaged, HoldfastError, NoCommit
 from ..io.buffers import Buffer
-from ..state.live import BUFFERS, LiveState
+from ..state.live import BUFFERS, RESIDUAL, LiveState
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
 from ..store.reading import read_file
-from .replay import apply, fingerprint, tensors_of
+from .replay import apply, fingerprint
 from .script import Script
+from .slots import tensors_of
 
 
 def recover(
@@ -30,10 +31,12 @@ def recover(
     stream: str,
     target: int | None = None,
     exact: bool = False,
+    continuing: bool = False,
     after_update: Callable[[], None] | None = None,
 ) -> tuple[Point, list[str]]:
     """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
-    ``exact``. Returns the commit or the record that the run continues, and what was wrong with later ones.
+    ``exact``; with ``continuing`` to the newest from which training goes on as it did. Returns the commit or the record
+    that the run continues, and what was wrong with later ones. Residuals are there if they are those of that point.
 
     Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``RunMismatch`` if the run is that
     of another model (with nothing changed then).
@@ -43,10 +46,16 @@ def recover(
     for ref in bases:
         try:
             base = store.load(ref)
-            chain = _replayed(store, state, script, base, journal, target, after_update, odd)
+            chain = _replayed(store, state, script, base, journal, target, continuing, after_update, odd)
         except Damaged as error:
             odd.append(str(error))
             continue
+        if exact and chain.last.step != target and continuing and chain.odd is None:
+            raise NoCommit(
+                f"{store.root} cannot be brought to step {target} so that training goes on as it did: residuals are"
+                f" part of bases alone, and the newest at or before it is of step {chain.last.step}. Resume there, or"
+                ' with exactness="state".'
+            )
         if exact and chain.last.step != target:
             raise NoCommit(
                 f"{store.root} cannot be brought to step {target}: after step {chain.last.step} the records end."
@@ -54,6 +63,8 @@ def recover(
             )
         if chain.odd is not None:
             odd.append(str(chain.odd))
+        if chain.last is not chain.base:
+            state.residuals.clear()
         script.restore(chain.progress)
         return chain.last, odd
     if not bases:
@@ -72,6 +83,7 @@ def _replayed(
     base: Manifest,
     journal: Journal,
     target: int | None,
+    continuing: bool,
     after_update: Callable[[], None] | None,
     odd: list[str],
 ) -> Chain:
@@ -80,6 +92,8 @@ def _replayed(
     state.check({key: (atom["dtype"], tuple(atom["shape"])) for key, atom in atoms.items()})
     while True:
         chain = chain_of(base, journal, target)
+        if continuing:
+            _end_before_feedback(chain)
         script.check(chain.progress)
         state.forget_optimizer_state()
         for tensors in _loaded(store, base):
@@ -92,6 +106,20 @@ def _replayed(
             target = chain.records[-1].step - 1
             continue
         return chain
+
+
+def _end_before_feedback(chain: Chain) -> None:
+    """Leave out the records after the base from the first on that changed residuals, which it does not hold."""
+    for number, record in enumerate(chain.records):
+        if record.step > chain.base.step and uses_feedback(record.about):
+            del chain.records[number:]
+            chain.odd = None
+            return
+
+
+def uses_feedback(about: dict[str, Any]) -> bool:
+    """Whether the step of a record changed residuals."""
+    return any(update.get("codec", {}).get("feedback") for update in about["updates"])
 
 
 def _loaded(store: LocalStore, base: Manifest) -> Iterator[dict[str, torch.Tensor]]:
@@ -129,6 +157,7 @@ def _replay(
             atom["fragments"][0]["unit"]
         ].step
         for atom in atoms.values()
+        if atom["slot"] != RESIDUAL  # always of the commit's own step
     }
     done = 0
     try:

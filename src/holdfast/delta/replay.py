@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import xxhash
 
-from ..state.capture import FROM_NAME
 from ..state.live import BUFFERS, LiveState
 from ..state.progress import decode
-from ..store.layout import Layout
+from . import codecs
+from .slots import tensors_of
 from .tap import CONSUMED
 
 SAMPLED_BYTES = 64
@@ -57,9 +57,8 @@ def apply(
     them is of a later step."""
     for update in about["updates"]:
         optimizer = state.optimizers[update["optimizer"]]
-        grads = tensors_of(parts[update["part"]], "/grad")
-        for absent in update["without"]:
-            grads.pop(absent, None)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        grads = codecs.decode(update, parts[update["part"]], {state.name_of[id(p)]: p for p in parameters})
         for name in skipped:
             grads.pop(name, None)
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
@@ -103,15 +102,3 @@ def _unhooked_step(optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's own ``step``, without the hooks around it."""
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
-
-
-def tensors_of(part: memoryview, suffix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors in a part, by their keys without ``suffix``."""
-    return {
-        entry.key.removesuffix(suffix): torch.frombuffer(
-            part[entry.offset : entry.end], dtype=FROM_NAME[entry.dtype]
-        ).view(entry.shape)
-        if entry.nbytes
-        else torch.empty(entry.shape, dtype=FROM_NAME[entry.dtype])
-        for entry in Layout.parse(part).entries
-    }

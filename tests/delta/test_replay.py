@@ -1,4 +1,4 @@
-"""Every step of a run comes back bit for bit from a base and records: each optimizer, each habit of a script, each codec."""
+"""Every step of a run comes back bit for bit from a base and records: all optimizers, habits of scripts and codecs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ..store.layout import Layout
 from .codecs import METADATA, ArrayReader, Codec, Trained, array_key, expand, trained_of
 from .quantise import quantise
 from .slots import Slot
-from .sparse import Arrays, num_blocks, pick
+from .sparse import BITS, Arrays, num_blocks, pick
 
 Sizes = dict[str, tuple[torch.dtype, int]]
 """Of the arrays of a parameter: their dtypes and elements."""
@@ -185,11 +185,36 @@ class Int8(Lossy):
 
 
 @dataclass(frozen=True)
-class Sparse(Codec):
-    """Gradients that somebody else made sparse (``delta.comm_hook``), as they are: the elements that are not +0.0.
-    Slots have room for the share ``ratio`` of a gradient, and records none for what is not there."""
+class Sparse(Lossy):
+    """Gradients that ``delta.comm_hook`` left sparse, as they are: every element that is not +0.0. Slots have room for
+    what ``world_size`` ranks keep of ``kept``, or for dense gradients where that is less; a gradient that somebody made
+    denser since has a place as long as the part has room for it."""
 
-    ratio: float = 1.0
+    kept: TopK
+    world_size: int
+
+    @property
+    def error_feedback(self) -> bool:
+        return self.kept.error_feedback
+
+    def consume(
+        self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
+    ) -> dict[str, Arrays]:
+        grads = {name: p.grad.detach().reshape(-1) for name, p in trained if p.grad is not None}
+        return {name: self.compress(grad, grad.dtype) for name, grad in grads.items()}
+
+    def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:
+        return pick(flat, flat.view(BITS[flat.element_size()]) != 0, self.kept.block)
+
+    def sizes(self, elements: int, dtype: torch.dtype) -> Sizes:
+        sizes = self.kept.sizes(elements, dtype)
+        kept = sizes["values"][1] * self.world_size
+        if kept * (2 + dtype.itemsize) < elements * dtype.itemsize:
+            return {**sizes, "indices": (torch.uint16, kept), "values": (dtype, kept)}
+        return {**sizes, "indices": (torch.uint16, 0), "values": (dtype, elements)}
+
+    def about(self) -> dict[str, Any]:
+        return self.kept.about()
 
 
 def _keyed(arrays: Arrays) -> Arrays:
@@ -199,6 +224,3 @@ def _keyed(arrays: Arrays) -> Arrays:
 def _layout_of(sizes: Sizes) -> Layout:
     entries = [(key, TO_NAME[dtype], (count,)) for key, (dtype, count) in sorted(sizes.items()) if count]
     return Layout.build(entries, METADATA)
-
-
-__all__ = ["Int8", "Lossy", "Sparse", "TopK", "pick"]

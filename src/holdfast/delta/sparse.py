@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 Arrays = dict[str, torch.Tensor]
@@ -35,19 +36,31 @@ def lengths_of(elements: int, block: int, device: torch.device) -> torch.Tensor:
 
 def pick(flat: torch.Tensor, chosen: torch.Tensor, block: int) -> Arrays:
     """The elements of ``flat`` where ``chosen`` is true, and all of a block where that takes no more bytes."""
-    lengths = lengths_of(flat.numel(), block, flat.device)
-    padded = torch.zeros(lengths.numel() * block, dtype=torch.bool, device=flat.device)
-    padded[: flat.numel()] = chosen
-    rows = padded.view(-1, block)
-    size = flat.element_size()
-    whole = rows.sum(1) * (2 + size) >= lengths * size
-    rows |= whole[:, None]
-    places = padded[: flat.numel()].nonzero().squeeze(1)
+    lengths, size = lengths_of(flat.numel(), block, flat.device), flat.element_size()
+    places, counts = _places_of(chosen, block)
+    whole = counts * (2 + size) >= lengths * size
+    if bool(whole.any()):
+        chosen = chosen | torch.repeat_interleave(whole, lengths)
+        places, counts = _places_of(chosen, block)
+    starts = torch.arange(len(counts), device=flat.device) * block
+    within = places - torch.repeat_interleave(starts, counts)
+    if bool(whole.any()):
+        within = within[~torch.repeat_interleave(whole, counts)]
     return {
-        "counts": torch.where(whole, lengths, rows.sum(1)).to(torch.uint16),
-        "indices": (places % block)[~whole[places // block]].to(torch.uint16),
+        "counts": counts.to(torch.uint16),
+        "indices": within.to(torch.uint16),
         "values": flat[places],
     }
+
+
+def _places_of(chosen: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where ``chosen`` is true, and in each block how often."""
+    if chosen.device.type == "cpu":  # several times as fast as torch's
+        places = torch.from_numpy(np.flatnonzero(chosen.numpy()))
+    else:
+        places = chosen.nonzero().squeeze(1)
+    edges = torch.arange(num_blocks(chosen.numel(), block) + 1, device=chosen.device) * block
+    return places, torch.searchsorted(places, edges).diff()
 
 
 def spread(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.Tensor:

@@ -189,6 +189,20 @@ def test_residuals_are_copied_at_the_step_of_the_commit_and_all_else_before(tmp_
     assert all(steps[key] is not None for key in atoms if key not in residuals)
 
 
+def test_where_all_must_be_of_one_step_residuals_are_too(tmp_path, small_units):
+    states, _ = uninterrupted(tmp_path / "whole", TopK(0.2), "ema")
+    loop, checkpointer = start(tmp_path / "run", TopK(0.2), "ema", base_every=4)
+    checkpointer.resume()
+    go_on(loop, checkpointer, 10, settled=True)
+    checkpointer.close(save=False)
+    manifests = manifests_of(tmp_path / "run")
+    assert [m.step for m in manifests] == [8, 4, 0] and all(m.oldest_step == m.step for m in manifests)
+    loop, again = start(tmp_path / "run", TopK(0.2), "ema", seed=1)
+    with again:
+        assert again.resume(exactness="continuation") == 8
+        assert same(go_on(loop, again, STEPS)[STEPS], states[STEPS])
+
+
 def test_a_run_may_go_on_with_another_codec(tmp_path):
     """Its residuals are forgotten by those without; the records say what they hold."""
     states, done = {}, 0

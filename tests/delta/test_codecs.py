@@ -13,7 +13,7 @@ import holdfast
 from delta.loops import make, same
 from holdfast.checkpointer import STREAM, Checkpointer
 from holdfast.delta import bases
-from holdfast.delta.codecs import Exact
+from holdfast.delta.codecs import ArrayReader, Exact
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.errors import BadInput, NoCommit, RunMismatch
 from holdfast.io.queue import Throttle
@@ -231,6 +231,21 @@ def test_records_of_a_later_version_are_refused_and_not_passed_over(tmp_path, mo
     checkpointer.close(save=False)
     with pytest.raises(RunMismatch, match="'sketch', which this version does not know"):
         start(tmp_path, TopK(0.2))[1].resume()
+
+
+def test_a_record_of_other_parameters_is_refused():
+    arrays = {"values/F32": torch.ones(5)}
+    reader = ArrayReader(arrays)
+    assert torch.equal(reader.take("values", torch.float32, 3), torch.ones(3))
+    with pytest.raises(RunMismatch, match="other parameters than its optimizer has now"):
+        reader.check_end()
+    for name, dtype, count in [
+        ("values", torch.float32, 3),
+        ("values", torch.float64, 2),
+        ("steps", torch.int8, 1),
+    ]:
+        with pytest.raises(RunMismatch, match="other parameters"):
+            reader.take(name, dtype, count)
 
 
 # What training consumes

@@ -187,8 +187,9 @@ class Int8(Lossy):
 @dataclass(frozen=True)
 class Sparse(Lossy):
     """Gradients that ``delta.comm_hook`` left sparse, as they are: every element that is not +0.0. Slots have room for
-    what ``world_size`` ranks keep of ``kept``, or for dense gradients where that is less; a gradient that somebody made
-    denser since has a place as long as the part has room for it."""
+    what ``world_size`` ranks keep of ``kept``, or for dense gradients where that is less. A gradient that somebody made
+    dense since is recorded dense, as long as the part has room for it; a step that does not fit is followed by a
+    base."""
 
     kept: TopK
     world_size: int

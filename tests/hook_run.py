@@ -1,8 +1,9 @@
 """Ranks of DistributedDataParallel that exchange gradients by the hook, over gloo: a process that forks them.
 
-    python hook_run.py FOLDER WORLD_SIZE
+    python hook_run.py FOLDER WORLD_SIZE [scaled]
 
 Each rank leaves ``FOLDER/RANK.pt``: for each step its own gradients, those that the hook left, and its residuals.
+With ``scaled`` they are scaled on the way, and in one step the last rank's are infinite.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from holdfast.delta.lossy import TopK
 
 CODEC = TopK(0.05)
 STEPS = 6
+INFINITE = 4
 
 
 class Net(nn.Module):
@@ -45,12 +47,13 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def work(folder: Path, rank: int, world_size: int) -> None:
+def work(folder: Path, rank: int, world_size: int, scaled: bool) -> None:
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     torch.manual_seed(0)
     plain = Net()
-    state = HookState(CODEC)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+    state = HookState(CODEC, scaler=scaler if scaled else None)
     model = nn.parallel.DistributedDataParallel(
         copy.deepcopy(plain), bucket_cap_mb=0.001, find_unused_parameters=True
     )
@@ -62,13 +65,19 @@ def work(folder: Path, rank: int, world_size: int) -> None:
         plain.zero_grad()
         plain(batch(step, rank), uses_spare(step, rank)).backward()
         optimizer.zero_grad()
-        model(batch(step, rank), uses_spare(step, rank)).backward()
+        infinite = scaled and step == INFINITE and rank == world_size - 1
+        loss = model(batch(step, rank), uses_spare(step, rank)) * (float("inf") if infinite else 1.0)
+        scaler.scale(loss).backward()
+        if scaled:
+            scaler.unscale_(optimizer)
+        given = {n: None if p.grad is None else p.grad.clone() for n, p in model.module.named_parameters()}
+        scaler.step(optimizer)
+        scaler.update()
+        state.settle()
         seen.append(
             {
                 "own": {n: None if p.grad is None else p.grad.clone() for n, p in plain.named_parameters()},
-                "given": {
-                    n: None if p.grad is None else p.grad.clone() for n, p in model.module.named_parameters()
-                },
+                "given": given,
                 "residuals": {
                     n: state.residuals[p].clone()
                     for n, p in model.module.named_parameters()
@@ -76,12 +85,11 @@ def work(folder: Path, rank: int, world_size: int) -> None:
                 },
             }
         )
-        optimizer.step()
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-def main(folder: str, world_size: int) -> int:
+def main(folder: str, world_size: int, scaled: bool) -> int:
     torch.set_num_threads(1)
     children = []
     for rank in range(world_size):
@@ -89,7 +97,7 @@ def main(folder: str, world_size: int) -> int:
         if not child:
             code = 1
             try:
-                work(Path(folder), rank, world_size)
+                work(Path(folder), rank, world_size, scaled)
                 code = 0
             except BaseException as error:
                 print(f"rank {rank}: {error!r}", file=sys.stderr, flush=True)
@@ -99,4 +107,4 @@ def main(folder: str, world_size: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), "scaled" in sys.argv[3:]))

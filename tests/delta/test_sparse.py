@@ -7,8 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from holdfast.delta.codecs import Exact
 from holdfast.delta.quantise import quantise, scaled
@@ -20,22 +18,19 @@ from training import same_bits
 SIZES = [0, 1, 2, 1023, 1024, 1025, 4096, 5003]
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    elements=st.sampled_from(SIZES),
-    density=st.sampled_from([0.0, 0.01, 0.5, 0.66, 0.67, 0.9, 1.0]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
-    seed=st.integers(0, 99),
-)
-def test_the_elements_that_are_there_come_back_and_take_no_more_than_all(elements, density, dtype, seed):
-    torch.manual_seed(seed)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("density", [0.0, 0.01, 0.49, 0.51, 0.65, 0.67, 0.9, 1.0])
+@pytest.mark.parametrize("elements", SIZES)
+def test_the_elements_that_are_there_come_back_and_take_no_more_than_all(elements, density, dtype):
+    torch.manual_seed(elements)
     flat = torch.where(torch.rand(elements) < density, torch.randn(elements), 0.0).to(dtype)
     if elements > 2:
         flat[:1024] = -0.0  # a whole block of zeros that are there
         flat[-1] = torch.nan
-    arrays = pick(flat, flat.view(BITS[flat.element_size()]) != 0, 1024)
-    assert arrays["indices"].nbytes + arrays["values"].nbytes <= flat.nbytes
-    assert arrays["values"].numel() <= 1.5 * max(1, int((flat.view(BITS[flat.element_size()]) != 0).sum()))
+    chosen = flat.view(BITS[flat.element_size()]) != 0
+    arrays = pick(flat, chosen, 1024)
+    nbytes = arrays["indices"].nbytes + arrays["values"].nbytes
+    assert nbytes <= min(flat.nbytes, int(chosen.sum()) * (2 + flat.element_size()))
     assert same_bits(spread(lambda name, *_: arrays[name], elements, dtype, 1024), flat)
 
 

@@ -22,17 +22,17 @@ TESTS = Path(__file__).parent.parent
 BLOCK = hook_run.CODEC.block
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=["2", "4", "2 scaled"])
 def ranks(request, tmp_path_factory):
     """By rank, what it saw in each step."""
     folder = tmp_path_factory.mktemp("ranks")
     paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     done = subprocess.run(
-        [sys.executable, str(TESTS / "hook_run.py"), str(folder), str(request.param)],
+        [sys.executable, str(TESTS / "hook_run.py"), str(folder), *request.param.split()],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(int(request.param[0]))]
 
 
 def largest(flat):
@@ -45,9 +45,23 @@ def largest(flat):
     return out
 
 
+def is_infinite(ranks, step):
+    return not all(g.isfinite().all() for g in ranks[0][step]["given"].values() if g is not None)
+
+
+def test_one_step_in_the_scaled_run_is_infinite(ranks, request):
+    infinite = [step for step in range(hook_run.STEPS) if is_infinite(ranks, step)]
+    assert infinite == ([hook_run.INFINITE] if request.node.callspec.params["ranks"].endswith("scaled") else [])
+
+
 def test_every_rank_gets_the_mean_of_what_all_of_them_selected(ranks):
     residuals = [{n: torch.zeros(g.shape) for n, g in rank[0]["given"].items()} for rank in ranks]
     for step in range(hook_run.STEPS):
+        if is_infinite(ranks, step):  # on all ranks, whose residuals stay
+            for rank, held in zip(ranks, residuals, strict=True):
+                assert not rank[step]["given"]["first.weight"].isfinite().all()
+                assert all(same_bits(rank[step]["residuals"][name], held[name]) for name in held)
+            continue
         for name, given in ranks[0][step]["given"].items():
             total = torch.zeros_like(residuals[0][name]).view(-1)
             for rank, held in zip(ranks, residuals, strict=True):

@@ -20,23 +20,48 @@ from .sparse import Arrays, num_blocks, spread
 
 @dataclass
 class HookState:
-    """What the hook keeps: ``model.register_comm_hook(HookState(TopK(0.01)), topk_hook)``. ``residuals`` are this
-    rank's alone, by parameter."""
+    """What the hook keeps: ``model.register_comm_hook(HookState(TopK(0.01)), topk_hook)``. ``scaler`` is the
+    ``GradScaler`` that the loop uses, if there is one. ``residuals`` are this rank's alone, by parameter, unscaled."""
 
     codec: TopK
     group: dist.ProcessGroup | None = None
+    scaler: torch.amp.GradScaler | None = None
     residuals: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+    """Of the gradients that are exchanged now."""
+    _before: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """Put residuals back if the scaler has skipped the step since. Called after ``scaler.update``, before they are
+        looked at; the next backward does it otherwise."""
+        scale = self.scaler.get_scale() if self.scaler is not None else 1.0
+        if scale < self.scale:
+            self.residuals.update(self._before)
+        self._before.clear()
+        self.scale = scale
+
+    def residual_of(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The parameter's residual, which is about to change."""
+        residual = self.residuals.get(parameter)
+        if residual is None:
+            residual = self.residuals[parameter] = torch.zeros_like(
+                like, memory_format=torch.contiguous_format
+            )
+        if self.scaler is not None:
+            self._before[parameter] = residual.clone()
+        return residual
 
 
 def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean over ranks of what each selected of the bucket's gradients, in their dtype; the sum is in fp32.
 
-    For gradients that are not scaled: a ``GradScaler`` changes its scale, and residuals would be of another one. A
-    parameter whose gradient is zero everywhere on a rank, as one that it did not use, is left out there, with its
-    residual as it was.
+    A parameter whose gradient is zero everywhere on a rank, as one that it did not use, is left out there, with its
+    residual as it was. A gradient that is not finite on one rank is so on all.
     """
     group = state.group or dist.group.WORLD
     assert group is not None
+    if bucket.index() == 0:
+        state.settle()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     with torch.no_grad():
         arrays = [_select(state, parameter, grad) for parameter, grad in pairs]
@@ -50,7 +75,7 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
         for one in received:
             _add(state.codec, arrays, one, sums, bucket.buffer().dtype)
         for (_, grad), total in zip(pairs, sums, strict=True):
-            grad.copy_(total.div_(group.size()).view(grad.shape))
+            grad.copy_(total.div_(group.size()).mul_(state.scale).view(grad.shape))
         return bucket.buffer()
 
     return work.get_future().then(join)
@@ -58,12 +83,10 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
 
 def _select(state: HookState, parameter: torch.Tensor, grad: torch.Tensor) -> Arrays:
     """What this rank sends of ``grad``; the rest becomes the residual."""
-    codec, flat = state.codec, grad.reshape(-1).to(_wide(grad))
+    codec, flat = state.codec, grad.reshape(-1).to(_wide(grad)) / state.scale
     if not codec.error_feedback:
         return codec.compress(flat, grad.dtype)
-    residual = state.residuals.get(parameter)
-    if residual is None:
-        residual = state.residuals[parameter] = torch.zeros(grad.shape, dtype=flat.dtype, device=grad.device)
+    residual = state.residual_of(parameter, flat.view(grad.shape))
     used = (grad != 0).any()
     wanted = residual.view(-1) + flat
     arrays = codec.compress(wanted, grad.dtype)

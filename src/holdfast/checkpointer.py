@@ -492,6 +492,8 @@ class Checkpointer:
             self._publish_together()
         self._gap = False
         self._recorder.restart(self.steps_done)
+        if self._agreement is not None:
+            self._agreement.wait(self.steps_done)
 
     def _publish_together(self) -> None:
         """Make the base, which all ranks have at the same step, a commit. Called on all of them."""

@@ -85,9 +85,7 @@ def check(image, states, queue):
     if not store.disk.exists("commits") or not store.commits():
         assert image.acked is None
         return
-    found = recover(
-        store, LiveState(loop.model, loop.optimizers), Script(loop.optimizers, {}), ranks=Ranks()
-    )
+    found = recover(store, LiveState(loop.model, loop.optimizers), Script(loop.optimizers, {}), ranks=Ranks())
     point = found.point
     assert image.acked is None or point.step >= image.acked
     assert digest(loop.state()) == states[point.step]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +87,7 @@ def train(
     raises: tuple[int, int] | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
+    pause: float = 0.0,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
@@ -124,6 +126,7 @@ def train(
             digests[step] = whole_state(model, chosen)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
+            time.sleep(pause)
             say(durable=checkpointer.durable_step)
             if step == save_at:
                 checkpointer.save()

@@ -9,6 +9,7 @@ replays the records. This module only joins: what is seen is ``delta.tap``, what
 from __future__ import annotations
 
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ from .delta.script import Script
 from .delta.sigterm import SigTerm
 from .delta.slots import SlotPool
 from .delta.tap import Tap, Update, gradient_layouts, image_of
-from .errors import BadInput, EngineFailed, RankFailed
+from .errors import BadInput, EngineFailed, RankFailed, RunMismatch
 from .events import EventLog
 from .io.queue import IOQueue
 from .state.boxes import Box
@@ -155,7 +156,7 @@ class Checkpointer:
 
     def _resume(self, target: int | None, exact: bool) -> int:
         ranks = self._ranks
-        ranks.first_does(self._store.enter)
+        self._enter()
         found = None
         if self._store.commits():
             found = recover(
@@ -187,6 +188,24 @@ class Checkpointer:
         self._tap.attach()
         self._sigterm = SigTerm.watched()
         return self.steps_done
+
+    def _enter(self) -> None:
+        """On the first rank; the others see that they have its directory."""
+
+        def enter() -> str:
+            self._store.enter()
+            return self._store.writer()
+
+        def see() -> None:
+            if self._store.writer() != writer:
+                raise RunMismatch(
+                    f"{self._store.root} as rank {self._ranks.rank} sees it on {socket.gethostname()} is not the"
+                    f" directory that rank 0 has entered ({writer.strip()}). Give all ranks one directory on a file"
+                    " system that they share."
+                )
+
+        writer = self._ranks.first_does(enter)
+        self._ranks.all_do(see)
 
     def _begin(self, point: Point | None) -> None:
         """Open the timeline that continues ``point``, on the first rank; the others join it."""

@@ -156,3 +156,13 @@ def flip(path, offset):
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_ranks_that_see_another_directory_are_refused_before_training(world, tmp_path, fresh):
+    if not fresh:
+        ended(world.run(2, kind="ddp", root=tmp_path / "run", steps=2))
+    said = world.run(2, kind="ddp", root=tmp_path / "run", steps=5, elsewhere=1)
+    assert "RunMismatch" in said[1]["error"] and "one directory" in said[1]["error"]
+    assert "rank 1 failed" in said[0]["error"]
+    assert all("at" not in each for each in said)

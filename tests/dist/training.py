@@ -88,6 +88,7 @@ def train(
     unit_bytes: int = 100,
     save_at: int | None = None,
     pause: float = 0.0,
+    elsewhere: int | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
@@ -96,6 +97,7 @@ def train(
     from holdfast.store import journal
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    root = f"{root}-{rank}" if rank == elsewhere else root
     model = wrapped(kind, world_size)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)

@@ -45,8 +45,9 @@ class Standing:
 
 
 class Agreement:
-    """``recorder`` knows how far this rank is durable. ``publish`` is called on the first rank, with the shares of a base by
-    rank; ``follow`` on the others when it has returned there. Both run on the thread of this object."""
+    """``recorder`` knows how far this rank is durable. ``publish`` is called on the first rank, with where the shares
+    of a base are by rank; ``follow`` on the others when it has returned there. Both run on the thread of this object.
+    """
 
     def __init__(
         self,
@@ -160,8 +161,8 @@ class Agreement:
                 if time.monotonic() > end:
                     raise RankFailed(
                         f"rank {self._ranks.rank} waited {seconds:.0f} s for {what}; rank {self.standing.behind} has"
-                        f" got to step {self.standing.durable_step}, up to which all is durable. See what that rank does,"
-                        " and start all ranks again to resume."
+                        f" got to step {self.standing.durable_step}, up to which all is durable. See what that rank"
+                        " does, and start all ranks again to resume."
                     )
                 self._lock.wait(BUSY_SECONDS)
 
@@ -182,6 +183,10 @@ class Agreement:
                         f" {self.standing.durable_step} is durable: start all ranks again to resume."
                     )
                 self.failure = self.failure or error
+            if self._ranks.rank == 0:
+                with suppress(RuntimeError):
+                    self._board.set("failed", f"rank 0 failed: {type(error).__name__}: {error}")
+            with self._lock:
                 self._lock.notify_all()
 
     def _look(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import DiskFailed, EngineFailed, NoCommit, RunMismatch, StaleCommit
+from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, HeldLock, check_place, write_durably
 from holdfast.store.generations import Generations, remove_generations
@@ -142,6 +142,10 @@ class LocalStore(RunReader):
             self._retire()
         return record.id
 
+    def writer(self) -> str:
+        """What the lock says of the one that has entered: its process, host and time. Empty if nobody ever has."""
+        return self.disk.read_bytes(LOCK).decode() if self.disk.exists(LOCK) else ""
+
     @property
     def opened(self) -> Timeline:
         """The timeline that ``begin`` opened."""
@@ -151,14 +155,8 @@ class LocalStore(RunReader):
     def join(self, timeline: Timeline, rank: int) -> None:
         """Instead of ``enter`` and ``begin``, on a rank that is not the first, which has opened ``timeline``: units and
         journals of this rank may be written, the first rank alone publishes. Raises ``RunLocked`` if another process
-        writes as this rank, and ``RunMismatch`` if the directory is not the one that the first rank sees.
+        writes as this rank.
         """
-        found = self.timelines()[0].get(timeline.id)
-        if found is None or found.key != timeline.key:
-            raise RunMismatch(
-                f"{self.root} on {this_writer()['host']} is not the directory that the first rank, on"
-                f" {timeline.writer['host']}, writes to. Give all ranks one directory on a file system that they share."
-            )
         self._lock = self.disk.lock(f"{LOCK}.rank-{rank:05d}", {**this_writer(), "started": time.time()})
         self.timeline, self._fork = timeline.id, timeline
         self._timelines = self.timelines()[0]

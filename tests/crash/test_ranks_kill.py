@@ -45,7 +45,14 @@ def go_on_to_the_end(world, undisturbed, root, kind, said):
 def test_a_rank_is_killed_at_a_failpoint(world, undisturbed, tmp_path, failpoint, rank):
     kind = random.Random(f"{failpoint} {rank}").choice(["ddp", "fsdp"])
     said = world.run(
-        2, kind=kind, root=tmp_path, steps=STEPS, base_every=3, pause=0.02, failpoint=[rank, failpoint]
+        2,
+        kind=kind,
+        root=tmp_path,
+        steps=STEPS,
+        base_every=3,
+        retain=1,
+        pause=0.05,
+        failpoint=[rank, failpoint],
     )
     assert said[rank]["code"] == -9
     go_on_to_the_end(world, undisturbed, tmp_path, kind, said)

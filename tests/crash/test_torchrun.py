@@ -58,7 +58,8 @@ def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path, kind, ranks):
         outs[name] = tmp_path / name
         process = torchrun(
             kind, tmp_path / f"run-{name}", outs[name], f"--nproc-per-node={ranks}", "--max-restarts=2",
-            f"--master-port={free_port()}", killed=killed,
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1",
+            killed=killed,
         )  # fmt: skip
         assert process.wait(180) == 0, (outs[name] / "stderr").read_text()[-4000:]
     whole, cut = heard(outs["whole"]), heard(outs["cut"])

@@ -25,7 +25,8 @@ def torchrun(kind, root, out, *arguments, killed=-1):
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *arguments, str(TESTS / "dist" / "script.py"),
              kind, str(root), str(out), str(STEPS), str(killed)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path,
+                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else gloo may take addresses of the attempt before
             stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ A tensor that is not distributed is held whole. What several ranks hold alike, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -20,29 +21,29 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of ``tensor``: the same memory."""
-    return tensor.to_local() if is_distributed(tensor) else tensor
+    return cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
 
 
 def box_of(name: str, tensor: torch.Tensor) -> Box:
     """The region of ``tensor`` that this process holds. Raises ``ModelNotSupported`` if it is not one box."""
     if not is_distributed(tensor):
         return Box.whole(tuple(tensor.shape))
-    if any(placement.is_partial() for placement in tensor.placements):
+    distributed = cast(Any, tensor)
+    if any(placement.is_partial() for placement in distributed.placements):
         raise ModelNotSupported(
             f"{name} is a sum that its ranks have not formed yet (placement Partial), so no rank has its values."
             " Redistribute it first: tensor.redistribute(placements=[Replicate(), ...])."
         )
-    chunks = tensor.__create_chunk_list__()
+    chunks = distributed.__create_chunk_list__()
     if len(chunks) != 1:
         raise ModelNotSupported(
             f"{name} is cut into {len(chunks)} regions on one rank, which is not supported"
         )
     start, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
-    local = tuple(tensor.to_local().shape)
+    local = tuple(local_of(tensor).shape)
     if sizes != local:
         raise ModelNotSupported(f"{name} says that it holds {sizes} here, and its local tensor is {local}")
-    box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
-    return box
+    return Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
 
 
 def owners(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[set[str]]:

@@ -5,7 +5,7 @@ By headers alone, but for ``verify_records``; nothing here is believed before it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ AHEAD = 2
 
 def payloads(
     disk: AnyDisk, queue: IOQueue, records: list[StoredRecord]
-) -> Iterator[tuple[StoredRecord, list[memoryview]]]:
+) -> Generator[tuple[StoredRecord, list[memoryview]], None, None]:
     """Each record with the verified memory of its parts, which is used again for the next but ``AHEAD``.
 
     Raises ``Damaged`` where a record does not verify.

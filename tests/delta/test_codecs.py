@@ -11,10 +11,11 @@ from torch import nn
 
 import holdfast
 from delta.loops import make, same
-from holdfast.checkpointer import STREAM, Checkpointer
+from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
 from holdfast.delta.codecs import ArrayReader, Exact
 from holdfast.delta.lossy import Int8, TopK
+from holdfast.delta.ranks import stream_of
 from holdfast.errors import BadInput, NoCommit, RunMismatch
 from holdfast.io.queue import Throttle
 from holdfast.store.chain import read_journal
@@ -66,7 +67,7 @@ def small_units(monkeypatch):
 
 def records_of(root):
     with LocalStore.read(root) as reader:
-        return read_journal(reader, STREAM).records
+        return read_journal(reader, stream_of(0)).records
 
 
 def manifests_of(root):

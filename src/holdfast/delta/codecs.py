@@ -15,6 +15,7 @@ import torch
 
 from ..errors import BadInput, RunMismatch
 from ..state.capture import TO_NAME, CapturedParameter
+from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..store.layout import Layout
 from .quantise import scaled
@@ -76,12 +77,15 @@ class Exact(Codec):
 
     def layouts(self, state: LiveState) -> list[Layout]:
         return [
-            Layout.build([(f"{p.name}/grad", TO_NAME[p.parameter.dtype], p.shape) for p in trained], METADATA)
+            Layout.build(
+                [(f"{p.name}/grad", TO_NAME[p.parameter.dtype], state.boxes[p.name].shape) for p in trained],
+                METADATA,
+            )
             for trained in trained_of(state)
         ]
 
     def consume(self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool) -> Any:
-        return {name: parameter.grad for name, parameter in trained}
+        return {name: local_of(p.grad) for name, p in trained if p.grad is not None}
 
     def write(self, slot: Slot, index: int, consumed: Any) -> memoryview | None:
         part = slot.parts[index]
@@ -108,11 +112,11 @@ class Exact(Codec):
 
 
 def trained_of(state: LiveState) -> list[list[CapturedParameter]]:
-    """For each optimizer, its parameters that require grad, in the model's order."""
+    """For each optimizer, its parameters stored here that require grad, in the model's order."""
     found = []
     for optimizer in state.optimizers:
         known = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        found.append([p for p in state.parameters if id(p.parameter) in known])
+        found.append([p for p in state.stored if id(p.parameter) in known])
     return found
 
 

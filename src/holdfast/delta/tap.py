@@ -18,6 +18,7 @@ import torch
 from ..errors import BadInput
 from ..io.buffers import Buffer
 from ..state.capture import TO_NAME
+from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..state.progress import encode
 from ..store.layout import Layout
@@ -62,6 +63,7 @@ class Tap:
     def __init__(self, state: LiveState, codec: Codec, take_slot: Callable[[], Slot | None]) -> None:
         self._state, self._codec, self._take_slot = state, codec, take_slot
         self._places = _places(state)
+        self._stored = {parameter.name for parameter in state.stored}
         self.updates: list[Update] = []
         """Since the iteration began."""
         self.changed = False
@@ -77,6 +79,7 @@ class Tap:
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
         self._state, self._places, self.changed = state, _places(state), False
+        self._stored = {parameter.name for parameter in state.stored}
         self._num_groups = [len(optimizer.param_groups) for optimizer in state.optimizers]
 
     def attach(self) -> None:
@@ -124,7 +127,8 @@ class Tap:
                 without.append(name)
             else:
                 _refuse_sparse(name, parameter.grad)
-                trained.append((name, parameter))
+                if name in self._stored or not name:  # one without a name is new here
+                    trained.append((name, parameter))
         self._open[index] += 1
         if self._open[index] > 1:  # a subclass calls the step() it overrides: part of the update that is open
             return
@@ -160,20 +164,24 @@ def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
     return lambda optimizer, args, kwargs: tap.after_step(index)
 
 
-Place = tuple[torch.Size, torch.dtype]
+Place = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a gradient that slots have room for."""
 
 
 def _places(state: LiveState) -> list[dict[str, Place]]:
     """For each optimizer, by parameter."""
     return [
-        {p.name: (p.parameter.shape, p.parameter.dtype) for p in trained} for trained in trained_of(state)
+        {p.name: (state.boxes[p.name].shape, p.parameter.dtype) for p in trained}
+        for trained in trained_of(state)
     ]
 
 
 def _fit(trained: Trained, places: dict[str, Place]) -> bool:
     """Whether each gradient has a place of its shape and dtype."""
-    return all(p.grad is not None and places.get(name) == (p.grad.shape, p.grad.dtype) for name, p in trained)
+    return all(
+        p.grad is not None and places.get(name) == (tuple(local_of(p.grad).shape), p.grad.dtype)
+        for name, p in trained
+    )
 
 
 def _refuse_scaled(codec: Codec, consumed: dict[str, float]) -> None:

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from training import same_bits
-
 FEATURES = (
     "schedule", "groups", "clip", "scaler", "accumulate", "unused", "tied", "frozen", "batchnorm",
     "average", "ema", "two",
@@ -154,7 +152,8 @@ def make(optimizer: Callable[..., torch.optim.Optimizer], feature: str = "", see
 def same(a: Any, b: Any) -> bool:
     """Equal bit for bit, in whatever containers."""
     if isinstance(a, torch.Tensor):
-        return same_bits(a, b)
+        bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):

@@ -14,8 +14,8 @@ from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
 from holdfast.delta.codecs import ArrayReader, Exact
-from holdfast.delta.lossy import Int8, TopK
-from holdfast.delta.ranks import stream_of
+from holdfast.delta.lossy import Int8, Sparse, TopK
+from holdfast.delta.ranks import Ranks, stream_of
 from holdfast.errors import BadInput, NoCommit, RunMismatch
 from holdfast.io.queue import Throttle
 from holdfast.store.chain import read_journal
@@ -510,6 +510,13 @@ def test_training_learns_from_one_in_a_hundred_and_hardly_without_feedback(tmp_p
 def test_a_codec_that_cannot_be_is_refused(make_codec, message):
     with pytest.raises(BadInput, match=message):
         make_codec()
+
+
+def test_several_ranks_record_exactly(tmp_path, monkeypatch):
+    monkeypatch.setattr(Ranks, "here", lambda *_: Ranks(0, 2, object()))
+    for codec in (TopK(0.2), Int8(), Sparse(TopK(0.2), 2)):
+        with pytest.raises(BadInput, match=r"is for one process so far: .* holdfast.Exact\(\)"):
+            start(tmp_path / "run", codec)
 
 
 def test_what_is_no_codec_is_refused_with_nothing_written(tmp_path):

@@ -190,3 +190,13 @@ def test_rank_and_world_size_are_those_of_torch_distributed(monkeypatch):
     alone = SampleLoader(range(9), 4)
     assert (alone.rank, alone.world_size) == (0, 1)
     assert shares[0] + shares[1] == next(alone).tolist()
+
+
+def test_a_collator_draws_anew_for_each_batch_even_if_the_dataset_seeds_for_itself():
+    class Seeding(Augmented):
+        def __getitem__(self, index):
+            torch.manual_seed(0)
+            return super().__getitem__(index)
+
+    masks = [tuple(batch[-1]) for batch in take(SampleLoader(Seeding(), 2, collate=masked), 5)]
+    assert len(set(masks)) == 5

@@ -57,6 +57,11 @@ class Arm:
         self.stall_seconds = 0.0
         """That the training thread spent or waited for this arm in the last step."""
 
+    @property
+    def lag(self) -> int:
+        """Steps that would not come back."""
+        return self.training.steps_done - self.durable_step
+
     def resume(self) -> int:
         return 0
 
@@ -360,6 +365,10 @@ class Holdfast(Arm):
     def durable_step(self, step: int) -> None:
         pass
 
+    @property
+    def lag(self) -> int:
+        return self._checkpointer.steps_done - self._checkpointer.durable_step
+
     def resume(self) -> int:
         return self._checkpointer.resume()
 
@@ -394,6 +403,9 @@ ARMS: dict[str, Callable[..., Arm]] = {
     "naive": NaiveDiff,
 }
 """By name. One more way to use Holdfast is one more line: ``partial(Holdfast, codec=...)``."""
+
+AGAINST: dict[str, str] = {}
+"""Arms that are compared with another one than "none": a codec with the same training and nothing recorded."""
 
 
 def _threshold(distance: torch.Tensor, share: float) -> torch.Tensor:

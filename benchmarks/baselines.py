@@ -23,6 +23,7 @@ import hashlib
 import pickle
 import shutil
 import struct
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -105,7 +106,7 @@ class Dcp(Arm):
     def __init__(self, folder: Path, training: Training, every: int = 1) -> None:
         super().__init__(folder, training, every)
         self._future: Future | None = None
-        self._saving = 0
+        self._settled = threading.Event()
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False, use_shared_memory=True,
@@ -128,14 +129,15 @@ class Dcp(Arm):
 
     def save(self) -> None:
         self.wait()
-        self._saving = self.training.steps_done
+        self._settled.clear()
+        step = self.training.steps_done
         tensors, frame = take_apart(self.training.state())
         self._future = dcp.async_save(
             {**tensors, "frame": pickle.dumps(frame)},
-            storage_writer=dcp.FileSystemWriter(self._path(self._saving)),
+            storage_writer=dcp.FileSystemWriter(self._path(step)),
             async_stager=self._stager, no_dist=True,
         )  # type: ignore[assignment]  # fmt: skip
-        self._future.add_done_callback(partial(self._saved, self._saving))
+        self._future.add_done_callback(partial(self._saved, step))
 
     def _saved(self, step: int, future: Future) -> None:
         """In the thread: the checkpoint before the last is not needed any more."""
@@ -144,6 +146,7 @@ class Dcp(Arm):
             sync(self.folder)
             old, self.durable_step = self.durable_step, step
             shutil.rmtree(self._path(old), ignore_errors=True)
+        self._settled.set()
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -152,6 +155,7 @@ class Dcp(Arm):
         future, self._future = self._future, None
         if future is not None:
             future.result()
+            self._settled.wait()  # the result is there before the callback has been called
 
     def close(self) -> None:
         self.wait()
@@ -369,8 +373,8 @@ class Holdfast(Arm):
     def lag(self) -> int:
         return self._checkpointer.steps_done - self._checkpointer.durable_step
 
-    def resume(self) -> int:
-        return self._checkpointer.resume()
+    def resume(self, **options: int) -> int:
+        return self._checkpointer.resume(**options)
 
     def step(self) -> None:
         self._checkpointer.step()

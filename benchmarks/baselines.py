@@ -80,7 +80,7 @@ class Arm:
 
     def remove(self) -> None:
         """All that is kept anywhere."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        clear(self.folder)
 
 
 class Save(Arm):
@@ -209,8 +209,7 @@ class Gemini(CheckFreq):
     def __init__(self, folder: Path, training: Training, every: int = 1, persist_every: int = 1000) -> None:
         super().__init__(folder, training, every)
         self.persist_every = persist_every
-        name = hashlib.sha256(str(self.folder.resolve()).encode()).hexdigest()[:16]
-        self.slots = [Path("/dev/shm") / f"holdfast-bench-{name}-{number}" for number in range(2)]
+        self.slots = slots_of(self.folder)
         self._memory: list[torch.Tensor] = []
         self._turn = 0
 
@@ -253,11 +252,6 @@ class Gemini(CheckFreq):
         self.durable_step = frame["step"]
         if frame["step"] % self.persist_every == 0:
             save_durably(memory, self._path)
-
-    def remove(self) -> None:
-        super().remove()
-        for path in self.slots:
-            path.unlink(missing_ok=True)
 
 
 class NaiveDiff(Arm):
@@ -410,6 +404,19 @@ ARMS: dict[str, Callable[..., Arm]] = {
 
 AGAINST: dict[str, str] = {}
 """Arms that are compared with another one than "none": a codec with the same training and nothing recorded."""
+
+
+def clear(folder: Path) -> None:
+    """Remove all that an arm has kept of ``folder``, anywhere."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for slot in slots_of(folder):
+        slot.unlink(missing_ok=True)
+
+
+def slots_of(folder: Path) -> list[Path]:
+    """Where a copy of the run in ``folder`` lies in memory."""
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    return [Path("/dev/shm") / f"holdfast-bench-{name}-{number}" for number in range(2)]
 
 
 def _threshold(distance: torch.Tensor, share: float) -> torch.Tensor:

@@ -6,14 +6,9 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import sys
 import traceback
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 from baselines import ARMS, Arm, Gemini, NaiveDiff, _step_of
 from trainings import resnet18, tiny, vgg11
 

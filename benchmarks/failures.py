@@ -296,7 +296,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.small:
         options.model, options.steps, options.minutes = "tiny", 60, [1]
-        options.compression, options.arms = 300.0, ["exact", "save", "naive"]
+        options.compression, options.arms = 100.0, ["exact", "save", "naive"]
     result = {}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="holdfast-bench-") as folder:
         contest = Contest(options, Path(folder))

@@ -5,7 +5,7 @@
 
 In one process one training goes on and on, and the arms take turns on it, in another order in every round: each gets
 a fresh folder, some steps that do not count, so that what waits to be written has reached its usual length, and then
-``--steps`` steps that do, or as many as fit in ``--seconds`` (two at least). So nothing that one arm still writes
+``--steps`` steps that do, or as many as fit in ``--seconds`` (one and two at least). So nothing that one arm still writes
 disturbs another. An arm that cannot keep up gets through few steps, and its name has a star.
 
 Stall is the time that the training thread spends in the arm or waits for it, as a share of the median step without
@@ -22,6 +22,7 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,7 +40,7 @@ from holdfast.units import format_bytes
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one model: rounds, steps before those that count, steps that count in each round, and seconds for these."""
+    """Of one model: rounds, steps before those that count, steps that count in each round, and most seconds for each."""
 
     rounds: int
     before: int
@@ -51,7 +52,7 @@ class Plan:
 
 BASES = {"exact": {"base_every": 20}, "naive": {"base_every": 20}}
 PLANS = {
-    "gpt2": Plan(2, 3, 6, 22.0, {"exact": {"base_every": 1, "memory": "2GiB"}}),
+    "gpt2": Plan(2, 3, 6, 16.0, {"exact": {"base_every": 1, "memory": "2GiB"}}),
     "resnet18": Plan(4, 9, 40, 5.0, BASES),
     "vgg11": Plan(4, 9, 40, 5.0, BASES),
     "tiny": Plan(1, 1, 3, 1.0, BASES),
@@ -76,9 +77,12 @@ def measure(name: str, training: Training, folder: str, plan: Plan) -> Block:
     arm = ARMS[name](place / "run", training, **plan.options.get(name, {}))
     try:
         arm.resume()
+        begin = time.perf_counter()
         for _ in range(plan.before):
             training.step()
             arm.step()
+            if time.perf_counter() - begin > plan.seconds:
+                break
         block = _counted(arm, training, plan)
         arm.close()
         block.peak_bytes = peak()
@@ -112,7 +116,10 @@ def compare(model: str, arms: list[str], plan: Plan, folder: str) -> dict[str, d
         training.step()
     for turn in range(plan.rounds):
         for name in random.Random(turn).sample(arms, len(arms)):
+            started = time.perf_counter()
             blocks[name].append(measure(name, training, folder, plan))
+            took = time.perf_counter() - started
+            print(f"{model}, round {turn + 1} of {plan.rounds}: {name} took {took:.0f} s", file=sys.stderr)
     bare = {name: blocks[AGAINST.get(name, "none")] for name in arms}
     return {name: summary(blocks[name], bare[name]) for name in arms}
 

@@ -5,8 +5,8 @@
 
 In one process one training goes on and on, and the arms take turns on it, in another order in every round: each gets
 a fresh folder, some steps that do not count, so that what waits to be written has reached its usual length, and then
-``--steps`` steps that do, or as many as fit in ``--seconds`` (one and two at least). So nothing that one arm still writes
-disturbs another. An arm that cannot keep up gets through few steps, and its name has a star.
+``--steps`` steps that do, or as many as fit in ``--seconds``. So nothing that one arm still writes disturbs another. An
+arm that cannot keep up gets through few steps, and its name has a star.
 
 Stall is the time that the training thread spends in the arm or waits for it, as a share of the median step without
 any; overhead the ratio of the mean step to that without any, with its 95 % bootstrap interval, which has in it what the
@@ -40,7 +40,7 @@ from holdfast.units import format_bytes
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one model: rounds, steps before those that count, steps that count in each round, and most seconds for each."""
+    """Of one model: rounds, steps that do not count and that do in each of them, and most seconds for either."""
 
     rounds: int
     before: int

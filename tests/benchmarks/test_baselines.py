@@ -6,9 +6,13 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
+import time
 import traceback
 
+import baselines
 import pytest
+import snapshots
 from baselines import ARMS, Arm, Gemini, NaiveDiff, _step_of
 from trainings import resnet18, tiny, vgg11
 
@@ -201,3 +205,64 @@ def test_no_arm_is_nothing(tmp_path):
     arm.step()
     assert arm.resume() == arm.durable_step == 0 and isinstance(ARMS["naive"], type)
     assert issubclass(ARMS["gemini"], Gemini) and issubclass(ARMS["naive"], NaiveDiff)
+
+
+def slowly(monkeypatch, module, name, seconds=0.1):
+    """Let a function of a module take its time in other threads than the main one."""
+    quick = getattr(module, name)
+
+    def slow(*arguments):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(seconds)
+        return quick(*arguments)
+
+    monkeypatch.setattr(module, name, slow)
+
+
+@pytest.mark.parametrize("name", ["checkfreq", "gemini"])
+def test_an_update_waits_until_the_state_before_it_is_copied(arm, reference, monkeypatch, name):
+    slowly(monkeypatch, snapshots, "_copy")
+    first = arm(name)
+    for _ in range(3):
+        first.training.step()
+        first.step()
+    assert first.stall_seconds > 0.05
+    first.close()
+    again = arm(name)
+    assert again.resume() == 3 and same(again.training.state(), reference[3])
+    again.close()
+
+
+def test_a_slot_in_memory_is_not_whole_while_it_is_written(arm, monkeypatch):
+    first = arm("gemini")
+    for _ in range(3):
+        first.training.step()
+        first.step()
+    first._snapshots.wait()
+    assert sorted(map(_step_of, first.slots)) == [2, 3]
+    slowly(monkeypatch, snapshots, "_copy", 1.0)
+    first.training.step()
+    first.step()
+    assert sorted(map(_step_of, first.slots)) == [0, 3]
+    first.close()
+    assert sorted(map(_step_of, first.slots)) == [3, 4]
+
+
+def test_closed_it_has_said_what_is_durable(arm, monkeypatch):
+    slowly(monkeypatch, baselines, "sync")
+    first = arm("dcp")
+    first.training.step()
+    first.step()
+    first.close()
+    assert first.durable_step == 1
+
+
+def test_the_difference_of_states_is_that_from_what_a_resume_would_give(arm):
+    first, again = arm("naive"), arm("naive")
+    for _ in range(6):
+        first.training.step()
+        first.step()
+    first.close()
+    assert again.resume() == 6
+    assert same(first._kept, {name: p.detach() for name, p in again.training.model.named_parameters()})
+    again.close()

@@ -80,6 +80,7 @@ def killed_after(make, name, steps, **options):
     return max(seen)
 
 
+@pytest.mark.filterwarnings("ignore:resuming after step")  # a record that was being written is torn
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", [1, 5, 14])
 def test_killed_and_resumed_it_goes_on_from_what_it_called_durable(arm, reference, name, steps):
@@ -222,13 +223,13 @@ def slowly(monkeypatch, module, name, seconds=0.1):
 @pytest.mark.parametrize("name", ["checkfreq", "gemini"])
 def test_an_update_waits_until_the_state_before_it_is_copied(arm, reference, monkeypatch, name):
     slowly(monkeypatch, snapshots, "_copy")
-    first = arm(name)
-    for _ in range(3):
+    first = arm(name, every=3)
+    for _ in range(4):
         first.training.step()
         first.step()
     assert first.stall_seconds > 0.05
     first.close()
-    again = arm(name)
+    again = arm(name, every=3)
     assert again.resume() == 3 and same(again.training.state(), reference[3])
     again.close()
 

@@ -237,7 +237,7 @@ class Gemini(CheckFreq):
                 torch.from_file(str(path), shared=True, size=end, dtype=torch.uint8) for path in self.slots
             ]
             for memory in self._memory:
-                memory[self.ROOM :: 4096] = 0  # fault it in
+                memory[self.ROOM :: 4096].max()  # faults it in; it may hold the only copy there is
         memory = self._memory[self._turn]
         about = pickle.dumps((frame, places))
         assert len(about) + 16 <= self.ROOM

@@ -267,3 +267,18 @@ def test_the_difference_of_states_is_that_from_what_a_resume_would_give(arm):
     assert again.resume() == 6
     assert same(first._kept, {name: p.detach() for name, p in again.training.model.named_parameters()})
     again.close()
+
+
+def test_a_resumed_arm_leaves_the_copy_in_memory_alone_until_there_is_another(arm, reference, monkeypatch):
+    first, second, third = arm("gemini"), arm("gemini"), arm("gemini")
+    for _ in range(3):
+        first.training.step()
+        first.step()
+    first.close()
+    assert second.resume() == 3
+    second.training.step()
+    slowly(monkeypatch, snapshots, "_copy", 1.0)
+    second.step()
+    assert third.resume() == 3 and same(third.training.state(), reference[3])
+    second.close()
+    third.close()

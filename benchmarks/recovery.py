@@ -29,7 +29,7 @@ from baselines import ARMS
 from common import finish, table
 from trainings import TRAININGS, Training
 
-from holdfast.checkpointer import STREAM
+from holdfast.delta.ranks import stream_of
 from holdfast.io.buffers import Buffer
 from holdfast.store.chain import read_journal
 from holdfast.store.reader import RunReader
@@ -105,7 +105,7 @@ def reading_seconds(run: Path) -> tuple[float, int]:
     """Of all records, one after another without a look at them, and their bytes."""
     ends: dict[str, int] = {}
     with RunReader(run) as reader:
-        for record in read_journal(reader, STREAM).records.values():
+        for record in read_journal(reader, stream_of(0)).records.values():
             ends[record.path] = record.end
     forget_pages(run)
     chunks = [(run / path, offset) for path, end in ends.items() for offset in range(0, end, CHUNK)]

@@ -117,6 +117,7 @@ def serve() -> None:
     import torch._dynamo  # what an optimizer imports at its first step
 
     import crash_run  # noqa: F401
+    import loader_run  # noqa: F401
     import survive_run  # noqa: F401
 
     torch.set_num_threads(1)
@@ -217,12 +218,14 @@ class _Child:
 
     def train(self) -> None:
         import crash_run
+        import loader_run
         import survive_run
 
         run = dict(self.run)
-        if run.pop("survive", False):
-            survive_run.train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)
-            return
+        for name, train in (("survive", survive_run.train), ("loader", loader_run.train)):
+            if run.pop(name, False):
+                train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)
+                return
         steps, nan_at = run.pop("steps"), run.pop("nan_at", None)
         with crash_run.acknowledging(self.acknowledge):
             engine = crash_run.engine_of(**run)

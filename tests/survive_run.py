@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
 
 from delta.loops import make
 from holdfast.checkpointer import Checkpointer
+from holdfast.delta.lossy import TopK
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
 FEATURE = "batchnorm"
@@ -35,19 +36,23 @@ def train(
     said: Callable[..., None] = lambda **_: None,
     acknowledge: Callable[[int], None] = lambda step: None,
     unit_bytes: int = 100,
+    top: float | None = None,
+    exactness: Literal["state", "continuation"] = "state",
     **options: Any,
 ) -> None:
-    """Resume and train to ``steps``. Says the step resumed from, every durable step, and the digest at the end."""
+    """Resume and train to ``steps``, with ``top`` by ``TopK``. Says the step resumed from, every durable step, and the
+    digest at the end."""
     from holdfast import checkpointer as module
     from holdfast.delta import bases
     from holdfast.store import journal
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     loop = make(OPTIMIZER, feature)
+    codec = None if top is None else TopK(top)
     with Checkpointer(
-        root, model=loop.model, optimizer=loop.optimizers, **loop.things, **options
+        root, model=loop.model, optimizer=loop.optimizers, codec=codec, **loop.things, **options
     ) as checkpointer:
-        done = checkpointer.resume()
+        done = checkpointer.resume(exactness=exactness)
         said(resumed=done)
         newest = -1
         for i in range(done, steps):

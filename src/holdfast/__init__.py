@@ -21,7 +21,10 @@ _HOME = {
     "Budget": ".offload.planning",
     "Checkpointer": ".checkpointer",
     "Engine": ".offload.engine",
+    "Exact": ".delta.codecs",
+    "Int8": ".delta.lossy",
     "Preflight": ".offload.preflight",
+    "TopK": ".delta.lossy",
     "empty_parameters": ".offload.blocks",
     "keyed_rng": ".offload.rng",
     "loader": ".data.loader",
@@ -31,6 +34,8 @@ _HOME = {
 if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .data.loader import loader
+    from .delta.codecs import Exact
+    from .delta.lossy import Int8, TopK
     from .errors import HoldfastError
     from .offload.blocks import empty_parameters
     from .offload.engine import Engine
@@ -43,8 +48,11 @@ __all__ = [
     "Budget",
     "Checkpointer",
     "Engine",
+    "Exact",
     "HoldfastError",
+    "Int8",
     "Preflight",
+    "TopK",
     "empty_parameters",
     "keyed_rng",
     "loader",

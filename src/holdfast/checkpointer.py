@@ -24,6 +24,8 @@ from torch import nn
 
 from .delta.agreement import Agreement
 from .delta.bases import BaseMaker
+from .delta.codecs import Codec, Exact
+from .delta.line import uses_feedback
 from .delta.ranks import Ranks, stream_of
 from .delta.recorder import BOUND, Recorder, Sealed, Task
 from .delta.recovery import recover
@@ -31,7 +33,7 @@ from .delta.replay import fingerprint
 from .delta.script import Script
 from .delta.sigterm import SigTerm
 from .delta.slots import SlotPool
-from .delta.tap import Tap, Update, gradient_layouts, image_of
+from .delta.tap import Tap, Update, image_of
 from .errors import BadInput, EngineFailed, RankFailed, RunMismatch
 from .events import EventLog
 from .io.queue import IOQueue
@@ -40,6 +42,7 @@ from .state.capture import CapturedParameter
 from .state.cuts import owners
 from .state.live import LiveState
 from .store.files import check_place
+from .store.journal import StoredRecord
 from .store.local import LocalStore
 from .store.manifest import Point, Timeline
 from .units import GiB, MiB, format_bytes, parse_bytes
@@ -59,6 +62,9 @@ class Checkpointer:
     the next; ``retain`` how many bases are kept, with the records since. When the disk is behind, ``step`` waits
     (``"block"``), or goes on unrecorded until a base can be made (``"skip"``). After a SIGTERM ``step`` makes the step
     durable and ends the process; a script that handles the signal itself is left alone. A context manager.
+
+    ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
+    consumes.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class Checkpointer:
         scaler: Any = None,
         after_update: Callable[[], None] | None = None,
         averages: nn.Module | Mapping[str, nn.Module] | None = None,
+        codec: Codec | None = None,
         memory: int | str = 4 * GiB,
         base_every: int = 100,
         retain: int = 2,
@@ -90,6 +97,10 @@ class Checkpointer:
             raise BadInput(f"when_behind = {when_behind!r} is not one of block, skip")
         if disk is None:
             check_place(run)
+        if not isinstance(codec, Codec | None):
+            raise BadInput(
+                f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8()"
+            )
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
         self._ranks = Ranks.here(deadline_seconds)
@@ -97,7 +108,12 @@ class Checkpointer:
             raise BadInput(
                 'when_behind="skip" is for one process: what one of several ranks skips none can have'
             )
-        self._look = partial(_look, self._ranks, model, optimizers, _by_name(averages))
+        self._codec = codec or Exact()
+        if not isinstance(self._codec, Exact) and not self._ranks.alone:
+            raise BadInput(
+                f"{self._codec} is for one process so far: several ranks record with holdfast.Exact()"
+            )
+        self._look = partial(_look, self._ranks, model, optimizers, _by_name(averages), {})
         self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
@@ -109,7 +125,7 @@ class Checkpointer:
         self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
         events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
         self._events = EventLog(events)
-        self._tap = Tap(self._state, self._take_slot)
+        self._tap = Tap(self._state, self._codec, self._take_slot)
         self._pool: SlotPool | None = None
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
@@ -124,6 +140,9 @@ class Checkpointer:
         self._closed = False
         self.steps_done = 0
         """Optimizer steps done, skipped ones included."""
+        self.exactness: Literal["state", "continuation"] = "continuation"
+        """What ``resume`` reached: tensors bit-equal to those that the run had at that step, and with "continuation"
+        also the residuals, so that what follows is bit-equal to a run that was never interrupted."""
         self.stall_seconds = 0.0
         """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk."""
 
@@ -134,9 +153,18 @@ class Checkpointer:
             return self._agreement.standing.durable_step
         return self._recorder.durable_step if self._recorder is not None else -1
 
-    def resume(self, step: int | None = None, before: int | None = None) -> int:
+    def resume(
+        self,
+        step: int | None = None,
+        before: int | None = None,
+        exactness: Literal["state", "continuation"] = "state",
+    ) -> int:
         """Bring model, optimizers and script to the newest step that can be recovered, or to ``step``, or to the newest
         before the step ``before``. Returns the steps done: 0 in a fresh directory. Called once, before the first step.
+
+        Residuals of error feedback are in bases, and records cannot bring them forward: after the newest record they
+        begin at zero, with a warning (``exactness="state"``); ``"continuation"`` goes back to the newest step from
+        which training goes on as it did. ``exactness`` of the checkpointer says what was reached.
 
         Raises ``NoCommit`` if there is no such step, ``Damaged`` if no base is whole, ``RunMismatch`` for another
         model.
@@ -148,33 +176,38 @@ class Checkpointer:
             )
         if step is not None and before is not None:
             raise BadInput("resume takes step= or before=, not both")
+        if exactness not in ("state", "continuation"):
+            raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
         try:
-            return self._resume(step if before is None else before - 1, exact=step is not None)
+            return self._resume(
+                step if before is None else before - 1, step is not None, exactness == "continuation"
+            )
         except BaseException:
             self.close(save=False)
             raise
 
-    def _resume(self, target: int | None, exact: bool) -> int:
+    def _resume(self, target: int | None, exact: bool, continuing: bool) -> int:
         ranks = self._ranks
         self._enter()
         found = None
         if self._store.commits():
             found = recover(
                 self._store, self._state, self._script, ranks=ranks, target=target, exact=exact,
-                after_update=self._after_update,
+                continuing=continuing, after_update=self._after_update,
             )  # fmt: skip
             self.steps_done = found.point.step
             for text in found.odd:
                 warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=3)
+            self._judge(found.point)
         elif target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
         self._now = self._script.now()
         self._begin(None if found is None else found.point)
-        self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
+        self._pool = SlotPool(self._codec.layouts(self._state), self._num_slots)
         self._bases = BaseMaker(self._store, self._state, ranks.prefix)
         self._recorder = Recorder(
             self._store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
-            group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline,
+            group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline, pack=self._codec.pack,
         )  # fmt: skip
         if not ranks.alone:
             self._agreement = Agreement(
@@ -217,6 +250,20 @@ class Checkpointer:
         self._store.is_mine = self._ranks.is_mine
         timeline = self._ranks.first_does(begin)
         self._ranks.all_do(lambda: self._store.join(timeline, self._ranks.rank) if self._ranks.rank else None)
+
+    def _judge(self, point: Point) -> None:
+        """Which exactness is reached at ``point``. Without the residuals that it had training goes on otherwise."""
+        residuals = self._state.residuals
+        if not self._codec.error_feedback:
+            residuals.clear()
+        elif isinstance(point, StoredRecord) and uses_feedback(point.about):
+            self.exactness = "state"
+            warnings.warn(
+                f"resuming after step {point.step}, state-exact and not continuation-exact: the residuals of error"
+                " feedback begin at zero, since records cannot bring those of a base forward. For the newest step from"
+                ' which training goes on as it did, call resume(exactness="continuation").',
+                stacklevel=4,
+            )
 
     def step(self) -> None:
         """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
@@ -280,7 +327,8 @@ class Checkpointer:
             self._agreement.wait(step)
 
     def close(self, save: bool = True) -> None:
-        """Make everything durable and leave nothing behind: no hook, no thread, no lock. A second call does nothing."""
+        """Make everything durable, residuals by a base, and leave nothing behind: no hook, no thread, no lock. A second
+        call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -303,12 +351,19 @@ class Checkpointer:
         if self._recorder is None:
             return
         try:
-            if save and self._gap and self._failure is None and not self._tap.updates:
-                self._whole_base()
+            if save and self._failure is None and not self._tap.updates:
+                self._close_with_base(self._recorder)
         finally:
             self._recorder.close()
         if self._agreement is not None and save and self._failure is None:
             self._agreement.wait(self.steps_done)
+
+    def _close_with_base(self, recorder: Recorder) -> None:
+        """Where the records do not hold all that there is."""
+        if self._state.residuals:
+            recorder.settle()  # a base that is under way may be of this very step
+        if self._gap or (self._state.residuals and self._base_step < self.steps_done):
+            self._whole_base()
 
     def _let_go(self) -> None:
         """Of everything. Not while the recorder is at work, or hangs: what it uses, and the lock, stay as they are then
@@ -360,9 +415,9 @@ class Checkpointer:
         parts, slots = [], []
         about: dict[str, Any] = {"base": self._base_step, "updates": []}
         for update in updates:
-            assert update.slot is not None
+            assert update.slot is not None and update.part is not None
             about["updates"].append({**update.about(), "part": len(parts)})
-            parts.append(update.slot.parts[update.optimizer])
+            parts.append(update.part)
             if update.slot not in slots:
                 slots.append(update.slot)
         changed = self._changed_buffers()
@@ -399,7 +454,7 @@ class Checkpointer:
         self._pool.close()
         self._state = self._look()
         self._tap.watch(self._state)
-        self._pool = SlotPool(gradient_layouts(self._state), self._slots_that_fit())
+        self._pool = SlotPool(self._codec.layouts(self._state), self._slots_that_fit())
         self._recorder.use(self._pool)
         self._bases.watch(self._state)
         self._whole_base()
@@ -410,7 +465,7 @@ class Checkpointer:
 
     def _slots_that_fit(self) -> int:
         """One for each step that may be on its way; fewer, but two at least, where memory is short."""
-        slot_bytes = sum(layout.file_bytes for layout in gradient_layouts(self._state))
+        slot_bytes = sum(layout.file_bytes for layout in self._codec.layouts(self._state))
         room = self._memory - self._staging_bytes
         if room < 2 * slot_bytes:
             least = max(2 * slot_bytes + BASE_BYTES_PER_STEP, 8 * slot_bytes // 3 + 4)
@@ -477,12 +532,15 @@ class Checkpointer:
         """Copy units of the base that is under way, as many as the time of a step and the memory allow."""
         assert self._bases is not None and self._recorder is not None
         bases, room = self._bases, self._staging_bytes - self._bases.memory_bytes
-        if self._at_once and bases.left_bytes > self._staging_bytes:
-            self._whole_base()  # no room for a copy of everything: training waits
+        bases.renew()
+        together = bases.left_bytes if self._at_once else bases.late_bytes
+        if together > self._staging_bytes:
+            self._whole_base()  # no room for a copy of all that must be of one step: training waits
             return
-        if room <= 0 or (self._at_once and bases.left_bytes > room):
+        all_now = together == bases.left_bytes
+        if room <= 0 or (all_now and together > room):
             return
-        bases.stage(self.steps_done, bases.left_bytes if self._at_once else min(BASE_BYTES_PER_STEP, room))
+        bases.stage(self.steps_done, together if all_now else min(BASE_BYTES_PER_STEP, room))
         if bases.all_staged:
             self._recorder.put(Task(partial(self._publish, self._progress())))
 

@@ -1,9 +1,11 @@
 """A loop with a checkpointer is killed, at random moments and at every failpoint, and goes on: from a step that is not
-before the last acknowledged one, to the very bits of a loop that was never killed."""
+before the last acknowledged one, to the very bits of a loop that was never killed. With error feedback it may choose:
+that step, or the newest base, from where the bits are the same."""
 
 from __future__ import annotations
 
 import random
+import shutil
 
 import pytest
 
@@ -30,7 +32,7 @@ def undisturbed(server, tmp_path_factory):
 
 def go_on_to_the_end(server, undisturbed, root, acknowledged, **options):
     """Resume once more and compare all that is computed from there on."""
-    last = server.run(survive=True, root=root, **options)
+    last = server.run(root=root, **{"survive": True, **options})
     assert last.finished, last.error
     assert last.resumed >= acknowledged
     assert last.losses == undisturbed.losses[len(undisturbed.losses) - len(last.losses) :]
@@ -72,3 +74,43 @@ def test_killed_at_a_failpoint(server, undisturbed, tmp_path, failpoint, arrival
     )
     assert outcome.killed or (arrival == 3 and outcome.finished), outcome
     go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable, steps=STEPS, base_every=3)
+
+
+SPARSE = {"survive": True, "top": 0.2, "steps": STEPS, "base_every": 3, "unit_bytes": 1500}
+
+
+@pytest.fixture(scope="module")
+def sparse(server, tmp_path_factory):
+    outcome = server.run(root=tmp_path_factory.mktemp("sparse"), **SPARSE)
+    assert outcome.finished, outcome.error
+    return outcome
+
+
+def newest_base(root):
+    return max((int(path.name[5:17]) for path in (root / "commits").glob("step-*.json")), default=-1)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint", [*failpoints.NAMES, *failpoints.JOURNAL])
+@pytest.mark.parametrize("arrival", [1, 2, 3])
+def test_killed_at_a_failpoint_with_residuals(server, sparse, tmp_path, failpoint, arrival):
+    root, copy = tmp_path / "run", tmp_path / "copy"
+    if failpoint == "after_timeline_opened" and arrival > 1:
+        server.run(root=root, **SPARSE | {"steps": 7})
+        arrival = 1
+    outcome = server.run(root=root, failpoint=f"{failpoint}:{arrival}", **SPARSE)
+    assert outcome.killed or (arrival == 3 and outcome.finished), outcome
+    shutil.copytree(root, copy)
+    state = server.run(root=copy, **SPARSE)
+    assert state.finished and state.resumed >= outcome.durable, state.error
+    go_on_to_the_end(server, sparse, root, newest_base(root), **SPARSE, exactness="continuation")
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_random_moments_with_residuals(server, sparse, tmp_path, seed):
+    chance, options = random.Random(seed), {**SPARSE, "exactness": "continuation"}
+    for _ in range(5):
+        outcome = server.run(root=tmp_path, kill_after=chance.uniform(0.0, sparse.seconds), **options)
+        assert outcome.killed or outcome.finished, outcome.error
+    go_on_to_the_end(server, sparse, tmp_path, newest_base(tmp_path), **options)

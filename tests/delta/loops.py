@@ -152,9 +152,7 @@ def make(optimizer: Callable[..., torch.optim.Optimizer], feature: str = "", see
 def same(a: Any, b: Any) -> bool:
     """Equal bit for bit, in whatever containers."""
     if isinstance(a, torch.Tensor):
-        bits = [
-            torch.frombuffer(bytearray(t.contiguous().numpy().tobytes()), dtype=torch.uint8) for t in (a, b)
-        ]
+        bits = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
         return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(*bits)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)

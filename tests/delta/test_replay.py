@@ -1,4 +1,4 @@
-"""Every step of a run comes back bit for bit from a base and records: each optimizer, each habit of a script."""
+"""Every step of a run comes back bit for bit from a base and records: all optimizers, habits of scripts and codecs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from delta.loops import FEATURES, make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
+from holdfast.delta.codecs import Exact
+from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.ranks import Ranks
 from holdfast.delta.recovery import recover
 from holdfast.delta.script import Script
@@ -30,6 +32,14 @@ OPTIMIZERS = {
     "adamw-fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
     "amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=True),
     "amsgrad-fused": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
+}
+
+CODECS = {
+    "exact": None,
+    "compressed": Exact(compress=True),
+    "topk": TopK(0.2),
+    "topk-lossy": TopK(0.05, error_feedback=False),
+    "int8": Int8(block=16),
 }
 
 
@@ -68,10 +78,11 @@ def recovered(root, optimizer, feature, step):
     return loop.state()
 
 
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("feature", ["", *FEATURES])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature):
-    states = trained(tmp_path, OPTIMIZERS[name], feature, base_every=4, retain=9)
+def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature, codec):
+    states = trained(tmp_path, OPTIMIZERS[name], feature, codec=CODECS[codec], base_every=4, retain=9)
     assert max(states) == STEPS
     for step, state in states.items():
         found = recovered(tmp_path, OPTIMIZERS[name], feature, step)

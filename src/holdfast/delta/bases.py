@@ -18,7 +18,7 @@ import xxhash
 from ..io.buffers import Buffer
 from ..state.atoms import Atom
 from ..state.boxes import Box
-from ..state.live import BUFFERS, Held, LiveState
+from ..state.live import BUFFERS, RESIDUAL, Held, LiveState
 from ..store.generations import Generations
 from ..store.layout import Layout
 from ..store.local import LocalStore
@@ -36,6 +36,8 @@ class _Unit:
     name: str
     owners: tuple[str, ...]
     files: Generations
+    late: bool = False
+    """Copied at the commit's own step, since records cannot bring it there."""
 
 
 @dataclass
@@ -86,6 +88,11 @@ class BaseMaker:
         """What copies of the units that are left will take."""
         return sum(map(_bytes_of, self._left))
 
+    @property
+    def late_bytes(self) -> int:
+        """Of them, what has to be copied at the end of one step, after all others."""
+        return sum(_bytes_of(unit) for unit in self._left if unit.late)
+
     def begin(self) -> None:
         """Divide the state as it is now; nothing is copied yet. Makes files where the state has changed its form."""
         owned = self._owned()
@@ -98,13 +105,20 @@ class BaseMaker:
             self._atoms = atoms
         self._left, self._staged = list(self._units), []
 
-    def stage(self, step: int, most_bytes: int) -> None:
-        """Copy units as they are at the end of ``step``, about ``most_bytes`` of them and one at least."""
-        owned, copied = self._owned(), 0
-        if _atoms_of(owned) != self._atoms:  # a state that was made, or grew, since the base was begun
+    def renew(self) -> None:
+        """Begin again if the state was made, or grew, since the base was begun. Called before ``stage``."""
+        if self.under_way and _atoms_of(self._owned()) != self._atoms:
             self.give_up()
             self.begin()
+
+    def stage(self, step: int, most_bytes: int) -> None:
+        """Copy units as they are at the end of ``step``, about ``most_bytes`` of them and one at least; late ones only
+        if there are no others, or all that is left is copied."""
+        owned, copied = self._owned(), 0
+        late_too = all(unit.late for unit in self._left) or self.left_bytes <= most_bytes
         while self._left and (not copied or copied + _bytes_of(self._left[0]) <= most_bytes):
+            if self._left[0].late and not late_too:
+                break
             unit = self._left.pop(0)
             layout = unit.files.layout
             buffer = Buffer(layout.file_bytes, "base")
@@ -157,8 +171,12 @@ class BaseMaker:
 
     def _owned(self) -> dict[str, Held]:
         owned = {p.name: self._state.owned(p) for p in self._state.stored}
-        buffers = self._state.buffers()
-        return {**owned, BUFFERS: buffers} if buffers else owned
+        buffers, residuals = self._state.buffers(), self._state.residuals_held()
+        if buffers:
+            owned[BUFFERS] = buffers
+        for key, held in residuals.items():
+            owned[key] = {key: held}
+        return owned
 
     def _unit(self, number: int, owners: tuple[str, ...], owned: dict[str, Held]) -> _Unit:
         """The unit's name says its form, since a file is of one size for ever."""
@@ -169,7 +187,7 @@ class BaseMaker:
             f"{self._prefix}unit_{number:03d}-{form}", layout, copies=self._store.retain + 1
         )
         files.create()
-        return _Unit(files.name, owners, files)
+        return _Unit(files.name, owners, files, late=atoms[0].slot == RESIDUAL)
 
     def _free_written(self) -> None:
         for buffer, _ in [item for item in self._copying if item[1].done()]:
@@ -182,14 +200,15 @@ def _atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
 
 
 def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
-    """Owners in order, joined to about ``UNIT_BYTES``."""
+    """Owners in order, joined to about ``UNIT_BYTES``; residuals, which come last, are apart."""
     groups: list[list[str]] = []
-    filled = 0
+    filled, was_late = 0, False
     for owner, held in owned.items():
         nbytes = sum(atom.nbytes for atom, _ in held.values())
-        if not groups or filled + nbytes > UNIT_BYTES:
+        late = any(atom.slot == RESIDUAL for atom, _ in held.values())
+        if not groups or filled + nbytes > UNIT_BYTES or late != was_late:
             groups.append([])
-            filled = 0
+            filled, was_late = 0, late
         groups[-1].append(owner)
         filled += nbytes
     return [tuple(group) for group in groups]

@@ -40,6 +40,7 @@ class Ghost(LiveState):
         )  # fmt: skip
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
         self._buffers, self._buffers_beside = {}, {}
+        self.residuals = {}  # loaded, and not poured: they are of the writer's cut
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""
 

@@ -19,14 +19,15 @@ import torch
 from ..errors import Damaged, HoldfastError, RunMismatch
 from ..io.buffers import Buffer
 from ..state.boxes import Box
-from ..state.live import BUFFERS, LiveState
+from ..state.live import BUFFERS, RESIDUAL, LiveState
 from ..store.chain import Chain, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
 from ..store.reading import index_of_stream, read_file
 from ..update.optimizer import is_elementwise
 from .ghost import Ghost
-from .replay import Taken, apply, fingerprint, tensors_of
+from .replay import Taken, apply, fingerprint
+from .slots import tensors_of
 
 
 class Differs(HoldfastError):
@@ -218,12 +219,29 @@ class Line:
         return {
             self._owner(stream, key): self.base.files[atom["fragments"][0]["unit"]].step or self.base.step
             for key, atom in self.atoms[stream].items()
+            if atom["slot"] != RESIDUAL  # always of the commit's own step
         }
 
-    def _end_at(self, step: int, why: Damaged) -> None:
+    def end_before_feedback(self) -> None:
+        """Leave out the records after the base from the first on that changed residuals, which it does not hold."""
+        steps = [
+            record.step
+            for chain in self.chains.values()
+            for record in chain.records
+            if record.step > self.base.step and uses_feedback(record.about)
+        ]
+        if steps:
+            self._end_at(min(steps) - 1, None)
+
+    def _end_at(self, step: int, why: Damaged | None) -> None:
         self.step, self.odd = step, why
         for chain in self.chains.values():
             chain.cut_to(step)
+
+
+def uses_feedback(about: dict[str, Any]) -> bool:
+    """Whether the step of a record changed residuals."""
+    return any(update.get("codec", {}).get("feedback") for update in about["updates"])
 
 
 def _loaded(store: LocalStore, files: Mapping[str, FileRef]) -> Iterator[dict[str, torch.Tensor]]:

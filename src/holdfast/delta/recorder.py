@@ -40,8 +40,13 @@ class Task:
     do: Callable[[], None]
 
 
+def _as_they_are(about: dict[str, Any], parts: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
+    return parts
+
+
 class Recorder:
-    """Writes sealed steps to ``journal``, ``group`` at once; ``pool`` gets their slots back."""
+    """Writes sealed steps to ``journal``, ``group`` at once; ``pool`` gets their slots back. ``pack`` makes of a step's
+    JSON and parts the parts that are written."""
 
     def __init__(
         self,
@@ -52,7 +57,9 @@ class Recorder:
         group: int = 1,
         max_delay_seconds: float = 1.0,
         deadline_seconds: float = 300.0,
+        pack: Callable[[dict[str, Any], tuple[memoryview, ...]], tuple[memoryview, ...]] = _as_they_are,
     ) -> None:
+        self._pack = pack
         self._journal, self._pool, self.group = journal, pool, group
         self._max_delay, self._deadline = max_delay_seconds, deadline_seconds
         self.durable_step = durable_step
@@ -211,16 +218,20 @@ class Recorder:
 
     def _do(self, group: list[Sealed] | Task) -> None:
         steps = [] if isinstance(group, Task) else group
+        records: list[Record] = []
         if isinstance(group, Task):
             group.do()
         else:
-            self._journal.append([Record(sealed.step, sealed.about, sealed.parts) for sealed in steps])
+            records = [
+                Record(sealed.step, sealed.about, self._pack(sealed.about, sealed.parts)) for sealed in steps
+            ]
+            self._journal.append(records)
         self._pool.give([slot for sealed in steps for slot in sealed.slots])
         with self._changed:  # whoever finds nothing waiting any more may free the slots
             for _ in steps or [group]:
                 self._waiting.popleft()
             if steps:
                 self.durable_step = steps[-1].step
-            self.written_bytes += sum(len(part) for sealed in steps for part in sealed.parts)
+            self.written_bytes += sum(len(part) for record in records for part in record.parts)
             self._busy_since = None
             self._changed.notify_all()

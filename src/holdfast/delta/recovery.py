@@ -37,10 +37,12 @@ def recover(
     ranks: Ranks,
     target: int | None = None,
     exact: bool = False,
+    continuing: bool = False,
     after_update: Callable[[], None] | None = None,
 ) -> Recovered:
     """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
-    ``exact``. Called on all ranks, which get the same.
+    ``exact``; with ``continuing`` to the newest from which training goes on as it did. Residuals are there if they are
+    those of that point. Called on all ranks, which get the same.
 
     Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``RunMismatch`` if the run is that
     of another model (with nothing changed then).
@@ -48,9 +50,15 @@ def recover(
     bases = [ref for ref in store.line() if target is None or ref.step <= target]
     odd: list[str] = []
     for ref in bases:
-        line = _line_from(ref, store, state, script, ranks, target, after_update, odd)
+        line = _line_from(ref, store, state, script, ranks, target, continuing, after_update, odd)
         if line is None:
             continue
+        if exact and continuing and line.step != target and line.odd is None:
+            raise NoCommit(
+                f"{store.root} cannot be brought to step {target} so that training goes on as it did: residuals are"
+                f" part of bases alone, and the newest at or before it is of step {line.step}. Resume there, or with"
+                ' exactness="state".'
+            )
         if exact and line.step != target:
             raise NoCommit(
                 f"{store.root} cannot be brought to step {target}: after step {line.step} the records end."
@@ -59,6 +67,8 @@ def recover(
         same_cut = len(line.chains) == ranks.world_size and all(
             ranks.everyone(_stores_alike(line, state, ranks))
         )
+        if line.step != line.base.step:
+            state.residuals.clear()
         script.restore(line.progress(ranks.rank))
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
@@ -80,6 +90,7 @@ def _line_from(
     script: Script,
     ranks: Ranks,
     target: int | None,
+    continuing: bool,
     after_update: Callable[[], None] | None,
     odd: list[str],
 ) -> Line | None:
@@ -94,6 +105,8 @@ def _line_from(
         tried.clear()
         try:
             line = Line.of(store, store.load(ref), target)
+            if continuing:
+                line.end_before_feedback()
             script.check(line.progress(ranks.rank))
             line.replay_into(state, ranks.rank, after_update)
         except Differs as error:

@@ -6,17 +6,18 @@ of that step. What the run held after a step is compared with a fingerprint; whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
-from ..state.capture import FROM_NAME, CapturedParameter
+from ..state.capture import CapturedParameter
 from ..state.cuts import local_of
 from ..state.live import BUFFERS, LiveState
 from ..state.progress import decode
-from ..store.layout import Layout
+from . import codecs
+from .slots import tensors_of
 from .tap import CONSUMED
 
 SAMPLED_BYTES = 64
@@ -67,9 +68,11 @@ def apply(
     ``skipped`` are left as they are: what was loaded of them is of a later step, or other records have them."""
     for number, update in enumerate(about["updates"]):
         optimizer = state.optimizers[update["optimizer"]]
-        grads = _gradients(update, parts, skipped)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        by_name = {state.name_of[id(p)]: p for p in parameters}
+        grads = _gradients(update, parts, skipped, by_name)
         for other in others:
-            grads |= _gradients(other.about["updates"][number], other.parts, other.skipped)
+            grads |= _gradients(other.about["updates"][number], other.parts, other.skipped, by_name)
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
             group.update({key: decode(value) for key, value in values.items()})
         _step(state, optimizer, grads, update["consumed"])
@@ -83,13 +86,14 @@ def apply(
 
 
 def _gradients(
-    update: dict[str, Any], parts: Sequence[memoryview], skipped: Collection[str]
+    update: dict[str, Any],
+    parts: Sequence[memoryview],
+    skipped: Collection[str],
+    parameters: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """By parameter, those that an update consumed, but for ``skipped``."""
-    grads = tensors_of(parts[update["part"]], "/grad")
-    for absent in (*update["without"], *skipped):
-        grads.pop(absent, None)
-    return grads
+    grads = codecs.decode(update, parts[update["part"]], parameters)
+    return {name: grad for name, grad in grads.items() if name not in skipped}
 
 
 def _step(
@@ -128,15 +132,3 @@ def _unhooked_step(optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's own ``step``, without the hooks around it."""
     step = type(optimizer).step
     getattr(step, "__wrapped__", step)(optimizer)
-
-
-def tensors_of(part: memoryview, suffix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors in a part, by their keys without ``suffix``."""
-    return {
-        entry.key.removesuffix(suffix): torch.frombuffer(
-            part[entry.offset : entry.end], dtype=FROM_NAME[entry.dtype]
-        ).view(entry.shape)
-        if entry.nbytes
-        else torch.empty(entry.shape, dtype=FROM_NAME[entry.dtype])
-        for entry in Layout.parse(part).entries
-    }

@@ -1,8 +1,8 @@
 """Slots: memory that gradients are copied into, faulted in once and owned by the recorder until it is written.
 
 Sizes are bytes. One slot holds what one iteration consumes: for each optimizer a *part*, the image of a safetensors
-file with the gradients of all its trained parameters, in whole pages. All slots have one layout, so that a copy is
-one call of torch and no memory is taken while training runs.
+file with what the codec makes of the gradients of all its trained parameters, in whole pages. All slots have one
+layout, so that no memory is taken while training runs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from ..units import PAGE
 
 
 class Slot:
-    """Room for one iteration: ``parts`` by optimizer, ``tensors`` the views of each by parameter name."""
+    """Room for one iteration: ``parts`` by optimizer, ``tensors`` the views of each by parameter name (by key, where a
+    codec has other arrays)."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
+        self.layouts = layouts
         self._memory = [Buffer(layout.file_bytes, "records") for layout in layouts]
         self.parts = [buffer.view for buffer in self._memory]
-        self.tensors = [_views(view, layout) for view, layout in zip(self.parts, layouts, strict=True)]
+        self.tensors = [
+            _views(view, layout, "/grad") for view, layout in zip(self.parts, layouts, strict=True)
+        ]
         for view, layout in zip(self.parts, layouts, strict=True):
             np.frombuffer(view, np.uint8)[::PAGE] = 0  # fault every page in
             view[: len(layout.header)] = layout.header
@@ -64,9 +68,14 @@ class SlotPool:
             slot.free()
 
 
-def _views(view: memoryview, layout: Layout) -> dict[str, torch.Tensor]:
+def tensors_of(part: memoryview, suffix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors in a part, by their keys without ``suffix``."""
+    return _views(part, Layout.parse(part), suffix)
+
+
+def _views(view: memoryview, layout: Layout, suffix: str) -> dict[str, torch.Tensor]:
     return {
-        entry.key.removesuffix("/grad"): torch.frombuffer(
+        entry.key.removesuffix(suffix): torch.frombuffer(
             view[entry.offset : entry.end], dtype=FROM_NAME[entry.dtype]
         ).view(entry.shape)
         if entry.nbytes

@@ -1,7 +1,7 @@
 """Tap: sees what each optimizer step consumes, and copies it before the step can change it.
 
 Attached as a pre-hook of each optimizer, it runs after averaging, unscaling and clipping, and after other pre-hooks.
-What is copied is the gradients in their own dtype; which of them are None, the hyper-parameters, and what a fused
+What is copied is what the codec makes of the gradients; which of them are None, the hyper-parameters, and what a fused
 optimizer takes from a ``GradScaler`` are kept by value.
 """
 
@@ -22,9 +22,8 @@ from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..state.progress import encode
 from ..store.layout import Layout
+from .codecs import METADATA, Codec, Trained, trained_of
 from .slots import Slot
-
-METADATA = {"format": "holdfast", "version": "1"}
 
 CONSUMED = ("grad_scale", "found_inf")
 """Attributes by which a ``GradScaler`` hands over to a fused optimizer."""
@@ -36,7 +35,10 @@ class Update:
 
     optimizer: int
     slot: Slot | None
-    """Where the gradients are; None where there was no room."""
+    """Whose memory ``part`` is; None where there was no room."""
+    part: memoryview | None
+    """What is to be written of the gradients; None where there is none of them."""
+    codec: dict[str, Any]
     groups: list[dict[str, Any]]
     without: list[str]
     consumed: dict[str, float]
@@ -51,14 +53,16 @@ class Update:
             ],
             "without": self.without,
             "consumed": self.consumed,
+            "codec": self.codec,
         }
 
 
 class Tap:
     """Collects the updates of an iteration. ``take_slot`` gives memory for the next, or None."""
 
-    def __init__(self, state: LiveState, take_slot: Callable[[], Slot | None]) -> None:
-        self._state, self._take_slot = state, take_slot
+    def __init__(self, state: LiveState, codec: Codec, take_slot: Callable[[], Slot | None]) -> None:
+        self._state, self._codec, self._take_slot = state, codec, take_slot
+        self._places = _places(state)
         self._stored = {parameter.name for parameter in state.stored}
         self.updates: list[Update] = []
         """Since the iteration began."""
@@ -74,7 +78,7 @@ class Tap:
 
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
-        self._state, self.changed = state, False
+        self._state, self._places, self.changed = state, _places(state), False
         self._stored = {parameter.name for parameter in state.stored}
         self._num_groups = [len(optimizer.param_groups) for optimizer in state.optimizers]
 
@@ -116,25 +120,29 @@ class Tap:
                 " Call closure() yourself and then optimizer.step()."
             )
         optimizer = self._state.optimizers[index]
-        grads, without = {}, []
+        trained, without = [], []
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = self._state.name_of.get(id(parameter), "")
             if parameter.grad is None:
                 without.append(name)
             else:
                 _refuse_sparse(name, parameter.grad)
-                if name in self._stored:
-                    grads[name] = local_of(parameter.grad)
+                if name in self._stored or not name:  # one without a name is new here
+                    trained.append((name, parameter))
         self._open[index] += 1
         if self._open[index] > 1:  # a subclass calls the step() it overrides: part of the update that is open
             return
-        slot = self._slot_for(index)
-        same = self._is_last(index) and len(optimizer.param_groups) == self._num_groups[index]
-        if slot is not None and same and _fit(grads, slot.tensors[index]):
-            _copy(slot.tensors[index], grads)
-        elif slot is not None:
+        scaled = _consumed(optimizer)
+        _refuse_scaled(self._codec, scaled)
+        known = _fit(trained, self._places[index]) and len(optimizer.param_groups) == self._num_groups[index]
+        consumed = self._codec.consume(trained, self._state.residuals, scaled.get("found_inf", 0.0) > 0)
+        slot, part = self._slot_for(index), None
+        if slot is not None and known and self._is_last(index):
+            part = self._codec.write(slot, index, consumed)
+        if slot is not None and part is None:
             self.changed = True
-        self.updates.append(Update(index, slot, _by_value(optimizer), without, _consumed(optimizer)))
+        update = Update(index, slot, part, self._codec.about(), _by_value(optimizer), without, scaled)
+        self.updates.append(update)
         self.seconds += time.perf_counter() - started
 
     def _is_last(self, index: int) -> bool:
@@ -156,17 +164,32 @@ def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
     return lambda optimizer, args, kwargs: tap.after_step(index)
 
 
-def _fit(grads: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> bool:
+Place = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a gradient that slots have room for."""
+
+
+def _places(state: LiveState) -> list[dict[str, Place]]:
+    """For each optimizer, by parameter."""
+    return [
+        {p.name: (state.boxes[p.name].shape, p.parameter.dtype) for p in trained}
+        for trained in trained_of(state)
+    ]
+
+
+def _fit(trained: Trained, places: dict[str, Place]) -> bool:
     """Whether each gradient has a place of its shape and dtype."""
-    places = [(targets.get(name), grad) for name, grad in grads.items()]
-    return all(to is not None and (to.shape, to.dtype) == (grad.shape, grad.dtype) for to, grad in places)
+    return all(
+        p.grad is not None and places.get(name) == (tuple(local_of(p.grad).shape), p.grad.dtype)
+        for name, p in trained
+    )
 
 
-def _copy(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:
-    """Copy ``grads`` to their places in a slot; they are there when this returns."""
-    if grads:
-        with torch.no_grad():
-            torch._foreach_copy_([targets[name] for name in grads], list(grads.values()))
+def _refuse_scaled(codec: Codec, consumed: dict[str, float]) -> None:
+    if codec.error_feedback and "grad_scale" in consumed:
+        raise BadInput(
+            "a fused optimizer is given gradients that are still scaled, so what they lose could not be added to the"
+            " next ones. Call scaler.unscale_(optimizer) before scaler.step(optimizer)."
+        )
 
 
 def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
@@ -200,18 +223,3 @@ def image_of(tensors: dict[str, torch.Tensor]) -> memoryview:
             place = torch.frombuffer(view[entry.offset : entry.end], dtype=tensor.dtype).view(tensor.shape)
             place.copy_(tensor.detach())
     return view
-
-
-def gradient_layouts(state: LiveState) -> list[Layout]:
-    """For each optimizer: the gradients of the parameters stored here that require grad, in their own dtypes."""
-    layouts = []
-    for optimizer in state.optimizers:
-        known = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        layouts.append(
-            Layout.build(
-                [(f"{p.name}/grad", TO_NAME[p.parameter.dtype], state.boxes[p.name].shape)
-                 for p in state.stored if id(p.parameter) in known],
-                METADATA,
-            )
-        )  # fmt: skip
-    return layouts

@@ -24,23 +24,29 @@ from .progress import decode, encode
 BUFFERS = "buffers"
 """The owner of all persistent buffers."""
 
+RESIDUAL = "residual"
+"""The slot of what lossy gradients have not given yet."""
+
 Held = dict[str, tuple[Atom, torch.Tensor]]
 """Atoms by key, each with the tensor that holds it now."""
 
 
 class LiveState:
     """``model`` and its ``optimizers``, which share no parameter, and modules ``beside`` it, whose atoms are named
-    ``name:...``. Tied weights are one parameter."""
+    ``name:...``. Tied weights are one parameter. ``residuals`` are what their gradients have not given yet, by
+    parameter; they come and go as well."""
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         beside: Mapping[str, nn.Module] | None = None,
+        residuals: dict[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Raises ``BadInput`` and its kin for what cannot be stored by name and value."""
         captures = [capture(model, optimizer) for optimizer in optimizers]
         self.optimizers = tuple(optimizers)
+        self.residuals: dict[torch.Tensor, torch.Tensor] = {} if residuals is None else residuals
         self.parameters: tuple[CapturedParameter, ...] = captures[0].parameters
         self._buffers, self._buffers_beside = captures[0].buffers, {}
         for prefix, module in (beside or {}).items():
@@ -81,6 +87,11 @@ class LiveState:
         held |= {slot: v for slot, v in self._state(parameter).items() if isinstance(v, torch.Tensor)}
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
 
+    def residuals_held(self) -> Held:
+        """The residuals as they are now."""
+        named = [(p, self.residuals.get(p.parameter)) for p in self.parameters]
+        return dict(_held(p.name, RESIDUAL, tensor) for p, tensor in named if tensor is not None)
+
     def buffers(self, beside: bool = True) -> Held:
         """The persistent buffers as they are now, of the modules ``beside`` the model as well."""
         places = self._buffers | self._buffers_beside if beside else self._buffers
@@ -114,6 +125,7 @@ class LiveState:
         """Before ``load`` and ``load_values`` of all there is: what they do not name, optimizers do not hold."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
+        self.residuals.clear()
 
     @torch.no_grad()
     def load(self, atoms: dict[str, torch.Tensor]) -> None:
@@ -125,6 +137,9 @@ class LiveState:
                 buffers[key][1].copy_(value)
             elif slot == "param":
                 local_of(self._parameter[name].parameter.detach()).copy_(value)
+            elif slot == RESIDUAL:
+                parameter = self._parameter[name].parameter
+                self.residuals[parameter] = value.to(parameter.device, copy=True)
             else:
                 self._load_slot(name, slot, value)
 

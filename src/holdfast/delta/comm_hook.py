@@ -1,0 +1,150 @@
+"""Comm hook: ranks of ``DistributedDataParallel`` exchange the largest elements of their gradients.
+
+Each rank adds its residual, selects by itself and sends what it selected; all ranks add that up in the order of ranks,
+from zeros, and divide by the number of ranks: a mean, as without the hook. So all of them hold the same bits, which are
+zero where no rank selected, and which ``lossy.Sparse`` records as the optimizer sees them.
+"""
+
+# Annotations are evaluated here: torch looks at those of a hook.
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .lossy import BLOCK, TopK
+from .sparse import Arrays, num_blocks, spread
+
+
+@dataclass
+class HookState:
+    """What the hook keeps: ``model.register_comm_hook(HookState(TopK(0.01)), topk_hook)``. ``scaler`` is the
+    ``GradScaler`` that the loop uses, if there is one. ``residuals`` are this rank's alone, by parameter, unscaled."""
+
+    codec: TopK
+    group: dist.ProcessGroup | None = None
+    scaler: torch.amp.GradScaler | None = None
+    residuals: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    scale: float = 1.0
+    """Of the gradients that are exchanged now."""
+    _before: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+
+    def settle(self) -> None:
+        """Put residuals back if the scaler has skipped the step since. Called after ``scaler.update``, before they are
+        looked at; the next backward does it otherwise."""
+        scale = self.scaler.get_scale() if self.scaler is not None else 1.0
+        if scale < self.scale:
+            self.residuals.update(self._before)
+        self._before.clear()
+        self.scale = scale
+
+    def residual_of(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """The parameter's residual, which is about to change."""
+        residual = self.residuals.get(parameter)
+        if residual is None:
+            residual = self.residuals[parameter] = torch.zeros_like(
+                like, memory_format=torch.contiguous_format
+            )
+        if self.scaler is not None:
+            self._before[parameter] = residual.clone()
+        return residual
+
+
+def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean over ranks of what each selected of the bucket's gradients, in their dtype; the sum is in fp32.
+
+    A parameter whose gradient is zero everywhere on a rank, as one that it did not use, is left out there, with its
+    residual as it was. A gradient that is not finite on one rank is so on all.
+    """
+    group = state.group or dist.group.WORLD
+    assert group is not None
+    if bucket.index() == 0:
+        state.settle()
+    pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+    with torch.no_grad():
+        arrays = [_select(state, parameter, grad) for parameter, grad in pairs]
+        sent = torch.cat([_bytes(found[name]) for found in arrays for name in ("indices", "values")])
+    received = [torch.empty_like(sent) for _ in range(group.size())]
+    work = dist.all_gather(received, sent, group=group, async_op=True)
+    assert work is not None
+
+    def join(_: Any) -> torch.Tensor:
+        sums = [torch.zeros(grad.numel(), dtype=_wide(grad), device=grad.device) for _, grad in pairs]
+        for one in received:
+            _add(state.codec, arrays, one, sums, bucket.buffer().dtype)
+        for (_, grad), total in zip(pairs, sums, strict=True):
+            grad.copy_(total.div_(group.size()).mul_(state.scale).view(grad.shape))
+        return bucket.buffer()
+
+    return work.get_future().then(join)
+
+
+def _select(state: HookState, parameter: torch.Tensor, grad: torch.Tensor) -> Arrays:
+    """What this rank sends of ``grad``; the rest becomes the residual."""
+    codec, flat = state.codec, grad.reshape(-1).to(_wide(grad)) / state.scale
+    if not codec.error_feedback:
+        return codec.compress(flat, grad.dtype)
+    residual = state.residual_of(parameter, flat.view(grad.shape))
+    used = (grad != 0).any()
+    wanted = residual.view(-1) + flat
+    arrays = codec.compress(wanted, grad.dtype)
+    left = (wanted - _expand(codec, arrays, grad.numel(), grad.dtype)).view(grad.shape)
+    residual.copy_(torch.where(used, left, residual))
+    arrays["values"] = torch.where(used, arrays["values"], 0.0)
+    return arrays
+
+
+def _add(
+    codec: TopK, like: list[Arrays], sent: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Add what one rank sent, whose arrays have the sizes of ``like``."""
+    start = 0
+    for own, total in zip(like, sums, strict=True):
+        arrays = {"counts": own["counts"]}
+        for name in ("indices", "values"):
+            nbytes = own[name].nbytes
+            arrays[name] = sent[start : start + nbytes].clone().view(own[name].dtype)
+            start += nbytes
+        total.add_(_expand(codec, arrays, total.numel(), dtype))
+
+
+def _expand(codec: TopK, arrays: Arrays, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    return spread(lambda name, _, __: arrays[name], elements, dtype, codec.block)
+
+
+def _bytes(array: torch.Tensor) -> torch.Tensor:
+    return array.contiguous().view(torch.uint8)
+
+
+def _wide(grad: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``stop`` of the parameter ``name``, flat."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def share_of(elements: Mapping[str, int], rank: int, world_size: int, block: int = BLOCK) -> list[Piece]:
+    """What ``rank`` records of gradients that all ranks hold alike: whole blocks, as many as any other rank or one
+    less. Together the shares are everything once. A block has at most W times what one of W ranks selects of it, so a
+    W-th of the blocks has no more than one rank selects of all, however many ranks there are.
+
+    >>> share_of({"a": 3000, "b": 1000}, 1, 2)
+    [Piece(name='a', start=2048, stop=3000), Piece(name='b', start=0, stop=1000)]
+    """
+    total = sum(num_blocks(count, block) for count in elements.values())
+    first, last = rank * total // world_size, (rank + 1) * total // world_size
+    pieces, before = [], 0
+    for name in sorted(elements):
+        blocks = num_blocks(elements[name], block)
+        start, stop = max(first - before, 0), min(last - before, blocks)
+        if start < stop:
+            pieces.append(Piece(name, start * block, min(stop * block, elements[name])))
+        before += blocks
+    return pieces

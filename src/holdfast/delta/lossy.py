@@ -1,0 +1,227 @@
+"""Lossy codecs: training is made to consume a gradient that takes few bytes, and what that loses comes later.
+
+What a gradient loses is kept as the parameter's *residual* and added to its next gradient (error feedback). The
+optimizer consumes what ``codecs.expand`` makes of the arrays that are recorded, and replay expands the same arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import BadInput
+from ..state.capture import TO_NAME
+from ..state.live import LiveState
+from ..store.layout import Layout
+from .codecs import METADATA, ArrayReader, Codec, Trained, array_key, expand, trained_of
+from .quantise import quantise
+from .slots import Slot
+from .sparse import BITS, Arrays, num_blocks, pick
+
+Sizes = dict[str, tuple[torch.dtype, int]]
+"""Of the arrays of a parameter: their dtypes and elements."""
+
+BLOCK = 1024
+"""Elements among which the largest are chosen: few enough to be fast, and an index in it is 16 bits."""
+
+
+class Lossy(Codec):
+    """``compress`` makes arrays of a flat tensor; ``expand`` says what they stand for."""
+
+    def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:
+        """The arrays of what is consumed of ``flat``, whose gradient is of ``dtype``."""
+        raise NotImplementedError
+
+    def sizes(self, elements: int, dtype: torch.dtype) -> Sizes:
+        """The most that ``compress`` gives."""
+        raise NotImplementedError
+
+    def layouts(self, state: LiveState) -> list[Layout]:
+        found = []
+        for trained in trained_of(state):
+            most: dict[str, tuple[torch.dtype, int]] = {}
+            for parameter in trained:
+                like = parameter.parameter
+                for name, (dtype, count) in self.sizes(like.numel(), like.dtype).items():
+                    key = array_key(name, dtype)
+                    most[key] = (dtype, most.get(key, (dtype, 0))[1] + count)
+            found.append(_layout_of(most))
+        return found
+
+    @torch.no_grad()
+    def consume(
+        self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
+    ) -> dict[str, Arrays]:
+        return {name: self._consume(parameter, residuals, skipped) for name, parameter in trained}
+
+    def _consume(
+        self, parameter: torch.Tensor, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
+    ) -> Arrays:
+        assert parameter.grad is not None
+        grad = parameter.grad.detach()
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        if skipped:  # the optimizer will change nothing, whatever the gradient
+            return self.compress(torch.zeros(grad.numel(), dtype=wide, device=grad.device), grad.dtype)
+        wanted = grad.reshape(-1).to(wide)
+        if self.error_feedback:
+            if parameter not in residuals:
+                residuals[parameter] = torch.zeros(grad.shape, dtype=wide, device=grad.device)
+            wanted = residuals[parameter].view(-1).add_(wanted)
+        arrays = self.compress(wanted, grad.dtype)
+        given = expand(self.about(), ArrayReader(_keyed(arrays)).take, grad.numel(), grad.dtype)
+        if self.error_feedback:
+            wanted.sub_(given)
+        if torch._debug_has_internal_overlap(grad):  # a view that repeats its elements cannot be written to
+            parameter.grad = given.view(grad.shape)
+        else:
+            grad.copy_(given.view(grad.shape))
+        return arrays
+
+    def write(self, slot: Slot, index: int, consumed: dict[str, Arrays]) -> memoryview | None:
+        pieces: dict[str, list[torch.Tensor]] = {}
+        for name in sorted(consumed):
+            for key, array in _keyed(consumed[name]).items():
+                pieces.setdefault(key, []).append(array)
+        sizes = {key: (found[0].dtype, sum(map(torch.numel, found))) for key, found in pieces.items()}
+        layout, part = _layout_of(sizes), slot.parts[index]
+        if layout.file_bytes > len(part):
+            return None
+        part[: len(layout.header)] = layout.header
+        for entry in layout.entries:
+            if entry.nbytes:
+                joined = torch.cat(pieces[entry.key])
+                torch.frombuffer(part[entry.offset : entry.end], dtype=joined.dtype).copy_(joined)
+        return part[: layout.file_bytes]
+
+
+@dataclass(frozen=True)
+class TopK(Lossy):
+    """Of each gradient the largest ``ratio`` of its elements: training consumes them, and zeros elsewhere.
+
+    They are the largest of each block of 1024 (of more where ``ratio`` is below 1 %), at least one of a parameter and
+    of each block: what lies closer together than that is not compared. With ``error_feedback`` the rest is kept and
+    added to the next gradient; without, it is lost, and training suffers. Residuals take 4 bytes per parameter, where
+    the parameter is.
+    """
+
+    ratio: float = 0.01
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise BadInput(
+                f"TopK({self.ratio}) keeps no part of a gradient: a ratio is above 0 and at most 1"
+            )
+
+    @property
+    def block(self) -> int:
+        """Elements of a block: enough that about ten of them are kept."""
+        block = BLOCK
+        while block < 32 * BLOCK and block * self.ratio < 8:
+            block *= 2
+        return block
+
+    def kept(self, elements: int) -> int:
+        """Of a block, or the part of one, with so many ``elements``."""
+        return min(elements, max(1, round(self.ratio * elements)))
+
+    def sizes(self, elements: int, dtype: torch.dtype) -> Sizes:
+        blocks, rest = divmod(elements, self.block)
+        kept = blocks * self.kept(self.block) + (self.kept(rest) if rest else 0)
+        return {
+            "counts": (torch.uint16, num_blocks(elements, self.block)),
+            "indices": (torch.uint16, kept),
+            "values": (dtype, kept),
+        }
+
+    def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:
+        whole = flat.numel() // self.block * self.block
+        found = [self._largest(flat[:whole].view(-1, self.block), dtype)] if whole else []
+        if whole < flat.numel():
+            found.append(self._largest(flat[whole:].view(1, -1), dtype))
+        if not found:
+            empty = flat.new_empty(0)
+            return {name: empty.to(kind) for name, (kind, _) in self.sizes(0, dtype).items()}
+        return {name: torch.cat([arrays[name] for arrays in found]) for name in found[0]}
+
+    def _largest(self, rows: torch.Tensor, dtype: torch.dtype) -> Arrays:
+        """The largest of each of ``rows``."""
+        length = rows.shape[1]
+        kept = self.kept(length)
+        counts = torch.full((len(rows),), kept, device=rows.device).to(torch.uint16)
+        if kept == length:
+            indices, values = torch.empty(0, dtype=torch.uint16, device=rows.device), rows
+        else:
+            places = rows.abs().topk(kept, dim=1, sorted=False).indices
+            indices, values = places.to(torch.uint16).view(-1), rows.gather(1, places)
+        return {"counts": counts, "indices": indices, "values": values.to(dtype).reshape(-1)}
+
+    def about(self) -> dict[str, Any]:
+        return {"kind": "sparse", "block": self.block, "feedback": self.error_feedback}
+
+
+@dataclass(frozen=True)
+class Int8(Lossy):
+    """Each gradient in 8 bits per element, with a scale for each ``block`` of elements. What rounding loses is added to
+    the next gradient with ``error_feedback``."""
+
+    block: int = 256
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise BadInput(f"Int8(block={self.block}): a block has at least one element")
+
+    def sizes(self, elements: int, dtype: torch.dtype) -> Sizes:
+        return {"scales": (torch.float32, num_blocks(elements, self.block)), "steps": (torch.int8, elements)}
+
+    def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:
+        return quantise(flat, self.block)
+
+    def about(self) -> dict[str, Any]:
+        return {"kind": "int8", "block": self.block, "feedback": self.error_feedback}
+
+
+@dataclass(frozen=True)
+class Sparse(Lossy):
+    """Gradients that ``delta.comm_hook`` left sparse, as they are: every element that is not +0.0. Slots have room for
+    what ``world_size`` ranks keep of ``kept``, or for dense gradients where that is less. A gradient that somebody made
+    dense since is recorded dense, as long as the part has room for it; a step that does not fit is followed by a
+    base."""
+
+    kept: TopK
+    world_size: int
+
+    @property
+    def error_feedback(self) -> bool:
+        return self.kept.error_feedback
+
+    def consume(
+        self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
+    ) -> dict[str, Arrays]:
+        grads = {name: p.grad.detach().reshape(-1) for name, p in trained if p.grad is not None}
+        return {name: self.compress(grad, grad.dtype) for name, grad in grads.items()}
+
+    def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:
+        return pick(flat, flat.view(BITS[flat.element_size()]) != 0, self.kept.block)
+
+    def sizes(self, elements: int, dtype: torch.dtype) -> Sizes:
+        sizes = self.kept.sizes(elements, dtype)
+        kept = sizes["values"][1] * self.world_size
+        if kept * (2 + dtype.itemsize) < elements * dtype.itemsize:
+            return {**sizes, "indices": (torch.uint16, kept), "values": (dtype, kept)}
+        return {**sizes, "indices": (torch.uint16, 0), "values": (dtype, elements)}
+
+    def about(self) -> dict[str, Any]:
+        return self.kept.about()
+
+
+def _keyed(arrays: Arrays) -> Arrays:
+    return {array_key(name, array.dtype): array for name, array in arrays.items()}
+
+
+def _layout_of(sizes: Sizes) -> Layout:
+    entries = [(key, TO_NAME[dtype], (count,)) for key, (dtype, count) in sorted(sizes.items()) if count]
+    return Layout.build(entries, METADATA)

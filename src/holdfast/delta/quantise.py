@@ -1,0 +1,29 @@
+"""Quantise: a flat tensor as 8-bit integers with a scale for each block."""
+
+from __future__ import annotations
+
+import torch
+
+from .sparse import Arrays, Take, num_blocks
+
+LARGEST = 127
+
+
+def quantise(flat: torch.Tensor, block: int) -> Arrays:
+    """``flat``, in fp32 or wider, to the nearest of 255 multiples of a scale: the block's largest value over 127."""
+    padded = torch.zeros(num_blocks(flat.numel(), block) * block, dtype=flat.dtype, device=flat.device)
+    padded[: flat.numel()] = flat
+    rows = padded.view(-1, block)
+    scales = (rows.abs().amax(1) / LARGEST).to(torch.float32) if rows.numel() else rows.new_empty(0).float()
+    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).to(flat.dtype)
+    values = (rows / steps[:, None]).round_().nan_to_num_().clamp_(-LARGEST, LARGEST)
+    return {"scales": scales, "steps": values.to(torch.int8).view(-1)[: flat.numel()]}
+
+
+def scaled(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.Tensor:
+    """The flat tensor that ``take`` gives the arrays of."""
+    scales = take("scales", torch.float32, num_blocks(elements, block))
+    steps = take("steps", torch.int8, elements)
+    padded = torch.zeros(scales.numel() * block, dtype=torch.float32, device=steps.device)
+    padded[:elements] = steps
+    return (padded.view(-1, block) * scales[:, None]).view(-1)[:elements].to(dtype)

@@ -1,0 +1,130 @@
+"""Ranks that exchange the largest elements of their gradients: what each of them gets, and what is recorded of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import hook_run
+from holdfast.delta.codecs import ArrayReader, expand
+from holdfast.delta.comm_hook import Piece, share_of
+from holdfast.delta.lossy import Sparse, TopK
+from holdfast.delta.sparse import pick, spread
+from holdfast.state.capture import TO_NAME
+from training import same_bits
+
+TESTS = Path(__file__).parent.parent
+BLOCK = hook_run.CODEC.block
+
+
+@pytest.fixture(scope="module", params=["2", "4", "2 scaled"])
+def ranks(request, tmp_path_factory):
+    """By rank, what it saw in each step."""
+    folder = tmp_path_factory.mktemp("ranks")
+    paths = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "hook_run.py"), str(folder), *request.param.split()],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [torch.load(folder / f"{rank}.pt") for rank in range(int(request.param[0]))]
+
+
+def largest(flat):
+    """The largest twentieth of each block of ``flat``, and zeros elsewhere."""
+    out = torch.zeros_like(flat)
+    for start in range(0, flat.numel(), BLOCK):
+        block = flat[start : start + BLOCK]
+        places = block.abs().topk(max(1, round(0.05 * block.numel()))).indices
+        out[start + places] = block[places]
+    return out
+
+
+def is_infinite(ranks, step):
+    return not all(g.isfinite().all() for g in ranks[0][step]["given"].values() if g is not None)
+
+
+def test_one_step_in_the_scaled_run_is_infinite(ranks, request):
+    infinite = [step for step in range(hook_run.STEPS) if is_infinite(ranks, step)]
+    assert infinite == ([hook_run.INFINITE] if request.node.callspec.params["ranks"].endswith("scaled") else [])
+
+
+def test_every_rank_gets_the_mean_of_what_all_of_them_selected(ranks):
+    residuals = [{n: torch.zeros(g.shape) for n, g in rank[0]["given"].items()} for rank in ranks]
+    for step in range(hook_run.STEPS):
+        if is_infinite(ranks, step):  # on all ranks, whose residuals stay
+            for rank, held in zip(ranks, residuals, strict=True):
+                assert not rank[step]["given"]["first.weight"].isfinite().all()
+                assert all(same_bits(rank[step]["residuals"][name], held[name]) for name in held)
+            continue
+        for name, given in ranks[0][step]["given"].items():
+            total = torch.zeros_like(residuals[0][name]).view(-1)
+            for rank, held in zip(ranks, residuals, strict=True):
+                own = rank[step]["own"][name]
+                if own is not None and own.any():
+                    wanted = (held[name] + own).view(-1)
+                    chosen = largest(wanted).to(own.dtype).float()
+                    total, held[name] = total + chosen, (wanted - chosen).view(own.shape)
+                found = rank[step]["residuals"][name]
+                assert same_bits(found, held[name]), (step, name)
+            if given is not None and step % 3 != 2 or "spare" not in name:
+                expected = (total / len(ranks)).view(given.shape).to(given.dtype)
+                assert all(same_bits(rank[step]["given"][name], expected) for rank in ranks), (step, name)
+
+
+def test_what_no_rank_used_stays_without_gradient_and_keeps_its_residual(ranks):
+    for rank in ranks:
+        assert rank[2]["given"]["spare.weight"] is None and rank[1]["given"]["spare.weight"] is not None
+        assert same_bits(rank[2]["residuals"]["spare.weight"], rank[1]["residuals"]["spare.weight"])
+        assert rank[1]["residuals"]["spare.weight"].any()
+
+
+def test_a_record_of_it_takes_no_more_than_all_ranks_selected(ranks):
+    codec = Sparse(hook_run.CODEC, len(ranks))
+    for step in ranks[0]:
+        for given in (g for g in step["given"].values() if g is not None):
+            arrays = codec.compress(given.reshape(-1), given.dtype)
+            most = codec.sizes(given.numel(), given.dtype)
+            limit = sum(dtype.itemsize * count for dtype, count in most.values())
+            assert sum(array.nbytes for array in arrays.values()) <= limit
+            assert limit <= given.nbytes + 2 * -(-given.numel() // BLOCK)
+            keyed = {f"{name}/{TO_NAME[array.dtype]}": array for name, array in arrays.items()}
+            back = expand(codec.about(), ArrayReader(keyed).take, given.numel(), given.dtype)
+            assert same_bits(back.view(given.shape), given)
+
+
+def test_a_gradient_that_was_changed_off_the_support_is_recorded_dense(ranks):
+    given = ranks[0][0]["given"]["first.weight"].reshape(-1) + 1e-3
+    arrays = Sparse(hook_run.CODEC, len(ranks)).compress(given, given.dtype)
+    assert arrays["indices"].numel() == 0 and same_bits(arrays["values"], given)
+
+
+def test_the_shares_of_all_ranks_are_everything_once_and_none_grows_with_the_ranks(ranks):
+    given = {name: g for name, g in ranks[0][0]["given"].items()}
+    elements = {name: g.numel() for name, g in given.items()}
+    world, joined = len(ranks), {name: torch.full((n,), torch.nan, dtype=given[name].dtype) for name, n in elements.items()}
+    for rank in range(world):
+        for name, start, stop in share_of(elements, rank, world, BLOCK):
+            part = given[name].reshape(-1)[start:stop]
+            arrays = pick(part, part != 0, BLOCK)
+            joined[name][start:stop] = spread(lambda key, *_, a=arrays: a[key], stop - start, part.dtype, BLOCK)
+    assert all(same_bits(joined[name].view(given[name].shape), given[name]) for name in given)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 64])
+def test_blocks_are_shared_evenly(world):
+    elements = {"big": 1_000_003, "empty": 0, "scalar": 1, "small": 5000}
+    shares = [share_of(elements, rank, world) for rank in range(world)]
+    counts = [sum(-(-(p.stop - p.start) // 1024) for p in share) for share in shares]
+    assert sum(counts) == 977 + 1 + 5 and max(counts) - min(counts) <= 1
+    for name, total in elements.items():
+        pieces = sorted(p for share in shares for p in share if p.name == name)
+        assert [p.start for p in pieces] + [total] == ([0] + [p.stop for p in pieces] if total else [0])
+    kept = TopK(0.01).kept(1024)
+    assert max(counts) * kept * world <= (983 + world) * kept
+    assert Piece("scalar", 0, 1) in sum(shares, [])

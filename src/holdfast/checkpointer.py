@@ -21,10 +21,13 @@ import torch
 import xxhash
 from torch import nn
 
+from .delta import tier
 from .delta.bases import BaseMaker
+from .delta.layers import LayerTap
 from .delta.recorder import BOUND, Recorder, Sealed, Task
 from .delta.recovery import recover
 from .delta.replay import fingerprint
+from .delta.replica import Replica
 from .delta.script import Script
 from .delta.sigterm import SigTerm
 from .delta.slots import SlotPool
@@ -35,6 +38,7 @@ from .io.queue import IOQueue
 from .state.live import LiveState
 from .store.files import check_place
 from .store.local import LocalStore
+from .store.manifest import Point
 from .units import GiB, MiB, format_bytes, parse_bytes
 from .update.optimizer import is_elementwise
 
@@ -54,6 +58,10 @@ class Checkpointer:
     the next; ``retain`` how many bases are kept, with the records since. When the disk is behind, ``step`` waits
     (``"block"``), or goes on unrecorded until a base can be made (``"skip"``). After a SIGTERM ``step`` makes the step
     durable and ends the process; a script that handles the signal itself is left alone. A context manager.
+
+    With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script.
+    ``replica`` has a second process do every step as well, in host memory that outlives this one, instead of recording
+    steps on the disk, which then has bases only; a path is where it keeps things in memory instead of ``/dev/shm``.
     """
 
     def __init__(
@@ -73,6 +81,8 @@ class Checkpointer:
         when_behind: Literal["block", "skip"] = "block",
         deadline_seconds: float = 300.0,
         direct: bool = True,
+        clip_norm: float | None = None,
+        replica: bool | str | Path = False,
         disk: Any = None,
     ) -> None:
         """Raises ``BadInput`` and its kin with nothing written."""
@@ -83,6 +93,12 @@ class Checkpointer:
             raise BadInput(f"base_every = {base_every} must be at least 1 step")
         if when_behind not in ("block", "skip"):
             raise BadInput(f"when_behind = {when_behind!r} is not one of block, skip")
+        if clip_norm is not None and not clip_norm > 0:
+            raise BadInput(f"clip_norm = {clip_norm} must be more than 0")
+        if replica is not False and (after_update is not None or averages is not None or when_behind == "skip"):
+            raise BadInput(
+                "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
+            )
         if disk is None:
             check_place(run)
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
@@ -98,9 +114,17 @@ class Checkpointer:
         self._queue = IOQueue()
         self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
         self._events = EventLog(None if disk is not None else Path(run) / "events.jsonl")
-        self._tap = Tap(self._state, self._take_slot)
+        kind = Tap if replica is False else LayerTap
+        self._tap = kind(self._state, self._take_slot, clip_norm)
+        self._replica: Replica | None = None
+        if replica is not False:
+            self._replica = Replica(
+                run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
+                staging_bytes=self._staging_bytes, base_every=base_every, retain=retain, direct=direct,
+                deadline_seconds=deadline_seconds, events=self._events,
+            )  # fmt: skip
         self._pool: SlotPool | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | Replica | None = None
         self._bases: BaseMaker | None = None
         self._buffers: dict[str, str] = {}
         self._buffer_shapes = {key: tensor.shape for key, (_, tensor) in self._state.buffers().items()}
@@ -119,6 +143,11 @@ class Checkpointer:
     def durable_step(self) -> int:
         """The newest step that survives power loss."""
         return self._recorder.durable_step if self._recorder is not None else -1
+
+    @property
+    def replica_step(self) -> int:
+        """The newest step that survives the death of this process; without a replica that is the ``durable_step``."""
+        return self.durable_step if self._replica is None else self._replica.replica_step
 
     def resume(self, step: int | None = None, before: int | None = None) -> int:
         """Bring model, optimizers and script to the newest step that can be recovered, or to ``step``, or to the newest
@@ -141,19 +170,39 @@ class Checkpointer:
             raise
 
     def _resume(self, target: int | None, exact: bool) -> int:
-        self._store.enter()
+        if self._replica is None:
+            self._store.enter()
+        else:
+            self._recorder = self._replica
+            self._replica.start()
         point = None
         if self._store.commits():
-            point, odd = recover(
-                self._store, self._state, self._script, stream=STREAM, target=target, exact=exact,
-                after_update=self._after_update,
-            )  # fmt: skip
+            if self._replica is None:
+                point, odd = recover(
+                    self._store, self._state, self._script, stream=STREAM, target=target, exact=exact,
+                    after_update=self._after_update,
+                )  # fmt: skip
+            else:
+                point, odd = self._replica.recover(
+                    self._store, self._script, stream=STREAM, target=target, exact=exact
+                )
             self.steps_done = point.step
             for text in odd:
                 warnings.warn(f"resuming after step {point.step}: {text}", stacklevel=3)
         elif target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
         self._now = self._script.now()
+        if self._replica is not None:
+            self._replica.begin(point, self.steps_done, self._progress(), self._num_slots)
+            self._pool = self._replica.pool
+        else:
+            self._begin(point)
+        self._scale = self._scale_now()
+        self._tap.attach()
+        self._sigterm = SigTerm.watched()
+        return self.steps_done
+
+    def _begin(self, point: Point | None) -> None:
         self._store.begin(point)
         self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
         self._bases = BaseMaker(self._store, self._state)
@@ -164,10 +213,6 @@ class Checkpointer:
         if point is None:
             self._whole_base()
         self._base_step = self._store.line()[0].step
-        self._scale = self._scale_now()
-        self._tap.attach()
-        self._sigterm = SigTerm.watched()
-        return self.steps_done
 
     def step(self) -> None:
         """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
@@ -184,7 +229,7 @@ class Checkpointer:
         if self._sigterm is not None and self._sigterm.arrived:
             self._leave()
 
-    def _step(self, recorder: Recorder) -> None:
+    def _step(self, recorder: Recorder | Replica) -> None:
         updates = self._tap.take()
         scale = self._scale_now()
         if not updates and scale >= self._scale:
@@ -220,7 +265,7 @@ class Checkpointer:
         recorder = self._usable()
         if step is not None and step > self.steps_done:
             raise BadInput(f"step {step} has not been done yet: {self.steps_done} have")
-        if self._gap:
+        if self._gap or (self._replica is not None and recorder.durable_step < (self.steps_done if step is None else step)):
             self._refuse_between()
             self._whole_base()
         recorder.wait(self.steps_done if step is None else step)
@@ -236,7 +281,8 @@ class Checkpointer:
         try:
             if self._recorder is not None:
                 try:
-                    if save and self._gap and self._failure is None and not self._tap.updates:
+                    last = self._gap or (self._replica is not None and self._pool is not None)
+                    if save and last and self._failure is None and not self._tap.updates:
                         self._whole_base()
                 finally:
                     self._recorder.close()
@@ -312,7 +358,14 @@ class Checkpointer:
 
     def _adapt(self, updates: list[Update]) -> None:
         """The step could not be recorded as those before it: a base follows, and then records of what there is now."""
-        assert self._recorder is not None and self._bases is not None and self._pool is not None
+        if self._replica is not None:
+            self._give_back(updates)
+            self._state = self._look()
+            self._tap.watch(self._state)
+            self._replica.sync(self._state, self.steps_done, self._progress(), self._slots_that_fit())
+            self._pool = self._replica.pool
+            return
+        assert isinstance(self._recorder, Recorder) and self._bases is not None and self._pool is not None
         self._give_back(updates)
         self._recorder.settle()
         self._bases.give_up()
@@ -356,6 +409,9 @@ class Checkpointer:
 
     def _go_on_with_base(self) -> None:
         """Copy the next units of a base that is under way, begin one that is due, publish one that is written."""
+        if self._replica is not None:
+            self._replica.go_on(self.steps_done, self._progress, BASE_BYTES_PER_STEP)
+            return
         assert self._bases is not None and self._recorder is not None
         bases = self._bases
         if self._gap:
@@ -369,7 +425,7 @@ class Checkpointer:
 
     def _stage(self) -> None:
         """Copy units of the base that is under way, as many as the time of a step and the memory allow."""
-        assert self._bases is not None and self._recorder is not None
+        assert self._bases is not None and isinstance(self._recorder, Recorder)
         bases, room = self._bases, self._staging_bytes - self._bases.memory_bytes
         if self._at_once and bases.left_bytes > self._staging_bytes:
             self._whole_base()  # no room for a copy of everything: training waits
@@ -388,7 +444,10 @@ class Checkpointer:
 
     def _whole_base(self) -> None:
         """A base of the present step, unit after unit, durable when this returns."""
-        assert self._bases is not None and self._recorder is not None
+        if self._replica is not None:
+            self._replica.save(self.steps_done, self._progress)
+            return
+        assert self._bases is not None and isinstance(self._recorder, Recorder)
         self._recorder.settle()
         self._bases.give_up()
         self._buffers.clear()  # the next record follows this base, whatever was recorded before it
@@ -406,7 +465,7 @@ class Checkpointer:
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0
 
-    def _usable(self) -> Recorder:
+    def _usable(self) -> Recorder | Replica:
         self._refuse_closed()
         if isinstance(self._failure, Exception):
             raise self._failure

@@ -106,5 +106,9 @@ class WriterHung(HoldfastError):
     """Nothing was written for longer than the deadline. What was acknowledged before is still durable."""
 
 
+class ReplicaDied(HoldfastError):
+    """The process that holds the replica has ended. What it had persisted is still durable."""
+
+
 class QueueClosed(HoldfastError):
     """The I/O queue was closed before this transfer was done."""

@@ -22,9 +22,10 @@ from ..units import PAGE
 class Slot:
     """Room for one iteration: ``parts`` by optimizer, ``tensors`` the views of each by parameter name."""
 
-    def __init__(self, layouts: Sequence[Layout]) -> None:
-        self._memory = [Buffer(layout.file_bytes, "records") for layout in layouts]
-        self.parts = [buffer.view for buffer in self._memory]
+    def __init__(self, layouts: Sequence[Layout], parts: Sequence[memoryview] | None = None) -> None:
+        """In memory of its own, or in ``parts``, which somebody else frees."""
+        self._memory = [Buffer(layout.file_bytes, "records") for layout in layouts if parts is None]
+        self.parts = [buffer.view for buffer in self._memory] if parts is None else list(parts)
         self.tensors = [_views(view, layout) for view, layout in zip(self.parts, layouts, strict=True)]
         for view, layout in zip(self.parts, layouts, strict=True):
             np.frombuffer(view, np.uint8)[::PAGE] = 0  # fault every page in

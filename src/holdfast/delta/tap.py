@@ -39,6 +39,8 @@ class Update:
     groups: list[dict[str, Any]]
     without: list[str]
     consumed: dict[str, float]
+    coefficient: Any = None
+    """As JSON, what the gradients in the slot are still to be multiplied by; None where they are as they were consumed."""
 
     def about(self) -> dict[str, Any]:
         """As JSON."""
@@ -50,14 +52,17 @@ class Update:
             ],
             "without": self.without,
             "consumed": self.consumed,
+            **({} if self.coefficient is None else {"coefficient": self.coefficient}),
         }
 
 
 class Tap:
     """Collects the updates of an iteration. ``take_slot`` gives memory for the next, or None."""
 
-    def __init__(self, state: LiveState, take_slot: Callable[[], Slot | None]) -> None:
-        self._state, self._take_slot = state, take_slot
+    def __init__(
+        self, state: LiveState, take_slot: Callable[[], Slot | None], clip_norm: float | None = None
+    ) -> None:
+        self._state, self._take_slot, self._clip_norm = state, take_slot, clip_norm
         self.updates: list[Update] = []
         """Since the iteration began."""
         self.changed = False
@@ -126,12 +131,34 @@ class Tap:
             return
         slot = self._slot_for(index)
         same = self._is_last(index) and len(optimizer.param_groups) == self._num_groups[index]
-        if slot is not None and same and _fit(grads, slot.tensors[index]):
-            _copy(slot.tensors[index], grads)
-        elif slot is not None:
+        fit = slot is not None and same and fits(grads, slot.tensors[index])
+        if slot is not None and not fit:
             self.changed = True
-        self.updates.append(Update(index, slot, _by_value(optimizer), without, _consumed(optimizer)))
+        coefficient = self._consume(slot if fit else None, index, grads)
+        self.updates.append(
+            Update(index, slot, _by_value(optimizer), without, _consumed(optimizer), coefficient)
+        )
         self.seconds += time.perf_counter() - started
+
+    def _consume(self, slot: Slot | None, index: int, grads: dict[str, torch.Tensor]) -> Any:
+        """Clip ``grads``, and copy them to ``slot`` where there is one. Returns what is still to be done to the copy:
+        nothing here."""
+        self._clipped(index, grads)
+        if slot is not None:
+            copy_to(slot.tensors[index], grads)
+        return None
+
+    def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> Any:
+        """Clip ``grads``, if that was asked for. Returns what they were multiplied by, as JSON."""
+        if self._clip_norm is None or not grads:
+            return None
+        if getattr(self._state.optimizers[index], "grad_scale", None) is not None:
+            raise BadInput(
+                "clip_norm= would clip gradients that are still scaled. Call scaler.unscale_(optimizer) before"
+                " scaler.step(optimizer)."
+            )
+        in_order = [grads[p.name] for p in self._state.parameters if p.name in grads]
+        return encode(clip(in_order, self._clip_norm))
 
     def _is_last(self, index: int) -> bool:
         optimizer, hook = self._hooks[index]
@@ -152,13 +179,27 @@ def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
     return lambda optimizer, args, kwargs: tap.after_step(index)
 
 
-def _fit(grads: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> bool:
+def clip(grads: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """What ``torch.nn.utils.clip_grad_norm_`` does, for gradients. Returns what they were multiplied by."""
+    norm = torch.nn.utils.get_total_norm(grads)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale(grads, coefficient)
+    return coefficient
+
+
+@torch.no_grad()
+def scale(grads: list[torch.Tensor], coefficient: torch.Tensor) -> None:
+    for grad in grads:
+        grad.mul_(coefficient.to(grad.device))
+
+
+def fits(grads: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> bool:
     """Whether each gradient has a place of its shape and dtype."""
     places = [(targets.get(name), grad) for name, grad in grads.items()]
     return all(to is not None and (to.shape, to.dtype) == (grad.shape, grad.dtype) for to, grad in places)
 
 
-def _copy(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:
+def copy_to(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:
     """Copy ``grads`` to their places in a slot; they are there when this returns."""
     if grads:
         with torch.no_grad():

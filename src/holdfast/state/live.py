@@ -57,6 +57,9 @@ class LiveState:
         self._parameter = {captured.name: captured for captured in self.parameters}
         self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
 
+    def parameter(self, name: str) -> CapturedParameter:
+        return self._parameter[name]
+
     def owned(self, parameter: CapturedParameter) -> Held:
         """The parameter and the tensors that its optimizer holds for it."""
         held = {"param": parameter.parameter.detach()}

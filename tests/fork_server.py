@@ -54,6 +54,10 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
     stacks: str = ""
     """Of all its threads, if it said nothing for too long."""
+    replica: int = 0
+    """The process of its replica, where it has one."""
+    durable_step: int = -1
+    """Beside a replica: the newest step that it knew to survive power loss. What it acknowledges survives itself."""
 
     @property
     def durable(self) -> int:
@@ -117,6 +121,7 @@ def serve() -> None:
     import torch._dynamo  # what an optimizer imports at its first step
 
     import crash_run  # noqa: F401
+    import replica_run  # noqa: F401
     import survive_run  # noqa: F401
 
     torch.set_num_threads(1)
@@ -217,9 +222,13 @@ class _Child:
 
     def train(self) -> None:
         import crash_run
+        import replica_run
         import survive_run
 
         run = dict(self.run)
+        if run.pop("replica", False):
+            replica_run.train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)
+            return
         if run.pop("survive", False):
             survive_run.train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)
             return

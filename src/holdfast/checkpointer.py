@@ -411,6 +411,7 @@ class Checkpointer:
         """Copy the next units of a base that is under way, begin one that is due, publish one that is written."""
         if self._replica is not None:
             self._replica.go_on(self.steps_done, self._progress, BASE_BYTES_PER_STEP)
+            self._pool = self._replica.pool
             return
         assert self._bases is not None and self._recorder is not None
         bases = self._bases
@@ -446,6 +447,7 @@ class Checkpointer:
         """A base of the present step, unit after unit, durable when this returns."""
         if self._replica is not None:
             self._replica.save(self.steps_done, self._progress)
+            self._pool = self._replica.pool
             return
         assert self._bases is not None and isinstance(self._recorder, Recorder)
         self._recorder.settle()

@@ -110,6 +110,8 @@ class Host:
         """The next message; None when the trainer is gone, or closes."""
         assert self._listener is not None
         while not self._closing:
+            if select.select([self._listener], [], [], 0)[0]:
+                self._answer({"busy": self._terms.trainer})
             try:
                 message = self._channel.receive(0.02 if self._base_under_way else LOOK_SECONDS)
             except Gone:
@@ -121,8 +123,6 @@ class Host:
                 with suppress(Gone):
                     return self._channel.receive(0)
                 return None
-            if select.select([self._listener], [], [], 0)[0]:
-                self._answer({"busy": self._terms.trainer})
         return None
 
     def _answer(self, about: dict[str, Any]) -> None:

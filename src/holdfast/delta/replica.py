@@ -49,7 +49,6 @@ KEPT, SYNC, SOCKET = "state", "sync", "socket"
 class Process(Protocol):
     """The replica's process, as the trainer that started it sees it."""
 
-    def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
     def kill(self) -> None: ...
 
@@ -371,7 +370,8 @@ class Replica:
             self._process.wait(10 if self._failure is None else 1)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that hangs in the system ends when that lets it
+                self._process.wait(10)
         if begun:  # what it left, if it was killed
             tier.remove(self._place)
 

@@ -1,0 +1,129 @@
+"""A trainer with a replica is killed, at random moments and at every failpoint, alone or together with its replica. What
+goes on from there has the bits of a loop that was never killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+
+from fork_server import ForkServer
+from holdfast import failpoints
+from holdfast.delta import tier
+from holdfast.events import read_events
+
+STEPS = 40
+TRAINERS = ["after_gradient_copied", "before_step_handed", "after_step_handed", "after_state_handed"]
+REPLICAS = [name for name in failpoints.REPLICA if name not in TRAINERS]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server, tmp_path_factory):
+    outcome = server.run(survive=True, root=tmp_path_factory.mktemp("undisturbed"), steps=STEPS)
+    assert outcome.finished, outcome.error
+    return outcome
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_memory(tmp_path):
+    yield
+    assert not tier.place_of(tmp_path, tier.MEMORY).exists()
+
+
+def run(server, root, **options):
+    return server.run(replica=True, root=root, steps=STEPS, **options)
+
+
+def go_on_to_the_end(server, undisturbed, root, at_least, **options):
+    """Resume once more and compare all that is computed from there on."""
+    last = run(server, root, **options)
+    assert last.finished, last.error
+    assert last.resumed >= at_least
+    assert last.losses == undisturbed.losses[len(undisturbed.losses) - len(last.losses) :]
+    assert last.digest == undisturbed.digest
+    return last
+
+
+def resumed_from_memory(root):
+    return [event["step"] for event in read_events(root / "events.jsonl") if event["event"] == "resumed"]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(20))
+def test_the_trainer_is_killed_at_random_moments(server, undisturbed, tmp_path, seed):
+    """Five times in turn: every step that was handed over is there, from memory."""
+    chance, acknowledged, options = random.Random(seed), -1, {"base_every": 3 + 5 * seed}
+    for _ in range(5):
+        outcome = run(server, tmp_path, kill_after=chance.uniform(0.0, 1.0), **options)
+        assert outcome.killed or outcome.finished, outcome.error
+        assert outcome.resumed is None or outcome.resumed >= acknowledged
+        acknowledged = max(acknowledged, outcome.durable)
+    go_on_to_the_end(server, undisturbed, tmp_path, acknowledged, **options)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint", TRAINERS)
+@pytest.mark.parametrize("arrival", [1, 2, 30])
+def test_the_trainer_is_killed_at_a_failpoint(server, undisturbed, tmp_path, failpoint, arrival):
+    outcome = run(server, tmp_path, base_every=1000, failpoint=f"{failpoint}:{arrival}")
+    assert outcome.killed or (failpoint == "after_state_handed" and arrival > 1), outcome
+    last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable, base_every=1000)
+    if outcome.durable > 0 and outcome.killed:
+        assert resumed_from_memory(tmp_path) == [last.resumed]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint", [*failpoints.NAMES, *REPLICAS])
+@pytest.mark.parametrize("arrival", [1, 2, 4])
+def test_whoever_arrives_at_a_failpoint_is_killed(server, undisturbed, tmp_path, failpoint, arrival):
+    """Trainer or replica, whichever comes there first. A replica that dies is told of, and what it held is not used."""
+    outcome = run(server, tmp_path, base_every=3, failpoint=f"{failpoint}:{arrival}")
+    assert outcome.killed or outcome.finished or "ReplicaDied" in outcome.error, outcome
+    go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=3)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint", ["before_replica_kept", "after_data_sync", "after_manifest_sync", "after_replica_kept"])
+def test_the_replica_is_killed_while_it_keeps_a_dead_trainers_state(server, undisturbed, tmp_path, failpoint):
+    outcome = run(server, tmp_path, base_every=1000, failpoint=f"{failpoint}:{arrivals(failpoint)}", kill_after=1.5)
+    assert outcome.killed, outcome
+    wait_for_end(outcome.replica)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=1000)
+    kept = failpoint == "after_replica_kept"
+    assert (last.resumed >= outcome.durable) if kept else (last.resumed == outcome.durable_step)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(5))
+def test_both_are_killed_and_the_disk_has_its_step(server, undisturbed, tmp_path, seed):
+    chance = random.Random(seed)
+    outcome = run(server, tmp_path, base_every=7, from_step=chance.randrange(8, 35), kills_replica=True)
+    assert outcome.killed, outcome
+    wait_for_end(outcome.replica)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=7)
+    assert resumed_from_memory(tmp_path) == [] and last.resumed < outcome.durable
+
+
+def arrivals(failpoint):
+    return 1
+
+
+def wait_for_end(pid):
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            time.sleep(0.01)
+            continue
+        return
+    raise AssertionError(f"process {pid} is still there")

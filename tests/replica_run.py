@@ -1,0 +1,89 @@
+"""A training loop with a replica, as a process that is killed runs it. The replica is forked instead of started anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from delta.loops import make
+from holdfast import failpoints
+from holdfast.checkpointer import Checkpointer
+from holdfast.delta import host
+from survive_run import FEATURE, OPTIMIZER, digest
+
+
+class Forked:
+    """A replica's process that is a fork of this one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # this process may have other threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            self.serve(sock)
+
+    def serve(self, sock: socket.socket) -> None:
+        """In the child: nothing of the parent's stays but its end of the channel."""
+        try:
+            os.setsid()
+            failpoints._arrivals.clear()
+            descriptor = os.dup(sock.fileno())
+            null = os.open(os.devnull, os.O_RDWR)
+            for number in (0, 1, 2):
+                os.dup2(null, number)
+            os.dup2(descriptor, 3)
+            os.closerange(4, 1024)
+            host.main(3)
+        finally:
+            os._exit(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired("replica", timeout or 0)
+            time.sleep(0.002)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def train(
+    root: str,
+    steps: int,
+    *,
+    feature: str = FEATURE,
+    said: Callable[..., None] = lambda **_: None,
+    acknowledge: Callable[[int], None] = lambda step: None,
+    linger_seconds: float = 20.0,
+    unit_bytes: int = 100,
+    **options: Any,
+) -> None:
+    """Resume and train to ``steps``. Says the step resumed from, every step that survives this process, and the digest
+    at the end."""
+    from holdfast import checkpointer as module
+    from holdfast.delta import bases, replica
+
+    bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
+    replica.LINGER_SECONDS, replica.start_process = linger_seconds, Forked
+    loop = make(OPTIMIZER, feature)
+    with Checkpointer(
+        root, model=loop.model, optimizer=loop.optimizers, replica=True, **loop.things, **options
+    ) as checkpointer:
+        done = checkpointer.resume()
+        said(resumed=done, replica=checkpointer._replica._process.pid, durable_step=checkpointer.durable_step)
+        for i in range(done, steps):
+            loop.iteration(i, checkpointer.step)
+            said(durable_step=checkpointer.durable_step)
+            acknowledge(checkpointer.replica_step)
+        checkpointer.wait()
+    said(finished=True, losses=loop.losses, digest=digest(loop.state()))

@@ -22,6 +22,7 @@ class Forked:
     """A replica's process that is a fork of this one."""
 
     def __init__(self, sock: socket.socket) -> None:
+        self.code: int | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # this process may have other threads
             self.pid = os.fork()
@@ -45,13 +46,15 @@ class Forked:
 
     def wait(self, timeout: float | None = None) -> int:
         until = None if timeout is None else time.monotonic() + timeout
-        while True:
+        while self.code is None:
             done, status = os.waitpid(self.pid, os.WNOHANG)
             if done:
-                return os.waitstatus_to_exitcode(status)
+                self.code = os.waitstatus_to_exitcode(status)
+                break
             if until is not None and time.monotonic() > until:
                 raise subprocess.TimeoutExpired("replica", timeout or 0)
             time.sleep(0.002)
+        return self.code
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -64,12 +67,16 @@ def train(
     feature: str = FEATURE,
     said: Callable[..., None] = lambda **_: None,
     acknowledge: Callable[[int], None] = lambda step: None,
+    dies_at: int | None = None,
+    with_replica: bool = False,
+    with_child: bool = False,
     linger_seconds: float = 20.0,
     unit_bytes: int = 100,
     **options: Any,
 ) -> None:
     """Resume and train to ``steps``. Says the step resumed from, every step that survives this process, and the digest
-    at the end."""
+    at the end. Kills itself right after step ``dies_at``, and its replica before that, or with a child left that
+    has all that it had open."""
     from holdfast import checkpointer as module
     from holdfast.delta import bases, replica
 
@@ -80,10 +87,17 @@ def train(
         root, model=loop.model, optimizer=loop.optimizers, replica=True, **loop.things, **options
     ) as checkpointer:
         done = checkpointer.resume()
-        said(resumed=done, replica=checkpointer._replica._process.pid, durable_step=checkpointer.durable_step)
+        pid = checkpointer._replica._process.pid
+        said(resumed=done, replica=pid, durable_step=checkpointer.durable_step)
         for i in range(done, steps):
             loop.iteration(i, checkpointer.step)
             said(durable_step=checkpointer.durable_step)
             acknowledge(checkpointer.replica_step)
+            if i + 1 == dies_at:
+                if with_child and os.fork() == 0:
+                    time.sleep(8)
+                    os._exit(0)
+                for each in [pid] * with_replica + [os.getpid()]:
+                    os.kill(each, signal.SIGKILL)
         checkpointer.wait()
     said(finished=True, losses=loop.losses, digest=digest(loop.state()))

@@ -95,7 +95,9 @@ class Checkpointer:
             raise BadInput(f"when_behind = {when_behind!r} is not one of block, skip")
         if clip_norm is not None and not clip_norm > 0:
             raise BadInput(f"clip_norm = {clip_norm} must be more than 0")
-        if replica is not False and (after_update is not None or averages is not None or when_behind == "skip"):
+        if replica is not False and (
+            after_update is not None or averages is not None or when_behind == "skip"
+        ):
             raise BadInput(
                 "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
             )
@@ -111,11 +113,7 @@ class Checkpointer:
         self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
         self._num_slots = self._slots_that_fit()
-        self._queue = IOQueue()
-        self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
         self._events = EventLog(None if disk is not None else Path(run) / "events.jsonl")
-        kind = Tap if replica is False else LayerTap
-        self._tap = kind(self._state, self._take_slot, clip_norm)
         self._replica: Replica | None = None
         if replica is not False:
             self._replica = Replica(
@@ -123,6 +121,10 @@ class Checkpointer:
                 staging_bytes=self._staging_bytes, base_every=base_every, retain=retain, direct=direct,
                 deadline_seconds=deadline_seconds, events=self._events,
             )  # fmt: skip
+        self._queue = IOQueue()
+        self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
+        kind = Tap if replica is False else LayerTap
+        self._tap = kind(self._state, self._take_slot, clip_norm)
         self._pool: SlotPool | None = None
         self._recorder: Recorder | Replica | None = None
         self._bases: BaseMaker | None = None
@@ -265,7 +267,9 @@ class Checkpointer:
         recorder = self._usable()
         if step is not None and step > self.steps_done:
             raise BadInput(f"step {step} has not been done yet: {self.steps_done} have")
-        if self._gap or (self._replica is not None and recorder.durable_step < (self.steps_done if step is None else step)):
+        if self._gap or (
+            self._replica is not None and recorder.durable_step < (self.steps_done if step is None else step)
+        ):
             self._refuse_between()
             self._whole_base()
         recorder.wait(self.steps_done if step is None else step)

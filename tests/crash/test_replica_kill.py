@@ -3,11 +3,10 @@ goes on from there has the bits of a loop that was never killed."""
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -93,37 +92,52 @@ def test_whoever_arrives_at_a_failpoint_is_killed(server, undisturbed, tmp_path,
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint", ["before_replica_kept", "after_data_sync", "after_manifest_sync", "after_replica_kept"])
-def test_the_replica_is_killed_while_it_keeps_a_dead_trainers_state(server, undisturbed, tmp_path, failpoint):
-    outcome = run(server, tmp_path, base_every=1000, failpoint=f"{failpoint}:{arrivals(failpoint)}", kill_after=1.5)
-    assert outcome.killed, outcome
+@pytest.mark.parametrize(
+    "failpoint, whole",
+    [
+        ("before_replica_kept", False),
+        ("after_manifest_write:2", False),
+        ("after_manifest_sync:2", False),
+        ("after_manifest_rename:2", True),
+        ("after_replica_kept", True),
+    ],
+)
+def test_the_replica_is_killed_while_it_keeps_a_dead_trainers_state(
+    server, undisturbed, tmp_path, failpoint, whole
+):
+    """The first manifest that the replica writes is that of the run's beginning, the second one is in memory."""
+    outcome = run(server, tmp_path, base_every=1000, failpoint=failpoint, dies_at=25)
+    assert outcome.killed and outcome.durable == 25, outcome
     wait_for_end(outcome.replica)
     last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=1000)
-    kept = failpoint == "after_replica_kept"
-    assert (last.resumed >= outcome.durable) if kept else (last.resumed == outcome.durable_step)
+    assert last.resumed == (25 if whole else 0)
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", range(5))
-def test_both_are_killed_and_the_disk_has_its_step(server, undisturbed, tmp_path, seed):
-    chance = random.Random(seed)
-    outcome = run(server, tmp_path, base_every=7, from_step=chance.randrange(8, 35), kills_replica=True)
+def test_a_child_that_outlives_the_trainer_does_not_hide_its_death(server, undisturbed, tmp_path):
+    """A data loader's worker has the trainer's end of the channel open as well."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=20, with_child=True)
     assert outcome.killed, outcome
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 20, base_every=1000)
+    assert last.seconds < 6
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("step", [1, 8, 9, 33])
+def test_both_are_killed_and_the_disk_has_its_step(server, undisturbed, tmp_path, step):
+    outcome = run(server, tmp_path, base_every=7, dies_at=step, with_replica=True)
+    assert outcome.killed and outcome.durable == step, outcome
     wait_for_end(outcome.replica)
     last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=7)
-    assert resumed_from_memory(tmp_path) == [] and last.resumed < outcome.durable
-
-
-def arrivals(failpoint):
-    return 1
+    assert resumed_from_memory(tmp_path) == [] and last.resumed <= step
 
 
 def wait_for_end(pid):
     until = time.monotonic() + 20
     while time.monotonic() < until:
-        with suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            time.sleep(0.01)
-            continue
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.01)
+                continue
         return
     raise AssertionError(f"process {pid} is still there")

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch
 
 from holdfast import failpoints
 
-from ..errors import HoldfastError
+from ..errors import HoldfastError, RunLocked
 from ..events import EventLog
 from ..state.live import LiveState
 from ..state.progress import decode
@@ -39,6 +40,9 @@ from .replica import KEPT, SOCKET, SYNC, Fork, Terms
 from .ring import Ring
 from .script import Script
 from .tap import scale
+
+PATIENCE_SECONDS = 5.0
+"""How long the run's lock may be held by another process."""
 
 LOOK_SECONDS = 0.5
 """How often it is asked whether the trainer still lives, where a child of the trainer keeps its end open."""
@@ -60,7 +64,7 @@ class Host:
     def __init__(self, channel: Channel, terms: Terms) -> None:
         self._channel, self._terms, self._place = channel, terms, Path(terms.place)
         self._events = EventLog(Path(terms.run) / "events.jsonl")
-        self._store = LocalStore(terms.run, retain=terms.retain, direct=terms.direct)
+        self._store = self._look()
         self._listener: socket.socket | None = None
         self._state: LiveState | None = None
         self._ring: Ring | None = None
@@ -76,9 +80,9 @@ class Host:
     def serve(self) -> None:
         """Return when there is nothing left to do."""
         try:
-            self._store.enter()
+            self._enter()
             self._take_place()
-            self._channel.send({"entered": True})
+            self._say(entered=True)
             while (message := self._next()) is not None:
                 self._do(message)
                 self._go_on_with_base()
@@ -86,13 +90,27 @@ class Host:
         except BaseException as error:
             self._tell(error)
         finally:
+            if not self._kept:
+                self._leave_place(self._begun)
             self._store.close()
             self._events.close()
-        try:
-            if self._kept:
-                self._linger()
-        finally:
-            self._clean_up()
+        if self._kept:
+            self._linger()
+
+    def _enter(self) -> None:
+        """Take the run's lock. A replica whose trainer was killed as it began holds it a moment longer."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return self._store.enter()
+            except RunLocked:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+                self._store = self._look()
+
+    def _look(self) -> LocalStore:
+        return LocalStore(self._terms.run, retain=self._terms.retain, direct=self._terms.direct)
 
     def _take_place(self) -> None:
         """Make the tier ready. What an earlier replica kept stays until a state is handed over."""
@@ -110,8 +128,8 @@ class Host:
         """The next message; None when the trainer is gone, or closes."""
         assert self._listener is not None
         while not self._closing:
-            if select.select([self._listener], [], [], 0)[0]:
-                self._answer({"busy": self._terms.trainer})
+            if os.getppid() == self._terms.trainer and select.select([self._listener], [], [], 0)[0]:
+                self._answer_busy()
             try:
                 message = self._channel.receive(0.02 if self._base_under_way else LOOK_SECONDS)
             except Gone:
@@ -125,11 +143,11 @@ class Host:
                 return None
         return None
 
-    def _answer(self, about: dict[str, Any]) -> None:
+    def _answer_busy(self) -> None:
         assert self._listener is not None
         with suppress(OSError):
             asking = Channel(self._listener.accept()[0], 1.0)
-            asking.send(about)
+            asking.send({"busy": self._terms.trainer})
             asking.close()
 
     def _do(self, message: Message) -> None:
@@ -164,7 +182,7 @@ class Host:
             self._bases = BaseMaker(self._store, state)
         self._bases.watch(state)
         tier.remove(self._place / KEPT)
-        self._channel.send({"synced": True})
+        self._say(synced=True)
         if about["persist"]:
             self._begin_base()
 
@@ -173,7 +191,9 @@ class Host:
         assert self._state is not None and self._ring is not None
         if self._equal:
             record = about["about"]
-            parts = [data if place is None else self._ring.parts(place[0])[place[1]] for place in about["places"]]
+            parts = [
+                data if place is None else self._ring.parts(place[0])[place[1]] for place in about["places"]
+            ]
             self._equal = False  # until it is whole again
             failpoints.reach("before_replica_update")
             _clip(record, parts)
@@ -182,8 +202,8 @@ class Host:
             self._step, self._progress = about["step"], {**record["progress"], "values": self._state.values()}
             self._equal = record["fingerprint"] == fingerprint(self._state, self._step)
             if not self._equal:
-                self._channel.send({"drift": f"after step {self._step} its fingerprint is another one"})
-        self._channel.send({"done": about["step"], "slots": about["slots"]})
+                self._say(drift=f"after step {self._step} its fingerprint is another one")
+        self._say(done=about["step"], slots=about["slots"])
 
     def _compare(self, about: dict[str, Any]) -> None:
         """Compare some tensors, or the last of them, and make a base of a state that was found equal."""
@@ -196,7 +216,7 @@ class Host:
         if keys:
             self._equal = False
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            self._channel.send({"drift": f"at step {self._step} {keys[0]}{more} differs"})
+            self._say(drift=f"at step {self._step} {keys[0]}{more} differs")
         elif about["last"]:
             self._begin_base()
 
@@ -212,7 +232,7 @@ class Host:
         if self._base_under_way:
             self._publish()
         if self._base_step == self._step:
-            self._channel.send({"base": self._base_step})
+            self._say(base=self._base_step)
             return
         self._base_progress = {**self._progress, "values": self._state.values()}
         self._bases.begin()
@@ -232,8 +252,7 @@ class Host:
         assert self._bases is not None
         self._base_step = self._bases.publish(self._base_progress).step
         self._events.emit("base", step=self._base_step, durable_step=self._base_step)
-        with suppress(OSError):  # a trainer that is gone does not ask
-            self._channel.send({"base": self._base_step})
+        self._say(base=self._base_step)
 
     def _drop_base(self) -> None:
         if self._bases is not None:
@@ -259,37 +278,47 @@ class Host:
             if self._base_under_way:
                 self._publish()
         if self._closing:
-            self._channel.send({"closed": True})
+            self._say(closed=True)
+
+    def _say(self, **about: Any) -> None:
+        """To the trainer, if it is still there."""
+        with suppress(OSError):
+            self._channel.send(about)
 
     def _tell(self, error: BaseException) -> None:
         """The trainer, if it is still there, and the log."""
         name = type(error).__name__ if isinstance(error, HoldfastError) else "EngineFailed"
         text = str(error) if isinstance(error, HoldfastError) else f"the replica failed with {error!r}"
         self._events.emit("replica_failed", error=text, trace=traceback.format_exc())
-        with suppress(OSError):
-            self._channel.send({"error": [name, text]})
+        self._say(error=[name, text])
 
     def _linger(self) -> None:
-        """Wait for another trainer; it finds what was kept."""
+        """Wait for another trainer, which finds what was kept; clean up if none comes."""
         assert self._listener is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-        if select.select([self._listener], [], [], self._terms.linger_seconds)[0]:
-            self._begun = False  # what is there belongs to the one that asks
-            self._answer({"leaving": True})
+        with suppress(SystemExit):
+            if select.select([self._listener], [], [], self._terms.linger_seconds)[0]:
+                asking = Channel(self._listener.accept()[0], 1.0)
+                self._leave_place(False)
+                with suppress(OSError):
+                    asking.send({"leaving": True})
+                return
+        with suppress(HoldfastError):  # another process may be at work there by now
+            lock = self._store.disk.lock(LOCK, this_writer())
+            try:
+                self._leave_place(True)
+            finally:
+                lock.release()
 
-    def _clean_up(self) -> None:
+    def _leave_place(self, remove: bool) -> None:
+        """Answer nobody any more, and leave the tier as it is or remove it. Called with the run's lock, or before an
+        answer to who waits for it."""
         if self._listener is not None:
             self._listener.close()
             with suppress(FileNotFoundError):
                 (self._place / SOCKET).unlink()
-        if not self._begun:
-            return
-        with suppress(HoldfastError):  # another process may be at work there
-            lock = self._store.disk.lock(LOCK, this_writer())
-            try:
-                tier.remove(self._place)
-            finally:
-                lock.release()
+        if remove:
+            tier.remove(self._place)
 
 
 @torch.no_grad()

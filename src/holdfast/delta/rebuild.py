@@ -130,7 +130,9 @@ def _optimizer(item: dict[str, Any], parameters: dict[str, nn.Parameter]) -> tor
         for part in qualname.split("."):
             kind = getattr(kind, part)
     except (ImportError, AttributeError) as error:
-        raise BadInput(f"another process cannot import the optimizer {qualname} of {module}: {error}. {_INSTEAD}") from error
+        raise BadInput(
+            f"another process cannot import the optimizer {qualname} of {module}: {error}. {_INSTEAD}"
+        ) from error
     groups = [
         {k: [parameters[name] for name in v] if k == "params" else decode(v) for k, v in group.items()}
         for group in item["groups"]

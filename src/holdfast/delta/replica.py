@@ -109,7 +109,12 @@ class Replica:
         refuse_what_cannot_be_rebuilt(state)
         if not memory.is_dir():
             raise BadInput(f"replica: {memory} is not a directory. Give replica= one in memory (a tmpfs).")
-        self._state, self._base_every, self._deadline, self._events = state, base_every, deadline_seconds, events
+        self._state, self._base_every, self._deadline, self._events = (
+            state,
+            base_every,
+            deadline_seconds,
+            events,
+        )
         self._place = tier.place_of(run, memory)
         self._terms = Terms(
             os.path.realpath(run), str(self._place), retain, direct, staging_bytes, LINGER_SECONDS, os.getpid(),
@@ -218,7 +223,9 @@ class Replica:
                 return None
             kept = Fork(commits[0].step, *run)
             wanted = target is None or kept.step == target or (kept.step < target and not exact)
-            newest = max((ref.step for ref in store.line() if target is None or ref.step <= target), default=-1)
+            newest = max(
+                (ref.step for ref in store.line() if target is None or ref.step <= target), default=-1
+            )
             return kept if wanted and kept.step >= newest else None
         return None
 

@@ -28,7 +28,9 @@ class SharedPool(SlotPool):
         self.part_bytes = [layout.file_bytes for layout in layouts]
         disk = Disk(place)
         disk.unlink(RING)
-        disk.allocate(RING, max(1, count * self.slot_bytes))  # or a write would end the process for want of space
+        disk.allocate(
+            RING, max(1, count * self.slot_bytes)
+        )  # or a write would end the process for want of space
         self._ring = Ring(place, self.part_bytes, count)
         self.slots = [Slot(layouts, self._ring.parts(number)) for number in range(count)]
         self._free = list(self.slots)

@@ -1,4 +1,4 @@
-"""A training loop with a replica, as a process that is killed runs it. The replica is forked instead of started anew."""
+"""A training loop with a replica, as a process that is killed runs it. Replicas are forked, not started anew."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ def train(
     at the end. Kills itself right after step ``dies_at``, and its replica before that, or with a child left that
     has all that it had open."""
     from holdfast import checkpointer as module
-    from holdfast.delta import bases, replica
+    from holdfast.delta import bases, helper, replica
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
-    replica.LINGER_SECONDS, replica.start_process = linger_seconds, Forked
+    replica.LINGER_SECONDS, helper.start_process = linger_seconds, Forked
     loop = make(OPTIMIZER, feature)
     with Checkpointer(
         root, model=loop.model, optimizer=loop.optimizers, replica=True, **loop.things, **options
     ) as checkpointer:
         done = checkpointer.resume()
-        pid = checkpointer._replica._process.pid
+        pid = checkpointer._replica._helper.pid
         said(resumed=done, replica=pid, durable_step=checkpointer.durable_step)
         for i in range(done, steps):
             loop.iteration(i, checkpointer.step)

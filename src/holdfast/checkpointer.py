@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import xxhash
@@ -27,7 +27,7 @@ from .delta.layers import LayerTap
 from .delta.recorder import BOUND, Recorder, Sealed, Task
 from .delta.recovery import recover
 from .delta.replay import fingerprint
-from .delta.replica import Replica
+from .delta.replica import Replica, refuse_with_a_replica
 from .delta.script import Script
 from .delta.sigterm import SigTerm
 from .delta.slots import SlotPool
@@ -38,7 +38,6 @@ from .io.queue import IOQueue
 from .state.live import LiveState
 from .store.files import check_place
 from .store.local import LocalStore
-from .store.manifest import Point
 from .units import GiB, MiB, format_bytes, parse_bytes
 from .update.optimizer import is_elementwise
 
@@ -95,12 +94,6 @@ class Checkpointer:
             raise BadInput(f"when_behind = {when_behind!r} is not one of block, skip")
         if clip_norm is not None and not clip_norm > 0:
             raise BadInput(f"clip_norm = {clip_norm} must be more than 0")
-        if replica is not False and (
-            after_update is not None or averages is not None or when_behind == "skip"
-        ):
-            raise BadInput(
-                "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
-            )
         if disk is None:
             check_place(run)
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
@@ -116,6 +109,7 @@ class Checkpointer:
         self._events = EventLog(None if disk is not None else Path(run) / "events.jsonl")
         self._replica: Replica | None = None
         if replica is not False:
+            refuse_with_a_replica(after_update=after_update, averages=averages, when_behind=when_behind)
             self._replica = Replica(
                 run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
                 staging_bytes=self._staging_bytes, base_every=base_every, retain=retain, direct=direct,
@@ -126,7 +120,7 @@ class Checkpointer:
         kind = Tap if replica is False else LayerTap
         self._tap = kind(self._state, self._take_slot, clip_norm)
         self._pool: SlotPool | None = None
-        self._recorder: Recorder | Replica | None = None
+        self._recorder: Recorder | None = None
         self._bases: BaseMaker | None = None
         self._buffers: dict[str, str] = {}
         self._buffer_shapes = {key: tensor.shape for key, (_, tensor) in self._state.buffers().items()}
@@ -175,7 +169,7 @@ class Checkpointer:
         if self._replica is None:
             self._store.enter()
         else:
-            self._recorder = self._replica
+            self._recorder = cast(Recorder, self._replica)  # it has all of one that is used here
             self._replica.start()
         point = None
         if self._store.commits():
@@ -197,14 +191,8 @@ class Checkpointer:
         if self._replica is not None:
             self._replica.begin(point, self.steps_done, self._progress(), self._num_slots)
             self._pool = self._replica.pool
-        else:
-            self._begin(point)
-        self._scale = self._scale_now()
-        self._tap.attach()
-        self._sigterm = SigTerm.watched()
-        return self.steps_done
-
-    def _begin(self, point: Point | None) -> None:
+            self._begin_to_watch()
+            return self.steps_done
         self._store.begin(point)
         self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
         self._bases = BaseMaker(self._store, self._state)
@@ -215,6 +203,13 @@ class Checkpointer:
         if point is None:
             self._whole_base()
         self._base_step = self._store.line()[0].step
+        self._begin_to_watch()
+        return self.steps_done
+
+    def _begin_to_watch(self) -> None:
+        self._scale = self._scale_now()
+        self._tap.attach()
+        self._sigterm = SigTerm.watched()
 
     def step(self) -> None:
         """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
@@ -231,7 +226,7 @@ class Checkpointer:
         if self._sigterm is not None and self._sigterm.arrived:
             self._leave()
 
-    def _step(self, recorder: Recorder | Replica) -> None:
+    def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
         scale = self._scale_now()
         if not updates and scale >= self._scale:
@@ -369,7 +364,7 @@ class Checkpointer:
             self._replica.sync(self._state, self.steps_done, self._progress(), self._slots_that_fit())
             self._pool = self._replica.pool
             return
-        assert isinstance(self._recorder, Recorder) and self._bases is not None and self._pool is not None
+        assert self._recorder is not None and self._bases is not None and self._pool is not None
         self._give_back(updates)
         self._recorder.settle()
         self._bases.give_up()
@@ -430,7 +425,7 @@ class Checkpointer:
 
     def _stage(self) -> None:
         """Copy units of the base that is under way, as many as the time of a step and the memory allow."""
-        assert self._bases is not None and isinstance(self._recorder, Recorder)
+        assert self._bases is not None and self._recorder is not None
         bases, room = self._bases, self._staging_bytes - self._bases.memory_bytes
         if self._at_once and bases.left_bytes > self._staging_bytes:
             self._whole_base()  # no room for a copy of everything: training waits
@@ -453,7 +448,7 @@ class Checkpointer:
             self._replica.save(self.steps_done, self._progress)
             self._pool = self._replica.pool
             return
-        assert self._bases is not None and isinstance(self._recorder, Recorder)
+        assert self._bases is not None and self._recorder is not None
         self._recorder.settle()
         self._bases.give_up()
         self._buffers.clear()  # the next record follows this base, whatever was recorded before it
@@ -471,7 +466,7 @@ class Checkpointer:
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0
 
-    def _usable(self) -> Recorder | Replica:
+    def _usable(self) -> Recorder:
         self._refuse_closed()
         if isinstance(self._failure, Exception):
             raise self._failure

@@ -1,5 +1,5 @@
-"""A trainer with a replica is killed, at random moments and at every failpoint, alone or together with its replica. What
-goes on from there has the bits of a loop that was never killed."""
+"""A trainer with a replica is killed, at random moments and at every failpoint, alone or together with its replica.
+What goes on from there has the bits of a loop that was never killed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import nn
 from delta.loops import make, same
 from delta.test_replay import OPTIMIZERS, recovered
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases, host, replica, tier
+from holdfast.delta import bases, helper, host, tier
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
 from holdfast.store.local import LocalStore
@@ -34,7 +34,7 @@ def forked(monkeypatch, tmp_path):
     """Replicas are forked, and none is left: neither a process nor anything in its place."""
     memory = tmp_path / "memory"
     memory.mkdir()
-    monkeypatch.setattr(replica, "start_process", Forked)
+    monkeypatch.setattr(helper, "start_process", Forked)
     monkeypatch.setattr(tier, "MEMORY", memory)
     monkeypatch.setattr(bases, "UNIT_BYTES", 100)
     yield
@@ -276,7 +276,7 @@ def test_the_death_of_the_replica_is_an_error_that_says_what_is_durable(tmp_path
     for i in range(3):
         loop.iteration(i, checkpointer.step)
     checkpointer.wait()
-    checkpointer._replica._process.kill()
+    checkpointer._replica._helper._process.kill()
     with pytest.raises(
         ReplicaDied, match=r"was ended by signal 9 while training went on\. Step 3 is durable"
     ):
@@ -294,7 +294,7 @@ def test_a_replica_that_hangs_is_an_error_and_no_hang(tmp_path):
     loop, checkpointer = start(tmp_path, deadline_seconds=1.0)
     checkpointer.resume()
     loop.iteration(0, checkpointer.step)
-    os.kill(checkpointer._replica._process.pid, signal.SIGSTOP)
+    os.kill(checkpointer._replica._helper._process.pid, signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(WriterHung, match=r"the replica has said nothing for 1 s\. Step 0 is durable"):
         for i in range(1, 2000):
@@ -385,7 +385,7 @@ def test_a_real_process_outlives_its_session(tmp_path, monkeypatch):
         tmp_path / "run", model=loop.model, optimizer=loop.optimizers, replica=memory
     ) as checkpointer:
         assert checkpointer.resume() == 0
-        pid = checkpointer._replica._process.pid
+        pid = checkpointer._replica._helper._process.pid
         assert os.getsid(pid) == pid != os.getsid(0)
         loop.iteration(0, checkpointer.step)
     assert checkpointer.durable_step == 1 and not Path(f"/proc/{pid}").exists()

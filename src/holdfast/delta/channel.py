@@ -10,6 +10,7 @@ import json
 import select
 import socket
 import struct
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 _LENGTHS = struct.Struct("<QQ")
@@ -62,10 +63,8 @@ class Channel:
 
     def close(self) -> None:
         """Also wakes a thread that receives."""
-        try:
+        with suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other end is gone
-            pass
         self._socket.close()
 
     def _parsed(self) -> Message | None:

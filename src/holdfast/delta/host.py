@@ -10,7 +10,6 @@ whole. Started by ``replica.start_process``.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import sys
@@ -30,13 +29,14 @@ from ..state.live import LiveState
 from ..state.progress import decode
 from ..store.local import LOCK, LocalStore
 from ..store.manifest import this_writer
-from . import drift, tier
+from . import drift, kept, tier
 from .bases import BaseMaker
 from .channel import Channel, Gone, Message
+from .helper import LAST_WORD
 from .rebuild import rebuild
 from .recovery import recover
 from .replay import apply, fingerprint, tensors_of
-from .replica import KEPT, SOCKET, SYNC, Fork, Terms
+from .replica import SYNC, Terms
 from .ring import Ring
 from .script import Script
 from .tap import scale
@@ -65,7 +65,7 @@ class Host:
         self._channel, self._terms, self._place = channel, terms, Path(terms.place)
         self._events = EventLog(Path(terms.run) / "events.jsonl")
         self._store = self._look()
-        self._listener: socket.socket | None = None
+        self._door: kept.Door | None = None
         self._state: LiveState | None = None
         self._ring: Ring | None = None
         self._bases: BaseMaker | None = None
@@ -82,7 +82,7 @@ class Host:
         try:
             self._enter()
             self._take_place()
-            self._say(entered=True)
+            self._say(word="entered")
             while (message := self._next()) is not None:
                 self._do(message)
                 self._go_on_with_base()
@@ -116,20 +116,16 @@ class Host:
         """Make the tier ready. What an earlier replica kept stays until a state is handed over."""
         tier.make(self._place)
         tier.remove(self._place / SYNC)
-        with suppress(FileNotFoundError):
-            (self._place / SOCKET).unlink()
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._place / SOCKET))
-        self._listener.listen()
+        self._door = kept.Door(self._place)
 
     # What the trainer says
 
     def _next(self) -> Message | None:
         """The next message; None when the trainer is gone, or closes."""
-        assert self._listener is not None
+        assert self._door is not None
         while not self._closing:
-            if os.getppid() == self._terms.trainer and select.select([self._listener], [], [], 0)[0]:
-                self._answer_busy()
+            if os.getppid() == self._terms.trainer and self._door.knocked():
+                self._door.say_busy(self._terms.trainer)
             try:
                 message = self._channel.receive(0.02 if self._base_under_way else LOOK_SECONDS)
             except Gone:
@@ -142,13 +138,6 @@ class Host:
                     return self._channel.receive(0)
                 return None
         return None
-
-    def _answer_busy(self) -> None:
-        assert self._listener is not None
-        with suppress(OSError):
-            asking = Channel(self._listener.accept()[0], 1.0)
-            asking.send({"busy": self._terms.trainer})
-            asking.close()
 
     def _do(self, message: Message) -> None:
         about = message.about
@@ -173,7 +162,7 @@ class Host:
         self._ring = Ring(self._place, about["ring"]["part_bytes"], about["ring"]["count"])
         if "begin" in about:
             fork = about["begin"]["fork"]
-            timeline = self._store.begin(None if fork is None else Fork(**fork))
+            timeline = self._store.begin(None if fork is None else kept.Fork(**fork))
             self._run = [timeline, self._store.timelines()[0][timeline].key]
             self._base_step = -1 if fork is None else fork["step"]
             self._begun = True
@@ -181,8 +170,9 @@ class Host:
         if self._bases is None:
             self._bases = BaseMaker(self._store, state)
         self._bases.watch(state)
-        tier.remove(self._place / KEPT)
-        self._say(synced=True)
+        if not about["persist"]:
+            kept.drop(self._place)
+        self._say(word="synced")
         if about["persist"]:
             self._begin_base()
 
@@ -251,6 +241,8 @@ class Host:
     def _publish(self) -> None:
         assert self._bases is not None
         self._base_step = self._bases.publish(self._base_progress).step
+        if not self._kept:
+            kept.drop(self._place)
         self._events.emit("base", step=self._base_step, durable_step=self._base_step)
         self._say(base=self._base_step)
 
@@ -268,8 +260,8 @@ class Host:
             assert self._state is not None
             if not self._closing:
                 failpoints.reach("before_replica_kept")
-                progress = {**self._progress, "values": self._state.values(), "run": self._run}
-                tier.put(self._place / KEPT, self._state, self._step, progress)
+                progress = {**self._progress, "values": self._state.values()}
+                kept.keep(self._place, self._state, self._step, progress, self._run)
                 self._kept = True
                 failpoints.reach("after_replica_kept")
                 self._events.emit("kept", step=self._step, durable_step=self._base_step)
@@ -278,7 +270,7 @@ class Host:
             if self._base_under_way:
                 self._publish()
         if self._closing:
-            self._say(closed=True)
+            self._say(word=LAST_WORD)
 
     def _say(self, **about: Any) -> None:
         """To the trainer, if it is still there."""
@@ -294,15 +286,11 @@ class Host:
 
     def _linger(self) -> None:
         """Wait for another trainer, which finds what was kept; clean up if none comes."""
-        assert self._listener is not None
+        assert self._door is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         with suppress(SystemExit):
-            if select.select([self._listener], [], [], self._terms.linger_seconds)[0]:
-                asking = Channel(self._listener.accept()[0], 1.0)
-                self._leave_place(False)
-                with suppress(OSError):
-                    asking.send({"leaving": True})
-                return
+            if self._door.knocked(self._terms.linger_seconds):
+                return self._door.leave()
         with suppress(HoldfastError):  # another process may be at work there by now
             lock = self._store.disk.lock(LOCK, this_writer())
             try:
@@ -311,12 +299,9 @@ class Host:
                 lock.release()
 
     def _leave_place(self, remove: bool) -> None:
-        """Answer nobody any more, and leave the tier as it is or remove it. Called with the run's lock, or before an
-        answer to who waits for it."""
-        if self._listener is not None:
-            self._listener.close()
-            with suppress(FileNotFoundError):
-                (self._place / SOCKET).unlink()
+        """Answer nobody any more, and leave the tier as it is or remove it."""
+        if self._door is not None:
+            self._door.close()
         if remove:
             tier.remove(self._place)
 

@@ -40,7 +40,7 @@ class Update:
     without: list[str]
     consumed: dict[str, float]
     coefficient: Any = None
-    """As JSON, what the gradients in the slot are still to be multiplied by; None where they are as they were consumed."""
+    """As JSON, what the gradients in the slot are still to be multiplied by; None where they are as consumed."""
 
     def about(self) -> dict[str, Any]:
         """As JSON."""

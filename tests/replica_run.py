@@ -67,6 +67,7 @@ def train(
     feature: str = FEATURE,
     said: Callable[..., None] = lambda **_: None,
     acknowledge: Callable[[int], None] = lambda step: None,
+    before: int | None = None,
     dies_at: int | None = None,
     with_replica: bool = False,
     with_child: bool = False,
@@ -86,7 +87,7 @@ def train(
     with Checkpointer(
         root, model=loop.model, optimizer=loop.optimizers, replica=True, **loop.things, **options
     ) as checkpointer:
-        done = checkpointer.resume()
+        done = checkpointer.resume(before=before)
         pid = checkpointer._replica._helper.pid
         said(resumed=done, replica=pid, durable_step=checkpointer.durable_step)
         for i in range(done, steps):

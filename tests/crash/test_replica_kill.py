@@ -12,7 +12,7 @@ import pytest
 
 from fork_server import ForkServer
 from holdfast import failpoints
-from holdfast.delta import tier
+from holdfast.delta import kept, tier
 from holdfast.events import read_events
 
 STEPS = 40
@@ -123,6 +123,53 @@ def test_a_child_that_outlives_the_trainer_does_not_hide_its_death(server, undis
 
 
 @pytest.mark.crash
+def test_a_disk_that_has_gone_on_is_preferred_to_what_was_kept(server, undisturbed, tmp_path):
+    """A trainer without a replica goes on from what the dead one's replica persisted."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11)
+    assert outcome.killed and outcome.durable == 11, outcome
+    wait_for_event(tmp_path, "base", 11)
+    plain = server.run(survive=True, root=tmp_path, steps=20)
+    assert plain.finished and plain.resumed == 11, plain
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 20)
+    assert last.resumed == 20 and resumed_from_memory(tmp_path) == []
+
+
+@pytest.mark.crash
+def test_a_kept_state_that_is_damaged_is_not_used(server, undisturbed, tmp_path):
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11)
+    assert outcome.killed and outcome.durable == 11, outcome
+    wait_for_event(tmp_path, "base", 11)
+    for file in (tier.place_of(tmp_path, tier.MEMORY) / kept.KEPT / "data").iterdir():
+        data = bytearray(file.read_bytes())
+        if any(data):
+            data[-100] ^= 1
+            file.write_bytes(data)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 11)
+    assert resumed_from_memory(tmp_path) == []
+    assert "what the replica kept is not whole" in last.warnings[0]
+
+
+@pytest.mark.crash
+def test_a_replica_to_which_nobody_comes_cleans_up_and_the_disk_has_its_step(server, undisturbed, tmp_path):
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11, linger_seconds=0.3)
+    assert outcome.killed and outcome.durable == 11, outcome
+    wait_for_end(outcome.replica)
+    assert not tier.place_of(tmp_path, tier.MEMORY).exists()
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 11)
+    assert last.resumed == 11 and resumed_from_memory(tmp_path) == []
+
+
+@pytest.mark.crash
+def test_an_earlier_step_is_resumed_though_a_later_one_is_kept(server, undisturbed, tmp_path):
+    outcome = run(server, tmp_path, base_every=5, retain=9, dies_at=23)
+    assert outcome.killed and outcome.durable == 23, outcome
+    with_earlier = run(server, tmp_path, base_every=5, retain=9, before=12, dies_at=17)
+    assert with_earlier.killed and 0 < with_earlier.resumed < 12, with_earlier
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 17)
+    assert last.resumed == 17 and resumed_from_memory(tmp_path) == [17]
+
+
+@pytest.mark.crash
 @pytest.mark.parametrize("step", [1, 8, 9, 33])
 def test_both_are_killed_and_the_disk_has_its_step(server, undisturbed, tmp_path, step):
     outcome = run(server, tmp_path, base_every=7, dies_at=step, with_replica=True)
@@ -130,6 +177,13 @@ def test_both_are_killed_and_the_disk_has_its_step(server, undisturbed, tmp_path
     wait_for_end(outcome.replica)
     last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=7)
     assert resumed_from_memory(tmp_path) == [] and last.resumed <= step
+
+
+def wait_for_event(root, name, step):
+    until = time.monotonic() + 20
+    while (name, step) not in [(e["event"], e.get("step")) for e in read_events(root / "events.jsonl")]:
+        assert time.monotonic() < until, f"no {name} of step {step}"
+        time.sleep(0.01)
 
 
 def wait_for_end(pid):

@@ -14,7 +14,7 @@ from torch import nn
 
 from delta.loops import make, same
 from delta.test_replay import OPTIMIZERS, recovered
-from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer import BOUND, Checkpointer
 from holdfast.delta import bases, helper, host, tier
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
@@ -302,6 +302,33 @@ def test_a_replica_that_hangs_is_an_error_and_no_hang(tmp_path):
     with pytest.raises(WriterHung):
         checkpointer.close()
     assert time.monotonic() - started < 15
+
+
+def test_a_slow_replica_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch):
+    real = host.apply
+    monkeypatch.setattr(host, "apply", lambda *args: (time.sleep(0.2), real(*args)))
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        stalls = []
+        for i in range(14):
+            loop.iteration(i, checkpointer.step)
+            stalls.append(checkpointer.stall_seconds)
+            assert checkpointer._replica.pending <= BOUND
+        assert sorted(stalls[:6])[3] < 0.1 < min(stalls[10:])
+        checkpointer.save()
+    assert not events(tmp_path, "drift")
+
+
+def test_a_signal_to_all_processes_does_not_end_the_replica_before_the_trainer(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(checkpointer._replica._helper.pid, number)
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+    assert checkpointer.durable_step == 3
 
 
 def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypatch):

@@ -7,9 +7,11 @@ that its death cut off is not one. Sizes are bytes.
 from __future__ import annotations
 
 import json
+import queue
 import select
 import socket
 import struct
+import threading
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -25,6 +27,31 @@ class Message(NamedTuple):
 
 class Gone(Exception):
     """The other end is closed, and all that it sent has been read."""
+
+
+class Inbox:
+    """Messages as they come: read by a thread at once, so that who sends does not wait for who uses them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="holdfast-inbox", daemon=True).start()
+
+    def next(self, timeout: float) -> Message | None:
+        """The next message; None if there is none within ``timeout`` seconds. Raises ``Gone``."""
+        try:
+            message = self._messages.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if message is None:
+            raise Gone
+        return message
+
+    def _read(self) -> None:
+        with suppress(Gone):
+            while True:
+                self._messages.put(self._channel.receive())
+        self._messages.put(None)
 
 
 class Channel:

@@ -31,7 +31,7 @@ from ..store.local import LOCK, LocalStore
 from ..store.manifest import this_writer
 from . import drift, kept, tier
 from .bases import BaseMaker
-from .channel import Channel, Gone, Message
+from .channel import Channel, Gone, Inbox, Message
 from .helper import LAST_WORD
 from .rebuild import rebuild
 from .recovery import recover
@@ -63,6 +63,7 @@ class Host:
 
     def __init__(self, channel: Channel, terms: Terms) -> None:
         self._channel, self._terms, self._place = channel, terms, Path(terms.place)
+        self._inbox = Inbox(channel)
         self._events = EventLog(Path(terms.run) / "events.jsonl")
         self._store = self._look()
         self._door: kept.Door | None = None
@@ -124,18 +125,17 @@ class Host:
         """The next message; None when the trainer is gone, or closes."""
         assert self._door is not None
         while not self._closing:
-            if os.getppid() == self._terms.trainer and self._door.knocked():
+            alive = os.getppid() == self._terms.trainer
+            if alive and self._door.knocked():
                 self._door.say_busy(self._terms.trainer)
             try:
-                message = self._channel.receive(0.02 if self._base_under_way else LOOK_SECONDS)
+                message = self._inbox.next(0.02 if alive and self._base_under_way else LOOK_SECONDS)
             except Gone:
                 return None
             if message is not None:
                 return message
             self._go_on_with_base()
-            if os.getppid() != self._terms.trainer:  # what it sent before has been read
-                with suppress(Gone):
-                    return self._channel.receive(0)
+            if not alive:  # and what it had sent has been read
                 return None
         return None
 

@@ -137,7 +137,7 @@ class Replica:
     ) -> tuple[Point, list[str]]:
         """As ``recovery.recover`` from ``store``, unless an earlier replica kept a step that is at least as new."""
         odd: list[str] = []
-        found = kept.find(self._place, store, target, exact)
+        found = kept.find(self._place, store, stream, target, exact)
         if found is not None:
             try:
                 with tier.opened(self._place / kept.KEPT) as memory:
@@ -145,7 +145,7 @@ class Replica:
             except Damaged as error:
                 odd.append(f"what the replica kept is not whole: {error}")
             else:
-                durable = self._helper.durable_step = store.line()[0].step
+                durable = self._helper.durable_step = kept.newest(store, stream, target)
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
                 return found, odd
         point, more = recover(store, self._state, script, stream=stream, target=target, exact=exact)

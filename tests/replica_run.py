@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ class Forked:
     def serve(self, sock: socket.socket) -> None:
         """In the child: nothing of the parent's stays but its end of the channel."""
         try:
+            gc.freeze()  # what the parent has dropped would close descriptors that are others by then
             os.setsid()
             failpoints._arrivals.clear()
             descriptor = os.dup(sock.fileno())
@@ -41,8 +43,9 @@ class Forked:
             os.dup2(descriptor, 3)
             os.closerange(4, 1024)
             host.main(3)
-        finally:
             os._exit(0)
+        except BaseException:
+            os._exit(70)
 
     def wait(self, timeout: float | None = None) -> int:
         until = None if timeout is None else time.monotonic() + timeout

@@ -281,8 +281,8 @@ class Host:
         """The trainer, if it is still there, and the log."""
         name = type(error).__name__ if isinstance(error, HoldfastError) else "EngineFailed"
         text = str(error) if isinstance(error, HoldfastError) else f"the replica failed with {error!r}"
-        self._events.emit("replica_failed", error=text, trace=traceback.format_exc())
         self._say(error=[name, text])
+        self._events.emit("replica_failed", error=text, trace=traceback.format_exc())
 
     def _linger(self) -> None:
         """Wait for another trainer, which finds what was kept; clean up if none comes."""

@@ -10,6 +10,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from delta.loops import make
@@ -63,6 +64,14 @@ class Forked:
         os.kill(self.pid, signal.SIGKILL)
 
 
+def drifting(real: Callable[..., None], at: int, state: Any, record: Any, parts: Any) -> None:
+    """Do a step, and change the state behind its back after the step ``at``."""
+    real(state, record, parts)
+    count = next(iter(state.optimizers[0].state.values()))["step"]
+    if count == at:
+        state.parameters[1].parameter.data.add_(1.0)
+
+
 def train(
     root: str,
     steps: int,
@@ -74,6 +83,7 @@ def train(
     dies_at: int | None = None,
     with_replica: bool = False,
     with_child: bool = False,
+    drifts_at: int | None = None,
     linger_seconds: float = 20.0,
     unit_bytes: int = 100,
     **options: Any,
@@ -85,6 +95,8 @@ def train(
     from holdfast.delta import bases, helper, replica
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
+    if drifts_at is not None:
+        host.apply = partial(drifting, host.apply, drifts_at)
     replica.LINGER_SECONDS, helper.start_process = linger_seconds, Forked
     loop = make(OPTIMIZER, feature)
     with Checkpointer(

@@ -150,6 +150,16 @@ def test_a_kept_state_that_is_damaged_is_not_used(server, undisturbed, tmp_path)
 
 
 @pytest.mark.crash
+def test_a_replica_that_has_drifted_is_not_kept(server, undisturbed, tmp_path):
+    """The trainer dies before it hears of it."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11, drifts_at=11)
+    assert outcome.killed and outcome.durable == 11, outcome
+    wait_for_end(outcome.replica)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 0)
+    assert last.resumed == 0 and resumed_from_memory(tmp_path) == []
+
+
+@pytest.mark.crash
 def test_a_replica_to_which_nobody_comes_cleans_up_and_the_disk_has_its_step(server, undisturbed, tmp_path):
     outcome = run(server, tmp_path, base_every=1000, dies_at=11, linger_seconds=0.3)
     assert outcome.killed and outcome.durable == 11, outcome

@@ -197,11 +197,14 @@ def one_moment(state):
     state.optimizers[0].state[state.parameters[1].parameter]["exp_avg_sq"].view(-1)[0] += 1e-6
 
 
-@pytest.mark.parametrize("change", [one_weight, one_moment])
-def test_a_replica_that_has_drifted_is_made_anew_and_told_of(tmp_path, drifting, change):
+@pytest.mark.parametrize(
+    "change, base_every, what", [(one_weight, 99, "fingerprint"), (one_moment, 6, "exp_avg_sq differs")]
+)
+def test_a_replica_that_has_drifted_is_made_anew_and_told_of(tmp_path, drifting, change, base_every, what):
+    """By the fingerprint after every step, or by the full comparison before a base."""
     drifting(6, change)
     states = states_of("batchnorm", steps=20)
-    loop, checkpointer = start(tmp_path, base_every=6)
+    loop, checkpointer = start(tmp_path, base_every=base_every)
     with (
         checkpointer,
         pytest.warns(UserWarning, match=r"the replica has drifted: .* is made anew from the trainer"),
@@ -211,7 +214,7 @@ def test_a_replica_that_has_drifted_is_made_anew_and_told_of(tmp_path, drifting,
             loop.iteration(i, checkpointer.step)
             checkpointer._replica.settle()
     found = events(tmp_path, "drift")
-    assert len(found) == 1 and 6 <= found[0]["step"] <= 8
+    assert len(found) == 1 and 6 <= found[0]["step"] <= 8 and what in found[0]["what"]
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 20), states[20])
 
 
@@ -285,6 +288,7 @@ def test_the_death_of_the_replica_is_an_error_that_says_what_is_durable(tmp_path
     assert checkpointer.replica_step == checkpointer.durable_step == 3
     with pytest.raises(ReplicaDied):
         checkpointer.close()
+    assert os.listdir(tier.MEMORY) == []
     loop, again = start(tmp_path)
     with again:
         assert again.resume() == 3
@@ -380,6 +384,49 @@ def test_a_parameter_that_is_trained_later_is_handed_over_anew(tmp_path):
         state = loop.state()
     assert not events(tmp_path, "drift")
     assert same(recovered(tmp_path / "run", ADAMW, "", 6), state)
+
+
+class Counting(torch.optim.Optimizer):
+    """Each update depends on all parameters, and on a count that is no tensor."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.norm() for p in parameters]).sum()
+        for p in parameters:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+            p.sub_(p.grad / norm / self.state[p]["count"])
+
+
+def test_an_optimizer_of_the_users_own_with_state_that_is_no_tensor(tmp_path):
+    loop, checkpointer = start(tmp_path, "batchnorm", Counting, retain=99)
+    states = {}
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+            states[i + 1] = loop.state()
+    assert not events(tmp_path, "drift")
+    for step, state in states.items():
+        assert same(recovered(tmp_path / "run", Counting, "batchnorm", step), state)
+
+
+def one_count(state):
+    state.optimizers[0].state[state.parameters[1].parameter]["count"] += 1
+
+
+def test_drift_of_what_is_no_tensor_is_found_too(tmp_path, drifting):
+    drifting(4, one_count)
+    loop, checkpointer = start(tmp_path, "batchnorm", Counting)
+    with checkpointer, pytest.warns(UserWarning, match="values that are no tensors differs"):
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+        checkpointer.save()
 
 
 def test_a_stale_place_of_a_dead_run_is_cleaned(tmp_path):

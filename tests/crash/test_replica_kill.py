@@ -79,6 +79,7 @@ def test_the_trainer_is_killed_at_a_failpoint(server, undisturbed, tmp_path, fai
     last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable, base_every=1000)
     if outcome.durable > 0 and outcome.killed:
         assert resumed_from_memory(tmp_path) == [last.resumed]
+        wait_for_end(outcome.replica, seconds=5)  # it was told that it may
 
 
 @pytest.mark.crash
@@ -119,7 +120,7 @@ def test_a_child_that_outlives_the_trainer_does_not_hide_its_death(server, undis
     outcome = run(server, tmp_path, base_every=1000, dies_at=20, with_child=True)
     assert outcome.killed, outcome
     last = go_on_to_the_end(server, undisturbed, tmp_path, 20, base_every=1000)
-    assert last.seconds < 6
+    assert last.seconds < 6 and resumed_from_memory(tmp_path) == [20]
 
 
 @pytest.mark.crash
@@ -155,6 +156,7 @@ def test_a_replica_that_has_drifted_is_not_kept(server, undisturbed, tmp_path):
     outcome = run(server, tmp_path, base_every=1000, dies_at=11, drifts_at=11)
     assert outcome.killed and outcome.durable == 11, outcome
     wait_for_end(outcome.replica)
+    assert not tier.place_of(tmp_path, tier.MEMORY).exists()
     last = go_on_to_the_end(server, undisturbed, tmp_path, 0)
     assert last.resumed == 0 and resumed_from_memory(tmp_path) == []
 
@@ -196,8 +198,8 @@ def wait_for_event(root, name, step):
         time.sleep(0.01)
 
 
-def wait_for_end(pid):
-    until = time.monotonic() + 20
+def wait_for_end(pid, seconds=20):
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         with suppress(FileNotFoundError, ProcessLookupError):
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":

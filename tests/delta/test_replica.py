@@ -14,10 +14,11 @@ from torch import nn
 
 from delta.loops import make, same
 from delta.test_replay import OPTIMIZERS, recovered
-from holdfast.checkpointer import BOUND, Checkpointer
-from holdfast.delta import bases, helper, host, tier
+from holdfast.checkpointer import BOUND, STREAM, Checkpointer
+from holdfast.delta import bases, helper, host, kept, layers, tier
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
+from holdfast.state.live import LiveState
 from holdfast.store.local import LocalStore
 from replica_run import Forked
 
@@ -105,15 +106,33 @@ def test_gradients_are_copied_while_backward_runs_and_not_again(tmp_path):
         assert checkpointer._tap.copied_again == 0
 
 
-def test_the_last_of_several_micro_batches_is_what_counts(tmp_path):
+def test_the_last_of_several_micro_batches_is_what_is_copied(tmp_path, monkeypatch):
+    copies, real = [], layers.copy_to
+    monkeypatch.setattr(layers, "copy_to", lambda to, grads: (copies.extend(grads), real(to, grads)))
     loop, checkpointer = start(tmp_path, "accumulate")
     with checkpointer:
         checkpointer.resume()
-        loop.iteration(0, checkpointer.step)
-        before = checkpointer._tap.copied_again
-        for i in range(1, 4):
+        for i in range(4):
             loop.iteration(i, checkpointer.step)
-        assert checkpointer._tap.copied_again == before
+            assert len(copies) == (16 if i == 0 else 4)  # by then it is known that there are four
+            copies.clear()
+        assert checkpointer._tap.copied_again == 0
+
+
+def test_gradients_that_come_after_an_optimizers_step_do_not_change_what_it_consumed(tmp_path):
+    """As of a GAN: the second loss has gradients of the first optimizer's parameters as well."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    optimizers = [ADAMW(part.parameters()) for part in model]
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizers, replica=True) as checkpointer:
+        checkpointer.resume()
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                model(torch.randn(4, 3)).pow(2).mean().backward()
+                optimizer.step()
+            checkpointer.step()
+            checkpointer.save()
+    assert not events(tmp_path, "drift")
 
 
 @pytest.mark.parametrize(
@@ -440,6 +459,34 @@ def test_a_stale_place_of_a_dead_run_is_cleaned(tmp_path):
         assert checkpointer.resume() == 0
         loop.iteration(0, checkpointer.step)
         assert os.listdir(place) == ["socket"]
+
+
+def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
+    loop, checkpointer = start(tmp_path, base_every=2, retain=9)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(6):
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+    state, place = LiveState(loop.model, loop.optimizers), tmp_path / "place"
+    with LocalStore.open(tmp_path / "run", retain=9) as store:
+
+        def found(target=None, exact=False):
+            fork = kept.find(place, store, STREAM, target, exact)
+            return None if fork is None else fork.step
+
+        key = store.timelines()[0][1].key
+        assert found() is None
+        for step, its_key, counts in ((9, key, True), (6, key, True), (5, key, False), (9, "another", False)):
+            kept.keep(place, state, step, {"values": {}}, [1, its_key])
+            assert found() == (step if counts else None)
+        kept.keep(place, state, 9, {"values": {}}, [1, key])
+        assert [found(8), found(9, exact=True), found(10, exact=True), found(10)] == [None, 9, None, 9]
+        store.begin(kept.Fork(9, 1, key))  # by a trainer that died then
+        assert found() == 9
+        store.begin(kept.Fork(4, 1, key))
+        assert found() is None
+    kept.drop(place)
 
 
 def test_a_place_of_somebody_else_is_refused(tmp_path):

@@ -27,7 +27,6 @@ class SharedPool(SlotPool):
         self.place = place
         self.part_bytes = [layout.file_bytes for layout in layouts]
         disk = Disk(place)
-        disk.unlink(RING)
         disk.allocate(
             RING, max(1, count * self.slot_bytes)
         )  # or a write would end the process for want of space

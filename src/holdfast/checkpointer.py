@@ -9,6 +9,7 @@ replays the records. This module only joins: what is seen is ``delta.tap``, what
 from __future__ import annotations
 
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,10 @@ import xxhash
 from torch import nn
 
 from .delta import tier
+from .delta.agreement import Agreement
 from .delta.bases import BaseMaker
 from .delta.layers import LayerTap
+from .delta.ranks import Ranks, stream_of
 from .delta.recorder import BOUND, Recorder, Sealed, Task
 from .delta.recovery import recover
 from .delta.replay import fingerprint
@@ -32,19 +35,21 @@ from .delta.script import Script
 from .delta.sigterm import SigTerm
 from .delta.slots import SlotPool
 from .delta.tap import Tap, Update, gradient_layouts, image_of
-from .errors import BadInput, EngineFailed
+from .errors import BadInput, EngineFailed, RankFailed, RunMismatch
 from .events import EventLog
 from .io.queue import IOQueue
+from .state.boxes import Box
+from .state.capture import CapturedParameter
+from .state.cuts import owners
 from .state.live import LiveState
 from .store.files import check_place
 from .store.local import LocalStore
+from .store.manifest import Point, Timeline
 from .units import GiB, MiB, format_bytes, parse_bytes
 from .update.optimizer import is_elementwise
 
 BASE_BYTES_PER_STEP = 64 * MiB
 """Of a base, copied at the end of one step."""
-
-STREAM = "rank-00000"
 
 
 class Checkpointer:
@@ -92,13 +97,20 @@ class Checkpointer:
             raise BadInput(f"base_every = {base_every} must be at least 1 step")
         if when_behind not in ("block", "skip"):
             raise BadInput(f"when_behind = {when_behind!r} is not one of block, skip")
-        if clip_norm is not None and not clip_norm > 0:
-            raise BadInput(f"clip_norm = {clip_norm} must be more than 0")
         if disk is None:
             check_place(run)
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
-        self._look = partial(LiveState, model, optimizers, _by_name(averages))
+        self._ranks = Ranks.here(deadline_seconds)
+        if when_behind == "skip" and not self._ranks.alone:
+            raise BadInput(
+                'when_behind="skip" is for one process: what one of several ranks skips none can have'
+            )
+        if clip_norm is not None and not (clip_norm > 0 and self._ranks.alone):
+            raise BadInput(
+                f"clip_norm = {clip_norm} must be more than 0, and of one process: no rank has the norm"
+            )
+        self._look = partial(_look, self._ranks, model, optimizers, _by_name(averages))
         self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
@@ -106,10 +118,11 @@ class Checkpointer:
         self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
         self._num_slots = self._slots_that_fit()
-        self._events = EventLog(None if disk is not None else Path(run) / "events.jsonl")
+        events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
+        self._events = EventLog(events)
         self._replica: Replica | None = None
         if replica is not False:
-            refuse_with_a_replica(after_update=after_update, averages=averages, when_behind=when_behind)
+            refuse_with_a_replica(self._ranks, after_update, averages, when_behind)
             self._replica = Replica(
                 run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
                 staging_bytes=self._staging_bytes, base_every=base_every, retain=retain, direct=direct,
@@ -121,10 +134,11 @@ class Checkpointer:
         self._tap = kind(self._state, self._take_slot, clip_norm)
         self._pool: SlotPool | None = None
         self._recorder: Recorder | None = None
+        self._agreement: Agreement | None = None
         self._bases: BaseMaker | None = None
         self._buffers: dict[str, str] = {}
         self._buffer_shapes = {key: tensor.shape for key, (_, tensor) in self._state.buffers().items()}
-        self._base_step, self._scale = 0, 0.0
+        self._base_step, self._base_number, self._scale = 0, 0, 0.0
         self._gap = False
         self._failure: BaseException | None = None
         self._now: dict[str, Any] = {}
@@ -137,7 +151,9 @@ class Checkpointer:
 
     @property
     def durable_step(self) -> int:
-        """The newest step that survives power loss."""
+        """The newest step that survives power loss, on every rank."""
+        if self._agreement is not None:
+            return self._agreement.standing.durable_step
         return self._recorder.durable_step if self._recorder is not None else -1
 
     @property
@@ -166,50 +182,90 @@ class Checkpointer:
             raise
 
     def _resume(self, target: int | None, exact: bool) -> int:
-        if self._replica is None:
-            self._store.enter()
-        else:
-            self._recorder = cast(Recorder, self._replica)  # it has all of one that is used here
-            self._replica.start()
-        point = None
+        ranks = self._ranks
+        if self._replica is not None:
+            return self._resume_beside_replica(target, exact)
+        self._enter()
+        found = None
         if self._store.commits():
-            if self._replica is None:
-                point, odd = recover(
-                    self._store, self._state, self._script, stream=STREAM, target=target, exact=exact,
-                    after_update=self._after_update,
-                )  # fmt: skip
-            else:
-                point, odd = self._replica.recover(
-                    self._store, self._script, stream=STREAM, target=target, exact=exact
-                )
-            self.steps_done = point.step
-            for text in odd:
-                warnings.warn(f"resuming after step {point.step}: {text}", stacklevel=3)
+            found = recover(
+                self._store, self._state, self._script, ranks=ranks, target=target, exact=exact,
+                after_update=self._after_update,
+            )  # fmt: skip
+            self.steps_done = found.point.step
+            for text in found.odd:
+                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=3)
         elif target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
         self._now = self._script.now()
-        if self._replica is not None:
-            self._replica.begin(point, self.steps_done, self._progress(), self._num_slots)
-            self._pool = self._replica.pool
-            self._begin_to_watch()
-            return self.steps_done
-        self._store.begin(point)
+        self._begin(None if found is None else found.point)
         self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
-        self._bases = BaseMaker(self._store, self._state)
+        self._bases = BaseMaker(self._store, self._state, "" if ranks.alone else f"{ranks.stream}.")
         self._recorder = Recorder(
-            self._store.journal(STREAM), self._pool, durable_step=self.steps_done,
+            self._store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
             group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline,
         )  # fmt: skip
-        if point is None:
+        if not ranks.alone:
+            self._agreement = Agreement(
+                ranks, recorder=self._recorder, steps_done=lambda: self.steps_done,
+                publish=self._publish_shares, follow=self._store.follow, deadline_seconds=self._deadline,
+            )  # fmt: skip
+        if found is None or not found.same_cut:
             self._whole_base()
         self._base_step = self._store.line()[0].step
-        self._begin_to_watch()
-        return self.steps_done
-
-    def _begin_to_watch(self) -> None:
         self._scale = self._scale_now()
         self._tap.attach()
         self._sigterm = SigTerm.watched()
+        return self.steps_done
+
+    def _resume_beside_replica(self, target: int | None, exact: bool) -> int:
+        """As ``_resume``; the replica writes the run."""
+        assert self._replica is not None
+        self._recorder = cast(Recorder, self._replica)  # it has all of one that is used here
+        self._replica.start()
+        point = None
+        if self._store.commits():
+            found = self._replica.recover(self._store, self._script, target=target, exact=exact)
+            point, self.steps_done = found.point, found.point.step
+            for text in found.odd:
+                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
+        elif target:
+            raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
+        self._now = self._script.now()
+        self._replica.begin(point, self.steps_done, self._progress(), self._num_slots)
+        self._pool = self._replica.pool
+        self._scale = self._scale_now()
+        self._tap.attach()
+        self._sigterm = SigTerm.watched()
+        return self.steps_done
+
+    def _enter(self) -> None:
+        """On the first rank; the others see that they have its directory."""
+
+        def enter() -> str:
+            self._store.enter()
+            return self._store.writer()
+
+        def see() -> None:
+            if self._store.writer() != writer:
+                raise RunMismatch(
+                    f"{self._store.root} as rank {self._ranks.rank} sees it on {socket.gethostname()} is not the"
+                    f" directory that rank 0 has entered ({writer.strip()}). Give all ranks one directory on a file"
+                    " system that they share."
+                )
+
+        writer = self._ranks.first_does(enter)
+        self._ranks.all_do(see)
+
+    def _begin(self, point: Point | None) -> None:
+        """Open the timeline that continues ``point``, on the first rank; the others join it."""
+
+        def begin() -> Timeline:
+            self._store.begin(point)
+            return self._store.opened
+
+        timeline = self._ranks.first_does(begin)
+        self._ranks.all_do(lambda: self._store.join(timeline, self._ranks.rank) if self._ranks.rank else None)
 
     def step(self) -> None:
         """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
@@ -222,9 +278,11 @@ class Checkpointer:
             self._step(recorder)
         except BaseException as error:  # of this step there may be no record, so none can follow
             self._failure = error
+            self._tell(error)
             raise
-        if self._sigterm is not None and self._sigterm.arrived:
-            self._leave()
+        others_stop = self._agreement is not None and self._agreement.stopping
+        if others_stop or (self._sigterm is not None and self._sigterm.arrived):
+            self._stop()
 
     def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
@@ -267,7 +325,10 @@ class Checkpointer:
         ):
             self._refuse_between()
             self._whole_base()
-        recorder.wait(self.steps_done if step is None else step)
+        step = self.steps_done if step is None else step
+        recorder.wait(step)
+        if self._agreement is not None:
+            self._agreement.wait(step)
 
     def close(self, save: bool = True) -> None:
         """Make everything durable and leave nothing behind: no hook, no thread, no lock. A second call does nothing."""
@@ -278,16 +339,28 @@ class Checkpointer:
         if self._sigterm is not None:
             self._sigterm.restore()
         try:
-            if self._recorder is not None:
-                try:
-                    last = self._gap or (self._replica is not None and self._pool is not None)
-                    if save and last and self._failure is None and not self._tap.updates:
-                        self._whole_base()
-                finally:
-                    self._recorder.close()
+            self._finish(save)
+        except BaseException as error:
+            self._tell(error)
+            raise
         finally:
+            if self._agreement is not None:
+                self._agreement.close(orderly=save)
             if self._recorder is None or not self._recorder.is_alive:
                 self._let_go()
+
+    def _finish(self, save: bool) -> None:
+        """Make durable what is not; on every rank, unless this is the end of a failure."""
+        if self._recorder is None:
+            return
+        try:
+            last = self._gap or (self._replica is not None and self._pool is not None)
+            if save and last and self._failure is None and not self._tap.updates:
+                self._whole_base()
+        finally:
+            self._recorder.close()
+        if self._agreement is not None and save and self._failure is None:
+            self._agreement.wait(self.steps_done)
 
     def _let_go(self) -> None:
         """Of everything. Not while the recorder is at work, or hangs: what it uses, and the lock, stay as they are then
@@ -303,12 +376,26 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None:
             self.close()
         else:
+            self._tell(error)
             with suppress(Exception):
                 self.close(save=False)
+
+    def _stop(self) -> None:
+        """After a SIGTERM to any rank: end at the step at which all can."""
+        if self._agreement is not None:
+            self._agreement.tell("stop", "yes")
+            if self._agreement.wait_for_stop() > self.steps_done:
+                return
+        self._leave()
+
+    def _tell(self, error: BaseException) -> None:
+        """Every rank of what keeps this one from going on."""
+        if self._agreement is not None and not isinstance(error, RankFailed):
+            self._agreement.fail(error)
 
     def _leave(self) -> None:
         """On SIGTERM: everything is durable, and the process ends as the signal would have ended it."""
@@ -335,7 +422,7 @@ class Checkpointer:
         if changed:
             parts.append(image_of(changed))
         about["progress"] = self._now
-        about["fingerprint"] = fingerprint(self._state, self.steps_done)
+        about["fingerprint"] = fingerprint(self._state.stored, self.steps_done)
         return Sealed(self.steps_done, about, tuple(parts), tuple(slots))
 
     def _changed_buffers(self) -> dict[str, torch.Tensor]:
@@ -414,14 +501,40 @@ class Checkpointer:
             return
         assert self._bases is not None and self._recorder is not None
         bases = self._bases
+        if self._agreement is not None:
+            self._see_published()
         if self._gap:
             if not self._recorder.pending:
                 self._whole_base()
             return
-        if not bases.under_way and self.steps_done - self._base_step >= self._base_every:
+        if self._base_is_due():
             bases.begin()
         if not bases.all_staged:
             self._stage()
+
+    def _base_is_due(self) -> bool:
+        """Of several ranks the first decides, and the others follow when they see it."""
+        assert self._bases is not None
+        due = self.steps_done - self._base_step >= self._base_every and not self._bases.under_way
+        if self._agreement is None:
+            return due
+        if self._ranks.rank == 0:
+            if due:
+                self._base_number = self._agreement.begin_base()
+            return due
+        wanted = self._agreement.standing.base_wanted
+        if wanted <= self._base_number:
+            return False
+        self._base_number = wanted
+        self._bases.give_up()
+        return True
+
+    def _see_published(self) -> None:
+        """Of several ranks, the first has made the base that is under way a commit, or has not yet."""
+        assert self._bases is not None and self._agreement is not None
+        if self._bases.under_way and self._agreement.standing.published >= self._base_number > 0:
+            self._bases.published()
+            self._base_step = self._store.line()[0].step
 
     def _stage(self) -> None:
         """Copy units of the base that is under way, as many as the time of a step and the memory allow."""
@@ -439,6 +552,10 @@ class Checkpointer:
     def _publish(self, progress: dict[str, Any]) -> None:
         """Make the base a commit. Called when the records up to it are durable."""
         assert self._bases is not None
+        if self._agreement is not None:
+            share = self._bases.share(progress)
+            self._agreement.share(self._base_number, share.step, share.ref)
+            return
         self._base_step = self._bases.publish(progress).step
         self._events.emit("base", step=self._base_step, durable_step=self.durable_step)
 
@@ -456,9 +573,32 @@ class Checkpointer:
         while not self._bases.all_staged:
             self._bases.stage(self.steps_done, BASE_BYTES_PER_STEP)
             self._bases.wait()
-        self._publish(self._progress())
+        if self._ranks.alone:
+            self._publish(self._progress())
+        else:
+            self._publish_together()
         self._gap = False
         self._recorder.restart(self.steps_done)
+        if self._agreement is not None:
+            self._agreement.wait(self.steps_done)
+
+    def _publish_together(self) -> None:
+        """Make the base, which all ranks have at the same step, a commit. Called on all of them."""
+        assert self._bases is not None and self._agreement is not None
+        bases = self._bases
+        refs = self._ranks.all_do(lambda: bases.share(self._progress()).ref)
+        with self._agreement.no_other_base():
+            self._ranks.first_does(lambda: self._publish_shares(refs))
+        if self._ranks.rank:
+            self._store.follow()
+        bases.published()
+        self._base_step = self.steps_done
+
+    def _publish_shares(self, refs: list[dict[str, Any]]) -> None:
+        """On the first rank: make a commit of what the ranks have."""
+        manifest = self._store.publish_shares({stream_of(rank): ref for rank, ref in enumerate(refs)})
+        self._store.prune_journal()
+        self._events.emit("base", step=manifest.step, durable_step=self.durable_step)
 
     def _progress(self) -> dict[str, Any]:
         return {**self._now, "values": self._state.values()}
@@ -474,6 +614,8 @@ class Checkpointer:
             raise EngineFailed(
                 f"step() was interrupted. Step {self.durable_step} is durable: make another Checkpointer to resume"
             )
+        if self._agreement is not None:
+            self._agreement.check()
         if self._recorder is None:
             raise BadInput("call resume() before the first step: it begins or continues the run")
         return self._recorder
@@ -488,6 +630,24 @@ class Checkpointer:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineFailed(f"the checkpointer of {self._store.root} is closed; make another to resume")
+
+
+def _look(ranks: Ranks, *given: Any) -> LiveState:
+    """The state as it is now, of which this rank stores its part. Called on all ranks."""
+    made: list[LiveState] = []
+
+    def held() -> dict[str, tuple[Box, int]]:
+        made.append(state := LiveState(*given))
+        return {p.name: (state.boxes[p.name], _bytes_of(p, state)) for p in state.parameters}
+
+    parts = ranks.all_do(held)
+    if not ranks.alone:
+        made[0].store_only(owners(parts)[ranks.rank])
+    return made[0]
+
+
+def _bytes_of(parameter: CapturedParameter, state: LiveState) -> int:
+    return state.boxes[parameter.name].elements * parameter.parameter.element_size()
 
 
 def _by_name(averages: nn.Module | Mapping[str, nn.Module] | None) -> Mapping[str, nn.Module]:

@@ -106,6 +106,10 @@ class WriterHung(HoldfastError):
     """Nothing was written for longer than the deadline. What was acknowledged before is still durable."""
 
 
+class RankFailed(HoldfastError):
+    """Another rank of the training failed, ended, or does not answer. The text names it."""
+
+
 class ReplicaDied(HoldfastError):
     """The process that holds the replica has ended. What it had persisted is still durable."""
 

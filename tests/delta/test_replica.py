@@ -14,7 +14,7 @@ from torch import nn
 
 from delta.loops import make, same
 from delta.test_replay import OPTIMIZERS, recovered
-from holdfast.checkpointer import BOUND, STREAM, Checkpointer
+from holdfast.checkpointer import BOUND, Checkpointer
 from holdfast.delta import bases, helper, host, kept, layers, tier
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
@@ -472,7 +472,7 @@ def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
     with LocalStore.open(tmp_path / "run", retain=9) as store:
 
         def found(target=None, exact=False):
-            fork = kept.find(place, store, STREAM, target, exact)
+            fork = kept.find(place, store, target, exact)
             return None if fork is None else fork.step
 
         key = store.timelines()[0][1].key

@@ -22,7 +22,7 @@ from ..state.live import BUFFERS, Held, LiveState
 from ..store.generations import Generations
 from ..store.layout import Layout
 from ..store.local import LocalStore
-from ..store.manifest import Manifest
+from ..store.manifest import Manifest, Share
 from ..units import MiB
 
 UNIT_BYTES = 64 * MiB
@@ -47,10 +47,10 @@ class _Staged:
 
 
 class BaseMaker:
-    """Makes one base at a time. All but the writing happens on the training thread."""
+    """Makes one base at a time, or ``prefix``'s part of one. All but the writing happens on the training thread."""
 
-    def __init__(self, store: LocalStore, state: LiveState) -> None:
-        self._store, self._state = store, state
+    def __init__(self, store: LocalStore, state: LiveState, prefix: str = "") -> None:
+        self._store, self._state, self._prefix = store, state, prefix
         self._units: list[_Unit] = []
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, Atom] = {}
@@ -94,7 +94,7 @@ class BaseMaker:
             for unit in self._units:
                 self._store.drop_unit(unit.files)
             self._units = [self._unit(number, group, owned) for number, group in enumerate(_groups(owned))]
-            self._index = self._store.put_index(_index_of(self._units, owned))
+            self._index = self._store.put_index(_index_of(self._units, owned, self._state))
             self._atoms = atoms
         self._left, self._staged = list(self._units), []
 
@@ -126,13 +126,26 @@ class BaseMaker:
     def publish(self, progress: dict[str, Any]) -> Manifest:
         """Make the base a commit of ``step``, of which ``progress`` is, once its units are written. Durable when this
         returns."""
-        files = {s.unit.name: (s.generation, s.future.result()) for s in self._staged}
-        steps = {s.unit.name: s.step for s in self._staged}
-        manifest = self._store.publish(self.step, files, self._index, progress, steps)
+        manifest = self._store.publish(self.step, *self._written(progress))
         self._store.prune_journal()
         self._free_written()
         self._staged = []
         return manifest
+
+    def share(self, progress: dict[str, Any]) -> Share:
+        """Instead of ``publish``, this rank's part of a commit of all ranks. Durable when this returns."""
+        return self._store.share(self.step, *self._written(progress))
+
+    def published(self) -> None:
+        """The first rank has made the base, whose part was shared, a commit."""
+        for staged in self._staged:
+            staged.unit.files.release(staged.generation)
+        self._free_written()
+        self._staged = []
+
+    def _written(self, progress: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
+        files = {s.unit.name: (s.generation, s.future.result()) for s in self._staged}
+        return files, self._index, progress, {s.unit.name: s.step for s in self._staged}
 
     def give_up(self) -> None:
         """Forget a base that was begun. Returns when nothing of it is under way."""
@@ -143,7 +156,7 @@ class BaseMaker:
         self._free_written()
 
     def _owned(self) -> dict[str, Held]:
-        owned = {p.name: self._state.owned(p) for p in self._state.parameters}
+        owned = {p.name: self._state.owned(p) for p in self._state.stored}
         buffers = self._state.buffers()
         return {**owned, BUFFERS: buffers} if buffers else owned
 
@@ -152,7 +165,9 @@ class BaseMaker:
         atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
         layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
         form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-        files = self._store.unit(f"unit_{number:03d}-{form}", layout, copies=self._store.retain + 1)
+        files = self._store.unit(
+            f"{self._prefix}unit_{number:03d}-{form}", layout, copies=self._store.retain + 1
+        )
         files.create()
         return _Unit(files.name, owners, files)
 
@@ -180,15 +195,18 @@ def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _index_of(units: Sequence[_Unit], owned: dict[str, Held]) -> dict[str, Any]:
+def _index_of(units: Sequence[_Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
     atoms: dict[str, Any] = {}
     for unit in units:
         for owner in unit.owners:
             for key, (atom, _) in owned[owner].items():
-                box = Box.whole(atom.shape).to_json()
+                shape, box = state.place_of(atom)
+                local = Box.whole(atom.shape)
                 atoms[key] = {
-                    "name": atom.name, "slot": atom.slot, "shape": list(atom.shape), "dtype": atom.dtype,
-                    "fragments": [{"unit": unit.name, "key": key, "global": box, "local": box}],
+                    "name": atom.name, "slot": atom.slot, "shape": list(shape), "dtype": atom.dtype,
+                    "fragments": [
+                        {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}
+                    ],
                 }  # fmt: skip
     return {"version": 1, "atoms": atoms}
 

@@ -12,7 +12,7 @@ Digests = dict[str, dict[str, str]]
 
 
 def owners(state: LiveState) -> list[str]:
-    return [*(p.name for p in state.parameters), BUFFERS]
+    return [*(p.name for p in state.stored), BUFFERS]
 
 
 def digests(state: LiveState, owner: str) -> dict[str, str]:

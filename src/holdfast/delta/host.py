@@ -33,6 +33,7 @@ from . import drift, kept, tier
 from .bases import BaseMaker
 from .channel import Channel, Gone, Inbox, Message
 from .helper import LAST_WORD
+from .ranks import Ranks
 from .rebuild import rebuild
 from .recovery import recover
 from .replay import apply, fingerprint, tensors_of
@@ -46,9 +47,6 @@ PATIENCE_SECONDS = 5.0
 
 LOOK_SECONDS = 0.5
 """How often it is asked whether the trainer still lives, where a child of the trainer keeps its end open."""
-
-STREAM = "none"
-"""A tier has no records."""
 
 
 class _NoScript(Script):
@@ -156,7 +154,7 @@ class Host:
         state = rebuild(about["sync"])
         with tier.opened(self._place / SYNC) as store:
             self._progress = store.load(store.line()[0]).progress
-            recover(store, state, _NoScript(state.optimizers, {}), stream=STREAM)
+            recover(store, state, _NoScript(state.optimizers, {}), ranks=Ranks())
         if self._ring is not None:
             self._ring.close()
         self._ring = Ring(self._place, about["ring"]["part_bytes"], about["ring"]["count"])
@@ -190,7 +188,7 @@ class Host:
             apply(self._state, record, parts)
             failpoints.reach("after_replica_update")
             self._step, self._progress = about["step"], {**record["progress"], "values": self._state.values()}
-            self._equal = record["fingerprint"] == fingerprint(self._state, self._step)
+            self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step)
             if not self._equal:
                 self._say(drift=f"after step {self._step} its fingerprint is another one")
         self._say(done=about["step"], slots=about["slots"])

@@ -15,11 +15,11 @@ from typing import Any
 
 from ..errors import Damaged, RunLocked
 from ..state.live import LiveState
-from ..store.chain import chain_of, read_journal
 from ..store.local import LocalStore
 from ..store.retention import ancestry
 from . import tier
 from .channel import Channel, Gone
+from .line import Line
 
 KEPT, SOCKET = "state", "socket"
 
@@ -43,7 +43,7 @@ def drop(place: Path) -> None:
     tier.remove(place / KEPT)
 
 
-def find(place: Path, store: LocalStore, stream: str, target: int | None, exact: bool) -> Fork | None:
+def find(place: Path, store: LocalStore, target: int | None, exact: bool) -> Fork | None:
     """The step that is kept, if it is wanted, on the current line of the run in ``store``, and not older than what
     that has. Whether it is whole shows when it is loaded."""
     if not (place / KEPT / "commits").is_dir():
@@ -63,18 +63,17 @@ def find(place: Path, store: LocalStore, stream: str, target: int | None, exact:
         return None
     last = limits[kept.timeline]
     wanted = target is None or kept.step == target or (kept.step < target and not exact)
-    if not wanted or (last is not None and kept.step > last) or kept.step < newest(store, stream, target):
+    if not wanted or (last is not None and kept.step > last) or kept.step < newest(store, target):
         return None
     return kept
 
 
-def newest(store: LocalStore, stream: str, target: int | None) -> int:
+def newest(store: LocalStore, target: int | None) -> int:
     """The newest step, at most ``target``, that bases and records in ``store`` lead to, as far as headers say."""
-    journal = read_journal(store, stream)
     for ref in store.line():
         if target is None or ref.step <= target:
             with suppress(Damaged):
-                return chain_of(store.load(ref), journal, target).last.step
+                return Line.of(store, store.load(ref), target).step
     return -1
 
 

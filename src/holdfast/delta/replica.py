@@ -25,9 +25,10 @@ from ..store.local import LocalStore
 from ..store.manifest import Point
 from . import drift, kept, tier
 from .helper import Helper
+from .ranks import Ranks
 from .rebuild import describe, refuse_what_cannot_be_rebuilt
 from .recorder import Sealed
-from .recovery import recover
+from .recovery import Recovered, recover
 from .ring import RING, SharedPool
 from .script import Script
 from .slots import Slot
@@ -54,8 +55,13 @@ class Terms:
     failpoint: str
 
 
-def refuse_with_a_replica(*, after_update: Any, averages: Any, when_behind: str) -> None:
+def refuse_with_a_replica(ranks: Ranks, after_update: Any, averages: Any, when_behind: str) -> None:
     """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
+    if not ranks.alone:
+        raise BadInput(
+            f"replica= is for one process, and {ranks.world_size} train together: leave it out, and every step is"
+            " recorded on the disk instead"
+        )
     if after_update is not None or averages is not None or when_behind == "skip":
         raise BadInput(
             "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
@@ -132,25 +138,23 @@ class Replica:
         self._helper.send({"terms": asdict(self._terms)})
         self._helper.wait_for_word("entered")
 
-    def recover(
-        self, store: LocalStore, script: Script, *, stream: str, target: int | None, exact: bool
-    ) -> tuple[Point, list[str]]:
+    def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
         """As ``recovery.recover`` from ``store``, unless an earlier replica kept a step that is at least as new."""
         odd: list[str] = []
-        found = kept.find(self._place, store, stream, target, exact)
+        found = kept.find(self._place, store, target, exact)
         if found is not None:
             try:
                 with tier.opened(self._place / kept.KEPT) as memory:
-                    recover(memory, self._state, script, stream=stream)
+                    recover(memory, self._state, script, ranks=Ranks())
             except Damaged as error:
                 odd.append(f"what the replica kept is not whole: {error}")
             else:
-                durable = self._helper.durable_step = kept.newest(store, stream, target)
+                durable = self._helper.durable_step = kept.newest(store, target)
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
-                return found, odd
-        point, more = recover(store, self._state, script, stream=stream, target=target, exact=exact)
-        self._helper.durable_step = point.step
-        return point, odd + more
+                return Recovered(found, odd)
+        recovered = recover(store, self._state, script, ranks=Ranks(), target=target, exact=exact)
+        self._helper.durable_step = recovered.point.step
+        return Recovered(recovered.point, odd + recovered.odd)
 
     def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:
         """Hand over everything at ``step``. When this returns the replica has it, and a run that begins is durable."""

@@ -154,7 +154,7 @@ def test_a_kept_state_that_is_damaged_is_not_used(server, undisturbed, tmp_path)
 def test_a_replica_that_has_drifted_is_not_kept(server, undisturbed, tmp_path):
     """The trainer dies before it hears of it."""
     outcome = run(server, tmp_path, base_every=1000, dies_at=11, drifts_at=11)
-    assert outcome.killed and outcome.durable == 11, outcome
+    assert outcome.killed and outcome.durable in (10, 11), outcome  # it may know that step 11 has drifted
     wait_for_end(outcome.replica)
     assert not tier.place_of(tmp_path, tier.MEMORY).exists()
     last = go_on_to_the_end(server, undisturbed, tmp_path, 0)

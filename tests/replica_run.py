@@ -80,6 +80,11 @@ def drifting(real: Callable[..., None], at: int, state: Any, record: Any, parts:
         state.parameters[1].parameter.data.add_(1.0)
 
 
+def slowly(real: Callable[..., None], seconds: float, *args: Any) -> None:
+    time.sleep(seconds)
+    real(*args)
+
+
 def train(
     root: str,
     steps: int,
@@ -92,6 +97,7 @@ def train(
     with_replica: bool = False,
     with_child: bool = False,
     drifts_at: int | None = None,
+    slow_seconds: float = 0.0,
     linger_seconds: float = 20.0,
     unit_bytes: int = 100,
     **options: Any,
@@ -103,6 +109,8 @@ def train(
     from holdfast.delta import bases, helper, replica
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
+    if slow_seconds:
+        host.apply = partial(slowly, host.apply, slow_seconds)
     if drifts_at is not None:
         host.apply = partial(drifting, host.apply, drifts_at)
     replica.LINGER_SECONDS, helper.start_process = linger_seconds, Forked

@@ -115,6 +115,15 @@ def test_the_replica_is_killed_while_it_keeps_a_dead_trainers_state(
 
 
 @pytest.mark.crash
+def test_what_was_handed_over_is_done_after_the_trainers_death(server, undisturbed, tmp_path):
+    """The replica is eight steps behind when the trainer dies."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=25, slow_seconds=0.05)
+    assert outcome.killed and outcome.durable == 25, outcome
+    go_on_to_the_end(server, undisturbed, tmp_path, 25, base_every=1000)
+    assert resumed_from_memory(tmp_path) == [25]
+
+
+@pytest.mark.crash
 def test_a_child_that_outlives_the_trainer_does_not_hide_its_death(server, undisturbed, tmp_path):
     """A data loader's worker has the trainer's end of the channel open as well."""
     outcome = run(server, tmp_path, base_every=1000, dies_at=20, with_child=True)

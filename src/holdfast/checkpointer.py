@@ -200,7 +200,7 @@ class Checkpointer:
         self._now = self._script.now()
         self._begin(None if found is None else found.point)
         self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
-        self._bases = BaseMaker(self._store, self._state, "" if ranks.alone else f"{ranks.stream}.")
+        self._bases = BaseMaker(self._store, self._state, ranks.prefix)
         self._recorder = Recorder(
             self._store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
             group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline,
@@ -264,6 +264,7 @@ class Checkpointer:
             self._store.begin(point)
             return self._store.opened
 
+        self._store.is_mine = self._ranks.is_mine
         timeline = self._ranks.first_does(begin)
         self._ranks.all_do(lambda: self._store.join(timeline, self._ranks.rank) if self._ranks.rank else None)
 

@@ -166,3 +166,15 @@ def test_ranks_that_see_another_directory_are_refused_before_training(world, tmp
     assert "RunMismatch" in said[1]["error"] and "one directory" in said[1]["error"]
     assert "rank 1 failed" in said[0]["error"]
     assert all("at" not in each for each in said)
+
+
+def test_no_rank_removes_files_that_another_writes(world, tmp_path):
+    """A unit of frozen parameters has one form from the first base on; every file of it stays while its rank trains."""
+    ended(world.run(2, kind="ddp", root=tmp_path, steps=60, base_every=4, retain=1, pause=0.02, unit_bytes=1))
+    with RunReader(tmp_path) as reader:
+        frozen = [u for u in reader.head().files if u.startswith("rank-00001")]
+        assert reader.verify(reader.head()) == []
+    names = [path.name for path in (tmp_path / "data").iterdir()]
+    assert all(sum(name.startswith(f"{unit}.") for name in names) == 2 for unit in frozen), names
+    ended(world.run(1, kind="ddp", root=tmp_path, steps=62, retain=1, save_at=61))
+    assert not [path.name for path in (tmp_path / "data").iterdir() if path.name.startswith("rank-")]

@@ -43,6 +43,17 @@ class Ranks:
         """The name of this rank's journal."""
         return stream_of(self.rank)
 
+    @property
+    def prefix(self) -> str:
+        """Of the names of the units that this rank stores."""
+        return "" if self.alone else f"{self.stream}."
+
+    def is_mine(self, unit: str) -> bool:
+        """Whether this rank removes the files of ``unit`` when no commit needs them: the first one also those that
+        ranks left which are there no more."""
+        others = tuple(f"{stream_of(rank)}." for rank in range(1, self.world_size))
+        return unit.startswith(self.prefix) if self.rank else not unit.startswith(others)
+
     def everyone(self, value: T) -> list[T]:
         """The ``value`` of each rank, by rank. Called on all of them."""
         if self.alone:

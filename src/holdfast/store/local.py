@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +75,8 @@ class LocalStore(RunReader):
         self._fork: Timeline | None = None
         self._timelines: dict[int, Timeline] = {}
         self._failed: BaseException | None = None
+        self.is_mine: Callable[[str], bool] = lambda unit: True
+        """Whether files of a unit of this name are this writer's to remove, and no other rank's."""
 
     @classmethod
     def open(cls, root: str | Path, **options: Any) -> LocalStore:
@@ -164,7 +166,9 @@ class LocalStore(RunReader):
 
     def follow(self) -> None:
         """Take note of what the first rank has published and retired."""
+        before = self._retained
         self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
+        self._drop_files([manifest for ref, manifest in before.items() if ref not in self._retained])
         for unit in self._units.values():
             unit.trim()
 
@@ -427,7 +431,7 @@ class LocalStore(RunReader):
             return
         for manifest in self._left:
             for name, ref in manifest.files.items():
-                if name not in self._units:
+                if name not in self._units and self.is_mine(name):
                     remove_generations(self.disk, name, ref.bytes, self._retained_files)
         self._left = []
 

@@ -16,6 +16,8 @@ from delta.loops import make, same
 from delta.test_replay import OPTIMIZERS, recovered
 from holdfast.checkpointer import BOUND, Checkpointer
 from holdfast.delta import bases, helper, host, kept, layers, tier
+from holdfast.delta.ranks import Ranks
+from holdfast.delta.replica import refuse_with_a_replica
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
 from holdfast.state.live import LiveState
@@ -271,6 +273,8 @@ def test_what_another_process_cannot_go_on_with_is_refused(tmp_path):
         Checkpointer(tmp_path / "run", optimizer=Local(model.parameters(), lr=0.1), **options)
     with pytest.raises(BadInput, match="another process cannot import"):
         Checkpointer(tmp_path / "run", optimizer=Inner(model.parameters(), lr=0.1), **options)
+    with pytest.raises(BadInput, match="is for one process, and 2 train together"):
+        refuse_with_a_replica(Ranks(0, 2, object()), None, None, "block")
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(BadInput, match="a replica cannot call after_update"):
         Checkpointer(tmp_path / "run", optimizer=plain, after_update=lambda: None, **options)

@@ -1,12 +1,19 @@
-"""What recording every step costs an ordinary training loop, beside other ways to keep every step.
+"""What it costs an ordinary training loop to keep every step, in each of the ways of ``baselines.ARMS``.
 
-    python benchmarks/survive.py [--pairs 15] [--model 124m] [--batch 4] [--arms exact save async] [--keep] [--small]
+    python benchmarks/survive.py [--models gpt2 resnet18 vgg11] [--arms none exact save ...] [--rounds 4] [--steps 40]
+                                 [--seconds 5] [--folder FOLDER] [--keep] [--small]
 
-In one process the same loop runs without anything and with each arm, in turn. Arms: ``exact``, a
-``holdfast.Checkpointer``; ``save``, ``torch.save`` of the whole state with an fsync; ``async``,
-``torch.distributed.checkpoint.async_save`` of it, after the one before has ended. Stall is the time that the training
-thread spends in the arm; overhead the median over pairs of the whole step's time against the bare loop's, which the
-arm's threads slow down as well. Prints a table and one line of JSON.
+In one process one training goes on and on, and the arms take turns on it, in another order in every round: each gets
+a fresh folder, some steps that do not count, so that what waits to be written has reached its usual length, and then
+``--steps`` steps that do, or as many as fit in ``--seconds``. So nothing that one arm still writes disturbs another. An
+arm that cannot keep up gets through few steps, and its name has a star.
+
+Stall is the time that the training thread spends in the arm or waits for it, as a share of the median step without
+any; overhead the ratio of the mean step to that without any, with its 95 % bootstrap interval, which has in it what the
+arm's threads take from training. Bytes are those that the process gave to the file system, lag the steps that would be
+lost by a kill at the end of a step, memory the process's peak above that without an arm, /dev/shm included. Holdfast
+makes bases all the time in ``gpt2`` (one every 24 steps), and every 20 steps in the others, which is more than its
+default of 100, so that few steps show their cost. Prints a table for each model and one line of JSON.
 """
 
 from __future__ import annotations
@@ -14,188 +21,239 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import statistics
+import sys
 import tempfile
 import time
-import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed.checkpoint as dcp
-from common import finish, gpt, table
+import numpy as np
+from baselines import AGAINST, ARMS, Arm
+from common import finish, table
+from trainings import TRAININGS, Training
 
-from holdfast.checkpointer import Checkpointer
-
-SIZES = {"124m": (12, 768, 50257, 256), "46m": (12, 512, 16384, 256), "tiny": (2, 64, 256, 32)}
-
-
-class Loop:
-    """A model in fp32 with AdamW; ``step`` is one optimizer step on random tokens."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        layers, width, self.vocabulary, self.context = SIZES[options.model]
-        self.batch = options.batch
-        self.model = gpt(layers, width, self.vocabulary, self.context, empty=False).train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-
-    def step(self) -> None:
-        x = torch.randint(0, self.vocabulary, (self.batch, self.context))
-        self.model(input_ids=x, labels=x).loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def state(self) -> dict:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+from holdfast.units import format_bytes
 
 
-class Exact:
-    """Every step a record."""
+@dataclass(frozen=True)
+class Plan:
+    """Of one model: rounds, steps that do not count and that do in each of them, and most seconds for either."""
 
-    def __init__(self, loop: Loop, folder: str) -> None:
-        self.checkpointer = Checkpointer(
-            folder, model=loop.model, optimizer=loop.optimizer, base_every=50, memory="6GiB"
-        )
-        self.checkpointer.resume()
-
-    def after(self) -> float:
-        self.checkpointer.step()
-        return self.checkpointer.stall_seconds
-
-    def lag(self) -> int:
-        return self.checkpointer.steps_done - self.checkpointer.durable_step
-
-    def close(self) -> None:
-        self.checkpointer.close()
+    rounds: int
+    before: int
+    steps: int
+    seconds: float
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of arms."""
 
 
-class Save:
-    """The whole state in one file, durable before the next step."""
+BASES = {"exact": {"base_every": 20}, "naive": {"base_every": 20}}
+PLANS = {
+    "gpt2": Plan(2, 3, 6, 16.0, {"exact": {"base_every": 1, "memory": "2GiB"}}),
+    "resnet18": Plan(4, 9, 40, 5.0, BASES),
+    "vgg11": Plan(4, 9, 40, 5.0, BASES),
+    "tiny": Plan(1, 1, 3, 1.0, BASES),
+}
 
-    def __init__(self, loop: Loop, folder: str) -> None:
-        self.loop, self.path = loop, os.path.join(folder, "state.pt")
 
-    def after(self) -> float:
+@dataclass
+class Block:
+    """What was measured of one arm in one round: each list has an entry per step."""
+
+    seconds: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    lags: list[int] = field(default_factory=list)
+    written_bytes: int = 0
+    peak_bytes: int = 0
+
+
+def measure(name: str, training: Training, folder: str, plan: Plan) -> Block:
+    """A turn of one arm."""
+    reset_peak()
+    place = Path(tempfile.mkdtemp(dir=folder, prefix="holdfast-bench-"))
+    arm = ARMS[name](place / "run", training, **plan.options.get(name, {}))
+    try:
+        arm.resume()
+        begin = time.perf_counter()
+        for _ in range(plan.before):
+            training.step()
+            arm.step()
+            if time.perf_counter() - begin > plan.seconds:
+                break
+        block = _counted(arm, training, plan)
+        arm.close()
+        block.peak_bytes = peak()
+    finally:
+        arm.remove()
+        place.rmdir()
+    return block
+
+
+def _counted(arm: Arm, training: Training, plan: Plan) -> Block:
+    block, before, begin = Block(), written(), time.perf_counter()
+    while len(block.seconds) < plan.steps:
         started = time.perf_counter()
-        with open(self.path + ".tmp", "wb") as file:
-            torch.save(self.loop.state(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(self.path + ".tmp", self.path)
-        return time.perf_counter() - started
-
-    def lag(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
-
-
-class Async:
-    """The whole state copied, and written by a thread; the next one waits for it."""
-
-    def __init__(self, loop: Loop, folder: str) -> None:
-        self.loop, self.folder, self.future, self.count = loop, folder, None, 0
-
-    def after(self) -> float:
-        started = time.perf_counter()
-        self.close()
-        path = os.path.join(self.folder, str(self.count % 2))
-        self.count += 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process only
-            self.future = dcp.async_save(
-                self.loop.state(), storage_writer=dcp.FileSystemWriter(path, overwrite=True), no_dist=True
-            )
-        return time.perf_counter() - started
-
-    def lag(self) -> int:
-        return int(self.future is not None and not self.future.done())
-
-    def close(self) -> None:
-        if self.future is not None:
-            self.future.result()
-            self.future = None
-
-
-ARMS = {"exact": Exact, "save": Save, "async": Async}
-
-
-def measure(options: argparse.Namespace, name: str) -> dict:
-    """Pairs of a bare step and one with the arm, two loops in turn."""
-    bare, loop = Loop(options), Loop(options)
-    folder = tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-")
-    arm = ARMS[name](loop, folder)
-    seconds: dict[str, list[float]] = {"bare": [], "arm": [], "stall": [], "lag": []}
-    for turn in range(options.pairs + 2):
-        started = time.perf_counter()
-        bare.step()
-        middle = time.perf_counter()
-        loop.step()
-        stall = arm.after()
+        training.step()
+        arm.step()
         ended = time.perf_counter()
-        if turn >= 2:
-            for key, value in (
-                ("bare", middle - started), ("arm", ended - middle), ("stall", stall), ("lag", arm.lag())
-            ):  # fmt: skip
-                seconds[key].append(value)
-    arm.close()
-    shutil.rmtree(folder)
-    ratios = [a / b for a, b in zip(seconds["arm"], seconds["bare"], strict=True)]
-    step = statistics.median(seconds["bare"])
-    stalls = sorted(value / step for value in seconds["stall"])
-    low, high = interval(ratios)
+        block.seconds.append(ended - started)
+        block.stalls.append(arm.stall_seconds)
+        block.lags.append(arm.lag)
+        if ended - begin > plan.seconds and len(block.seconds) >= 2:
+            break
+    block.written_bytes = written() - before
+    return block
+
+
+def compare(model: str, arms: list[str], plan: Plan, folder: str) -> dict[str, dict]:
+    """All arms of one model, a block of each in every round."""
+    training = TRAININGS[model]()
+    blocks: dict[str, list[Block]] = {name: [] for name in arms}
+    for _ in range(2):
+        training.step()
+    for turn in range(plan.rounds):
+        for name in random.Random(turn).sample(arms, len(arms)):
+            started = time.perf_counter()
+            blocks[name].append(measure(name, training, folder, plan))
+            took = time.perf_counter() - started
+            print(f"{model}, round {turn + 1} of {plan.rounds}: {name} took {took:.0f} s", file=sys.stderr)
+    bare = {name: blocks[AGAINST.get(name, "none")] for name in arms}
+    return {name: summary(blocks[name], bare[name]) for name in arms}
+
+
+def summary(blocks: list[Block], bare: list[Block]) -> dict[str, Any]:
+    """Of an arm's blocks, beside those of the bare loop."""
+    step = statistics.median(joined(bare, "seconds"))
+    seconds, stalls, lags = (joined(blocks, what) for what in ("seconds", "stalls", "lags"))
+    ratio = mean_ratio([b.seconds for b in blocks], [b.seconds for b in bare])
+    low, high = interval([b.seconds for b in blocks], [b.seconds for b in bare])
     return {
-        "step_seconds": step,
-        "stall_median": statistics.median(stalls),
-        "stall_p95": quantile(stalls, 0.95),
-        "stall_p99": quantile(stalls, 0.99),
-        "overhead_median": statistics.median(ratios) - 1,
+        "steps": len(seconds),
+        "step_seconds": statistics.median(seconds),
+        "stall": {q: quantile(stalls, share) / step for q, share in QUANTILES.items()},
+        "stall_mean": statistics.mean(stalls) / step,
+        "overhead": ratio - 1,
         "overhead_95": [low - 1, high - 1],
-        "overhead_p95": quantile(sorted(ratios), 0.95) - 1,
-        "lag_most": max(seconds["lag"]),
+        "step_p95": quantile(seconds, 0.95) / step - 1,
+        "bytes_per_step": round(sum(b.written_bytes for b in blocks) / len(seconds)),
+        "lag": {"median": statistics.median(lags), "most": max(lags)},
+        "memory_bytes": statistics.median(b.peak_bytes for b in blocks)
+        - statistics.median(b.peak_bytes for b in bare),
+        "keeps_up": ratio < CANNOT_KEEP_UP,
     }
 
 
-def quantile(ordered: list[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
+CANNOT_KEEP_UP = 1.5
+"""Of the bare loop's time."""
 
 
-def interval(values: list[float], rounds: int = 2000) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the median."""
-    chance = random.Random(0)
-    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(rounds))
-    return medians[int(0.025 * rounds)], medians[int(0.975 * rounds)]
+def joined(blocks: list[Block], what: str) -> list:
+    return [value for block in blocks for value in getattr(block, what)]
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def mean_ratio(arm: list[list[float]], bare: list[list[float]]) -> float:
+    """The mean over rounds of the ratio of mean steps, so that a slow round counts on both sides."""
+    return statistics.mean(float(np.mean(a) / np.mean(b)) for a, b in zip(arm, bare, strict=True))
+
+
+def interval(arm: list[list[float]], bare: list[list[float]], draws: int = 2000) -> tuple[float, float]:
+    """The 95 % bootstrap interval of ``mean_ratio``: steps are drawn anew within each round."""
+    chance = np.random.default_rng(0)
+
+    def means(rounds: list[list[float]]) -> np.ndarray:
+        return np.stack([chance.choice(r, (draws, len(r))).mean(1) for r in rounds])
+
+    low, high = np.quantile((means(arm) / means(bare)).mean(0), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def written() -> int:
+    """Bytes that this process has given to file systems on devices."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak() -> int:
+    """The most memory that was resident since ``reset_peak``."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def disk_bytes_per_second(folder: str, size: int) -> float:
+    """Of a file that is written and synced, the second time."""
+    data = os.urandom(size)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        for _ in range(2):
+            started = time.perf_counter()
+            file.seek(0)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    return size / (time.perf_counter() - started)
+
+
+def rows(found: dict[str, dict]) -> list[list[str]]:
+    head = ["", "steps", "step s", "stall %", "p95", "p99", "overhead %", "95 % interval", "step p95",
+            "bytes/step", "lag", "most", "memory"]  # fmt: skip
+    lines = [head]
+    for name, about in found.items():
+        low, high = about["overhead_95"]
+        lines.append([
+            name + ("" if about["keeps_up"] else "*"), str(about["steps"]), f"{about['step_seconds']:.3f}",
+            *(f"{100 * about['stall'][q]:.1f}" for q in QUANTILES),
+            f"{100 * about['overhead']:.1f}", f"{100 * low:.1f} to {100 * high:.1f}", f"{100 * about['step_p95']:.1f}",
+            format_bytes(about["bytes_per_step"]), f"{about['lag']['median']:g}", str(about["lag"]["most"]),
+            format_bytes(max(0, int(about["memory_bytes"]))),
+        ])  # fmt: skip
+    return lines
+
+
+def plan_of(options: argparse.Namespace, model: str) -> Plan:
+    plan = PLANS[model]
+    pick: Callable[[Any, Any], Any] = lambda given, default: default if given is None else given  # noqa: E731
+    return Plan(
+        pick(options.rounds, plan.rounds), plan.before, pick(options.steps, plan.steps),
+        pick(options.seconds, plan.seconds), plan.options,
+    )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--model", choices=SIZES, default="124m")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--models", nargs="+", choices=PLANS, default=["gpt2", "resnet18", "vgg11"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument(
+        "--rounds", type=int, help="of all arms; the default is the model's, as of the next two"
+    )
+    parser.add_argument("--steps", type=int, help="that count, of each arm in a round")
+    parser.add_argument("--seconds", type=float, help="for these")
     parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
     parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
     parser.add_argument("--small", action="store_true", help="seconds, for the tests")
     options = parser.parse_args()
     if options.small:
-        options.pairs, options.model, options.batch = 2, "tiny", 1
-    rows = [["", "step s", "stall %", "p95", "p99", "overhead %", "95 % interval", "p95", "lag"]]
+        options.models = ["tiny"]
+    folder = options.folder or tempfile.gettempdir()
+    arms = list(dict.fromkeys(["none", *(AGAINST.get(name, "none") for name in options.arms), *options.arms]))
+    rate = disk_bytes_per_second(folder, 1 << 20 if options.small else 1 << 28)
     result = {}
-    for name in options.arms:
-        found = result[name] = measure(options, name)
-        percent = [
-            f"{100 * found[key]:.1f}" for key in ("stall_median", "stall_p95", "stall_p99", "overhead_median")
-        ]
-        low, high = (100 * value for value in found["overhead_95"])
-        rows.append([name, f"{found['step_seconds']:.2f}", *percent, f"{low:.1f} to {high:.1f}",
-                     f"{100 * found['overhead_p95']:.1f}", str(found["lag_most"])])  # fmt: skip
-    print(f"{options.model}, batches of {options.batch}, {options.pairs} pairs, shares of the bare step\n")
-    table(rows)
-    finish(
-        "survive",
-        {"model": options.model, "batch": options.batch, "pairs": options.pairs, "arms": result},
-        options.keep,
-    )
+    for model in options.models:
+        result[model] = compare(model, arms, plan_of(options, model), folder)
+        print(f"{model}: shares of the step without any; * cannot keep up\n")
+        table(rows(result[model]))
+        print()
+    finish("survive", {"disk_bytes_per_second": round(rate), "models": result}, options.keep)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,7 @@ def serve() -> None:
     import torch._dynamo  # what an optimizer imports at its first step
 
     import crash_run  # noqa: F401
+    import loader_run  # noqa: F401
     import replica_run  # noqa: F401
     import survive_run  # noqa: F401
 
@@ -222,16 +223,16 @@ class _Child:
 
     def train(self) -> None:
         import crash_run
+        import loader_run
         import replica_run
         import survive_run
 
         run = dict(self.run)
-        if run.pop("replica", False):
-            replica_run.train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)
-            return
-        if run.pop("survive", False):
-            survive_run.train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)
-            return
+        trains = {"survive": survive_run.train, "loader": loader_run.train, "replica": replica_run.train}
+        for name, train in trains.items():
+            if run.pop(name, False):
+                train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)
+                return
         steps, nan_at = run.pop("steps"), run.pop("nan_at", None)
         with crash_run.acknowledging(self.acknowledge):
             engine = crash_run.engine_of(**run)

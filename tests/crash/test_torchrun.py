@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 TESTS = Path(__file__).parent.parent
 STEPS = 25
 
 
-def torchrun(kind, root, out, *arguments, killed=-1):
+def torchrun(kind, root, out, *arguments, killed=-1, pause=0.02):
     """A torchrun of the script, in a process group of its own."""
     out.mkdir(exist_ok=True)
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     with (out / "stderr").open("ab") as errors:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *arguments, str(TESTS / "dist" / "script.py"),
-             kind, str(root), str(out), str(STEPS), str(killed)],
+             kind, str(root), str(out), str(STEPS), str(killed), str(pause)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path,
                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else gloo may take addresses of the attempt before
             stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )  # fmt: skip
+
+
+def kill(node):
+    """A node with all that runs on it; its ranks are in sessions of their own."""
+    processes = [process := psutil.Process(node.pid), *process.children(recursive=True)]
+    for process in processes:
+        process.kill()
 
 
 def free_port():
@@ -86,21 +93,21 @@ def test_a_lost_node_leaves_the_others_to_go_on_with_fewer_ranks(tmp_path, kind)
         "--local-addr=127.0.0.1",
     ]  # fmt: skip
     out = tmp_path / "out"
-    nodes = [torchrun(kind, tmp_path / "run", out, *arguments)]
+    nodes = [torchrun(kind, tmp_path / "run", out, *arguments, pause=0.3)]
     time.sleep(1)
-    nodes.append(torchrun(kind, tmp_path / "run", out, *arguments))
+    nodes.append(torchrun(kind, tmp_path / "run", out, *arguments, pause=0.3))
     try:
         end = time.monotonic() + 60
         while not any(said.get("at", 0) >= 8 for said in heard(out).values()):
             assert time.monotonic() < end, (out / "stderr").read_text()[-4000:]
             time.sleep(0.05)
         assert {said["world_size"] for said in heard(out).values()} == {4}
-        os.killpg(nodes[1].pid, signal.SIGKILL)
+        kill(nodes[1])
         assert nodes[0].wait(180) == 0, (out / "stderr").read_text()[-4000:]
     finally:
         for node in nodes:
             if node.poll() is None:
-                os.killpg(node.pid, signal.SIGKILL)
+                kill(node)
             node.wait()
     said = heard(out)
     before = [each for each in said.values() if each["world_size"] == 4]

@@ -1,4 +1,5 @@
-"""An ordinary script for torchrun: ``script.py KIND ROOT OUT STEPS KILLED``. The rank KILLED kills itself once."""
+"""An ordinary script for torchrun: ``script.py KIND ROOT OUT STEPS KILLED PAUSE``. The rank KILLED kills itself once; PAUSE is
+slept after every step."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import time
 from dist.training import main
 
 if __name__ == "__main__":
-    kind, root, out, steps, killed = sys.argv[1:]
+    kind, root, out, steps, killed, pause = sys.argv[1:]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
@@ -19,4 +20,4 @@ if __name__ == "__main__":
             print(json.dumps({"time": time.time(), **what}), file=file)
 
     kill = [int(killed), 12] if first else None
-    main(rank, world_size, "env://", say, kind=kind, root=root, steps=int(steps), kill=kill, base_every=5, pause=0.02)
+    main(rank, world_size, "env://", say, kind=kind, root=root, steps=int(steps), kill=kill, base_every=5, pause=float(pause))

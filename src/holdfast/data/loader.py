@@ -1,21 +1,26 @@
 """Loaders that know where they are: a position is the number of samples consumed by all ranks together.
 
-Sample ``n`` of a run is a pure function of (seed, n), so a position means the same under any batch size,
-number of micro-batches or world size, and a run resumes in mid-epoch after all of them have changed. The
-stream has no end unless told otherwise, and a batch may straddle two epochs: no sample is dropped.
+Sample ``n`` of a run is a pure function of (seed, n), random augmentation included, so a position means the same under
+any batch size, number of workers, number of micro-batches or world size, and a run resumes in mid-epoch after all of
+them have changed. The stream has no end unless told otherwise, and a batch may straddle two epochs: none is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ..errors import BadInput, RunMismatch
 from .corpus import Corpus
+from .draws import seed_streams, streams_put_back
 from .order import sample_index
+
+OWN = ("batch_sampler", "collate_fn", "drop_last", "generator", "sampler", "shuffle")
+"""Options of torch's ``DataLoader`` that the loader has to decide."""
 
 
 class MapDataset(Protocol):
@@ -30,7 +35,18 @@ class SampleLoader:
 
     Iterating continues at the position. Of each ``batch_size * world_size`` consecutive samples rank r
     takes the r-th part. ``epochs`` ends the stream: the last batch may then be short, by the same number
-    on every rank, and up to ``world_size - 1`` samples that cannot be shared out are left.
+    on every rank, and up to ``world_size - 1`` samples that cannot be shared out are left. Rank and world size are
+    those of ``torch.distributed`` if it is initialised, else 0 of 1.
+
+    ``num_workers`` processes of torch's ``DataLoader`` read ahead; ``options`` are more of its options
+    (``pin_memory``, ``prefetch_factor``, ``multiprocessing_context``). A batch counts when it is handed out, not when
+    it is read. ``close`` ends the workers, and so do the stream's end and an error; the next batch starts them again.
+
+    Random augmentation belongs to the sample: while the dataset reads sample ``index``, the generators of ``random``,
+    NumPy and torch's CPU are seeded with (``seed``, epoch, ``index``), so that a sample is the same whatever the batch
+    size and the number of workers, and another in the next epoch. ``collate`` draws from (``seed``, number of the
+    batch's first sample). Neither moves the generators of the training script. A generator that the dataset keeps
+    for itself is not seeded, nor is that of a device.
 
     >>> loader = SampleLoader(range(5), batch_size=2, epochs=1)
     >>> sorted(value.item() for batch in loader for value in batch)
@@ -41,41 +57,80 @@ class SampleLoader:
         self,
         dataset: MapDataset,
         batch_size: int,
+        num_workers: int = 0,
         *,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
         epochs: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate,
+        **options: Any,
     ) -> None:
+        """Raises ``BadInput`` with nothing started."""
+        rank, world_size = _place(rank, world_size)
         if batch_size < 1 or not 0 <= rank < world_size:
             raise BadInput(f"batch_size {batch_size}, rank {rank} of {world_size}: not a share of a batch")
-        if len(dataset) == 0:
-            raise BadInput("the dataset has no samples")
+        if not 0 <= seed < 1 << 64:
+            raise BadInput(f"seed = {seed} must be from 0 to 2**64 - 1")
+        _check_dataset(dataset)
+        _check_options(num_workers, options)
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
         self.rank, self.world_size, self.epochs = rank, world_size, epochs
-        self.collate = collate
+        self.num_workers, self.collate = num_workers, collate
         self.consumed = 0
+        self._options = options
+        self._batches: Iterator[Any] | None = None
 
     def __iter__(self) -> SampleLoader:
         return self
 
     def __next__(self) -> Any:
-        share = self._share()
+        share = self._share(self.consumed)
         if share == 0:
             raise StopIteration
-        first = self.consumed + self.rank * share
-        size = len(self.dataset)
-        chosen = [sample_index(number, size=size, seed=self.seed) for number in range(first, first + share)]
-        batch = self.collate([self.dataset[index] for index in chosen])
+        try:
+            if self._batches is None:
+                self._batches = iter(self._reader())
+            batch = next(self._batches)
+        except BaseException:  # what was read ahead is not what comes next
+            self.close()
+            raise
         self.consumed += share * self.world_size
+        if not self._share(self.consumed):
+            self.close()
         return batch
 
-    def _share(self) -> int:
-        """Samples for each rank in the next batch."""
+    def close(self) -> None:
+        """End the workers; what they have read ahead is forgotten. The position stays."""
+        batches, self._batches = self._batches, None
+        if hasattr(
+            batches, "_shutdown_workers"
+        ):  # or they live for as long as a traceback names the iterator
+            batches._shutdown_workers()
+
+    def _reader(self) -> DataLoader:
+        """torch's loader from the position on. Its generator is its own: making an iterator draws a number."""
+        return DataLoader(
+            _Samples(self.dataset, self.seed, self.collate),
+            batch_sampler=self._numbers(self.consumed),  # type: ignore[arg-type]
+            num_workers=self.num_workers,
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),
+            **self._options,
+        )
+
+    def _numbers(self, position: int) -> Iterator[list[int]]:
+        """Of this rank's samples from ``position`` on, batch by batch."""
+        while share := self._share(position):
+            first = position + self.rank * share
+            yield list(range(first, first + share))
+            position += share * self.world_size
+
+    def _share(self, position: int) -> int:
+        """Samples for each rank in the batch at ``position``."""
         if self.epochs is None:
             return self.batch_size
-        left = self.epochs * len(self.dataset) - self.consumed
+        left = self.epochs * len(self.dataset) - position
         return max(0, min(self.batch_size, left // self.world_size))
 
     @property
@@ -95,11 +150,69 @@ class SampleLoader:
                     f"the data is not what the run was trained on: {key} was {stored}, now it is "
                     f"{self.fingerprint.get(key)}. Give the same data, or start a run in another directory."
                 )
+        self.close()
         self.seed, self.consumed = state["seed"], state["consumed"]
 
 
 loader = SampleLoader
 """``holdfast.loader``: over any map-style dataset, as one would write ``DataLoader``."""
+
+
+class _Samples(Dataset):
+    """What torch's loader reads from, in its workers or here: by numbers of samples, a whole batch at once."""
+
+    def __init__(self, dataset: MapDataset, seed: int, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.seed, self.collate = dataset, seed, collate
+
+    def __getitems__(self, numbers: Sequence[int]) -> Any:
+        with streams_put_back():
+            samples = [self._sample(number) for number in numbers]
+            seed_streams(self.seed, numbers[0])
+            return self.collate(samples)
+
+    def _sample(self, number: int) -> Any:
+        size = len(self.dataset)
+        index = sample_index(number, size=size, seed=self.seed)
+        seed_streams(self.seed, number // size, index)
+        return self.dataset[index]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """What is not given is torch.distributed's."""
+    here, of = 0, 1
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        here, of = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return here if rank is None else rank, of if world_size is None else world_size
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    ):
+        raise BadInput(
+            f"{type(dataset).__name__} has no length and no items by index, so a position in it could only be found by"
+            " reading up to it. Give a map-style dataset, or your own loader with state_dict and load_state_dict."
+        )
+    if len(dataset) == 0:
+        raise BadInput("the dataset has no samples")
+
+
+def _check_options(num_workers: int, options: dict[str, Any]) -> None:
+    if num_workers < 0:
+        raise BadInput(f"num_workers = {num_workers} must be 0 or more")
+    for name in options:
+        if name in OWN:
+            instead = (
+                "pass collate="
+                if name == "collate_fn"
+                else "the order follows from seed=, and nothing is dropped"
+            )
+            raise BadInput(f"{name}= of torch's DataLoader is not taken: {instead}")
+    DataLoader(range(1), num_workers=num_workers, **options)  # type: ignore[arg-type]
 
 
 def step_loader(

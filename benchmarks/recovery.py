@@ -1,0 +1,249 @@
+"""How long a resume takes against the number of records behind the base, and what that could take at the least.
+
+    python benchmarks/recovery.py [--models resnet18 gpt2] [--lengths 0 10 50 100 200] [--rounds 3] [--folder FOLDER]
+                                  [--keep] [--small]
+
+A run of the longest length is recorded once, with gradients that are made up, since replay does not ask where they
+come from. Each measurement resumes a copy of it (of links) at one length, in turn, from the disk and not from the page
+cache; what was recovered is compared bit for bit. ``load`` is the time at length 0: the base, its verification, and the
+preparations for training. ``replay`` is what a resume takes besides. Beside it are the optimizer's own time for as
+many steps, in the same rounds, and that of reading as many records by four threads that do nothing else; the goal is
+at most 1.2 of the larger. How long other arms load their newest state is given for comparison. Prints tables and one
+line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import xxhash
+from baselines import ARMS
+from common import finish, table
+from trainings import TRAININGS, Training
+
+from holdfast.delta.ranks import stream_of
+from holdfast.io.buffers import Buffer
+from holdfast.store.chain import read_journal
+from holdfast.store.reader import RunReader
+from holdfast.units import format_bytes
+
+LENGTHS = {"resnet18": (0, 10, 50, 100, 200), "gpt2": (0, 10, 20), "tiny": (0, 2, 5)}
+"""A record of ``gpt2`` takes half a gigabyte."""
+PEERS = ("save", "dcp", "gemini")
+CHUNK, READERS = 4 << 20, 4
+
+
+class Cheap:
+    """A training whose gradients are made up once: ``step`` is the optimizer's alone."""
+
+    def __init__(self, model: str) -> None:
+        self.training: Training = TRAININGS[model]()
+        generator = torch.Generator().manual_seed(1)
+        self.parameters = list(self.training.model.parameters())
+        self.grads = [torch.randn(p.shape, generator=generator) * 1e-3 for p in self.parameters]
+
+    def step(self) -> float:
+        """Returns the seconds."""
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            parameter.grad = grad
+        started = time.perf_counter()
+        self.training.optimizer.step()
+        seconds = time.perf_counter() - started
+        self.training.steps_done += 1
+        return seconds
+
+    def digest(self) -> str:
+        """Of parameters and optimizer state."""
+        hashed = xxhash.xxh3_64()
+        for parameter in self.parameters:
+            held = self.training.optimizer.state[parameter]
+            for tensor in (parameter.detach(), *(held[key] for key in sorted(held))):
+                hashed.update(tensor.numpy())
+        return hashed.hexdigest()
+
+
+def record(model: str, folder: Path, lengths: tuple[int, ...]) -> dict[int, str]:
+    """A run of the longest length in ``folder``. Returns digests of the state by length."""
+    cheap, digests = Cheap(model), {}
+    arm = ARMS["exact"](folder, cheap.training, base_every=10**9)
+    arm.resume()
+    for step in range(max(lengths) + 1):
+        if step in lengths:
+            digests[step] = cheap.digest()
+        if step < max(lengths):
+            cheap.step()
+            arm.step()
+    arm.close()
+    return digests
+
+
+def resume_seconds(model: str, run: Path, length: int, digest: str) -> float:
+    """Of a resume at ``length``, in a copy of the run that goes away."""
+    copy = run.with_name("copy")
+    shutil.copytree(run, copy, copy_function=os.link)
+    cheap = Cheap(model)
+    arm = ARMS["exact"](copy, cheap.training, base_every=10**9)
+    forget_pages(copy)
+    started = time.perf_counter()
+    step = arm.resume(step=length) if length else arm.resume(before=1)
+    seconds = time.perf_counter() - started
+    assert step == length and cheap.digest() == digest, f"step {length} did not come back"
+    arm.close()
+    shutil.rmtree(copy)
+    return seconds
+
+
+def reading_seconds(run: Path) -> tuple[float, int]:
+    """Of all records, one after another without a look at them, and their bytes."""
+    ends: dict[str, int] = {}
+    with RunReader(run) as reader:
+        for record in read_journal(reader, stream_of(0)).records.values():
+            ends[record.path] = record.end
+    forget_pages(run)
+    chunks = [(run / path, offset) for path, end in ends.items() for offset in range(0, end, CHUNK)]
+    with ThreadPoolExecutor(READERS) as pool:
+        buffers = [
+            Buffer(CHUNK, "reading").view for _ in range(READERS)
+        ]  # three times as fast as plain mmaps
+        started = time.perf_counter()
+        list(pool.map(_read, buffers, (chunks[reader::READERS] for reader in range(READERS))))
+        return time.perf_counter() - started, sum(ends.values())
+
+
+def _read(memory: memoryview, chunks: list[tuple[Path, int]]) -> None:
+    for path, offset in chunks:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError:  # a file system that has no direct I/O
+            fd = os.open(path, os.O_RDONLY)
+        os.preadv(fd, [memory], offset)
+        os.close(fd)
+
+
+def forget_pages(folder: Path) -> None:
+    """What the page cache holds of the files in ``folder``."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def measure(model: str, lengths: tuple[int, ...], rounds: int, folder: str) -> dict:
+    place = Path(tempfile.mkdtemp(dir=folder, prefix="holdfast-bench-"))
+    run, longest = place / "run", max(lengths)
+    try:
+        digests = record(model, run, lengths)
+        cheap = Cheap(model)
+        cheap.step()
+        resumes: dict[int, list[float]] = {length: [] for length in lengths}
+        reads, steps, nbytes = [], [], 0
+        for _ in range(rounds):
+            for length in lengths:
+                resumes[length].append(resume_seconds(model, run, length, digests[length]))
+                steps += [cheap.step() for _ in range(5)]
+            seconds, nbytes = reading_seconds(run)
+            reads.append(seconds)
+        peers = {name: peer_seconds(name, model, place) for name in PEERS}
+    finally:
+        shutil.rmtree(place)
+    load, step, read = (
+        statistics.median(resumes[0]),
+        statistics.median(steps),
+        statistics.median(reads) / longest,
+    )
+    return {
+        "load_seconds": load,
+        "record_bytes": round(nbytes / longest),
+        "optimizer_seconds_per_step": step,
+        "reading_seconds_per_record": read,
+        "lengths": {length: about(length, resumes[length], load, step, read) for length in lengths},
+        "peers": peers,
+    }
+
+
+def about(length: int, seconds: list[float], load: float, step: float, read: float) -> dict:
+    replay = statistics.median(seconds) - load
+    least = length * max(step, read)
+    return {
+        "resume_seconds": statistics.median(seconds),
+        "replay_seconds": replay,
+        "optimizer_seconds": length * step,
+        "reading_seconds": length * read,
+        "ratio": replay / least if least else None,
+    }
+
+
+def peer_seconds(name: str, model: str, place: Path) -> float:
+    """To load the newest state of another arm."""
+    cheap = Cheap(model)
+    arm = ARMS[name](place / name, cheap.training)
+    arm.resume()
+    for _ in range(2):
+        cheap.step()
+        arm.step()
+    arm.close()
+    again = ARMS[name](place / name, TRAININGS[model]())
+    forget_pages(place / name)
+    try:
+        started = time.perf_counter()
+        assert again.resume() == 2
+        return time.perf_counter() - started
+    finally:
+        again.close()
+        again.remove()
+
+
+def rows(found: dict) -> list[list[str]]:
+    lines = [["records", "resume s", "replay s", "optimizer s", "reading s", "of the larger"]]
+    for length, about_it in found["lengths"].items():
+        seconds = ("resume_seconds", "replay_seconds", "optimizer_seconds", "reading_seconds")
+        ratio = about_it["ratio"]
+        lines.append(
+            [
+                str(length),
+                *(f"{about_it[key]:.2f}" for key in seconds),
+                "" if ratio is None else f"{ratio:.2f}",
+            ]
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=LENGTHS, default=["resnet18", "gpt2"])
+    parser.add_argument("--lengths", nargs="+", type=int, help="of all models; 0 is among them in any case")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
+    parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
+    parser.add_argument("--small", action="store_true", help="seconds, for the tests")
+    options = parser.parse_args()
+    if options.small:
+        options.models, options.rounds = ["tiny"], 1
+    result = {}
+    for model in options.models:
+        lengths = tuple(sorted({0, *(options.lengths or LENGTHS[model])}))
+        found = result[model] = measure(
+            model, lengths, options.rounds, options.folder or tempfile.gettempdir()
+        )
+        print(f"{model}: records of {format_bytes(found['record_bytes'])}, {options.rounds} rounds\n")
+        table(rows(found))
+        print(
+            "\n"
+            + ", ".join(f"{name} loads in {value:.2f} s" for name, value in found["peers"].items())
+            + "\n"
+        )
+    finish("recovery", {"rounds": options.rounds, "models": result}, options.keep)
+
+
+if __name__ == "__main__":
+    main()

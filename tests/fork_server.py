@@ -54,6 +54,10 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
     stacks: str = ""
     """Of all its threads, if it said nothing for too long."""
+    replica: int = 0
+    """The process of its replica, where it has one."""
+    durable_step: int = -1
+    """Beside a replica: the newest step that it knew to survive power loss. What it acknowledges survives itself."""
 
     @property
     def durable(self) -> int:
@@ -118,6 +122,7 @@ def serve() -> None:
 
     import crash_run  # noqa: F401
     import loader_run  # noqa: F401
+    import replica_run  # noqa: F401
     import survive_run  # noqa: F401
 
     torch.set_num_threads(1)
@@ -219,10 +224,12 @@ class _Child:
     def train(self) -> None:
         import crash_run
         import loader_run
+        import replica_run
         import survive_run
 
         run = dict(self.run)
-        for name, train in (("survive", survive_run.train), ("loader", loader_run.train)):
+        trains = {"survive": survive_run.train, "loader": loader_run.train, "replica": replica_run.train}
+        for name, train in trains.items():
             if run.pop(name, False):
                 train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)
                 return

@@ -16,20 +16,23 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import xxhash
 from torch import nn
 
+from .delta import tier
 from .delta.agreement import Agreement
 from .delta.bases import BaseMaker
 from .delta.codecs import Codec, Exact
+from .delta.layers import LayerTap
 from .delta.line import uses_feedback
 from .delta.ranks import Ranks, stream_of
 from .delta.recorder import BOUND, Recorder, Sealed, Task
 from .delta.recovery import recover
 from .delta.replay import fingerprint
+from .delta.replica import Replica, refuse_with_a_replica
 from .delta.script import Script
 from .delta.sigterm import SigTerm
 from .delta.slots import SlotPool
@@ -65,6 +68,10 @@ class Checkpointer:
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
     consumes.
+
+    With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script.
+    ``replica`` has a second process do every step as well, in host memory that outlives this one, instead of recording
+    steps on the disk, which then has bases only; a path is where it keeps things in memory instead of ``/dev/shm``.
     """
 
     def __init__(
@@ -85,6 +92,8 @@ class Checkpointer:
         when_behind: Literal["block", "skip"] = "block",
         deadline_seconds: float = 300.0,
         direct: bool = True,
+        clip_norm: float | None = None,
+        replica: bool | str | Path = False,
         disk: Any = None,
     ) -> None:
         """Raises ``BadInput`` and its kin with nothing written."""
@@ -113,6 +122,10 @@ class Checkpointer:
             raise BadInput(
                 f"{self._codec} is for one process so far: several ranks record with holdfast.Exact()"
             )
+        if clip_norm is not None and not (clip_norm > 0 and self._ranks.alone):
+            raise BadInput(
+                f"clip_norm = {clip_norm} must be more than 0, and of one process: no rank has the norm"
+            )
         self._look = partial(_look, self._ranks, model, optimizers, _by_name(averages), {})
         self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
@@ -121,11 +134,20 @@ class Checkpointer:
         self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
         self._num_slots = self._slots_that_fit()
-        self._queue = IOQueue()
-        self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
         events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
         self._events = EventLog(events)
-        self._tap = Tap(self._state, self._codec, self._take_slot)
+        self._replica: Replica | None = None
+        if replica is not False:
+            refuse_with_a_replica(self._ranks, self._codec, after_update, averages, when_behind)
+            self._replica = Replica(
+                run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
+                staging_bytes=self._staging_bytes, base_every=base_every, retain=retain, direct=direct,
+                deadline_seconds=deadline_seconds, events=self._events,
+            )  # fmt: skip
+        self._queue = IOQueue()
+        self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
+        kind = Tap if replica is False else LayerTap
+        self._tap = kind(self._state, self._codec, self._take_slot, clip_norm)
         self._pool: SlotPool | None = None
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
@@ -152,6 +174,11 @@ class Checkpointer:
         if self._agreement is not None:
             return self._agreement.standing.durable_step
         return self._recorder.durable_step if self._recorder is not None else -1
+
+    @property
+    def replica_step(self) -> int:
+        """The newest step that survives the death of this process; without a replica that is the ``durable_step``."""
+        return self.durable_step if self._replica is None else self._replica.replica_step
 
     def resume(
         self,
@@ -188,6 +215,8 @@ class Checkpointer:
 
     def _resume(self, target: int | None, exact: bool, continuing: bool) -> int:
         ranks = self._ranks
+        if self._replica is not None:
+            return self._resume_beside_replica(target, exact)
         self._enter()
         found = None
         if self._store.commits():
@@ -217,6 +246,27 @@ class Checkpointer:
         if found is None or not found.same_cut:
             self._whole_base()
         self._base_step = self._store.line()[0].step
+        self._scale = self._scale_now()
+        self._tap.attach()
+        self._sigterm = SigTerm.watched()
+        return self.steps_done
+
+    def _resume_beside_replica(self, target: int | None, exact: bool) -> int:
+        """As ``_resume``; the replica writes the run."""
+        assert self._replica is not None
+        self._recorder = cast(Recorder, self._replica)  # it has all of one that is used here
+        self._replica.start()
+        point = None
+        if self._store.commits():
+            found = self._replica.recover(self._store, self._script, target=target, exact=exact)
+            point, self.steps_done = found.point, found.point.step
+            for text in found.odd:
+                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
+        elif target:
+            raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
+        self._now = self._script.now()
+        self._replica.begin(point, self.steps_done, self._progress(), self._num_slots)
+        self._pool = self._replica.pool
         self._scale = self._scale_now()
         self._tap.attach()
         self._sigterm = SigTerm.watched()
@@ -318,7 +368,9 @@ class Checkpointer:
         recorder = self._usable()
         if step is not None and step > self.steps_done:
             raise BadInput(f"step {step} has not been done yet: {self.steps_done} have")
-        if self._gap:
+        if self._gap or (
+            self._replica is not None and recorder.durable_step < (self.steps_done if step is None else step)
+        ):
             self._refuse_between()
             self._whole_base()
         step = self.steps_done if step is None else step
@@ -362,7 +414,8 @@ class Checkpointer:
         """Where the records do not hold all that there is."""
         if self._state.residuals:
             recorder.settle()  # a base that is under way may be of this very step
-        if self._gap or (self._state.residuals and self._base_step < self.steps_done):
+        beside_replica = self._replica is not None and self._pool is not None
+        if self._gap or beside_replica or (self._state.residuals and self._base_step < self.steps_done):
             self._whole_base()
 
     def _let_go(self) -> None:
@@ -447,6 +500,13 @@ class Checkpointer:
 
     def _adapt(self, updates: list[Update]) -> None:
         """The step could not be recorded as those before it: a base follows, and then records of what there is now."""
+        if self._replica is not None:
+            self._give_back(updates)
+            self._state = self._look()
+            self._tap.watch(self._state)
+            self._replica.sync(self._state, self.steps_done, self._progress(), self._slots_that_fit())
+            self._pool = self._replica.pool
+            return
         assert self._recorder is not None and self._bases is not None and self._pool is not None
         self._give_back(updates)
         self._recorder.settle()
@@ -491,6 +551,10 @@ class Checkpointer:
 
     def _go_on_with_base(self) -> None:
         """Copy the next units of a base that is under way, begin one that is due, publish one that is written."""
+        if self._replica is not None:
+            self._replica.go_on(self.steps_done, self._progress, BASE_BYTES_PER_STEP)
+            self._pool = self._replica.pool
+            return
         assert self._bases is not None and self._recorder is not None
         bases = self._bases
         if self._agreement is not None:
@@ -556,6 +620,10 @@ class Checkpointer:
 
     def _whole_base(self) -> None:
         """A base of the present step, unit after unit, durable when this returns."""
+        if self._replica is not None:
+            self._replica.save(self.steps_done, self._progress)
+            self._pool = self._replica.pool
+            return
         assert self._bases is not None and self._recorder is not None
         self._recorder.settle()
         self._bases.give_up()

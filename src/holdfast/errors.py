@@ -110,5 +110,9 @@ class RankFailed(HoldfastError):
     """Another rank of the training failed, ended, or does not answer. The text names it."""
 
 
+class ReplicaDied(HoldfastError):
+    """The process that holds the replica has ended. What it had persisted is still durable."""
+
+
 class QueueClosed(HoldfastError):
     """The I/O queue was closed before this transfer was done."""

@@ -27,6 +27,20 @@ NAMES: list[str] = [
 JOURNAL: list[str] = ["after_segment_made", "after_records_write", "after_records_sync"]
 """In the order in which records become durable."""
 
+REPLICA: list[str] = [
+    "after_gradient_copied",
+    "before_step_handed",
+    "after_step_handed",
+    "after_state_handed",
+    "before_replica_update",
+    "in_replay",
+    "after_replica_update",
+    "before_replica_kept",
+    "after_replica_kept",
+]
+"""In the order in which a step reaches a replica: the first four in the trainer. A state is *kept* when the trainer has
+died."""
+
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}
 
@@ -41,7 +55,7 @@ action: Callable[[], None] = kill
 
 def reach(name: str) -> None:
     """Called by the code when it arrives at the point ``name``."""
-    assert name in NAMES or name in JOURNAL, name
+    assert name in NAMES or name in JOURNAL or name in REPLICA, name
     if not armed:
         return
     wanted, _, count = armed.partition(":")

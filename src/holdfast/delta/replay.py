@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from holdfast import failpoints
+
 from ..state.capture import CapturedParameter
 from ..state.cuts import local_of
 from ..state.live import BUFFERS, LiveState
@@ -76,6 +78,7 @@ def apply(
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
             group.update({key: decode(value) for key, value in values.items()})
         _step(state, optimizer, grads, update["consumed"])
+    failpoints.reach("in_replay")
     buffers = {}
     if about["buffers"] is not None and BUFFERS not in skipped:
         buffers = tensors_of(parts[about["buffers"]])

@@ -23,10 +23,11 @@ class Slot:
     """Room for one iteration: ``parts`` by optimizer, ``tensors`` the views of each by parameter name (by key, where a
     codec has other arrays)."""
 
-    def __init__(self, layouts: Sequence[Layout]) -> None:
+    def __init__(self, layouts: Sequence[Layout], parts: Sequence[memoryview] | None = None) -> None:
+        """In memory of its own, or in ``parts``, which somebody else frees."""
         self.layouts = layouts
-        self._memory = [Buffer(layout.file_bytes, "records") for layout in layouts]
-        self.parts = [buffer.view for buffer in self._memory]
+        self._memory = [Buffer(layout.file_bytes, "records") for layout in layouts if parts is None]
+        self.parts = [buffer.view for buffer in self._memory] if parts is None else list(parts)
         self.tensors = [
             _views(view, layout, "/grad") for view, layout in zip(self.parts, layouts, strict=True)
         ]

@@ -42,6 +42,8 @@ class Update:
     groups: list[dict[str, Any]]
     without: list[str]
     consumed: dict[str, float]
+    coefficient: Any = None
+    """As JSON, what the gradients in the slot are still to be multiplied by; None where they are as consumed."""
 
     def about(self) -> dict[str, Any]:
         """As JSON."""
@@ -54,14 +56,21 @@ class Update:
             "without": self.without,
             "consumed": self.consumed,
             "codec": self.codec,
+            **({} if self.coefficient is None else {"coefficient": self.coefficient}),
         }
 
 
 class Tap:
     """Collects the updates of an iteration. ``take_slot`` gives memory for the next, or None."""
 
-    def __init__(self, state: LiveState, codec: Codec, take_slot: Callable[[], Slot | None]) -> None:
-        self._state, self._codec, self._take_slot = state, codec, take_slot
+    def __init__(
+        self,
+        state: LiveState,
+        codec: Codec,
+        take_slot: Callable[[], Slot | None],
+        clip_norm: float | None = None,
+    ) -> None:
+        self._state, self._codec, self._take_slot, self._clip_norm = state, codec, take_slot, clip_norm
         self._places = _places(state)
         self._stored = {parameter.name for parameter in state.stored}
         self.updates: list[Update] = []
@@ -134,16 +143,37 @@ class Tap:
             return
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
+        slot = self._slot_for(index)
         known = _fit(trained, self._places[index]) and len(optimizer.param_groups) == self._num_groups[index]
-        consumed = self._codec.consume(trained, self._state.residuals, scaled.get("found_inf", 0.0) > 0)
-        slot, part = self._slot_for(index), None
-        if slot is not None and known and self._is_last(index):
-            part = self._codec.write(slot, index, consumed)
+        room = slot if known and self._is_last(index) else None
+        part, coefficient = self._consume(room, index, trained, scaled.get("found_inf", 0.0) > 0)
         if slot is not None and part is None:
             self.changed = True
-        update = Update(index, slot, part, self._codec.about(), _by_value(optimizer), without, scaled)
-        self.updates.append(update)
+        self.updates.append(
+            Update(index, slot, part, self._codec.about(), _by_value(optimizer), without, scaled, coefficient)
+        )
         self.seconds += time.perf_counter() - started
+
+    def _consume(
+        self, slot: Slot | None, index: int, trained: Trained, skipped: bool
+    ) -> tuple[memoryview | None, Any]:
+        """Make the gradients what the optimizer is to consume, and put that into ``slot`` where there is one. Returns
+        the part to be written, and what it is still to be multiplied by: nothing here."""
+        self._clipped(index, {name: local_of(p.grad) for name, p in trained if p.grad is not None})
+        consumed = self._codec.consume(trained, self._state.residuals, skipped)
+        return None if slot is None else self._codec.write(slot, index, consumed), None
+
+    def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> Any:
+        """Clip ``grads``, if that was asked for. Returns what they were multiplied by, as JSON."""
+        if self._clip_norm is None or not grads:
+            return None
+        if getattr(self._state.optimizers[index], "grad_scale", None) is not None:
+            raise BadInput(
+                "clip_norm= would clip gradients that are still scaled. Call scaler.unscale_(optimizer) before"
+                " scaler.step(optimizer)."
+            )
+        in_order = [grads[p.name] for p in self._state.parameters if p.name in grads]
+        return encode(clip(in_order, self._clip_norm))
 
     def _is_last(self, index: int) -> bool:
         optimizer, hook = self._hooks[index]
@@ -162,6 +192,20 @@ def _hook_of(tap: Tap, index: int) -> Callable[..., None]:
 
 def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
     return lambda optimizer, args, kwargs: tap.after_step(index)
+
+
+def clip(grads: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """What ``torch.nn.utils.clip_grad_norm_`` does, for gradients. Returns what they were multiplied by."""
+    norm = torch.nn.utils.get_total_norm(grads)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale(grads, coefficient)
+    return coefficient
+
+
+@torch.no_grad()
+def scale(grads: list[torch.Tensor], coefficient: torch.Tensor) -> None:
+    for grad in grads:
+        grad.mul_(coefficient.to(grad.device))
 
 
 Place = tuple[tuple[int, ...], torch.dtype]

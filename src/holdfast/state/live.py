@@ -81,6 +81,9 @@ class LiveState:
             return tuple(self._parameter[atom.name].parameter.shape), box
         return atom.shape, Box.whole(atom.shape)
 
+    def parameter(self, name: str) -> CapturedParameter:
+        return self._parameter[name]
+
     def owned(self, parameter: CapturedParameter) -> Held:
         """The parameter and the tensors that its optimizer holds for it."""
         held: dict[str, torch.Tensor] = {"param": parameter.parameter.detach()}

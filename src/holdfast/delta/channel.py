@@ -1,0 +1,107 @@
+"""Channel: messages between two processes over a stream socket, whole or not at all.
+
+A message is JSON and bytes behind it, led by their lengths. What a dead process had sent can still be read; a message
+that its death cut off is not one. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import select
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+_LENGTHS = struct.Struct("<QQ")
+_PIECE = 1 << 20
+
+
+class Message(NamedTuple):
+    about: dict[str, Any]
+    data: memoryview
+    """Writable; of this message alone."""
+
+
+class Gone(Exception):
+    """The other end is closed, and all that it sent has been read."""
+
+
+class Inbox:
+    """Messages as they come: read by a thread at once, so that who sends does not wait for who uses them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="holdfast-inbox", daemon=True).start()
+
+    def next(self, timeout: float) -> Message | None:
+        """The next message; None if there is none within ``timeout`` seconds. Raises ``Gone``."""
+        try:
+            message = self._messages.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if message is None:
+            raise Gone
+        return message
+
+    def _read(self) -> None:
+        with suppress(Gone):
+            while True:
+                self._messages.put(self._channel.receive())
+        self._messages.put(None)
+
+
+class Channel:
+    """One end. One thread sends, one receives."""
+
+    def __init__(self, sock: socket.socket, deadline_seconds: float | None = None) -> None:
+        """A ``send`` that gets nothing through for ``deadline_seconds`` raises ``TimeoutError``."""
+        self._socket, self._received = sock, bytearray()
+        sock.settimeout(deadline_seconds)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, about: dict[str, Any], data: memoryview | bytes = b"") -> None:
+        """Raises ``OSError`` if the other end is gone."""
+        text = json.dumps(about).encode()
+        self._socket.sendall(_LENGTHS.pack(len(text), len(data)) + text)
+        if len(data):
+            self._socket.sendall(data)
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """The next message; None if there is none within ``timeout`` seconds. Raises ``Gone``."""
+        while (message := self._parsed()) is None:
+            if not select.select([self._socket], [], [], timeout)[0]:
+                return None
+            try:
+                piece = self._socket.recv(_PIECE, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except ConnectionError:
+                piece = b""
+            if not piece:
+                raise Gone
+            self._received += piece
+        return message
+
+    def close(self) -> None:
+        """Also wakes a thread that receives."""
+        with suppress(OSError):  # the other end is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _parsed(self) -> Message | None:
+        if len(self._received) < _LENGTHS.size:
+            return None
+        text_bytes, data_bytes = _LENGTHS.unpack_from(self._received)
+        start = _LENGTHS.size + text_bytes
+        if len(self._received) < start + data_bytes:
+            return None
+        about = json.loads(self._received[_LENGTHS.size : start])
+        data = memoryview(self._received[start : start + data_bytes])
+        del self._received[: start + data_bytes]
+        return Message(about, data)

@@ -1,0 +1,177 @@
+"""Helper: another process that serves this one, as this one sees it: started, spoken to, listened to, ended.
+
+What it says is heard on a thread; whoever waits gets what it failed with, a death included. It lives in a session of
+its own, so what ends this process does not reach it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import holdfast.errors
+
+from ..errors import EngineFailed, ReplicaDied, WriterHung
+from .channel import Channel, Gone
+
+LAST_WORD = "closed"
+
+
+class Process(Protocol):
+    """What is needed of a process that was started."""
+
+    @property
+    def pid(self) -> int: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
+
+
+def start_process(sock: socket.socket) -> Process:
+    """A replica's process, which serves the other end of ``sock``. It has none of this one's output, since somebody may
+    wait for the end of that."""
+    source = str(Path(holdfast.errors.__file__).parent.parent)
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "holdfast.delta.host", str(sock.fileno())],
+        pass_fds=(sock.fileno(),), start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+
+
+class Helper:
+    """``hear`` is called with each message and the lock ``changed``. After an error every call raises it."""
+
+    def __init__(self, hear: Callable[[dict[str, Any]], None], deadline_seconds: float) -> None:
+        """``start`` starts it."""
+        self.changed = threading.Condition()
+        self.durable_step = -1
+        """What an error says is durable."""
+        self.failure: BaseException | None = None
+        self._hear, self._deadline = hear, deadline_seconds
+        self._said: set[str] = set()
+        self._heard = time.monotonic()
+        self._process: Process | None = None
+        self._channel: Channel | None = None
+        self._thread = threading.Thread(target=self._listen, name="holdfast-replica", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still use what it was given."""
+        return self._thread.is_alive()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = start_process(theirs)
+        finally:
+            theirs.close()
+        self._channel = Channel(ours, self._deadline)
+        self._thread.start()
+
+    def send(self, about: dict[str, Any], data: bytes | bytearray = b"") -> None:
+        """Raises what it failed with, and ``WriterHung`` if it takes nothing any more."""
+        assert self._channel is not None
+        try:
+            self._channel.send(about, memoryview(data))
+        except TimeoutError:
+            raise self._hung(self._deadline) from None
+        except OSError:  # it is gone; the thread that listens knows why, or is about to
+            with self.changed:
+                self.changed.wait_for(lambda: self.failure is not None, 10)
+            self.check()
+            raise
+
+    def wait_for(self, reached: Callable[[], bool]) -> None:
+        """Return when it has said what makes ``reached``. Raises what it failed with, and ``WriterHung`` if it says
+        nothing for too long."""
+        started = time.monotonic()
+        with self.changed:
+            while not reached():
+                self.check(started)
+                self.changed.wait(0.1)
+
+    def wait_for_word(self, word: str) -> None:
+        """Return when it has said ``word`` since this was called for it last."""
+        self.wait_for(lambda: word in self._said)
+        self._said.discard(word)
+
+    def check(self, waiting_since: float | None = None) -> None:
+        if self.failure is not None:
+            raise self.failure
+        silent = 0.0 if waiting_since is None else time.monotonic() - max(waiting_since, self._heard)
+        if silent > self._deadline:
+            raise self._hung(silent)
+
+    def end(self) -> None:
+        """Wait until it has said ``LAST_WORD``, and let go of it: it is gone when this returns, or was killed for it.
+        Raises what it failed with."""
+        assert self._channel is not None and self._process is not None
+        try:
+            self.wait_for(lambda: LAST_WORD in self._said)
+        finally:
+            self._channel.close()
+            self._thread.join()
+            try:
+                self._process.wait(10 if LAST_WORD in self._said else 1)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                with suppress(
+                    subprocess.TimeoutExpired
+                ):  # one that hangs in the system ends when that lets it
+                    self._process.wait(10)
+
+    def _listen(self) -> None:
+        assert self._channel is not None
+        with suppress(Gone, OSError, ValueError):
+            while True:
+                message = self._channel.receive()
+                assert message is not None
+                with self.changed:
+                    self._heard = time.monotonic()
+                    self._note(message.about)
+                    self.changed.notify_all()
+        if LAST_WORD in self._said:
+            return
+        died = self._died()
+        with self.changed:
+            self.failure = self.failure or died
+            self.changed.notify_all()
+
+    def _note(self, about: dict[str, Any]) -> None:
+        if "error" in about:
+            name, text = about["error"]
+            self.failure = getattr(holdfast.errors, name, EngineFailed)(text)
+        elif "word" in about:
+            self._said.add(about["word"])
+        else:
+            self._hear(about)
+
+    def _hung(self, seconds: float) -> WriterHung:
+        return WriterHung(
+            f"the replica has said nothing for {seconds:.0f} s. Step {self.durable_step} is durable, later ones are"
+            " not. Check the device that the run is on, and resume in a new process."
+        )
+
+    def _died(self) -> ReplicaDied:
+        assert self._process is not None
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(5)
+        how = f"ended with {code}" if code is None or code >= 0 else f"was ended by signal {-code}"
+        return ReplicaDied(
+            f"the replica {how} while training went on. Step {self.durable_step} is durable, later ones are not. Make"
+            " another Checkpointer to resume."
+        )

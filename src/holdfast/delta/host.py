@@ -1,0 +1,331 @@
+"""Host: the process that holds a replica. It does every optimizer step that its trainer hands over, writes the run, and
+outlives the trainer.
+
+It alone writes to the run's directory. When the trainer dies it does what was handed over to the end, keeps the state
+in the tier, whole and verified by its checksums, persists it, lets go of the run, and waits for another trainer before
+it cleans up. Its state proper is memory of its own: if it is killed as well, nothing that it held can be mistaken for
+whole. Started by ``replica.start_process``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast import failpoints
+
+from ..errors import HoldfastError, RunLocked
+from ..events import EventLog
+from ..state.live import LiveState
+from ..state.progress import decode
+from ..store.local import LOCK, LocalStore
+from ..store.manifest import this_writer
+from . import drift, kept, tier
+from .bases import BaseMaker
+from .channel import Channel, Gone, Inbox, Message
+from .helper import LAST_WORD
+from .ranks import Ranks
+from .rebuild import rebuild
+from .recovery import recover
+from .replay import apply, fingerprint
+from .replica import SYNC, Terms
+from .ring import Ring
+from .script import Script
+from .slots import tensors_of
+from .tap import scale
+
+PATIENCE_SECONDS = 5.0
+"""How long the run's lock may be held by another process."""
+
+LOOK_SECONDS = 0.5
+"""How often it is asked whether the trainer still lives, where a child of the trainer keeps its end open."""
+
+
+class _NoScript(Script):
+    """A replica has no script: nothing to check, and nothing to restore."""
+
+    def check(self, progress: dict[str, Any]) -> None: ...
+    def restore(self, progress: dict[str, Any]) -> None: ...
+
+
+class Host:
+    """Serves the trainer at the other end of ``channel``."""
+
+    def __init__(self, channel: Channel, terms: Terms) -> None:
+        self._channel, self._terms, self._place = channel, terms, Path(terms.place)
+        self._inbox = Inbox(channel)
+        self._events = EventLog(Path(terms.run) / "events.jsonl")
+        self._store = self._look()
+        self._door: kept.Door | None = None
+        self._state: LiveState | None = None
+        self._ring: Ring | None = None
+        self._bases: BaseMaker | None = None
+        self._step = self._base_step = -1
+        self._progress: dict[str, Any] = {}
+        self._base_progress: dict[str, Any] = {}
+        self._run: list[Any] = []
+        self._equal = False
+        """Whether the state is whole, and every comparison since it was handed over found it equal."""
+        self._begun = self._closing = self._kept = False
+
+    def serve(self) -> None:
+        """Return when there is nothing left to do."""
+        try:
+            self._enter()
+            self._take_place()
+            self._say(word="entered")
+            while (message := self._next()) is not None:
+                self._do(message)
+                self._go_on_with_base()
+            self._finish()
+        except BaseException as error:
+            self._tell(error)
+        finally:
+            if not self._kept:
+                self._leave_place(self._begun)
+            self._store.close()
+            self._events.close()
+        if self._kept:
+            self._linger()
+
+    def _enter(self) -> None:
+        """Take the run's lock. A replica whose trainer was killed as it began holds it a moment longer."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return self._store.enter()
+            except RunLocked:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+                self._store = self._look()
+
+    def _look(self) -> LocalStore:
+        return LocalStore(self._terms.run, retain=self._terms.retain, direct=self._terms.direct)
+
+    def _take_place(self) -> None:
+        """Make the tier ready. What an earlier replica kept stays until a state is handed over."""
+        tier.make(self._place)
+        tier.remove(self._place / SYNC)
+        self._door = kept.Door(self._place)
+
+    # What the trainer says
+
+    def _next(self) -> Message | None:
+        """The next message; None when the trainer is gone, or closes."""
+        assert self._door is not None
+        while not self._closing:
+            alive = os.getppid() == self._terms.trainer
+            if alive and self._door.knocked():
+                self._door.say_busy(self._terms.trainer)
+            try:
+                message = self._inbox.next(0.02 if alive and self._base_under_way else LOOK_SECONDS)
+            except Gone:
+                return None
+            if message is not None:
+                return message
+            self._go_on_with_base()
+            if not alive:  # and what it had sent has been read
+                return None
+        return None
+
+    def _do(self, message: Message) -> None:
+        about = message.about
+        if "sync" in about:
+            self._take_over(about)
+        elif "about" in about:
+            self._take_step(about, message.data)
+        elif "compare" in about:
+            self._compare(about)
+        elif "close" in about:
+            self._closing = True
+
+    def _take_over(self, about: dict[str, Any]) -> None:
+        """A whole state, in place of what there was."""
+        self._drop_base()
+        state = rebuild(about["sync"])
+        with tier.opened(self._place / SYNC) as store:
+            self._progress = store.load(store.line()[0]).progress
+            recover(store, state, _NoScript(state.optimizers, {}), ranks=Ranks())
+        if self._ring is not None:
+            self._ring.close()
+        self._ring = Ring(self._place, about["ring"]["part_bytes"], about["ring"]["count"])
+        if "begin" in about:
+            fork = about["begin"]["fork"]
+            timeline = self._store.begin(None if fork is None else kept.Fork(**fork))
+            self._run = [timeline, self._store.timelines()[0][timeline].key]
+            self._base_step = -1 if fork is None else fork["step"]
+            self._begun = True
+        self._state, self._step, self._equal = state, about["step"], True
+        if self._bases is None:
+            self._bases = BaseMaker(self._store, state)
+        self._bases.watch(state)
+        if not about["persist"]:
+            kept.drop(self._place)
+        self._say(word="synced")
+        if about["persist"]:
+            self._begin_base()
+
+    def _take_step(self, about: dict[str, Any], data: memoryview) -> None:
+        """Do a step as the trainer did it."""
+        assert self._state is not None and self._ring is not None
+        if self._equal:
+            record = about["about"]
+            parts = [
+                data if place is None else self._ring.parts(place[0])[place[1]] for place in about["places"]
+            ]
+            self._equal = False  # until it is whole again
+            failpoints.reach("before_replica_update")
+            _clip(record, parts)
+            apply(self._state, record, parts)
+            failpoints.reach("after_replica_update")
+            self._step, self._progress = about["step"], {**record["progress"], "values": self._state.values()}
+            self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step)
+            if not self._equal:
+                self._say(drift=f"after step {self._step} its fingerprint is another one")
+        self._say(done=about["step"], slots=about["slots"])
+
+    def _compare(self, about: dict[str, Any]) -> None:
+        """Compare some tensors, or the last of them, and make a base of a state that was found equal."""
+        assert self._state is not None
+        if not self._equal:
+            return
+        keys = drift.different(self._state, about["compare"])
+        if about["last"] and about["values"] != self._state.values():
+            keys.append("values that are no tensors")
+        if keys:
+            self._equal = False
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            self._say(drift=f"at step {self._step} {keys[0]}{more} differs")
+        elif about["last"]:
+            self._begin_base()
+
+    # Bases
+
+    @property
+    def _base_under_way(self) -> bool:
+        return self._bases is not None and self._bases.under_way
+
+    def _begin_base(self) -> None:
+        """Of the present step: from a copy where memory allows, else while the steps wait."""
+        assert self._bases is not None and self._state is not None
+        if self._base_under_way:
+            self._publish()
+        if self._base_step == self._step:
+            self._say(base=self._base_step)
+            return
+        self._base_progress = {**self._progress, "values": self._state.values()}
+        self._bases.begin()
+        if self._bases.left_bytes <= self._terms.memory:
+            self._bases.stage(self._step, self._bases.left_bytes)
+            return
+        while not self._bases.all_staged:
+            self._bases.stage(self._step, tier.PIECE_BYTES)
+            self._bases.wait()
+        self._publish()
+
+    def _go_on_with_base(self) -> None:
+        if self._bases is not None and self._base_under_way and not self._bases.memory_bytes:
+            self._publish()
+
+    def _publish(self) -> None:
+        assert self._bases is not None
+        self._base_step = self._bases.publish(self._base_progress).step
+        if not self._kept:
+            kept.drop(self._place)
+        self._events.emit("base", step=self._base_step, durable_step=self._base_step)
+        self._say(base=self._base_step)
+
+    def _drop_base(self) -> None:
+        if self._bases is not None:
+            self._bases.give_up()
+
+    # The end
+
+    def _finish(self) -> None:
+        """The trainer closes, or is gone: what it handed over is done."""
+        if self._base_under_way:
+            self._publish()
+        if self._begun and self._equal:
+            assert self._state is not None
+            if not self._closing:
+                failpoints.reach("before_replica_kept")
+                progress = {**self._progress, "values": self._state.values()}
+                kept.keep(self._place, self._state, self._step, progress, self._run)
+                self._kept = True
+                failpoints.reach("after_replica_kept")
+                self._events.emit("kept", step=self._step, durable_step=self._base_step)
+            if self._base_step < self._step:
+                self._begin_base()
+            if self._base_under_way:
+                self._publish()
+        if self._closing:
+            self._say(word=LAST_WORD)
+
+    def _say(self, **about: Any) -> None:
+        """To the trainer, if it is still there."""
+        with suppress(OSError):
+            self._channel.send(about)
+
+    def _tell(self, error: BaseException) -> None:
+        """The trainer, if it is still there, and the log."""
+        name = type(error).__name__ if isinstance(error, HoldfastError) else "EngineFailed"
+        text = str(error) if isinstance(error, HoldfastError) else f"the replica failed with {error!r}"
+        self._say(error=[name, text])
+        self._events.emit("replica_failed", error=text, trace=traceback.format_exc())
+
+    def _linger(self) -> None:
+        """Wait for another trainer, which finds what was kept; clean up if none comes."""
+        assert self._door is not None
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        with suppress(SystemExit):
+            if self._door.knocked(self._terms.linger_seconds):
+                return self._door.leave()
+        with suppress(HoldfastError):  # another process may be at work there by now
+            lock = self._store.disk.lock(LOCK, this_writer())
+            try:
+                self._leave_place(True)
+            finally:
+                lock.release()
+
+    def _leave_place(self, remove: bool) -> None:
+        """Answer nobody any more, and leave the tier as it is or remove it."""
+        if self._door is not None:
+            self._door.close()
+        if remove:
+            tier.remove(self._place)
+
+
+@torch.no_grad()
+def _clip(record: dict[str, Any], parts: list[memoryview]) -> None:
+    """Multiply the gradients by what the trainer's were multiplied by."""
+    for update in record["updates"]:
+        if "coefficient" in update:
+            grads = tensors_of(parts[update["part"]], "/grad")
+            used = [grad for name, grad in grads.items() if name not in update["without"]]
+            scale(used, decode(update["coefficient"]))
+
+
+def main(descriptor: int) -> None:
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # it ends when its trainer has ended
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=descriptor))
+    with suppress(Gone):
+        message = channel.receive()
+        assert message is not None
+        terms = Terms(**message.about["terms"])
+        failpoints.armed = terms.failpoint
+        Host(channel, terms).serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

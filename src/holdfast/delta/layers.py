@@ -1,0 +1,156 @@
+"""Layers: gradients copied one by one, each as soon as backward has it, while backward goes on with the rest.
+
+A copy is taken when a parameter's gradient has been accumulated for the last time, as far as the iteration before
+tells. What the optimizer consumes is known at its pre-hook only, so there every gradient that is not as it was when it
+was copied is copied again: by its version, its place in memory, another accumulation, or some of its values, since
+``GradScaler.unscale_`` and edits through ``.data`` leave the version as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from holdfast import failpoints
+
+from .codecs import Trained
+from .slots import Slot
+from .tap import Tap, Update
+
+SAMPLES = 16
+"""Values of a gradient that are compared with those of its copy."""
+
+
+@dataclass(frozen=True)
+class _Copied:
+    slot: Slot
+    version: int
+    address: int
+
+
+class LayerTap(Tap):
+    """A tap that copies while backward runs, and says what the copies are to be multiplied by where it clips."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.copied_again = 0
+        """Gradients that were copied a second time since the tap was made."""
+        self._early: Slot | None = None
+        self._copied: dict[str, _Copied] = {}
+        self._seen: dict[str, int] = {}
+        self._expected: dict[str, int] = {}
+        self._parameter_hooks: list[Any] = []
+
+    def attach(self) -> None:
+        super().attach()
+        self._watch_parameters()
+
+    def detach(self) -> None:
+        super().detach()
+        self._let_parameters_go()
+
+    def watch(self, state: Any) -> None:
+        super().watch(state)
+        self._let_parameters_go()
+        self._early = None
+        self._copied.clear()
+        self._watch_parameters()
+
+    def take(self) -> list[Update]:
+        updates = super().take()
+        if updates:
+            self._early, self._expected, self._seen = None, self._seen, {}
+            self._copied.clear()
+        return updates
+
+    def _watch_parameters(self) -> None:
+        optimizer_of = {
+            id(p): index
+            for index, optimizer in enumerate(self._state.optimizers)
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        for captured in self._state.parameters:
+            index = optimizer_of.get(id(captured.parameter))
+            if index is not None and captured.parameter.requires_grad:
+                hook = captured.parameter.register_post_accumulate_grad_hook(
+                    _hook_of(self, captured.name, index)
+                )
+                self._parameter_hooks.append(hook)
+
+    def _let_parameters_go(self) -> None:
+        for hook in self._parameter_hooks:
+            hook.remove()
+        self._parameter_hooks.clear()
+
+    def accumulated(self, name: str, index: int, grad: torch.Tensor | None) -> None:
+        """The hook of the parameter ``name``, whose optimizer is ``index``. Runs inside backward."""
+        started = time.perf_counter()
+        self._copied.pop(name, None)
+        self._seen[name] = self._seen.get(name, 0) + 1
+        if grad is None or self._seen[name] < self._expected.get(name, 1):
+            return
+        if any(update.optimizer == index for update in self.updates):
+            return  # what it consumed is in the slot
+        if self._early is None:
+            self._early = self.updates[-1].slot if self.updates else self._take_slot()
+        if self._early is not None and _fits(grad, self._early.tensors[index].get(name)):
+            _copy_to(self._early.tensors[index], {name: grad})
+            self._copied[name] = _Copied(self._early, grad._version, grad.data_ptr())
+            failpoints.reach("after_gradient_copied")
+        self.seconds += time.perf_counter() - started
+
+    def _slot_for(self, index: int) -> Slot | None:
+        if not self.updates and self._early is not None:
+            return self._early
+        return super()._slot_for(index)
+
+    def _consume(
+        self, slot: Slot | None, index: int, trained: Trained, skipped: bool
+    ) -> tuple[memoryview | None, Any]:
+        grads = {name: p.grad for name, p in trained if p.grad is not None}
+        if slot is not None:
+            again = self._stale(slot, index, grads)
+            self.copied_again += len(again)
+            _copy_to(slot.tensors[index], again)
+        started = time.perf_counter()
+        coefficient = self._clipped(index, grads)
+        self.seconds -= time.perf_counter() - started  # it is the script's own work
+        return None if slot is None else slot.parts[index], coefficient
+
+    def _stale(self, slot: Slot, index: int, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of ``grads`` of which ``slot`` has no copy as they are now."""
+        as_copied, again = {}, {}
+        for name, grad in grads.items():
+            same = self._copied.get(name) == _Copied(slot, grad._version, grad.data_ptr())
+            (as_copied if same else again)[name] = grad
+        if not all(_agree(slot.tensors[index][name], grad) for name, grad in as_copied.items()):
+            return grads  # somebody changes them out of sight, and where it does not show as well
+        return again
+
+
+def _fits(grad: torch.Tensor, target: torch.Tensor | None) -> bool:
+    return target is not None and (target.shape, target.dtype) == (grad.shape, grad.dtype)
+
+
+@torch.no_grad()
+def _copy_to(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:
+    """Copy ``grads`` to their places in a slot; they are there when this returns."""
+    if grads:
+        torch._foreach_copy_([targets[name] for name in grads], list(grads.values()))
+
+
+def _agree(copy: torch.Tensor, grad: torch.Tensor) -> bool:
+    """Whether some values are the same in both."""
+    if not grad.is_contiguous() or grad.device != copy.device:
+        return True
+    step = max(1, grad.numel() // SAMPLES)
+    return torch.equal(copy.view(-1)[::step], grad.detach().view(-1)[::step])
+
+
+def _hook_of(tap: LayerTap, name: str, index: int) -> Callable[[torch.Tensor], None]:
+    return lambda parameter: tap.accumulated(name, index, parameter.grad)

@@ -1,0 +1,144 @@
+"""Rebuild: a model's parameters and buffers, and its optimizers, described so that another process can have the like.
+
+There is no code of the model in it: parameters are told by name, shape and strides, an optimizer by its class and its
+hyper-parameters. What cannot be told that way is refused with the way out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BadInput
+from ..state.capture import FROM_NAME, TO_NAME
+from ..state.live import LiveState
+from ..state.progress import decode, encode
+
+_KNOWN = {
+    "defaults", "state", "param_groups", "step", "grad_scale", "found_inf", "_opt_called", "_step_supports_amp_scaling",
+    "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name",
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+}  # fmt: skip
+"""What optimizers of torch hold as attributes; the last ones are made anew."""
+
+_INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."
+
+
+def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
+    """Raise ``BadInput`` for an optimizer or a parameter that another process cannot have the like of."""
+    for index, optimizer in enumerate(state.optimizers):
+        kind = type(optimizer)
+        if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+            raise BadInput(
+                f"optimizer {index} is a {kind.__qualname__} of {kind.__module__}, which another process cannot import:"
+                f" put the class into a module of its own. {_INSTEAD}"
+            )
+        own = sorted(set(vars(optimizer)) - _KNOWN)
+        if own:
+            raise BadInput(
+                f"optimizer {index}, a {kind.__name__}, holds {own[0]}, which is neither its state nor a"
+                f" hyper-parameter, so another process could not go on with it. {_INSTEAD}"
+            )
+    for parameter in state.parameters:
+        if parameter.parameter.device.type != "cpu":
+            raise BadInput(
+                f"{parameter.name} is on {parameter.parameter.device}, and a replica computes on the host, which"
+                f" rounds otherwise. {_INSTEAD}"
+            )
+
+
+def describe(state: LiveState) -> dict[str, Any]:
+    """What ``rebuild`` needs, as JSON."""
+    return {
+        "parameters": [
+            {"name": p.name, "dtype": TO_NAME[p.parameter.dtype], "shape": list(p.shape),
+             "stride": list(p.parameter.stride()), "requires_grad": p.parameter.requires_grad}
+            for p in state.parameters
+        ],
+        "buffers": [[atom.name, atom.dtype, list(atom.shape)] for atom, _ in state.buffers().values()],
+        "optimizers": [_described(state, optimizer) for optimizer in state.optimizers],
+        "path": [entry or "." for entry in sys.path],
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": torch.get_float32_matmul_precision(),
+    }  # fmt: skip
+
+
+def _described(state: LiveState, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "class": [type(optimizer).__module__, type(optimizer).__qualname__],
+        "defaults": encode(optimizer.defaults, "defaults"),
+        "groups": [
+            {
+                **{k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"},
+                "params": [state.name_of[id(p)] for p in group["params"]],
+            }
+            for i, group in enumerate(optimizer.param_groups)
+        ],
+    }
+
+
+def rebuild(about: dict[str, Any]) -> LiveState:
+    """The like of what was described, with values of nothing. Raises ``BadInput`` if that cannot be had here."""
+    torch.set_num_threads(about["threads"])
+    torch.use_deterministic_algorithms(about["deterministic"])
+    torch.set_float32_matmul_precision(about["precision"])
+    sys.path[:] = about["path"]
+    parameters = {item["name"]: _parameter(item) for item in about["parameters"]}
+    model = nn.Module()
+    for name, parameter in parameters.items():
+        holder, leaf = _holder(model, name)
+        holder._parameters[leaf] = parameter
+    for name, dtype, shape in about["buffers"]:
+        holder, leaf = _holder(model, name)
+        holder._buffers[leaf] = torch.zeros(shape, dtype=FROM_NAME[dtype])
+    state = LiveState(model, [_optimizer(item, parameters) for item in about["optimizers"]])
+    there, here = json.dumps(list(parameters)), json.dumps([p.name for p in state.parameters])
+    if there != here:
+        raise BadInput(f"the names of the model's parameters cannot be kept in a replica. {_INSTEAD}")
+    return state
+
+
+def _parameter(item: dict[str, Any]) -> nn.Parameter:
+    tensor = torch.empty_strided(item["shape"], item["stride"], dtype=FROM_NAME[item["dtype"]])
+    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        tensor = torch.empty(item["shape"], dtype=tensor.dtype)
+    return nn.Parameter(tensor.zero_(), requires_grad=item["requires_grad"])
+
+
+def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds ``name``, made with those on the way to it."""
+    *path, leaf = name.split(".")
+    for part in path:
+        model = model._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
+    return model, leaf
+
+
+def _optimizer(item: dict[str, Any], parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """As ``copy.deepcopy`` makes one: the class's own ``__setstate__`` instead of ``__init__``."""
+    module, qualname = item["class"]
+    try:
+        kind: Any = import_module(module)
+        for part in qualname.split("."):
+            kind = getattr(kind, part)
+    except (ImportError, AttributeError) as error:
+        raise BadInput(
+            f"another process cannot import the optimizer {qualname} of {module}: {error}. {_INSTEAD}"
+        ) from error
+    groups = [
+        {k: [parameters[name] for name in v] if k == "params" else decode(v) for k, v in group.items()}
+        for group in item["groups"]
+    ]
+    optimizer = kind.__new__(kind)
+    optimizer.__setstate__(
+        {"defaults": decode(item["defaults"]), "state": defaultdict(dict), "param_groups": groups}
+    )
+    return optimizer

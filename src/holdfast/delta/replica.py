@@ -1,0 +1,310 @@
+"""Replica: the trainer's side of a second process that does every optimizer step after the trainer.
+
+The trainer hands over what each step consumed, in shared memory and over a socket; the other process (``host.py``)
+applies it to a state of its own, is the run's only writer, and outlives the trainer. ``replica_step`` is what survives
+the trainer's death, ``durable_step`` what survives power loss. Stands where a ``Recorder`` stands otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast import failpoints
+
+from ..errors import BadInput, Damaged
+from ..events import EventLog
+from ..state.live import LiveState
+from ..store.files import Disk
+from ..store.local import LocalStore
+from ..store.manifest import Point
+from . import drift, kept, tier
+from .codecs import Codec, Exact
+from .helper import Helper
+from .ranks import Ranks
+from .rebuild import describe, refuse_what_cannot_be_rebuilt
+from .recorder import Sealed
+from .recovery import Recovered, recover
+from .ring import RING, SharedPool
+from .script import Script
+from .slots import Slot
+
+LINGER_SECONDS = 600.0
+"""How long a replica waits for another trainer when its own has died and everything is persisted."""
+
+SYNC = "sync"
+"""In a tier: a whole state that a trainer hands over."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a replica's process is told when it starts. ``memory`` bounds its copies for a base."""
+
+    run: str
+    place: str
+    retain: int
+    direct: bool
+    memory: int
+    linger_seconds: float
+    trainer: int
+    failpoint: str
+
+
+def refuse_with_a_replica(
+    ranks: Ranks, codec: Codec, after_update: Any, averages: Any, when_behind: str
+) -> None:
+    """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
+    if not ranks.alone:
+        raise BadInput(
+            f"replica= is for one process, and {ranks.world_size} train together: leave it out, and every step is"
+            " recorded on the disk instead"
+        )
+    if codec != Exact():
+        raise BadInput(f"a replica is handed dense gradients: leave out codec={codec}, or leave out replica=")
+    if after_update is not None or averages is not None or when_behind == "skip":
+        raise BadInput(
+            "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
+        )
+
+
+class Replica:
+    """Of the run in ``run``. The order of calls: ``start``, ``recover``, ``begin``; then for each step ``take_slot``,
+    ``put`` and ``go_on``."""
+
+    def __init__(
+        self,
+        run: str | Path,
+        state: LiveState,
+        *,
+        memory: Path = tier.MEMORY,
+        staging_bytes: int,
+        base_every: int,
+        retain: int,
+        direct: bool,
+        deadline_seconds: float,
+        events: EventLog,
+    ) -> None:
+        """Nothing is started yet. Raises ``BadInput`` if there can be no replica of ``state``."""
+        refuse_what_cannot_be_rebuilt(state)
+        if not memory.is_dir():
+            raise BadInput(f"replica: {memory} is not a directory. Give replica= one in memory (a tmpfs).")
+        self._state, self._base_every, self._events = state, base_every, events
+        self._deadline = deadline_seconds
+        self._place = tier.place_of(run, memory)
+        self._terms = Terms(
+            os.path.realpath(run), str(self._place), retain, direct, staging_bytes, LINGER_SECONDS, os.getpid(),
+            failpoints.armed,
+        )  # fmt: skip
+        self.pool: SharedPool | None = None
+        self.last_put = -1
+        self._done = -1
+        self._drift: str | None = None
+        self._left: list[str] = []
+        self._under_way = False
+        self._helper = Helper(self._hear, deadline_seconds)
+        self._started = False
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the other process may still use what it was given."""
+        return self._helper.is_alive
+
+    @property
+    def durable_step(self) -> int:
+        """The newest step that survives power loss."""
+        return self._helper.durable_step
+
+    @property
+    def pending(self) -> int:
+        """Steps that the replica has not done yet."""
+        return self.last_put - self._done
+
+    @property
+    def replica_step(self) -> int:
+        """The newest step that survives the trainer's death."""
+        if self._drift is not None or self._helper.failure is not None:
+            return self.durable_step
+        return max(self.last_put, self.durable_step)
+
+    # Beginning
+
+    def start(self) -> None:
+        """Start the process. When this returns it has the run's lock, and what was there of an earlier replica is
+        finished. Raises ``RunLocked`` if the run has another writer."""
+        kept.make_earlier_one_leave(self._place, self._terms.run, self._deadline)
+        self._helper.start()
+        self._started = True
+        self._helper.send({"terms": asdict(self._terms)})
+        self._helper.wait_for_word("entered")
+
+    def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
+        """As ``recovery.recover`` from ``store``, unless an earlier replica kept a step that is at least as new."""
+        odd: list[str] = []
+        found = kept.find(self._place, store, target, exact)
+        if found is not None:
+            try:
+                with tier.opened(self._place / kept.KEPT) as memory:
+                    recover(memory, self._state, script, ranks=Ranks())
+            except Damaged as error:
+                odd.append(f"what the replica kept is not whole: {error}")
+            else:
+                durable = self._helper.durable_step = kept.newest(store, target)
+                self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
+                return Recovered(found, odd)
+        recovered = recover(store, self._state, script, ranks=Ranks(), target=target, exact=exact)
+        self._helper.durable_step = recovered.point.step
+        return Recovered(recovered.point, odd + recovered.odd)
+
+    def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:
+        """Hand over everything at ``step``. When this returns the replica has it, and a run that begins is durable."""
+        self.last_put = self._done = step
+        point = None if fork is None else asdict(kept.Fork(fork.step, fork.timeline, fork.key))
+        self.sync(self._state, step, progress, num_slots, begin={"fork": point})
+        if fork is None:
+            self.wait(step)
+
+    def sync(
+        self, state: LiveState, step: int, progress: dict[str, Any], num_slots: int, **more: Any
+    ) -> None:
+        """Hand over the whole of ``state``, which may have another form than before. The replica has it when this
+        returns."""
+        self.settle()
+        if self.pool is not None:
+            self.pool.close()
+        self._state, self._left, self._under_way = state, [], False
+        self.pool = SharedPool(self._place, Exact().layouts(state), num_slots)
+        tier.remove(self._place / SYNC)
+        tier.put(self._place / SYNC, state, step, progress)
+        failpoints.reach("after_state_handed")
+        self._drift = None
+        ring = {"part_bytes": self.pool.part_bytes, "count": num_slots}
+        persist = self.durable_step < step
+        self._under_way = persist
+        self._helper.send({"sync": describe(state), "step": step, "ring": ring, "persist": persist, **more})
+        self._helper.wait_for_word("synced")
+        Disk(self._place).unlink(RING)
+        tier.remove(self._place / SYNC)
+
+    # Every step
+
+    def take_slot(self, wait: bool = True) -> Slot:
+        """A slot for the next step, when one is free. Raises what the replica failed with."""
+        assert self.pool is not None
+        slot = self.pool.take()
+        started = time.monotonic()
+        while slot is None:
+            self._helper.check(started)
+            if not self.pending and (slot := self.pool.take()) is None:
+                raise BadInput(
+                    f"{len(self.pool.slots)} optimizer steps were done since step() was called last, and there is no"
+                    " room for more in one iteration. Call step() after every optimizer step, or give more memory=."
+                )
+            slot = slot or self.pool.take(timeout=0.1)
+        return slot
+
+    def put(self, sealed: Sealed) -> None:
+        """Hand over a step. When this returns it survives the trainer's death."""
+        assert self.pool is not None
+        places, data = [], bytearray()
+        for part in sealed.parts:
+            place = self._place_of(part, sealed)
+            places.append(place)
+            if place is None:
+                data += part
+        numbers = [self.pool.slots.index(slot) for slot in sealed.slots]
+        failpoints.reach("before_step_handed")
+        message = {"step": sealed.step, "about": sealed.about, "places": places, "slots": numbers}
+        with self._helper.changed:
+            self.last_put = sealed.step
+        self._helper.send(message, data)
+        failpoints.reach("after_step_handed")
+
+    def _place_of(self, part: memoryview, sealed: Sealed) -> list[int] | None:
+        """The number of the slot that ``part`` is of, and of the part in it; None if it is of none."""
+        assert self.pool is not None
+        for slot in sealed.slots:
+            for number, own in enumerate(slot.parts):
+                if own is part:
+                    return [self.pool.slots.index(slot), number]
+        return None
+
+    def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
+        """At the end of ``step``: compare the next ``most_bytes`` of the state when a base is due, and hand everything
+        over anew if the replica has drifted. Raises what the replica failed with."""
+        self._helper.check()
+        if self._drift is not None:
+            self._resync(step, progress())
+        elif not self._under_way and step - max(self.durable_step, 0) >= self._base_every:
+            self._under_way, self._left = True, drift.owners(self._state)
+        if self._left:
+            self._compare(step, most_bytes)
+
+    def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
+        """Compare everything, and have the replica make a base of ``step``, the present one. Durable when this
+        returns."""
+        while self.durable_step < step:
+            self.settle()
+            if self._drift is not None:
+                self._resync(step, progress())
+            else:
+                self._under_way, self._left = True, drift.owners(self._state)
+                self._compare(step, 1 << 62)
+            self._helper.wait_for(lambda: self.durable_step >= step or self._drift is not None)
+
+    def _compare(self, step: int, most_bytes: int) -> None:
+        found = drift.take(self._state, self._left, most_bytes)
+        values = None if self._left else self._state.values()
+        self._helper.send({"compare": found, "step": step, "last": not self._left, "values": values})
+
+    def _resync(self, step: int, progress: dict[str, Any]) -> None:
+        assert self.pool is not None
+        what = self._drift
+        warnings.warn(
+            f"the replica has drifted: {what}. It is made anew from the trainer at step {step}. Until then step"
+            f" {self.durable_step} was what survived; if this happens again, record every step on the disk instead"
+            " (leave out replica=).",
+            stacklevel=5,
+        )
+        self._events.emit("drift", step=step, what=what, durable_step=self.durable_step)
+        self.sync(self._state, step, progress, len(self.pool.slots))
+
+    # Waiting and ending
+
+    def wait(self, step: int) -> None:
+        """Return when ``step``, of which a base is being made, is durable."""
+        self._helper.wait_for(lambda: self.durable_step >= step)
+
+    def settle(self) -> None:
+        """Return when the replica has done every step."""
+        self._helper.wait_for(lambda: not self.pending)
+
+    def close(self) -> None:
+        """Let the replica persist what it has and end. Raises what it failed with."""
+        if not self._started:
+            return
+        self._started = False
+        try:
+            if self._helper.failure is None:
+                self._helper.send({"close": True})
+        finally:
+            try:
+                self._helper.end()
+            finally:
+                if self.pool is not None:  # what it left, if it was killed
+                    tier.remove(self._place)
+
+    def _hear(self, about: dict[str, Any]) -> None:
+        """What the replica says."""
+        if "done" in about:
+            assert self.pool is not None
+            self._done = about["done"]
+            self.pool.give([self.pool.slots[number] for number in about["slots"]])
+        elif "base" in about:
+            self._helper.durable_step, self._under_way = about["base"], False
+        elif "drift" in about:
+            self._drift, self._left = about["drift"], []

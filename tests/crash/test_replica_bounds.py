@@ -1,0 +1,55 @@
+"""Thousands of steps beside a replica: nothing grows in either process, nor in memory that they share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from delta.loops import make
+from holdfast.checkpointer import Checkpointer
+from holdfast.delta import helper, tier
+from holdfast.offload.process import process_bytes
+from replica_run import Forked
+from survive_run import FEATURE, OPTIMIZER
+
+STEPS = 4_000
+
+
+def own_bytes(pid):
+    """What the process has to itself."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Private_", "Shared_Dirty")))
+
+
+def shared_bytes(place):
+    return sum(file.stat().st_blocks * 512 for file in place.rglob("*") if file.is_file())
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+def test_nothing_grows_in_thousands_of_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(helper, "start_process", Forked)
+    place, loop, seen = tier.place_of(tmp_path, tier.MEMORY), make(OPTIMIZER, FEATURE), []
+    with Checkpointer(
+        tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=50, replica=True
+    ) as checkpointer:
+        checkpointer.resume()
+        pid = checkpointer._replica._helper.pid
+        for i in range(STEPS):
+            loop.iteration(i, checkpointer.step)
+            if (i + 1) % 400 == 0:
+                loop.losses.clear()
+                descriptors = (len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{pid}/fd")))
+                tasks = (threading.active_count(), len(os.listdir(f"/proc/{pid}/task")))
+                seen.append((descriptors, tasks, process_bytes(), own_bytes(pid), shared_bytes(place)))
+    descriptors, tasks, memory, replica, shared = zip(*seen, strict=True)
+    assert len(set(tasks)) == 1, tasks
+    assert max(a for a, _ in descriptors[1:]) <= descriptors[0][0]
+    assert max(b for _, b in descriptors[1:]) <= descriptors[0][1] + 2  # a manifest that is just open
+    assert max(memory[4:]) - memory[3] < 8 << 20, memory
+    assert max(replica[4:]) - replica[3] < 8 << 20, replica
+    assert max(shared) == 0, shared  # the ring has no name, and nothing is kept while the trainer lives
+    assert not place.exists()

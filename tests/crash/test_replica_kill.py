@@ -1,0 +1,218 @@
+"""A trainer with a replica is killed, at random moments and at every failpoint, alone or together with its replica.
+What goes on from there has the bits of a loop that was never killed."""
+
+from __future__ import annotations
+
+import random
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from fork_server import ForkServer
+from holdfast import failpoints
+from holdfast.delta import kept, tier
+from holdfast.events import read_events
+
+STEPS = 40
+TRAINERS = ["after_gradient_copied", "before_step_handed", "after_step_handed", "after_state_handed"]
+REPLICAS = [name for name in failpoints.REPLICA if name not in TRAINERS]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server, tmp_path_factory):
+    outcome = server.run(survive=True, root=tmp_path_factory.mktemp("undisturbed"), steps=STEPS)
+    assert outcome.finished, outcome.error
+    return outcome
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_memory(tmp_path):
+    yield
+    assert not tier.place_of(tmp_path, tier.MEMORY).exists()
+
+
+def run(server, root, **options):
+    return server.run(replica=True, root=root, steps=STEPS, **options)
+
+
+def go_on_to_the_end(server, undisturbed, root, at_least, **options):
+    """Resume once more and compare all that is computed from there on."""
+    last = run(server, root, **options)
+    assert last.finished, last.error
+    assert last.resumed >= at_least
+    assert last.losses == undisturbed.losses[len(undisturbed.losses) - len(last.losses) :]
+    assert last.digest == undisturbed.digest
+    return last
+
+
+def resumed_from_memory(root):
+    return [event["step"] for event in read_events(root / "events.jsonl") if event["event"] == "resumed"]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(20))
+def test_the_trainer_is_killed_at_random_moments(server, undisturbed, tmp_path, seed):
+    """Five times in turn: every step that was handed over is there, from memory."""
+    chance, acknowledged, options = random.Random(seed), -1, {"base_every": 3 + 5 * seed}
+    for _ in range(5):
+        outcome = run(server, tmp_path, kill_after=chance.uniform(0.0, 1.0), **options)
+        assert outcome.killed or outcome.finished, outcome.error
+        assert outcome.resumed is None or outcome.resumed >= acknowledged
+        acknowledged = max(acknowledged, outcome.durable)
+    go_on_to_the_end(server, undisturbed, tmp_path, acknowledged, **options)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint", TRAINERS)
+@pytest.mark.parametrize("arrival", [1, 2, 30])
+def test_the_trainer_is_killed_at_a_failpoint(server, undisturbed, tmp_path, failpoint, arrival):
+    outcome = run(server, tmp_path, base_every=1000, failpoint=f"{failpoint}:{arrival}")
+    assert outcome.killed or (failpoint == "after_state_handed" and arrival > 1), outcome
+    last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable, base_every=1000)
+    if outcome.durable > 0 and outcome.killed:
+        assert resumed_from_memory(tmp_path) == [last.resumed]
+        wait_for_end(outcome.replica, seconds=5)  # it was told that it may
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("failpoint", [*failpoints.NAMES, *REPLICAS])
+@pytest.mark.parametrize("arrival", [1, 2, 4])
+def test_whoever_arrives_at_a_failpoint_is_killed(server, undisturbed, tmp_path, failpoint, arrival):
+    """Trainer or replica, whichever comes there first. A replica that dies is told of, and what it held is not used."""
+    outcome = run(server, tmp_path, base_every=3, failpoint=f"{failpoint}:{arrival}")
+    assert outcome.killed or outcome.finished or "ReplicaDied" in outcome.error, outcome
+    go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=3)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize(
+    "failpoint, whole",
+    [
+        ("before_replica_kept", False),
+        ("after_manifest_write:2", False),
+        ("after_manifest_sync:2", False),
+        ("after_manifest_rename:2", True),
+        ("after_replica_kept", True),
+    ],
+)
+def test_the_replica_is_killed_while_it_keeps_a_dead_trainers_state(
+    server, undisturbed, tmp_path, failpoint, whole
+):
+    """The first manifest that the replica writes is that of the run's beginning, the second one is in memory."""
+    outcome = run(server, tmp_path, base_every=1000, failpoint=failpoint, dies_at=25)
+    assert outcome.killed and outcome.durable == 25, outcome
+    wait_for_end(outcome.replica)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=1000)
+    assert last.resumed == (25 if whole else 0)
+
+
+@pytest.mark.crash
+def test_what_was_handed_over_is_done_after_the_trainers_death(server, undisturbed, tmp_path):
+    """The replica is eight steps behind when the trainer dies."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=25, slow_seconds=0.05)
+    assert outcome.killed and outcome.durable == 25, outcome
+    go_on_to_the_end(server, undisturbed, tmp_path, 25, base_every=1000)
+    assert resumed_from_memory(tmp_path) == [25]
+
+
+@pytest.mark.crash
+def test_a_child_that_outlives_the_trainer_does_not_hide_its_death(server, undisturbed, tmp_path):
+    """A data loader's worker has the trainer's end of the channel open as well."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=20, with_child=True)
+    assert outcome.killed, outcome
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 20, base_every=1000)
+    assert last.seconds < 6 and resumed_from_memory(tmp_path) == [20]
+
+
+@pytest.mark.crash
+def test_a_disk_that_has_gone_on_is_preferred_to_what_was_kept(server, undisturbed, tmp_path):
+    """A trainer without a replica goes on from what the dead one's replica persisted."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11)
+    assert outcome.killed and outcome.durable == 11, outcome
+    wait_for_event(tmp_path, "base", 11)
+    plain = server.run(survive=True, root=tmp_path, steps=20)
+    assert plain.finished and plain.resumed == 11, plain
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 20)
+    assert last.resumed == 20 and resumed_from_memory(tmp_path) == []
+
+
+@pytest.mark.crash
+def test_a_kept_state_that_is_damaged_is_not_used(server, undisturbed, tmp_path):
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11)
+    assert outcome.killed and outcome.durable == 11, outcome
+    wait_for_event(tmp_path, "base", 11)
+    for file in (tier.place_of(tmp_path, tier.MEMORY) / kept.KEPT / "data").iterdir():
+        data = bytearray(file.read_bytes())
+        if any(data):
+            data[-100] ^= 1
+            file.write_bytes(data)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 11)
+    assert resumed_from_memory(tmp_path) == []
+    assert "what the replica kept is not whole" in last.warnings[0]
+
+
+@pytest.mark.crash
+def test_a_replica_that_has_drifted_is_not_kept(server, undisturbed, tmp_path):
+    """The trainer dies before it hears of it."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11, drifts_at=11)
+    assert outcome.killed and outcome.durable in (10, 11), outcome  # it may know that step 11 has drifted
+    wait_for_end(outcome.replica)
+    assert not tier.place_of(tmp_path, tier.MEMORY).exists()
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 0)
+    assert last.resumed == 0 and resumed_from_memory(tmp_path) == []
+
+
+@pytest.mark.crash
+def test_a_replica_to_which_nobody_comes_cleans_up_and_the_disk_has_its_step(server, undisturbed, tmp_path):
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11, linger_seconds=0.3)
+    assert outcome.killed and outcome.durable == 11, outcome
+    wait_for_end(outcome.replica)
+    assert not tier.place_of(tmp_path, tier.MEMORY).exists()
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 11)
+    assert last.resumed == 11 and resumed_from_memory(tmp_path) == []
+
+
+@pytest.mark.crash
+def test_an_earlier_step_is_resumed_though_a_later_one_is_kept(server, undisturbed, tmp_path):
+    outcome = run(server, tmp_path, base_every=5, retain=9, dies_at=23)
+    assert outcome.killed and outcome.durable == 23, outcome
+    with_earlier = run(server, tmp_path, base_every=5, retain=9, before=12, dies_at=17)
+    assert with_earlier.killed and 0 < with_earlier.resumed < 12, with_earlier
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 17)
+    assert last.resumed == 17 and resumed_from_memory(tmp_path) == [17]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("step", [1, 8, 9, 33])
+def test_both_are_killed_and_the_disk_has_its_step(server, undisturbed, tmp_path, step):
+    outcome = run(server, tmp_path, base_every=7, dies_at=step, with_replica=True)
+    assert outcome.killed and outcome.durable == step, outcome
+    wait_for_end(outcome.replica)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable_step, base_every=7)
+    assert resumed_from_memory(tmp_path) == [] and last.resumed <= step
+
+
+def wait_for_event(root, name, step):
+    until = time.monotonic() + 20
+    while (name, step) not in [(e["event"], e.get("step")) for e in read_events(root / "events.jsonl")]:
+        assert time.monotonic() < until, f"no {name} of step {step}"
+        time.sleep(0.01)
+
+
+def wait_for_end(pid, seconds=20):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.01)
+                continue
+        return
+    raise AssertionError(f"process {pid} is still there")

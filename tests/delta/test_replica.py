@@ -1,0 +1,517 @@
+"""A replica holds what the trainer holds, bit for bit, after every step; where it does not, that is found and told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from delta.loops import make, same
+from delta.test_replay import OPTIMIZERS, recovered
+from holdfast.checkpointer import BOUND, Checkpointer
+from holdfast.delta import bases, helper, host, kept, layers, tier
+from holdfast.delta.codecs import Exact
+from holdfast.delta.ranks import Ranks
+from holdfast.delta.replica import refuse_with_a_replica
+from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
+from holdfast.events import read_events
+from holdfast.state.live import LiveState
+from holdfast.store.local import LocalStore
+from replica_run import Forked
+
+STEPS = 9
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+HABITS = (
+    "", "schedule", "groups", "clip", "clip_norm", "scaler", "accumulate", "unused", "tied", "frozen", "batchnorm",
+    "two",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch, tmp_path):
+    """Replicas are forked, and none is left: neither a process nor anything in its place."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(helper, "start_process", Forked)
+    monkeypatch.setattr(tier, "MEMORY", memory)
+    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
+    yield
+    assert os.listdir(memory) == []
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def start(root, feature="batchnorm", optimizer=ADAMW, **options):
+    loop = make(optimizer, "" if feature == "clip_norm" else feature)
+    if feature == "clip_norm":
+        options["clip_norm"] = 0.1
+    checkpointer = Checkpointer(
+        root / "run", model=loop.model, optimizer=loop.optimizers, replica=True, **loop.things, **options
+    )
+    return loop, checkpointer
+
+
+def events(root, name):
+    return [event for event in read_events(root / "run" / "events.jsonl") if event["event"] == name]
+
+
+def states_of(feature, optimizer=ADAMW, steps=STEPS):
+    """Of a loop that has no checkpointer, by the number of calls of ``step`` that count."""
+    loop = make(optimizer, "clip" if feature == "clip_norm" else feature)
+    states = [loop.state()]
+    for i in range(steps):
+        loop.iteration(i, lambda: None)
+        states.append(loop.state())
+    return states
+
+
+@pytest.mark.parametrize("feature", HABITS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
+    """Each step is compared in full by digest, and what the replica persisted of it is read back."""
+    loop, checkpointer = start(tmp_path, feature, OPTIMIZERS[name], retain=99)
+    with checkpointer:
+        checkpointer.resume()
+        states = [loop.state()]
+        for i in range(STEPS):
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+            states.append(loop.state())
+        assert checkpointer.durable_step == STEPS
+    assert not events(tmp_path, "drift")
+    for step, (found, expected) in enumerate(zip(states, states_of(feature, OPTIMIZERS[name]), strict=True)):
+        assert same(found["model"], expected["model"]) and same(found["slots"], expected["slots"]), step
+        plain = "" if feature == "clip_norm" else feature
+        assert same(recovered(tmp_path / "run", OPTIMIZERS[name], plain, step), found), step
+
+
+# Gradients are taken layer by layer, and what changes later is taken again
+
+
+def test_gradients_are_copied_while_backward_runs_and_not_again(tmp_path):
+    loop, checkpointer = start(tmp_path, "")
+    with checkpointer:
+        checkpointer.resume()
+        order = []
+        for name, parameter in loop.model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: order.append((name, len(checkpointer._tap._copied)))
+            )
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+        assert [copied for _, copied in order] == [1, 2, 3, 4] * 4
+        assert checkpointer._tap.copied_again == 0
+
+
+def test_the_last_of_several_micro_batches_is_what_is_copied(tmp_path, monkeypatch):
+    copies, real = [], layers._copy_to
+    monkeypatch.setattr(layers, "_copy_to", lambda to, grads: (copies.extend(grads), real(to, grads)))
+    loop, checkpointer = start(tmp_path, "accumulate")
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+            assert len(copies) == (16 if i == 0 else 4)  # by then it is known that there are four
+            copies.clear()
+        assert checkpointer._tap.copied_again == 0
+
+
+def test_gradients_that_come_after_an_optimizers_step_do_not_change_what_it_consumed(tmp_path):
+    """As of a GAN: the second loss has gradients of the first optimizer's parameters as well."""
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    optimizers = [ADAMW(part.parameters()) for part in model]
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizers, replica=True) as checkpointer:
+        checkpointer.resume()
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                model(torch.randn(4, 3)).pow(2).mean().backward()
+                optimizer.step()
+            checkpointer.step()
+            checkpointer.save()
+    assert not events(tmp_path, "drift")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda p: p.grad.mul_(2),
+        lambda p: p.grad.data.mul_(2),
+        lambda p: p.grad.numpy().__imul__(2),
+        lambda p: setattr(p, "grad", p.grad * 2),
+        lambda p: setattr(p, "grad", None),
+    ],
+    ids=["in place", "data", "numpy", "another tensor", "none"],
+)
+def test_gradients_that_are_changed_after_backward_are_taken_again(tmp_path, edit):
+    loop, checkpointer = start(tmp_path, "")
+    real = loop.optimizers[0].step
+
+    def step():
+        for parameter in list(loop.model.parameters())[1:3]:
+            edit(parameter)
+        real()
+
+    loop.optimizers[0].step = step
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+    assert not events(tmp_path, "drift")
+
+
+def test_clipping_takes_nothing_twice_and_is_that_of_torch(tmp_path):
+    loop, checkpointer = start(tmp_path, "clip_norm")
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(STEPS):
+            loop.iteration(i, checkpointer.step)
+        assert checkpointer._tap.copied_again == 0
+    assert same(loop.state()["model"], states_of("clip_norm")[-1]["model"])
+
+
+def test_clip_norm_is_that_of_torch_without_a_replica_too(tmp_path):
+    loop = make(ADAMW, "")
+    with Checkpointer(
+        tmp_path / "run", model=loop.model, optimizer=loop.optimizers, clip_norm=0.1
+    ) as checkpointer:
+        checkpointer.resume()
+        for i in range(STEPS):
+            loop.iteration(i, checkpointer.step)
+    assert same(loop.state()["model"], states_of("clip_norm")[-1]["model"])
+    assert same(recovered(tmp_path / "run", ADAMW, "", STEPS)["model"], loop.state()["model"])
+
+
+# Drift
+
+
+@pytest.fixture
+def drifting(monkeypatch):
+    """The replica's state is changed behind its back after a step."""
+
+    def arm(at, change):
+        real = host.apply
+
+        def apply(state, record, parts):
+            real(state, record, parts)
+            if record["progress"]["things"] == {} and len(done) + 1 == at:
+                change(state)
+            done.append(record)
+
+        done = []
+        monkeypatch.setattr(host, "apply", apply)
+
+    return arm
+
+
+def one_weight(state):
+    state.parameters[1].parameter.data.view(-1)[0] += 1e-3
+
+
+def one_moment(state):
+    state.optimizers[0].state[state.parameters[1].parameter]["exp_avg_sq"].view(-1)[0] += 1e-6
+
+
+@pytest.mark.parametrize(
+    "change, base_every, what", [(one_weight, 99, "fingerprint"), (one_moment, 6, "exp_avg_sq differs")]
+)
+def test_a_replica_that_has_drifted_is_made_anew_and_told_of(tmp_path, drifting, change, base_every, what):
+    """By the fingerprint after every step, or by the full comparison before a base."""
+    drifting(6, change)
+    states = states_of("batchnorm", steps=20)
+    loop, checkpointer = start(tmp_path, base_every=base_every)
+    with (
+        checkpointer,
+        pytest.warns(UserWarning, match=r"the replica has drifted: .* is made anew from the trainer"),
+    ):
+        checkpointer.resume()
+        for i in range(20):
+            loop.iteration(i, checkpointer.step)
+            checkpointer._replica.settle()
+    found = events(tmp_path, "drift")
+    assert len(found) == 1 and 6 <= found[0]["step"] <= 8 and what in found[0]["what"]
+    assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 20), states[20])
+
+
+def test_no_base_is_made_of_a_replica_that_has_drifted(tmp_path, drifting):
+    """A change of one moment shows in the full comparison that goes before a base."""
+    drifting(4, one_moment)
+    loop, checkpointer = start(tmp_path, base_every=99, retain=99)
+    with checkpointer, pytest.warns(UserWarning, match=r"exp_avg_sq differs"):
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+        checkpointer.save()
+        state = loop.state()
+    assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 4), state)
+
+
+# What is refused, what is told, what is left
+
+
+class Local(torch.optim.SGD):
+    """With an attribute that is no hyper-parameter."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.counter = 0
+
+
+def test_what_another_process_cannot_go_on_with_is_refused(tmp_path):
+    class Inner(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(3, 2)
+    options = {"model": model, "replica": True}
+    with pytest.raises(BadInput, match="holds counter, which is neither its state nor a hyper-parameter"):
+        Checkpointer(tmp_path / "run", optimizer=Local(model.parameters(), lr=0.1), **options)
+    with pytest.raises(BadInput, match="another process cannot import"):
+        Checkpointer(tmp_path / "run", optimizer=Inner(model.parameters(), lr=0.1), **options)
+    with pytest.raises(BadInput, match="is for one process, and 2 train together"):
+        refuse_with_a_replica(Ranks(0, 2, object()), Exact(), None, None, "block")
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(BadInput, match="a replica cannot call after_update"):
+        Checkpointer(tmp_path / "run", optimizer=plain, after_update=lambda: None, **options)
+    with pytest.raises(BadInput, match="is not a directory"):
+        Checkpointer(tmp_path / "run", optimizer=plain, model=model, replica=tmp_path / "nowhere")
+    with pytest.raises(BadInput, match="clip_norm = 0 must be more than 0"):
+        Checkpointer(tmp_path / "run", optimizer=plain, model=model, clip_norm=0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_trainer_is_refused_while_the_first_one_lives(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        loop.iteration(0, checkpointer.step)
+        with pytest.raises(RunLocked, match=f"by the replica of process {os.getpid()}, which trains"):
+            start(tmp_path)[1].resume()
+        loop.iteration(1, checkpointer.step)
+    assert checkpointer.durable_step == 2
+
+
+def test_the_death_of_the_replica_is_an_error_that_says_what_is_durable(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    checkpointer.resume()
+    for i in range(3):
+        loop.iteration(i, checkpointer.step)
+    checkpointer.wait()
+    checkpointer._replica._helper._process.kill()
+    with pytest.raises(
+        ReplicaDied, match=r"was ended by signal 9 while training went on\. Step 3 is durable"
+    ):
+        for i in range(3, 2000):
+            loop.iteration(i, checkpointer.step)
+    assert checkpointer.replica_step == checkpointer.durable_step == 3
+    with pytest.raises(ReplicaDied):
+        checkpointer.close()
+    assert os.listdir(tier.MEMORY) == []
+    loop, again = start(tmp_path)
+    with again:
+        assert again.resume() == 3
+
+
+def test_a_replica_that_hangs_is_an_error_and_no_hang(tmp_path):
+    loop, checkpointer = start(tmp_path, deadline_seconds=1.0)
+    checkpointer.resume()
+    loop.iteration(0, checkpointer.step)
+    os.kill(checkpointer._replica._helper._process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(WriterHung, match=r"the replica has said nothing for 1 s\. Step 0 is durable"):
+        for i in range(1, 2000):
+            loop.iteration(i, checkpointer.step)
+    with pytest.raises(WriterHung):
+        checkpointer.close()
+    assert time.monotonic() - started < 15
+
+
+def test_a_slow_replica_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch):
+    real = host.apply
+    monkeypatch.setattr(host, "apply", lambda *args: (time.sleep(0.2), real(*args)))
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        stalls = []
+        for i in range(14):
+            loop.iteration(i, checkpointer.step)
+            stalls.append(checkpointer.stall_seconds)
+            assert checkpointer._replica.pending <= BOUND
+        assert sorted(stalls[:6])[3] < 0.1 < min(stalls[10:])
+        checkpointer.save()
+    assert not events(tmp_path, "drift")
+
+
+def test_a_signal_to_all_processes_does_not_end_the_replica_before_the_trainer(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(checkpointer._replica._helper.pid, number)
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+    assert checkpointer.durable_step == 3
+
+
+def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypatch):
+    real = LocalStore.publish
+
+    def publish(self, step, *rest):
+        if self.root.name == "run" and step > 0:
+            raise DiskFull("no space left")
+        return real(self, step, *rest)
+
+    monkeypatch.setattr(LocalStore, "publish", publish)
+    loop, checkpointer = start(tmp_path, base_every=3)
+    checkpointer.resume()
+    with pytest.raises(DiskFull, match="no space left"):
+        for i in range(2000):
+            loop.iteration(i, checkpointer.step)
+            time.sleep(0.002)
+    assert checkpointer.durable_step == checkpointer.replica_step == 0
+    with pytest.raises(DiskFull):
+        checkpointer.close()
+
+
+def test_what_survives_is_said_for_each_kind_of_death(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+        assert (checkpointer.durable_step, checkpointer.replica_step) == (0, 3)
+        assert not (tmp_path / "run" / "journal").exists() or not any(
+            (tmp_path / "run" / "journal").rglob("*.log")
+        )
+        checkpointer.wait()
+        assert (checkpointer.durable_step, checkpointer.replica_step) == (3, 3)
+
+
+def test_a_parameter_that_is_trained_later_is_handed_over_anew(tmp_path):
+    loop = make(ADAMW, "")
+    loop.model.second.weight.requires_grad_(False)
+    with Checkpointer(
+        tmp_path / "run", model=loop.model, optimizer=loop.optimizers, replica=True
+    ) as checkpointer:
+        checkpointer.resume()
+        for i in range(6):
+            if i == 3:
+                loop.model.second.weight.requires_grad_(True)
+            loop.iteration(i, checkpointer.step)
+        checkpointer.save()
+        state = loop.state()
+    assert not events(tmp_path, "drift")
+    assert same(recovered(tmp_path / "run", ADAMW, "", 6), state)
+
+
+class Counting(torch.optim.Optimizer):
+    """Each update depends on all parameters, and on a count that is no tensor."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.norm() for p in parameters]).sum()
+        for p in parameters:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+            p.sub_(p.grad / norm / self.state[p]["count"])
+
+
+def test_an_optimizer_of_the_users_own_with_state_that_is_no_tensor(tmp_path):
+    loop, checkpointer = start(tmp_path, "batchnorm", Counting, retain=99)
+    states = {}
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+            states[i + 1] = loop.state()
+    assert not events(tmp_path, "drift")
+    for step, state in states.items():
+        assert same(recovered(tmp_path / "run", Counting, "batchnorm", step), state)
+
+
+def one_count(state):
+    state.optimizers[0].state[state.parameters[1].parameter]["count"] += 1
+
+
+def test_drift_of_what_is_no_tensor_is_found_too(tmp_path, drifting):
+    drifting(4, one_count)
+    loop, checkpointer = start(tmp_path, "batchnorm", Counting)
+    with checkpointer, pytest.warns(UserWarning, match="values that are no tensors differs"):
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+        checkpointer.save()
+
+
+def test_a_stale_place_of_a_dead_run_is_cleaned(tmp_path):
+    place = tier.place_of(tmp_path / "run", tier.MEMORY)
+    (place / "sync").mkdir(parents=True, mode=0o700)
+    place.chmod(0o700)
+    (place / "ring").write_bytes(b"old")
+    (place / "state" / "commits").mkdir(parents=True)
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        assert checkpointer.resume() == 0
+        loop.iteration(0, checkpointer.step)
+        assert os.listdir(place) == ["socket"]
+
+
+def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
+    loop, checkpointer = start(tmp_path, base_every=2, retain=9)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(6):
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+    state, place = LiveState(loop.model, loop.optimizers), tmp_path / "place"
+    with LocalStore.open(tmp_path / "run", retain=9) as store:
+
+        def found(target=None, exact=False):
+            fork = kept.find(place, store, target, exact)
+            return None if fork is None else fork.step
+
+        key = store.timelines()[0][1].key
+        assert found() is None
+        for step, its_key, counts in ((9, key, True), (6, key, True), (5, key, False), (9, "another", False)):
+            kept.keep(place, state, step, {"values": {}}, [1, its_key])
+            assert found() == (step if counts else None)
+        kept.keep(place, state, 9, {"values": {}}, [1, key])
+        assert [found(8), found(9, exact=True), found(10, exact=True), found(10)] == [None, 9, None, 9]
+        store.begin(kept.Fork(9, 1, key))  # by a trainer that died then
+        assert found() == 9
+        store.begin(kept.Fork(4, 1, key))
+        assert found() is None
+    kept.drop(place)
+
+
+def test_a_place_of_somebody_else_is_refused(tmp_path):
+    place = tier.place_of(tmp_path / "run", tier.MEMORY)
+    place.mkdir(mode=0o755)
+    with pytest.raises(BadInput, match="is not a directory of this user alone"):
+        start(tmp_path)[1].resume()
+    place.rmdir()
+
+
+def test_a_real_process_outlives_its_session(tmp_path, monkeypatch):
+    """Started by its own interpreter, in a session of its own."""
+    monkeypatch.undo()
+    memory = tmp_path / "memory"
+    loop = make(ADAMW, "batchnorm")
+    with Checkpointer(
+        tmp_path / "run", model=loop.model, optimizer=loop.optimizers, replica=memory
+    ) as checkpointer:
+        assert checkpointer.resume() == 0
+        pid = checkpointer._replica._helper._process.pid
+        assert os.getsid(pid) == pid != os.getsid(0)
+        loop.iteration(0, checkpointer.step)
+    assert checkpointer.durable_step == 1 and not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,134 @@
+"""A training loop with a replica, as a process that is killed runs it. Replicas are forked, not started anew."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from delta.loops import make
+from holdfast import failpoints
+from holdfast.checkpointer import Checkpointer
+from holdfast.delta import host
+from survive_run import FEATURE, OPTIMIZER, digest
+
+
+class Forked:
+    """A replica's process that is a fork of this one."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.code: int | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # this process may have other threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            self.serve(sock)
+
+    def serve(self, sock: socket.socket) -> None:
+        """In the child: nothing of the parent's stays but its end of the channel."""
+        try:
+            gc.freeze()  # what the parent has dropped would close descriptors that are others by then
+            os.setsid()
+            failpoints._arrivals.clear()
+            descriptor = os.dup(sock.fileno())
+            null = os.open(os.devnull, os.O_RDWR)
+            for number in (0, 1, 2):
+                os.dup2(null, number)
+            os.dup2(descriptor, 3)
+            os.closerange(4, 1024)
+            host.main(3)
+            os._exit(0)
+        except BaseException:
+            os._exit(70)
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.code is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.code = os.waitstatus_to_exitcode(status)
+                break
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired("replica", timeout or 0)
+            time.sleep(0.002)
+        return self.code
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+def stay_with(descriptor: int) -> None:
+    """A child that has only this open for a while."""
+    os.closerange(0, descriptor)
+    os.closerange(descriptor + 1, 1024)
+    time.sleep(8)
+    os._exit(0)
+
+
+def drifting(real: Callable[..., None], at: int, state: Any, record: Any, parts: Any) -> None:
+    """Do a step, and change the state behind its back after the step ``at``."""
+    real(state, record, parts)
+    count = next(iter(state.optimizers[0].state.values()))["step"]
+    if count == at:
+        state.parameters[1].parameter.data.add_(1.0)
+
+
+def slowly(real: Callable[..., None], seconds: float, *args: Any) -> None:
+    time.sleep(seconds)
+    real(*args)
+
+
+def train(
+    root: str,
+    steps: int,
+    *,
+    feature: str = FEATURE,
+    said: Callable[..., None] = lambda **_: None,
+    acknowledge: Callable[[int], None] = lambda step: None,
+    before: int | None = None,
+    dies_at: int | None = None,
+    with_replica: bool = False,
+    with_child: bool = False,
+    drifts_at: int | None = None,
+    slow_seconds: float = 0.0,
+    linger_seconds: float = 20.0,
+    unit_bytes: int = 100,
+    **options: Any,
+) -> None:
+    """Resume and train to ``steps``. Says the step resumed from, every step that survives this process, and the digest
+    at the end. Kills itself right after step ``dies_at``, and its replica before that, or with a child left that
+    has all that it had open."""
+    from holdfast import checkpointer as module
+    from holdfast.delta import bases, helper, replica
+
+    bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
+    if slow_seconds:
+        host.apply = partial(slowly, host.apply, slow_seconds)
+    if drifts_at is not None:
+        host.apply = partial(drifting, host.apply, drifts_at)
+    replica.LINGER_SECONDS, helper.start_process = linger_seconds, Forked
+    loop = make(OPTIMIZER, feature)
+    with Checkpointer(
+        root, model=loop.model, optimizer=loop.optimizers, replica=True, **loop.things, **options
+    ) as checkpointer:
+        done = checkpointer.resume(before=before)
+        pid = checkpointer._replica._helper.pid
+        said(resumed=done, replica=pid, durable_step=checkpointer.durable_step)
+        for i in range(done, steps):
+            loop.iteration(i, checkpointer.step)
+            said(durable_step=checkpointer.durable_step)
+            acknowledge(checkpointer.replica_step)
+            if i + 1 == dies_at:
+                if with_child and os.fork() == 0:
+                    stay_with(checkpointer._replica._helper._channel.fileno())
+                for each in [pid] * with_replica + [os.getpid()]:
+                    os.kill(each, signal.SIGKILL)
+        checkpointer.wait()
+    said(finished=True, losses=loop.losses, digest=digest(loop.state()))

@@ -21,6 +21,7 @@ _HOME = {
     "Budget": ".offload.planning",
     "Checkpointer": ".checkpointer",
     "Engine": ".offload.engine",
+    "Keep": ".store.retention",
     "Preflight": ".offload.preflight",
     "empty_parameters": ".offload.blocks",
     "keyed_rng": ".offload.rng",
@@ -38,12 +39,14 @@ if TYPE_CHECKING:
     from .offload.planning import Budget
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
+    from .store.retention import Keep
 
 __all__ = [
     "Budget",
     "Checkpointer",
     "Engine",
     "HoldfastError",
+    "Keep",
     "Preflight",
     "empty_parameters",
     "keyed_rng",

@@ -21,8 +21,8 @@ import torch
 import xxhash
 from torch import nn
 
-from .delta.bases import BaseMaker
-from .delta.recorder import BOUND, Recorder, Sealed, Task
+from .delta.pace import POLICIES, Means, Pace
+from .delta.recorder import BOUND, Recorder, Sealed
 from .delta.recovery import recover
 from .delta.replay import fingerprint
 from .delta.script import Script
@@ -32,9 +32,11 @@ from .delta.tap import Tap, Update, gradient_layouts, image_of
 from .errors import BadInput, EngineFailed
 from .events import EventLog
 from .io.queue import IOQueue
+from .plan.cadence import Limits
 from .state.live import LiveState
 from .store.files import check_place
 from .store.local import LocalStore
+from .store.retention import Keep
 from .units import GiB, MiB, format_bytes, parse_bytes
 from .update.optimizer import is_elementwise
 
@@ -50,10 +52,14 @@ class Checkpointer:
     ``optimizer`` is one or several; ``scheduler``, ``loader`` and ``scaler`` are what the script uses of such, each
     with ``state_dict`` and ``load_state_dict``. ``after_update`` is called after every optimizer step, in replay too;
     ``averages`` are the modules that it keeps (``torch.optim.swa_utils.AveragedModel``), which are then part of the
-    run. ``memory`` bounds the copies that wait to be written; ``base_every`` is the number of steps from one base to
-    the next; ``retain`` how many bases are kept, with the records since. When the disk is behind, ``step`` waits
-    (``"block"``), or goes on unrecorded until a base can be made (``"skip"``). After a SIGTERM ``step`` makes the step
-    durable and ends the process; a script that handles the signal itself is left alone. A context manager.
+    run. ``memory`` bounds the copies that wait to be written, ``storage`` what the run takes of the disk: 20 times the
+    state if it is not given. ``base_every`` is the number of steps from the beginning of one base to that of the next;
+    without it the number is chosen, and chosen again, such that failures cost least and recovery takes no longer than
+    ``recovery_seconds`` and writing no more than ``bandwidth_share`` of what the disk can. ``keep`` says which bases
+    stay, with how many of the records. When the disk is behind, ``step`` waits (``"block"``), or goes on unrecorded
+    until a base has been made beside training (``"skip"``) or training has waited for one (``"commit"``). After a
+    SIGTERM ``step`` makes the step durable and ends the process; a script that handles the signal itself is left alone.
+    A context manager.
     """
 
     def __init__(
@@ -68,9 +74,12 @@ class Checkpointer:
         after_update: Callable[[], None] | None = None,
         averages: nn.Module | Mapping[str, nn.Module] | None = None,
         memory: int | str = 4 * GiB,
-        base_every: int = 100,
-        retain: int = 2,
-        when_behind: Literal["block", "skip"] = "block",
+        base_every: int | None = None,
+        recovery_seconds: float = 300.0,
+        bandwidth_share: float = 0.5,
+        storage: int | str | None = None,
+        keep: Keep = Keep(),
+        when_behind: Literal["block", "skip", "commit"] = "block",
         deadline_seconds: float = 300.0,
         direct: bool = True,
         disk: Any = None,
@@ -79,10 +88,12 @@ class Checkpointer:
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
             raise BadInput("optimizer is not an optimizer of torch, nor several of them")
-        if base_every < 1:
-            raise BadInput(f"base_every = {base_every} must be at least 1 step")
-        if when_behind not in ("block", "skip"):
-            raise BadInput(f"when_behind = {when_behind!r} is not one of block, skip")
+        if base_every is not None and base_every < 1:
+            raise BadInput(f"base_every = {base_every} must be at least 1 step; leave it out to have it chosen")
+        if when_behind not in POLICIES:
+            raise BadInput(f"when_behind = {when_behind!r} is not one of {', '.join(POLICIES)}")
+        if not isinstance(keep, Keep):
+            raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
         if disk is None:
             check_place(run)
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
@@ -93,19 +104,21 @@ class Checkpointer:
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
         self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
         self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
+        self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
+        self._limits = _limits(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
         self._num_slots = self._slots_that_fit()
         self._queue = IOQueue()
-        self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
+        self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         self._events = EventLog(None if disk is not None else Path(run) / "events.jsonl")
         self._tap = Tap(self._state, self._take_slot)
         self._pool: SlotPool | None = None
         self._recorder: Recorder | None = None
-        self._bases: BaseMaker | None = None
+        self._pace: Pace | None = None
         self._buffers: dict[str, str] = {}
         self._buffer_shapes = {key: tensor.shape for key, (_, tensor) in self._state.buffers().items()}
-        self._base_step, self._scale = 0, 0.0
-        self._gap = False
+        self._scale = 0.0
+        self._stepped_at = 0.0
         self._failure: BaseException | None = None
         self._now: dict[str, Any] = {}
         self._sigterm: SigTerm | None = None
@@ -156,14 +169,11 @@ class Checkpointer:
         self._now = self._script.now()
         self._store.begin(point)
         self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
-        self._bases = BaseMaker(self._store, self._state)
         self._recorder = Recorder(
             self._store.journal(STREAM), self._pool, durable_step=self.steps_done,
             group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline,
         )  # fmt: skip
-        if point is None:
-            self._whole_base()
-        self._base_step = self._store.line()[0].step
+        self._pace = self._paced()
         self._scale = self._scale_now()
         self._tap.attach()
         self._sigterm = SigTerm.watched()
@@ -196,33 +206,48 @@ class Checkpointer:
         started = time.perf_counter()
         self.steps_done += 1
         self._now = self._script.now()
+        pace = self._pace
+        assert pace is not None
         if self._tap.changed:
             self._adapt(updates)
-        elif self._gap or any(update.slot is None for update in updates):
-            self._lose(updates)
+        elif not pace.recording or any(update.slot is None for update in updates):
+            self._give_back(updates)
+            pace.lose(self.steps_done)
         else:
-            recorder.put(self._sealed(updates))
+            self._put(recorder, pace, updates)
         self._tap.be_last()
-        self._go_on_with_base()
-        self.stall_seconds = self._tap.seconds + time.perf_counter() - started
+        pace.go_on(self.steps_done)
+        now = time.perf_counter()
+        self.stall_seconds = self._tap.seconds + now - started
         self._tap.seconds = 0.0
+        pace.stepped(self.steps_done, now - self._stepped_at, self.stall_seconds)
+        self._stepped_at = now
+
+    def _put(self, recorder: Recorder, pace: Pace, updates: list[Update]) -> None:
+        sealed = self._sealed(updates)
+        if pace.fits(sum(map(len, sealed.parts))):
+            recorder.put(sealed)
+        else:
+            self._give_back(updates)
+            pace.go_without_room(self.steps_done)
 
     def save(self) -> None:
         """A base of the present step, which stands alone. Durable when this returns. Called after ``step``, before the
         next iteration begins."""
         self._usable()
         self._refuse_between()
-        if self._base_step < self.steps_done:
-            self._whole_base()
+        if self._pace is not None and self._pace.base_step < self.steps_done:
+            self._pace.whole(self.steps_done)
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
         recorder = self._usable()
         if step is not None and step > self.steps_done:
             raise BadInput(f"step {step} has not been done yet: {self.steps_done} have")
-        if self._gap:
+        assert self._pace is not None
+        if not self._pace.complete:
             self._refuse_between()
-            self._whole_base()
+            self._pace.whole(self.steps_done)
         recorder.wait(self.steps_done if step is None else step)
 
     def close(self, save: bool = True) -> None:
@@ -236,9 +261,12 @@ class Checkpointer:
         try:
             if self._recorder is not None:
                 try:
-                    if save and self._gap and self._failure is None and not self._tap.updates:
-                        self._whole_base()
+                    if save and self._failure is None and not self._tap.updates:
+                        self._end_gap()
                 finally:
+                    with suppress(Exception):  # what failed is told by the next line
+                        if self._pace is not None:
+                            self._pace.close()
                     self._recorder.close()
         finally:
             if self._recorder is None or not self._recorder.is_alive:
@@ -247,8 +275,6 @@ class Checkpointer:
     def _let_go(self) -> None:
         """Of everything. Not while the recorder is at work, or hangs: what it uses, and the lock, stay as they are then
         until the process ends."""
-        if self._bases is not None:
-            self._bases.give_up()
         self._queue.close()
         self._store.close()
         if self._pool is not None:
@@ -278,7 +304,7 @@ class Checkpointer:
     def _sealed(self, updates: list[Update]) -> Sealed:
         """The step as it is now; nothing of it changes any more."""
         parts, slots = [], []
-        about: dict[str, Any] = {"base": self._base_step, "updates": []}
+        about: dict[str, Any] = {"base": self._pace.base_step if self._pace else 0, "updates": []}
         for update in updates:
             assert update.slot is not None
             about["updates"].append({**update.about(), "part": len(parts)})
@@ -312,17 +338,17 @@ class Checkpointer:
 
     def _adapt(self, updates: list[Update]) -> None:
         """The step could not be recorded as those before it: a base follows, and then records of what there is now."""
-        assert self._recorder is not None and self._bases is not None and self._pool is not None
+        assert self._recorder is not None and self._pace is not None and self._pool is not None
         self._give_back(updates)
         self._recorder.settle()
-        self._bases.give_up()
+        self._pace.close()
         self._pool.close()
         self._state = self._look()
         self._tap.watch(self._state)
         self._pool = SlotPool(gradient_layouts(self._state), self._slots_that_fit())
         self._recorder.use(self._pool)
-        self._bases.watch(self._state)
-        self._whole_base()
+        self._pace.watch(self._state)
+        self._pace.whole(self.steps_done)
 
     def _give_back(self, updates: list[Update]) -> None:
         assert self._pool is not None
@@ -341,64 +367,29 @@ class Checkpointer:
             )
         return max(2, min(BOUND, room // max(slot_bytes, 1)))
 
-    def _lose(self, updates: list[Update]) -> None:
-        """A step of which there is no copy: only a base made after it can follow."""
-        assert self._recorder is not None
-        self._give_back(updates)
-        if not self._gap:
-            self._gap = True
-            self._events.emit("gap", step=self.steps_done, durable_step=self.durable_step)
-            warnings.warn(
-                f"step {self.steps_done} was not recorded, since the disk is behind: step {self.durable_step} is"
-                " durable, and the next that will be is that of the next base",
-                stacklevel=3,
-            )
+    def _paced(self) -> Pace:
+        """What makes bases. When this returns there is one."""
+        recorder, store = self._recorder, self._store
+        assert recorder is not None
+        means = Means(
+            self._staging_bytes, BASE_BYTES_PER_STEP, self._storage, self._at_once, self._when_behind
+        )
+        pace = Pace(
+            store, self._state, recorder, means, progress=self._progress, emit=self._events.emit,
+            restarted=self._buffers.clear,  # the next record follows a base, whatever was recorded before it
+        )  # fmt: skip
+        line = store.line()
+        if line:
+            pace.go_on_after(line[0].step, store.load(line[0]).oldest_step)
+        else:
+            pace.whole(self.steps_done)
+        pace.tune(self._base_every, self._limits, sum(x.file_bytes for x in gradient_layouts(self._state)))
+        self._stepped_at = time.perf_counter()
+        return pace
 
-    def _go_on_with_base(self) -> None:
-        """Copy the next units of a base that is under way, begin one that is due, publish one that is written."""
-        assert self._bases is not None and self._recorder is not None
-        bases = self._bases
-        if self._gap:
-            if not self._recorder.pending:
-                self._whole_base()
-            return
-        if not bases.under_way and self.steps_done - self._base_step >= self._base_every:
-            bases.begin()
-        if not bases.all_staged:
-            self._stage()
-
-    def _stage(self) -> None:
-        """Copy units of the base that is under way, as many as the time of a step and the memory allow."""
-        assert self._bases is not None and self._recorder is not None
-        bases, room = self._bases, self._staging_bytes - self._bases.memory_bytes
-        if self._at_once and bases.left_bytes > self._staging_bytes:
-            self._whole_base()  # no room for a copy of everything: training waits
-            return
-        if room <= 0 or (self._at_once and bases.left_bytes > room):
-            return
-        bases.stage(self.steps_done, bases.left_bytes if self._at_once else min(BASE_BYTES_PER_STEP, room))
-        if bases.all_staged:
-            self._recorder.put(Task(partial(self._publish, self._progress())))
-
-    def _publish(self, progress: dict[str, Any]) -> None:
-        """Make the base a commit. Called when the records up to it are durable."""
-        assert self._bases is not None
-        self._base_step = self._bases.publish(progress).step
-        self._events.emit("base", step=self._base_step, durable_step=self.durable_step)
-
-    def _whole_base(self) -> None:
-        """A base of the present step, unit after unit, durable when this returns."""
-        assert self._bases is not None and self._recorder is not None
-        self._recorder.settle()
-        self._bases.give_up()
-        self._buffers.clear()  # the next record follows this base, whatever was recorded before it
-        self._bases.begin()
-        while not self._bases.all_staged:
-            self._bases.stage(self.steps_done, BASE_BYTES_PER_STEP)
-            self._bases.wait()
-        self._publish(self._progress())
-        self._gap = False
-        self._recorder.restart(self.steps_done)
+    def _end_gap(self) -> None:
+        if self._pace is not None and not self._pace.complete:
+            self._pace.whole(self.steps_done)
 
     def _progress(self) -> dict[str, Any]:
         return {**self._now, "values": self._state.values()}
@@ -428,6 +419,19 @@ class Checkpointer:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineFailed(f"the checkpointer of {self._store.root} is closed; make another to resume")
+
+
+def _limits(
+    recovery_seconds: float, storage: int | None, memory: int, bandwidth_share: float, keep: Keep
+) -> Limits:
+    """What the cadence keeps to. A write holds as many records as the slots allow, whatever the cadence."""
+    try:
+        return Limits(
+            recovery_seconds=recovery_seconds, storage_bytes=storage, host_bytes=memory,
+            bandwidth_share=bandwidth_share, retain=keep.last, pending_steps=2,
+        )  # fmt: skip
+    except ValueError as error:
+        raise BadInput(str(error)) from error
 
 
 def _by_name(averages: nn.Module | Mapping[str, nn.Module] | None) -> Mapping[str, nn.Module]:

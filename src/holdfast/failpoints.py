@@ -24,8 +24,8 @@ NAMES: list[str] = [
 ]
 """In the order of the commit protocol."""
 
-JOURNAL: list[str] = ["after_segment_made", "after_records_write", "after_records_sync"]
-"""In the order in which records become durable."""
+JOURNAL: list[str] = ["after_segment_made", "after_records_write", "after_records_sync", "before_segment_unlink"]
+"""In the order in which records become durable, and go."""
 
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}

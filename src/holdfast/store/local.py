@@ -18,17 +18,18 @@ from typing import Any
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
+from holdfast.errors import DiskFailed, EngineFailed, NoCommit, PoolExhausted, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, HeldLock, check_place, write_durably
 from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
-from holdfast.store.journal import JournalWriter, steps_of_segments, streams
+from holdfast.store.journal import JournalWriter
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index
-from holdfast.store.retention import dropped
+from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
+from holdfast.store.room import unneeded_segments, used_bytes
 from holdfast.store.scratch import Scratch
 
 LOCK = "lock"
@@ -47,23 +48,32 @@ class LocalStore(RunReader):
         root: str | Path,
         *,
         retain: int = 2,
+        keep: Keep | None = None,
         spare: int = 1,
         disk: AnyDisk | None = None,
         queue: IOQueue | None = None,
         direct: bool = True,
     ) -> None:
         """``spare`` is how many files of each unit must be free of commits: 1 to write a step, 1 more where
-        steps between commits are written too. ``queue`` stays open; without one the store has its own.
+        steps between commits are written too. ``queue`` stays open; without one the store has its own. ``keep`` goes
+        before ``retain``; units have more files then as there are more commits.
 
         Until ``enter`` the run may be read and units counted, and nothing is written or locked.
         """
+        retain = retain if keep is None else keep.last
         if retain < 1:
             raise ValueError(f"durability.retain is at least 1, got {retain}")
         if disk is None:
             check_place(root)
         self.queue, self._own_queue = queue or IOQueue(), queue is None
         super().__init__(root, disk=disk, queue=self.queue, direct=direct)
-        self.retain, self.spare = retain, spare
+        self.retain, self.keep, self.spare = retain, keep, spare
+        self.cap_bytes: int | None = None
+        """Most that the run may take of the disk."""
+        self.used_bytes = 0
+        """That it took when ``measure`` was called last."""
+        self.damaged: set[CommitRef] = set()
+        """Commits that somebody has found not to be whole."""
         self.timeline: int | None = None
         self._lock: HeldLock | None = None
         self._retained: dict[CommitRef, Manifest | None] = {}
@@ -74,6 +84,8 @@ class LocalStore(RunReader):
         self._fork: Timeline | None = None
         self._timelines: dict[int, Timeline] = {}
         self._failed: BaseException | None = None
+        self.dropped: list[CommitRef] = []
+        """Retired for want of room, by this writer."""
 
     @classmethod
     def open(cls, root: str | Path, **options: Any) -> LocalStore:
@@ -143,7 +155,7 @@ class LocalStore(RunReader):
 
     def unit(self, name: str, layout: Layout, copies: int) -> Generations:
         """The files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``."""
-        if copies != 1 and copies <= self.retain:
+        if self.keep is None and copies != 1 and copies <= self.retain:
             raise ValueError(
                 f"unit {name!r} needs {self.retain + 1} copies to keep {self.retain} commits, not {copies}"
             )
@@ -157,6 +169,7 @@ class LocalStore(RunReader):
             way_out=self.way_out,
             check_writer=self._check_writer,
             direct=self.direct,
+            grows=self.keep is not None,
         )
         self._units[name] = unit
         return unit
@@ -170,9 +183,15 @@ class LocalStore(RunReader):
             self._check_writer()
             self._check_fence()
 
+        def reserve(least: int, wanted: int) -> int:
+            if self.cap_bytes is not None:
+                wanted = max(least, min(wanted, self.cap_bytes - self.used_bytes - 2 * least))
+            self.used_bytes += wanted
+            return wanted
+
         return JournalWriter(
-            self.disk, self.queue, stream, self._fork, check_writer=check_writer, direct=self.direct
-        )
+            self.disk, self.queue, stream, self._fork, check_writer=check_writer, reserve=reserve, direct=self.direct
+        )  # fmt: skip
 
     def scratch(self, name: str, nbytes: int) -> Scratch:
         """An empty scratch file of ``nbytes``; it goes when the store is closed."""
@@ -239,15 +258,61 @@ class LocalStore(RunReader):
         """Remove the segments of which no retained commit needs a record, but the one that is appended to. Called after
         ``publish``."""
         manifests = list(self._retained.values())
-        oldest = min((m.oldest_step for m in manifests if m is not None), default=0)
         if None in manifests:  # one that cannot be read may need any
             return
-        for stream in streams(self.disk):
-            found = steps_of_segments(self.disk, stream)
-            appended_to = max((ref for ref, _ in found if ref.timeline == self.timeline), default=None)
-            for ref, last in found:
-                if last <= oldest and ref != appended_to:
-                    self.disk.unlink(ref.path)
+        alone = self._for_good() - set(self._newest())
+        for path in unneeded_segments(self.disk, manifests, alone, self.timeline):
+            failpoints.reach("before_segment_unlink")
+            self.disk.unlink(path)
+        self.measure()
+
+    @property
+    def for_good_bytes(self) -> int:
+        """Of the bases that are kept for good beside the newest."""
+        alone = [self._retained[ref] for ref in self._for_good() - set(self._newest())]
+        return sum(manifest.total_bytes for manifest in alone if manifest is not None)
+
+    @property
+    def newest_bytes(self) -> int:
+        """Of the newest commit that can be read."""
+        sizes = [(ref, m.total_bytes) for ref, m in self._retained.items() if m is not None]
+        return max(sizes)[1] if sizes else 0
+
+    def restarts(self) -> tuple[float, int]:
+        """Seconds since the run was begun, and how often it has been resumed. Not all that stops a run is a failure;
+        what does not know better counts it as one."""
+        created = [record.created for record in self._timelines.values() if record.created]
+        return (time.time() - min(created), len(created) - 1) if created else (0.0, 0)
+
+    def measure(self) -> int:
+        """What the run takes of the disk now."""
+        self.used_bytes = used_bytes(self.disk)
+        return self.used_bytes
+
+    def make_room(self, nbytes: int) -> bool:
+        """Retire the oldest commits until ``nbytes`` more are within the cap; whether they are. The two newest that are
+        whole stay, and what is retired is in ``dropped``."""
+        self.measure()
+        while self.cap_bytes is not None and self.used_bytes + nbytes > self.cap_bytes:
+            droppable = sorted(set(self._retained) - set(self._newest(2)))
+            line = set(lineage(self._retained, self._timelines, self.timeline or 0))
+            off = [ref for ref in droppable if ref not in line or ref in self.damaged]
+            if not droppable:
+                return False
+            victim = (off or droppable)[0]
+            self._drop([victim])
+            self.dropped.append(victim)
+            self.prune_journal()
+        return True
+
+    def free_generation(self, unit: Generations) -> int:
+        """A generation to write, made if all are taken."""
+        try:
+            return unit.acquire()
+        except PoolExhausted:
+            if self.keep is None or not self.make_room(unit.layout.file_bytes):
+                raise
+            return unit.acquire_new()
 
     def names(self) -> set[str]:
         """The files that are there now in the directories in which a fresh start makes some that stay."""
@@ -327,15 +392,36 @@ class LocalStore(RunReader):
         return ref
 
     def _retire(self) -> None:
-        """Unlink the manifests beyond ``retain``; when their names are durably gone, their files are free."""
+        """Unlink the manifests of commits that are not kept; when their names are durably gone, their files are free."""
         assert self.timeline is not None
         copies = min(
             (unit.copies for unit in self._units.values() if unit.copies > 1), default=self.retain + 1
         )
         room = max(self.retain, copies - self.spare)
-        drop = dropped(self._retained, self._timelines, self.timeline, retain=self.retain, room=room)
-        if not drop:
-            return
+        drop = dropped(
+            self._retained, self._timelines, self.timeline, retain=self.retain, room=room,
+            for_good=self._for_good(), damaged=self._damaged() if self.keep is not None else (),
+        )  # fmt: skip
+        if drop:
+            self._drop(drop)
+
+    def _damaged(self) -> set[CommitRef]:
+        """The retained commits that are known not to be whole."""
+        return {ref for ref, manifest in self._retained.items() if manifest is None or ref in self.damaged}
+
+    def _newest(self, count: int | None = None) -> list[CommitRef]:
+        """The newest whole commits of the line, newest first: as many as are kept with their records."""
+        whole = set(self._retained) - self._damaged()
+        return lineage(whole, self._timelines, self.timeline or 0)[: count or self.retain]
+
+    def _for_good(self) -> set[CommitRef]:
+        if self.keep is None or not self.keep.for_good:
+            return set()
+        line = lineage(self._retained, self._timelines, self.timeline or 0)
+        manifests = [self._retained[ref] for ref in line if ref not in self.damaged]
+        return kept_for_good([manifest for manifest in manifests if manifest is not None], self.keep)
+
+    def _drop(self, drop: list[CommitRef]) -> None:
         failpoints.reach("before_retire")
         for ref in drop:
             self.disk.unlink(ref.path)

@@ -162,7 +162,9 @@ def test_a_parameter_that_is_added_or_trained_later_forces_a_base(tmp_path):
         return loop
 
     loop, states = build(), []
-    with Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers, keep=holdfast.Keep(9)) as checkpointer:
+    with Checkpointer(
+        tmp_path, model=loop.model, optimizer=loop.optimizers, keep=holdfast.Keep(9)
+    ) as checkpointer:
         checkpointer.resume()
         for i in range(8):
             grow(loop, i)
@@ -172,7 +174,9 @@ def test_a_parameter_that_is_added_or_trained_later_forces_a_base(tmp_path):
         loop = build()
         grow(loop, 3)
         grow(loop, 5)
-        with Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers, keep=holdfast.Keep(9)) as checkpointer:
+        with Checkpointer(
+            tmp_path, model=loop.model, optimizer=loop.optimizers, keep=holdfast.Keep(9)
+        ) as checkpointer:
             assert checkpointer.resume(step=steps) == steps
             assert same(loop.state(), states[steps - 1])
     bases = [event["step"] for event in read_events(tmp_path / "events.jsonl") if event["event"] == "base"]
@@ -391,7 +395,12 @@ def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, m
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     loop, states = make(Orthogonal, "batchnorm"), []
     with Checkpointer(
-        tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=3, keep=holdfast.Keep(9), memory=memory
+        tmp_path,
+        model=loop.model,
+        optimizer=loop.optimizers,
+        base_every=3,
+        keep=holdfast.Keep(9),
+        memory=memory,
     ) as checkpointer:
         if memory == "270MB":
             checkpointer._staging_bytes = 1  # no room for a copy of everything
@@ -405,7 +414,9 @@ def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, m
         assert len(manifests) > 1 and all(m.oldest_step == m.step for m in manifests)
     for step in (8, 5, 3):
         other = make(Orthogonal, "batchnorm", seed=1)
-        with Checkpointer(tmp_path, model=other.model, optimizer=other.optimizers, keep=holdfast.Keep(9)) as again:
+        with Checkpointer(
+            tmp_path, model=other.model, optimizer=other.optimizers, keep=holdfast.Keep(9)
+        ) as again:
             assert again.resume(step=step) == step
             assert same(other.state(), states[step - 1])
 

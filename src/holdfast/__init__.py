@@ -25,6 +25,7 @@ _HOME = {
     "Preflight": ".offload.preflight",
     "empty_parameters": ".offload.blocks",
     "keyed_rng": ".offload.rng",
+    "progress_bar": ".watch.recovery",
     "loader": ".data.loader",
     "HoldfastError": ".errors",
 }
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
     from .store.retention import Keep
+    from .watch.recovery import progress_bar
 
 __all__ = [
     "Budget",
@@ -52,6 +54,7 @@ __all__ = [
     "keyed_rng",
     "loader",
     "offload",
+    "progress_bar",
 ]
 
 

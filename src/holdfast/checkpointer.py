@@ -22,6 +22,7 @@ import xxhash
 from torch import nn
 
 from .delta.pace import POLICIES, Means, Pace
+from .delta.rebuild import replay_info
 from .delta.recorder import BOUND, Recorder, Sealed
 from .delta.recovery import recover
 from .delta.replay import fingerprint
@@ -29,6 +30,7 @@ from .delta.script import Script
 from .delta.sigterm import SigTerm
 from .delta.slots import SlotPool
 from .delta.tap import Tap, Update, gradient_layouts, image_of
+from .delta.watching import Recovery
 from .errors import BadInput, EngineFailed
 from .events import EventLog
 from .io.queue import IOQueue
@@ -78,7 +80,7 @@ class Checkpointer:
         recovery_seconds: float = 300.0,
         bandwidth_share: float = 0.5,
         storage: int | str | None = None,
-        keep: Keep = Keep(),
+        keep: Keep | None = None,
         when_behind: Literal["block", "skip", "commit"] = "block",
         deadline_seconds: float = 300.0,
         direct: bool = True,
@@ -89,9 +91,12 @@ class Checkpointer:
         if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
             raise BadInput("optimizer is not an optimizer of torch, nor several of them")
         if base_every is not None and base_every < 1:
-            raise BadInput(f"base_every = {base_every} must be at least 1 step; leave it out to have it chosen")
+            raise BadInput(
+                f"base_every = {base_every} must be at least 1 step; leave it out to have it chosen"
+            )
         if when_behind not in POLICIES:
             raise BadInput(f"when_behind = {when_behind!r} is not one of {', '.join(POLICIES)}")
+        keep = Keep() if keep is None else keep
         if not isinstance(keep, Keep):
             raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
         if disk is None:
@@ -121,6 +126,7 @@ class Checkpointer:
         self._stepped_at = 0.0
         self._failure: BaseException | None = None
         self._now: dict[str, Any] = {}
+        self._rates: dict[str, float] = {}
         self._sigterm: SigTerm | None = None
         self._closed = False
         self.steps_done = 0
@@ -133,9 +139,15 @@ class Checkpointer:
         """The newest step that survives power loss."""
         return self._recorder.durable_step if self._recorder is not None else -1
 
-    def resume(self, step: int | None = None, before: int | None = None) -> int:
+    def resume(
+        self,
+        step: int | None = None,
+        before: int | None = None,
+        show: Callable[[Recovery], None] | None = None,
+    ) -> int:
         """Bring model, optimizers and script to the newest step that can be recovered, or to ``step``, or to the newest
         before the step ``before``. Returns the steps done: 0 in a fresh directory. Called once, before the first step.
+        ``show`` is told how it gets on: ``holdfast.progress_bar()`` draws that on a terminal.
 
         Raises ``NoCommit`` if there is no such step, ``Damaged`` if no base is whole, ``RunMismatch`` for another
         model.
@@ -148,20 +160,23 @@ class Checkpointer:
         if step is not None and before is not None:
             raise BadInput("resume takes step= or before=, not both")
         try:
-            return self._resume(step if before is None else before - 1, exact=step is not None)
+            recovery = Recovery(self._telling(show))
+            return self._resume(step if before is None else before - 1, step is not None, recovery)
         except BaseException:
             self.close(save=False)
             raise
 
-    def _resume(self, target: int | None, exact: bool) -> int:
+    def _resume(self, target: int | None, exact: bool, recovery: Recovery) -> int:
         self._store.enter()
         point = None
         if self._store.commits():
             point, odd = recover(
                 self._store, self._state, self._script, stream=STREAM, target=target, exact=exact,
-                after_update=self._after_update,
+                after_update=self._after_update, watch=recovery,
             )  # fmt: skip
             self.steps_done = point.step
+            self._rates = recovery.rates
+            self._events.emit("recovered", step=point.step, **recovery.facts())
             for text in odd:
                 warnings.warn(f"resuming after step {point.step}: {text}", stacklevel=3)
         elif target:
@@ -173,7 +188,7 @@ class Checkpointer:
             self._store.journal(STREAM), self._pool, durable_step=self.steps_done,
             group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline,
         )  # fmt: skip
-        self._pace = self._paced()
+        self._pace = self._paced(recovery)
         self._scale = self._scale_now()
         self._tap.attach()
         self._sigterm = SigTerm.watched()
@@ -367,7 +382,21 @@ class Checkpointer:
             )
         return max(2, min(BOUND, room // max(slot_bytes, 1)))
 
-    def _paced(self) -> Pace:
+    def _telling(self, show: Callable[[Recovery], None] | None) -> Callable[[Recovery], None]:
+        """Tells ``show``, and the log what is to come when it begins."""
+
+        def tell(recovery: Recovery) -> None:
+            if not recovery.loaded_bytes and not recovery.over:
+                self._events.emit(
+                    "recovering", base_step=recovery.base_step, to_step=recovery.to_step, text=recovery.text,
+                    predicted_seconds=recovery.predicted_seconds,
+                )  # fmt: skip
+            if show is not None:
+                show(recovery)
+
+        return tell
+
+    def _paced(self, recovery: Recovery) -> Pace:
         """What makes bases. When this returns there is one."""
         recorder, store = self._recorder, self._store
         assert recorder is not None
@@ -384,6 +413,8 @@ class Checkpointer:
         else:
             pace.whole(self.steps_done)
         pace.tune(self._base_every, self._limits, sum(x.file_bytes for x in gradient_layouts(self._state)))
+        if recovery.over:
+            pace.recovered(recovery)
         self._stepped_at = time.perf_counter()
         return pace
 
@@ -392,7 +423,8 @@ class Checkpointer:
             self._pace.whole(self.steps_done)
 
     def _progress(self) -> dict[str, Any]:
-        return {**self._now, "values": self._state.values()}
+        about = replay_info(self._state, self._after_update is not None)
+        return {**self._now, "values": self._state.values(), "replay": about, "rates": self._rates}
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0

@@ -24,8 +24,16 @@ NAMES: list[str] = [
 ]
 """In the order of the commit protocol."""
 
-JOURNAL: list[str] = ["after_segment_made", "after_records_write", "after_records_sync", "before_segment_unlink"]
+JOURNAL: list[str] = [
+    "after_segment_made",
+    "after_records_write",
+    "after_records_sync",
+    "before_segment_unlink",
+]
 """In the order in which records become durable, and go."""
+
+LIFECYCLE: list[str] = ["after_compacted", "before_retired_unlink"]
+"""Of ``holdfast compact`` and ``prune``, besides the others."""
 
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}
@@ -41,7 +49,7 @@ action: Callable[[], None] = kill
 
 def reach(name: str) -> None:
     """Called by the code when it arrives at the point ``name``."""
-    assert name in NAMES or name in JOURNAL, name
+    assert name in NAMES or name in JOURNAL or name in LIFECYCLE, name
     if not armed:
         return
     wanted, _, count = armed.partition(":")

@@ -37,7 +37,7 @@ METADATA = {"format": "holdfast", "version": "1"}
 
 
 @dataclass
-class _Unit:
+class Unit:
     name: str
     owners: tuple[str, ...]
     layout: Layout
@@ -47,7 +47,7 @@ class _Unit:
 
 @dataclass
 class _Staged:
-    unit: _Unit
+    unit: Unit
     step: int
     generation: int = -1
     written: Future[tuple[str, ...]] | None = None
@@ -59,10 +59,10 @@ class BaseMaker:
 
     def __init__(self, store: LocalStore, state: LiveState, recorder: Recorder) -> None:
         self._store, self._state, self._recorder = store, state, recorder
-        self._units: list[_Unit] = []
+        self._units: list[Unit] = []
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, Atom] = {}
-        self._left: list[_Unit] = []
+        self._left: list[Unit] = []
         self._staged: list[_Staged] = []
         self._counting = threading.Lock()
         self.memory_bytes = 0
@@ -101,14 +101,12 @@ class BaseMaker:
 
     def begin(self) -> None:
         """Divide the state as it is now; nothing is copied yet. Files are made where it has changed its form."""
-        owned = self._owned()
+        owned = owned_by(self._state)
         atoms = _atoms_of(owned)
         if atoms != self._atoms:
-            before, self._units = self._units, [
-                _unit(number, group, owned) for number, group in enumerate(_groups(owned))
-            ]  # fmt: skip
+            before = self._units
+            self._units, index = divided(owned)
             self._atoms = atoms
-            index = _index_of(self._units, owned)
             self._recorder.put(Task(partial(self._make, before, self._units, index), at_once=True))
         self._left, self._staged = list(self._units), []
 
@@ -163,17 +161,12 @@ class BaseMaker:
 
     def _owned_now(self) -> dict[str, Held] | None:
         """None where a state was made, or grew, since the base was begun: it is begun again."""
-        owned = self._owned()
+        owned = owned_by(self._state)
         if _atoms_of(owned) == self._atoms:
             return owned
         self.give_up()
         self.begin()
         return None
-
-    def _owned(self) -> dict[str, Held]:
-        owned = {p.name: self._state.owned(p) for p in self._state.parameters}
-        buffers = self._state.buffers()
-        return {**owned, BUFFERS: buffers} if buffers else owned
 
     def _buffer(self, nbytes: int) -> Buffer:
         with self._counting:
@@ -182,7 +175,7 @@ class BaseMaker:
 
     # On the recorder's thread
 
-    def _make(self, before: list[_Unit], units: list[_Unit], index: dict[str, Any]) -> None:
+    def _make(self, before: list[Unit], units: list[Unit], index: dict[str, Any]) -> None:
         """Files for ``units`` instead of those ``before``. A unit's name says its form, since a file is of one size for
         ever."""
         for unit in before:
@@ -272,11 +265,24 @@ class Image:
         return self._flat[1]
 
 
-def _unit(number: int, owners: tuple[str, ...], owned: dict[str, Held]) -> _Unit:
+def owned_by(state: LiveState) -> dict[str, Held]:
+    """What is in a base of ``state``, by owner."""
+    owned = {p.name: state.owned(p) for p in state.parameters}
+    buffers = state.buffers()
+    return {**owned, BUFFERS: buffers} if buffers else owned
+
+
+def divided(owned: dict[str, Held]) -> tuple[list[Unit], dict[str, Any]]:
+    """The units that hold what is ``owned``, without files yet, and the index that says so."""
+    units = [_unit(number, group, owned) for number, group in enumerate(_groups(owned))]
+    return units, _index_of(units, owned)
+
+
+def _unit(number: int, owners: tuple[str, ...], owned: dict[str, Held]) -> Unit:
     atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
     layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    return _Unit(f"unit_{number:03d}-{form}", owners, layout)
+    return Unit(f"unit_{number:03d}-{form}", owners, layout)
 
 
 def _settle_devices(tensors: Iterable[torch.Tensor]) -> None:
@@ -303,7 +309,7 @@ def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _index_of(units: Sequence[_Unit], owned: dict[str, Held]) -> dict[str, Any]:
+def _index_of(units: Sequence[Unit], owned: dict[str, Held]) -> dict[str, Any]:
     atoms: dict[str, Any] = {}
     for unit in units:
         for owner in unit.owners:

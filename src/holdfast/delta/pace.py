@@ -22,6 +22,7 @@ from ..store.local import LocalStore
 from ..units import PAGE, GiB, format_bytes
 from .bases import BaseMaker
 from .recorder import Recorder, Task
+from .watching import Recovery
 
 POLICIES = ("block", "skip", "commit")
 
@@ -41,7 +42,7 @@ class Means:
     bytes_per_step: int
     """Copied at the end of one step."""
     storage_bytes: int | None = None
-    """Of the disk, for the whole run; None is ``STORAGE_FULLS`` times the state, ``LEAST_STORAGE`` at least, and what is
+    """Of the disk, for the whole run; None is ``STORAGE_FULLS`` times the state, or ``LEAST_STORAGE``, besides what is
     kept for good."""
     of_one_step: bool = False
     """All units of a base are of one step."""
@@ -147,7 +148,9 @@ class Pace:
         """The record of the present step is not within the storage cap: a base of it makes room, now or when the disk
         has caught up."""
         store = self._store
-        self._emit("storage", step=step, cap=store.cap_bytes, used=store.used_bytes, policy=self._means.when_behind)
+        self._emit(
+            "storage", step=step, cap=store.cap_bytes, used=store.used_bytes, policy=self._means.when_behind
+        )
         if self._means.when_behind == "block":
             self.whole(step)
         else:
@@ -173,6 +176,13 @@ class Pace:
         self.tuner = Tuner(told, limits, believed)
         self._set_cap(full)
         self.tuner.restarted(*self._store.restarts())
+
+    def recovered(self, recovery: Recovery) -> None:
+        """What the resume took, before the first step."""
+        assert self.tuner is not None
+        self.tuner.replayed(
+            recovery.loaded_bytes, recovery.load_seconds, recovery.replayed_records, recovery.replay_seconds
+        )
 
     def stepped(self, step: int, seconds: float, stall: float) -> None:
         """``step`` has taken ``seconds`` since the one before, and training waited for ``stall`` of them."""
@@ -267,7 +277,9 @@ class Pace:
         gone = self._store.dropped[self._dropped :]
         self._dropped += len(gone)
         for ref in gone:
-            self._emit("storage", dropped_step=ref.step, cap=self._store.cap_bytes, used=self._store.used_bytes)
+            self._emit(
+                "storage", dropped_step=ref.step, cap=self._store.cap_bytes, used=self._store.used_bytes
+            )
 
     def _tell_written(self, tuner: Tuner) -> None:
         bases, recorder = self.bases, self._recorder

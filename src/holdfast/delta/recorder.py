@@ -100,7 +100,10 @@ class Recorder:
         """Hand over a step or a task. Raises what an earlier write failed with."""
         with self._changed:
             self._raise_failure()
-            (self._at_once if isinstance(item, Task) and item.at_once else self._waiting).append(item)
+            if isinstance(item, Task) and item.at_once:
+                self._at_once.append(item)
+            else:
+                self._waiting.append(item)
             if isinstance(item, Sealed):
                 self.last_put = item.step
             self._changed.notify_all()

@@ -20,6 +20,7 @@ from ..store.manifest import Manifest, Point
 from ..store.reading import read_file
 from .replay import apply, fingerprint, tensors_of
 from .script import Script
+from .watching import Recovery
 
 
 def recover(
@@ -31,6 +32,7 @@ def recover(
     target: int | None = None,
     exact: bool = False,
     after_update: Callable[[], None] | None = None,
+    watch: Recovery | None = None,
 ) -> tuple[Point, list[str]]:
     """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
     ``exact``. Returns the commit or the record that the run continues, and what was wrong with later ones.
@@ -38,15 +40,17 @@ def recover(
     Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``RunMismatch`` if the run is that
     of another model (with nothing changed then).
     """
-    journal, odd = read_journal(store, stream), []
+    journal, odd, watch = read_journal(store, stream), [], watch or Recovery()
     bases = [ref for ref in store.line() if target is None or ref.step <= target]
     for ref in bases:
         try:
             base = store.load(ref)
-            chain = _replayed(store, state, script, base, journal, target, after_update, odd)
+            chain = _replayed(store, state, script, base, journal, target, after_update, odd, watch)
         except Damaged as error:
+            store.damaged.add(ref)
             odd.append(str(error))
             continue
+        watch.ended()
         if exact and chain.last.step != target:
             raise NoCommit(
                 f"{store.root} cannot be brought to step {target}: after step {chain.last.step} the records end."
@@ -74,6 +78,7 @@ def _replayed(
     target: int | None,
     after_update: Callable[[], None] | None,
     odd: list[str],
+    watch: Recovery,
 ) -> Chain:
     """Load ``base`` and do the steps after it. What ends the chain early is its ``odd``, or in ``odd``."""
     atoms = store.atoms(base)
@@ -81,12 +86,14 @@ def _replayed(
     while True:
         chain = chain_of(base, journal, target)
         script.check(chain.progress)
+        watch.begins(chain)
         state.forget_optimizer_state()
-        for tensors in _loaded(store, base):
+        for tensors, nbytes in _loaded(store, base):
             state.load(tensors)
+            watch.loaded(nbytes)
         state.load_values(base.progress["values"])
         try:
-            _replay(store, state, chain, atoms, after_update)
+            _replay(store, state, chain, atoms, after_update, watch)
         except _Differs as error:
             odd.append(str(error))
             target = chain.records[-1].step - 1
@@ -94,8 +101,8 @@ def _replayed(
         return chain
 
 
-def _loaded(store: LocalStore, base: Manifest) -> Iterator[dict[str, torch.Tensor]]:
-    """The verified tensors of each file of ``base``, whose memory is used again for the next but one."""
+def _loaded(store: LocalStore, base: Manifest) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
+    """The verified tensors of each file of ``base``, and its bytes, whose memory is used again for the next but one."""
     queue = store.queue
     files = list(base.files.values())
     buffers = [Buffer(max(file.bytes for file in files), "recovery") for _ in range(2)]
@@ -108,7 +115,7 @@ def _loaded(store: LocalStore, base: Manifest) -> Iterator[dict[str, torch.Tenso
             if number:
                 view, future = futures[number - 1]
                 future.result()
-                yield tensors_of(view)
+                yield tensors_of(view), len(view)
     finally:
         for _, future in futures:
             future.exception()
@@ -122,6 +129,7 @@ def _replay(
     chain: Chain,
     atoms: dict[str, Any],
     after_update: Callable[[], None] | None,
+    watch: Recovery,
 ) -> None:
     """Do the steps of ``chain``, which is cut where a record does not verify."""
     of_step = {
@@ -138,6 +146,7 @@ def _replay(
                 skipped += [o for o, step in of_step.items() if step is None]
             apply(state, record.about, parts, skipped=frozenset(skipped), after_update=after_update)
             done += 1
+            watch.replayed(record)
             if record.step >= chain.base.step and record.about["fingerprint"] != fingerprint(
                 state, record.step
             ):

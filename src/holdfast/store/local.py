@@ -29,7 +29,7 @@ from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Timelin
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index
 from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
-from holdfast.store.room import unneeded_segments, used_bytes
+from holdfast.store.room import Need, needs, unneeded_segments, used_bytes
 from holdfast.store.scratch import Scratch
 
 LOCK = "lock"
@@ -254,6 +254,28 @@ class LocalStore(RunReader):
             self._retire()
         return manifest
 
+    def insert(
+        self,
+        point: Point,
+        files: dict[str, tuple[int, tuple[str, ...]]],
+        index: dict[str, Any],
+        progress: dict[str, Any],
+    ) -> Manifest:
+        """Make the step of ``point``, a record, a commit of its timeline. For who opened the run without going on with
+        it; durable when this returns."""
+        self._check_writer()
+        timeline = self.timelines()[0][point.timeline]
+        refs = {name: self._file_ref(name, *value) for name, value in files.items()}
+        manifest = Manifest(
+            point.step, timeline.id, timeline.parent, timeline.fork_step, timeline.key, timeline.parent_key, refs,
+            index, progress, time.time(), this_writer(),
+        )  # fmt: skip
+        with self._failing():
+            write_durably(self.disk, manifest.path, manifest.encode(), why="manifest", after=_reach)
+            failpoints.reach("after_directory_sync")
+            self._keep({**self._retained, manifest.ref: manifest})
+        return manifest
+
     def prune_journal(self) -> None:
         """Remove the segments of which no retained commit needs a record, but the one that is appended to. Called after
         ``publish``."""
@@ -261,7 +283,7 @@ class LocalStore(RunReader):
         if None in manifests:  # one that cannot be read may need any
             return
         alone = self._for_good() - set(self._newest())
-        for path in unneeded_segments(self.disk, manifests, alone, self.timeline):
+        for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
             failpoints.reach("before_segment_unlink")
             self.disk.unlink(path)
         self.measure()
@@ -304,6 +326,22 @@ class LocalStore(RunReader):
             self.dropped.append(victim)
             self.prune_journal()
         return True
+
+    def retire(self, refs: Collection[CommitRef], needed: Collection[Need]) -> None:
+        """Remove the commits ``refs``, which somebody has asked for, then the files that only they named, then the
+        segments with no record that is ``needed``. For who opened the run without going on with it."""
+        self._check_writer()
+        with self._failing():
+            gone = [self._retained[ref] for ref in refs]
+            self._drop(sorted(refs))
+            for path in {f.path for m in gone if m is not None for f in m.files.values()} - {
+                *self._retained_files
+            }:
+                failpoints.reach("before_retired_unlink")
+                self.disk.unlink(path)
+            for path in unneeded_segments(self.disk, needed, None):
+                failpoints.reach("before_segment_unlink")
+                self.disk.unlink(path)
 
     def free_generation(self, unit: Generations) -> int:
         """A generation to write, made if all are taken."""
@@ -392,7 +430,7 @@ class LocalStore(RunReader):
         return ref
 
     def _retire(self) -> None:
-        """Unlink the manifests of commits that are not kept; when their names are durably gone, their files are free."""
+        """Unlink the manifests of what is not kept; when their names are durably gone, their files are free."""
         assert self.timeline is not None
         copies = min(
             (unit.copies for unit in self._units.values() if unit.copies > 1), default=self.retain + 1

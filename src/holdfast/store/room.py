@@ -23,22 +23,27 @@ def used_bytes(disk: AnyDisk) -> int:
     return total
 
 
-def unneeded_segments(
-    disk: AnyDisk, manifests: Collection[Manifest | None], alone: Collection[CommitRef], timeline: int | None
-) -> Iterator[str]:
-    """The segments that no commit needs, oldest first. One that stands ``alone`` needs the records of its own steps, any
-    other those since as well. The segment that ``timeline`` appends to is left out."""
-    needs = [
+Need = tuple[int, int | None]
+"""Of a commit: the step after which it needs records, and the last of which it does (None: all since)."""
+
+
+def needs(manifests: Collection[Manifest | None], alone: Collection[CommitRef]) -> list[Need]:
+    """One that stands ``alone`` needs the records of its own steps, any other those since as well."""
+    return [
         (manifest.oldest_step, manifest.step if manifest.ref in alone else None)
         for manifest in manifests
         if manifest is not None
     ]
+
+
+def unneeded_segments(disk: AnyDisk, needed: Collection[Need], timeline: int | None) -> Iterator[str]:
+    """The segments with no record that is ``needed``, oldest first, but for the one that ``timeline`` appends to."""
     for stream in streams(disk):
         found = steps_of_segments(disk, stream)
         appended_to = max((ref for ref, _ in found if ref.timeline == timeline), default=None)
         for ref, last in found:
-            needed = any(
-                last > oldest and (newest is None or ref.first_step <= newest) for oldest, newest in needs
+            used = any(
+                last > oldest and (newest is None or ref.first_step <= newest) for oldest, newest in needed
             )
-            if not needed and ref != appended_to:
+            if not used and ref != appended_to:
                 yield ref.path

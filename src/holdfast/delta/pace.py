@@ -3,7 +3,7 @@
 A base is due so many steps after the last one was begun; the number is told or the ``Tuner``'s. Its units are copied at
 the ends of the steps that follow, as the time of a step and the memory allow. Where steps could not be recorded there
 is a *gap*, which ends with a base: one that training waits for (``"block"``, ``"commit"``), or one made beside it
-(``"skip"``), with records again from its beginning. Used by the training thread; sizes are bytes.
+(``"skip"``, unless that has failed once), with records again from its beginning. Used by the training thread; sizes are bytes.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class Pace:
         self.gap = False
         """Whether steps are not recorded, or their records follow a base that is not there yet."""
         self._losses = self._losses_at_begin = 0
+        self._failed_beside = False
+        """Whether a base that was to end the gap could not be made beside training: the next one is waited for."""
         self._published: list[tuple[int, int]] = []
         self._told = (0, 0.0)
         self._stall = self._stall_of_base = 0.0
@@ -206,7 +208,8 @@ class Pace:
     def _end_gap(self, step: int) -> None:
         if self._recorder.pending:
             return
-        if self._means.when_behind == "skip" and not self._means.of_one_step:
+        if self._means.when_behind == "skip" and not self._means.of_one_step and not self._failed_beside:
+            self._failed_beside = True  # until it is published
             self._recorder.hold()
             self._restarted()
             self._begin(step)
@@ -257,7 +260,7 @@ class Pace:
             return
         published, self._published = self._published, []
         if published[-1][1] == self._losses:
-            self.gap = False
+            self.gap = self._failed_beside = False
         if self.tuner is not None:
             self._tell_written(self.tuner)
             self.tuner.based(self.bases.full_bytes, self._num_stages, self._stall_of_base)

@@ -23,8 +23,11 @@ time after a failure, and a base in a hundred steps costs no run more than a few
 WARM_STEPS = 10
 """Until a step's time is believed."""
 
-ENOUGH = 1.1
+ENOUGH = 1.07
 """By which factor the optimum must have moved for another number to be taken."""
+
+KEEP = 0.6
+"""The weight that an observation leaves to those before. Bases are rare: a machine that has changed shows in a few."""
 
 COPY_BYTES_PER_SECOND = 4 * GiB
 """Believed of copies in host memory until one was timed."""
@@ -52,7 +55,7 @@ class Tuner:
         self.steps = told or FIRST_STEPS
         self.limits = limits
         self._told = told is not None
-        self._estimates = Estimates(prior)
+        self._estimates = Estimates(prior, keep=KEEP)
         self._sizes = {"full_bytes": prior.full_bytes, "record_bytes": prior.record_bytes}
         self._replay_seen = False
         self._num_steps = self._steps_since = 0

@@ -104,8 +104,12 @@ class Generations:
         if self._grows and all(self.path(k) in retained for k in range(self.copies)):
             free = free[1:]  # to be written next
         for generation in free:
+            with self._lock:
+                file = self._files.pop(generation, None)
+                self._surplus.remove(generation)
+            if file is not None:
+                file.close()
             self._disk.unlink(self.path(generation))
-            self._surplus.remove(generation)
 
     def _others(self) -> set[int]:
         """Generations beyond ``copies`` that are there, in whatever order they were made."""

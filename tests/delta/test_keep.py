@@ -1,0 +1,106 @@
+"""What a checkpointer keeps: the newest bases with their records, others for good, and nothing that does not verify in
+their place."""
+
+from __future__ import annotations
+
+import pytest
+
+from delta.loops import same
+from holdfast.delta import bases
+from holdfast.errors import NoCommit
+from holdfast.store import journal
+from holdfast.store.local import LocalStore
+from holdfast.store.retention import Keep
+from test_checkpointer import go_on, reference, start
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch):
+    """A base is of several units, one of them in each step; a segment holds one group."""
+    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
+    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 1)
+
+
+def trained(root, steps, **options):
+    loop, checkpointer = start(root, **options)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(checkpointer.steps_done, steps):
+            loop.iteration(i, checkpointer.step)
+            checkpointer._recorder.settle()
+
+
+def manifests(root):
+    with LocalStore.read(root) as reader:
+        return [reader.load(ref) for ref in reader.line()]
+
+
+def resumed(root, step=None):
+    loop, checkpointer = start(root, keep=Keep(99))
+    with checkpointer:
+        return checkpointer.resume(step=step), loop.state()
+
+
+def test_bases_kept_for_good_come_back_without_the_records_since(tmp_path):
+    states, _ = reference(120)
+    trained(tmp_path, 120, base_every=10, keep=Keep(2, every=30))
+    found = manifests(tmp_path)
+    assert all(m.oldest_step < m.step for m in found if m.step)
+    kept = [manifest.step for manifest in found]
+    assert [step // 30 for step in sorted(kept)] == [1, 2, 3, 3, 3]  # three for good, and the newest two
+    segments = len(list((tmp_path / "journal" / "rank-00000").iterdir()))
+    assert segments < 60  # of 120, with one record each
+    for step in kept:
+        assert same(resumed(tmp_path, step)[1], states[step])
+    with pytest.raises(NoCommit, match="cannot be brought to step 50"):
+        resumed(tmp_path, 50)
+
+
+def test_a_number_of_files_follows_what_is_kept(tmp_path):
+    trained(tmp_path, 120, base_every=10, keep=Keep(2, every=30))
+    num_units = len(manifests(tmp_path)[0].files)
+    many = len(list((tmp_path / "data").iterdir()))
+    assert many <= num_units * (len(manifests(tmp_path)) + 1)
+    trained(tmp_path, 150, base_every=10, keep=Keep(2))
+    assert len(manifests(tmp_path)) == 2
+    assert len(list((tmp_path / "data").iterdir())) == num_units * 3
+
+
+def flip(root, manifest):
+    for file in manifest.files.values():
+        path = root / file.path
+        data = bytearray(path.read_bytes())
+        data[-5000] ^= 1
+        path.write_bytes(data)
+
+
+def test_a_damaged_base_does_not_count_among_those_that_are_kept(tmp_path):
+    states, _ = reference(80)
+    trained(tmp_path, 30, base_every=10)
+    damaged, whole = manifests(tmp_path)
+    flip(tmp_path, damaged)
+    loop, checkpointer = start(tmp_path, base_every=10)
+    with checkpointer, pytest.warns(UserWarning, match="checksum"):
+        assert checkpointer.resume() == 30
+        while len(manifests(tmp_path)) < 3 and damaged.ref in [m.ref for m in manifests(tmp_path)]:
+            loop.iteration(checkpointer.steps_done, checkpointer.step)
+            checkpointer._recorder.settle()
+    newest, other = manifests(tmp_path)
+    assert newest.step > 30 and other.ref == whole.ref  # the damaged one went
+    flip(tmp_path, newest)
+    with pytest.warns(UserWarning, match="checksum"):
+        step, state = resumed(tmp_path)
+    assert step == checkpointer.steps_done and same(state, states[step])
+
+
+def test_an_abandoned_line_gives_way_when_the_new_one_has_its_own(tmp_path):
+    trained(tmp_path, 40, base_every=10, keep=Keep(2, every=20))
+    loop, checkpointer = start(tmp_path, base_every=10, keep=Keep(2, every=20))
+    with checkpointer:
+        [first, *_] = [m.step for m in sorted(manifests(tmp_path), key=lambda m: m.step)]
+        checkpointer.resume(step=first)
+        go_on(loop, checkpointer, first + 60)
+    with LocalStore.read(tmp_path) as reader:
+        assert {ref.timeline for ref in reader.commits() if ref.step > first} == {2}
+        assert first in [ref.step for ref in reader.line()]  # for good: it is of the new line too

@@ -220,6 +220,9 @@ class _Child:
         import survive_run
 
         run = dict(self.run)
+        if "verb" in run:
+            survive_run.shorten(said=self.say, **run)
+            return
         if run.pop("survive", False):
             survive_run.train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)
             return

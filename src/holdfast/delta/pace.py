@@ -2,8 +2,8 @@
 
 A base is due so many steps after the last one was begun; the number is told or the ``Tuner``'s. Its units are copied at
 the ends of the steps that follow, as the time of a step and the memory allow. Where steps could not be recorded there
-is a *gap*, which ends with a base: one that training waits for (``"block"``, ``"commit"``), or one made beside it
-(``"skip"``, unless that has failed once), with records again from its beginning. Used by the training thread; sizes are bytes.
+is a *gap*, which ends with a base: one that training waits for (``"block"``, ``"commit"``), or one made beside it with
+records again from its beginning (``"skip"``, unless that has failed once). Called by the training thread; bytes.
 """
 
 from __future__ import annotations

@@ -440,6 +440,10 @@ class LocalStore(RunReader):
             self._retained, self._timelines, self.timeline, retain=self.retain, room=room,
             for_good=self._for_good(), damaged=self._damaged() if self.keep is not None else (),
         )  # fmt: skip
+        if (
+            max(self._retained, default=CommitRef(0, 0)).timeline < self.timeline
+        ):  # nothing is in its place yet
+            drop = [ref for ref in drop if self.keep is None or ref not in self._damaged()]
         if drop:
             self._drop(drop)
 

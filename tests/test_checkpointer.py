@@ -105,6 +105,26 @@ def test_an_earlier_step_is_resumed_and_the_later_ones_are_not_mixed_in(tmp_path
         assert same(loop.state(), other) and not same(other, states[6])
 
 
+def test_a_base_of_the_step_that_a_resume_came_to_is_made_at_once(tmp_path):
+    states, _ = reference(6)
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 4)
+    for _ in range(2):
+        loop, checkpointer = start(tmp_path)
+        with checkpointer:
+            assert checkpointer.resume() == 4
+            checkpointer.save()
+    go_on_from = start(tmp_path)
+    with go_on_from[1]:
+        assert go_on_from[1].resume() == 4
+        go_on(*go_on_from, 6)
+    other, again = start(tmp_path)
+    with again:
+        assert again.resume() == 6 and same(other.state(), states[6])
+
+
 def test_a_loss_spike_is_left_out(tmp_path):
     states, _ = reference(5)
     loop, checkpointer = start(tmp_path)

@@ -6,10 +6,13 @@ from __future__ import annotations
 import pytest
 
 from delta.loops import same
+from holdfast.cli.inspect import ls
 from holdfast.delta import bases
-from holdfast.errors import NoCommit
+from holdfast.errors import CommitRetired, NoCommit
 from holdfast.store import journal
+from holdfast.store.chain import read_journal, verify_records
 from holdfast.store.local import LocalStore
+from holdfast.store.pruning import prune
 from holdfast.store.retention import Keep
 from test_checkpointer import go_on, reference, start
 
@@ -104,3 +107,56 @@ def test_an_abandoned_line_gives_way_when_the_new_one_has_its_own(tmp_path):
     with LocalStore.read(tmp_path) as reader:
         assert {ref.timeline for ref in reader.commits() if ref.step > first} == {2}
         assert first in [ref.step for ref in reader.line()]  # for good: it is of the new line too
+
+
+def pruning_at(monkeypatch, reader, call, root, keep):
+    """The writer prunes right before the reader's first ``call`` that is of a segment."""
+    real, todo = getattr(reader.disk, call), [keep]
+
+    def first(path, *args, **kwargs):
+        if todo and str(path).startswith("journal/rank-00000/"):
+            prune(root, todo.pop())
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(reader.disk, call, first)
+
+
+@pytest.mark.parametrize("call", ["open", "size"])
+def test_who_reads_records_while_they_go_is_told_that_the_base_was_retired(tmp_path, monkeypatch, call):
+    trained(tmp_path, 60, base_every=10, keep=Keep(9))
+    with LocalStore.read(tmp_path) as reader:
+        oldest = reader.load(reader.line()[-1])
+        pruning_at(monkeypatch, reader, call, tmp_path, Keep(1))
+        with pytest.raises(CommitRetired):
+            verify_records(reader, oldest)
+
+
+def test_who_reads_a_base_kept_for_good_while_its_records_go_has_what_is_left(tmp_path, monkeypatch):
+    trained(tmp_path, 60, base_every=10, keep=Keep(9))
+    with LocalStore.read(tmp_path) as reader:
+        base = reader.load(reader.line()[-3])
+        real = reader.disk.open
+        opened = []
+
+        def pruned_at_the_payloads(path, *args, **kwargs):
+            opened.append(path)
+            if len(opened) == len(set(opened)) + 1:  # a segment for the second time
+                prune(tmp_path, Keep(1, every=base.step))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(reader.disk, "open", pruned_at_the_payloads)
+        assert verify_records(reader, base) == (verify_records(reader, base)[0], [])
+        assert base.step <= verify_records(reader, base)[0] < 60
+
+
+def test_ls_beside_a_writer_that_prunes_lists_what_is_there(tmp_path, monkeypatch, capsys):
+    trained(tmp_path, 60, base_every=10, keep=Keep(9))
+    real = read_journal
+
+    def pruned(reader, stream):
+        prune(tmp_path, Keep(1))
+        return real(reader, stream)
+
+    monkeypatch.setattr("holdfast.cli.inspect.read_journal", pruned)
+    ls(tmp_path, as_json=False)
+    assert "damaged" not in capsys.readouterr().out

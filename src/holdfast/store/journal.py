@@ -248,11 +248,14 @@ def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]
 def read_segment(disk: AnyDisk, ref: SegmentRef) -> tuple[list[StoredRecord], Damaged | None]:
     """The records of a segment by their headers, and what ended the reading if it was not the clean end.
 
-    The payloads are not read; the last one may be torn.
+    The payloads are not read; the last one may be torn. A segment that was removed since it was listed has none.
     """
     found: list[StoredRecord] = []
-    size, offset = disk.size(ref.path), 0
-    file = disk.open(ref.path, write=False, direct=False)
+    try:
+        size, offset = disk.size(ref.path), 0
+        file = disk.open(ref.path, write=False, direct=False)
+    except FileNotFoundError:
+        return [], None
     try:
         while offset + PAGE <= size:
             header = _read_header(file, offset, size)

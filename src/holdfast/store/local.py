@@ -409,7 +409,9 @@ class LocalStore(RunReader):
         if self._fork is None:
             raise ValueError("begin() opens the timeline that a step is published in; call it first")
         last = max((ref.step for ref in self._retained if ref.timeline == self._fork.id), default=None)
-        last = self._fork.fork_step if last is None else last
+        if last is None and self._fork.fork_step is not None:  # of which there may be a record alone
+            parent = CommitRef(self._fork.parent or 0, self._fork.fork_step)
+            last = parent.step if parent in self._retained else parent.step - 1
         if last is not None and step <= last:
             raise ValueError(f"step {step} cannot follow step {last}, which this line already has")
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}

@@ -100,6 +100,17 @@ def test_limits_that_cannot_be_are_refused_with_nothing_written(tmp_path, option
     assert not (tmp_path / "run").exists()
 
 
+def test_a_base_asked_for_at_a_step_of_which_one_is_on_its_way_is_that_one(tmp_path):
+    loop, checkpointer = start(tmp_path, base_every=1, keep=holdfast.Keep(99))
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(6):
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+            assert checkpointer._pace.base_step == i + 1
+    assert [manifest.step for manifest in manifests(tmp_path)] == [6, 5, 4, 3, 2, 1, 0]
+
+
 # A disk that is behind
 
 

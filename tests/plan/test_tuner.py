@@ -129,6 +129,16 @@ def test_a_limit_that_cannot_be_kept_is_left_out_and_said():
     assert machine.tuner.steps == pytest.approx(optimum(machine.true, LIMITS).cadence.steps, rel=0.1)
 
 
+def test_where_records_alone_are_too_much_for_the_disk_bases_are_as_rare_as_may_be():
+    machine = Machine(tuner(), noise=0.0, rate=1e7)
+    machine.train(3)
+    assert machine.changes[-1].relaxed == ("bandwidth share",)
+    most = [
+        bound.value for bound in bounds(machine.true, LIMITS) if bound.limit in ("recovery time", "storage")
+    ]
+    assert machine.tuner.steps == pytest.approx(min(most), rel=0.1)
+
+
 def test_what_was_told_stays():
     machine = Machine(tuner(told=37))
     machine.train(5)

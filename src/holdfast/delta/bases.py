@@ -150,8 +150,11 @@ class BaseMaker:
         steps = {staged.unit.name: staged.step for staged in self._staged}
         manifest = self._store.publish(self._staged[-1].step, files, self._index, progress, steps)
         self._store.prune_journal()
-        self._staged = []
         return manifest
+
+    def end(self) -> None:
+        """The base that was published is not under way any more."""
+        self._staged = []
 
     def give_up(self) -> None:
         """Forget a base that was begun; its files can be used again when what is under way has ended."""

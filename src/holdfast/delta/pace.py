@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -68,13 +69,13 @@ class Pace:
         self._progress, self._emit, self._restarted = progress, emit, restarted
         self.bases = BaseMaker(store, state, recorder)
         self.tuner: Tuner | None = None
-        self.base_step = self._begun_at = 0
+        self.base_step, self._begun_at = -1, 0
         self.gap = False
         """Whether steps are not recorded, or their records follow a base that is not there yet."""
         self._losses = self._losses_at_begin = 0
         self._failed_beside = False
         """Whether a base that was to end the gap could not be made beside training: the next one is waited for."""
-        self._published: list[tuple[int, int]] = []
+        self._published: deque[int] = deque()
         self._told = (0, 0.0)
         self._stall = self._stall_of_base = 0.0
         self._num_stages = 0
@@ -122,6 +123,10 @@ class Pace:
     def whole(self, step: int) -> None:
         """A base of ``step``, the present one, unit after unit, durable when this returns."""
         self._recorder.settle()
+        self._see_published()
+        if self.base_step == step:  # one that was made beside training is of this step
+            self.gap = False
+            return
         self.bases.give_up()
         self._restarted()
         self._begin(step)
@@ -160,6 +165,8 @@ class Pace:
 
     def fits(self, nbytes: int) -> bool:
         """Whether a record of ``nbytes`` may be written within the storage cap. Older bases go for it."""
+        if self.tuner is not None:
+            self.tuner.records_are(nbytes)
         if self._store.cap_bytes is None:
             return True
         nbytes += 4 * PAGE  # its header, about
@@ -251,15 +258,15 @@ class Pace:
         """Make the base a commit. On the recorder's thread, when the records up to it are durable."""
         self.base_step = self.bases.publish(progress).step
         self._recorder.restart(self.base_step)
-        self._published.append((self.base_step, losses))
+        self._published.append(losses)
+        self.bases.end()  # the training thread finds it published, and not one that is given up
         self._emit("base", step=self.base_step, durable_step=self._recorder.durable_step)
 
     def _see_published(self) -> None:
         """A base ends the gap if no step was lost since its last unit was copied."""
         if not self._published:
             return
-        published, self._published = self._published, []
-        if published[-1][1] == self._losses:
+        if self._published.popleft() == self._losses:
             self.gap = self._failed_beside = False
         if self.tuner is not None:
             self._tell_written(self.tuner)

@@ -12,7 +12,7 @@ from math import inf
 
 from ..errors import DoesNotFit
 from ..units import GiB
-from .cadence import Limits, Optimum, bounds, optimum
+from .cadence import MOST_STEPS, Limits, Optimum, bounds, optimum
 from .estimates import Estimates
 from .waste import HOUR, Measured
 
@@ -117,11 +117,13 @@ class Tuner:
             self._steps_since, self._seconds, self._record_stall = 0, 0.0, 0.0
         if self._num_steps < WARM_STEPS:
             return None
-        best, relaxed = self._best(self.measured)
-        if best is None or (_near(best.cadence.steps, self.steps) and self._allowed(best)):
+        measured = self.measured
+        best, relaxed = self._best(measured)
+        steps = _rarest(measured, self.limits) if best is None else best.cadence.steps
+        if _near(steps, self.steps) and (best is None or self._allowed(best)):
             return None
-        was, self.steps = self.steps, best.cadence.steps
-        return Change(self.steps, was, best.binding, relaxed, best.measured)
+        was, self.steps = self.steps, steps
+        return Change(steps, was, () if best is None else best.binding, relaxed, measured)
 
     def _best(self, measured: Measured) -> tuple[Optimum | None, tuple[str, ...]]:
         """The optimum under as many of the limits as can be kept. Storage is kept to always."""
@@ -130,7 +132,7 @@ class Tuner:
                 return optimum(measured, limits), relaxed
             except DoesNotFit:
                 continue
-        return None, ()
+        return None, ("bandwidth share",)
 
     def _allowed(self, best: Optimum) -> bool:
         """Whether the present steps keep to the limits."""
@@ -151,6 +153,12 @@ def prior(full_bytes: int, record_bytes: int, bytes_per_step: int, write_bytes_p
         replay_seconds=0.1,
         mean_seconds_between_failures=MEAN_SECONDS_BETWEEN_FAILURES,
     )
+
+
+def _rarest(measured: Measured, limits: Limits) -> int:
+    """The most steps that recovery and storage allow: for a disk that records alone are too much for."""
+    most = [bound.value for bound in bounds(measured, limits) if bound.axis == "steps" and not bound.low]
+    return int(max(1, min(MOST_STEPS, *most)))
 
 
 def _near(a: int, b: int) -> bool:

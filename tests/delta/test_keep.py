@@ -131,6 +131,16 @@ def test_who_reads_records_while_they_go_is_told_that_the_base_was_retired(tmp_p
             verify_records(reader, oldest)
 
 
+@pytest.mark.parametrize("call", ["open", "size"])
+def test_who_lists_records_while_they_go_gets_those_that_are_there(tmp_path, monkeypatch, call):
+    trained(tmp_path, 60, base_every=10, keep=Keep(9))
+    with LocalStore.read(tmp_path) as reader:
+        newest = reader.line()[0].step
+        pruning_at(monkeypatch, reader, call, tmp_path, Keep(1))
+        records = read_journal(reader, "rank-00000").records
+    assert set(range(newest + 1, 61)) <= set(records) and 1 not in records
+
+
 def test_who_reads_a_base_kept_for_good_while_its_records_go_has_what_is_left(tmp_path, monkeypatch):
     trained(tmp_path, 60, base_every=10, keep=Keep(9))
     with LocalStore.read(tmp_path) as reader:

@@ -13,6 +13,7 @@ from holdfast.store import journal
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
 from survive_run import OPTIMIZER
+from tiny_run import TinyRun
 
 
 @pytest.fixture
@@ -125,3 +126,23 @@ def test_show_tells_of_which_steps_the_parts_of_a_base_are(holdfast, run):
         f"{len(units)} parts of steps {low} to {newest}, which the records of steps {low + 1} to {newest} bring"
         in (" ".join(text.split()))
     )
+
+
+def test_a_run_of_whole_steps_is_pruned_as_well_and_goes_on(holdfast, tmp_path):
+    with TinyRun(tmp_path, retain=4, copies=5) as tiny:
+        for _ in range(5):
+            tiny.take_step()
+    assert steps(tmp_path) == [5, 4, 3, 2]
+    result = holdfast("prune", tmp_path, "--keep-last", 1)
+    assert result.code == 0 and "Steps 2 to 4 cannot be recovered any more." in result.out
+    assert holdfast("verify", tmp_path).code == 0
+    with TinyRun(tmp_path, retain=4, copies=5) as tiny:
+        tiny.take_step()
+    assert steps(tmp_path) == [6, 5]
+
+
+def test_what_was_not_made_by_a_checkpointer_is_not_compacted(holdfast, tmp_path):
+    with TinyRun(tmp_path) as tiny:
+        tiny.take_step()
+    result = holdfast("compact", tmp_path)
+    assert result.code == 2 and "has records of 0 processes" in result.err

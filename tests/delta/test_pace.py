@@ -297,7 +297,7 @@ def test_a_file_written_through_has_the_bytes_of_one_that_was_copied(shape, tran
     )
     whole = bytearray(layout.file_bytes)
     for key, tensor in tensors.items():
-        bases._write_tensor(memoryview(whole), layout, key, tensor)
+        bases.write_tensor(memoryview(whole), layout, key, tensor)
     whole[: len(layout.header)] = layout.header
     image, pieces = bases.Image(layout, tensors), bytearray(layout.file_bytes)
     for offset in range(0, layout.file_bytes, 4096):

@@ -28,6 +28,7 @@ from ..store.layout import Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..units import MiB, format_bytes
+from .image import Image, write_tensor
 from .recorder import Recorder, Task
 
 UNIT_BYTES = 64 * MiB
@@ -122,7 +123,7 @@ class BaseMaker:
             buffer = self._buffer(unit.layout.file_bytes)
             for owner in unit.owners:
                 for key, (_, tensor) in owned[owner].items():
-                    _write_tensor(buffer.view, unit.layout, key, tensor)
+                    write_tensor(buffer.view, unit.layout, key, tensor)
             self._staged.append(staged := _Staged(unit, step))
             self._recorder.put(Task(partial(self._write, staged, buffer), at_once=True))
         return True
@@ -213,12 +214,13 @@ class BaseMaker:
         buffer.free()
         with self._counting:
             self.memory_bytes -= nbytes
-            self._wrote(nbytes, began, now)
+        self._wrote(nbytes, began, now)
 
     def _wrote(self, nbytes: int, began: float, now: float) -> None:
-        self.written_bytes += nbytes
-        self.write_seconds += now - max(began, self._last_write)
-        self._last_write = now
+        with self._counting:
+            self.written_bytes += nbytes
+            self.write_seconds += now - max(began, self._last_write)
+            self._last_write = now
 
     def _write_through(self, staged: _Staged, tensors: dict[str, torch.Tensor]) -> None:
         files = staged.unit.files
@@ -239,33 +241,6 @@ class BaseMaker:
                 each.written.exception()
                 each.unit.files.release(each.generation)
             self._recorder.beat()
-
-
-class Image:
-    """The bytes of a file of ``layout`` that holds ``tensors``, a piece at a time."""
-
-    def __init__(self, layout: Layout, tensors: dict[str, torch.Tensor]) -> None:
-        self._layout, self._tensors = layout, tensors
-        self._flat: tuple[str, torch.Tensor] = ("", torch.empty(0))
-
-    def fill(self, view: memoryview, start: int) -> None:
-        """Put the bytes from ``start`` on into ``view``."""
-        stop = start + len(view)
-        piece = torch.frombuffer(view, dtype=torch.uint8)
-        piece.zero_()
-        head = self._layout.header[start:stop]
-        view[: len(head)] = head
-        for key in self._layout.keys_between(start, stop):
-            entry = self._layout[key]
-            a, b = max(entry.offset, start), min(entry.end, stop)
-            flat = self._bytes_of(key)
-            piece[a - start : b - start].copy_(flat[a - entry.offset : b - entry.offset])
-
-    def _bytes_of(self, key: str) -> torch.Tensor:
-        """All bytes of a tensor in C order. One that does not lie in memory so is copied, and kept while it is used."""
-        if self._flat[0] != key:
-            self._flat = (key, self._tensors[key].contiguous().reshape(-1).view(torch.uint8))
-        return self._flat[1]
 
 
 def owned_by(state: LiveState) -> dict[str, Held]:
@@ -323,10 +298,3 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held]) -> dict[str, Any]:
                     "fragments": [{"unit": unit.name, "key": key, "global": box, "local": box}],
                 }  # fmt: skip
     return {"version": 1, "atoms": atoms}
-
-
-def _write_tensor(image: memoryview, layout: Layout, key: str, tensor: torch.Tensor) -> None:
-    entry = layout[key]
-    if entry.nbytes:
-        place = torch.frombuffer(image[entry.offset : entry.end], dtype=tensor.dtype).view(tensor.shape)
-        place.copy_(tensor)

@@ -18,7 +18,8 @@ from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
 from ..store.pruning import reach_needs
 from ..store.retention import Keep
-from .bases import Image, divided, owned_by
+from .bases import divided, owned_by
+from .image import Image
 from .rebuild import rebuilt
 from .recovery import recover
 from .script import Script

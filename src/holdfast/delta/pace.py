@@ -76,7 +76,7 @@ class Pace:
         self._failed_beside = False
         """Whether a base that was to end the gap could not be made beside training: the next one is waited for."""
         self._published: deque[int] = deque()
-        self._told = (0, 0.0)
+        self._told: dict[BaseMaker | Recorder, tuple[int, float]] = {self.bases: (0, 0.0), recorder: (0, 0.0)}
         self._stall = self._stall_of_base = 0.0
         self._num_stages = 0
         self._dropped = 0
@@ -124,11 +124,11 @@ class Pace:
         """A base of ``step``, the present one, unit after unit, durable when this returns."""
         self._recorder.settle()
         self._see_published()
+        self._restarted()
         if self.base_step == step:  # one that was made beside training is of this step
             self.gap = False
             return
         self.bases.give_up()
-        self._restarted()
         self._begin(step)
         while not self.bases.all_staged:
             self.bases.write_next(step)
@@ -268,7 +268,7 @@ class Pace:
             return
         if self._published.popleft() == self._losses:
             self.gap = self._failed_beside = False
-        if self.tuner is not None:
+        if self.tuner is not None and self._num_stages:  # not one that was asked for
             self._tell_written(self.tuner)
             self.tuner.based(self.bases.full_bytes, self._num_stages, self._stall_of_base)
         self._stall_of_base, self._num_stages = 0.0, 0
@@ -292,8 +292,7 @@ class Pace:
             )
 
     def _tell_written(self, tuner: Tuner) -> None:
-        bases, recorder = self.bases, self._recorder
-        tuner.wrote(bases.written_bytes, bases.write_seconds)
-        tuner.wrote(recorder.written_bytes - self._told[0], recorder.write_seconds - self._told[1])
-        bases.written_bytes, bases.write_seconds = 0, 0.0
-        self._told = (recorder.written_bytes, recorder.write_seconds)
+        """What bases and records have taken to write since it was told last."""
+        for who, (nbytes, seconds) in self._told.items():
+            self._told[who] = who.written_bytes, who.write_seconds
+            tuner.wrote(who.written_bytes - nbytes, who.write_seconds - seconds)

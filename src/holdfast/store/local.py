@@ -28,15 +28,16 @@ from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index
-from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
-from holdfast.store.room import Need, needs, unneeded_segments, used_bytes
+from holdfast.store.retained import RetainedCommits
+from holdfast.store.retention import Keep, dropped, lineage
+from holdfast.store.room import Need, needs, unneeded_segments
 from holdfast.store.scratch import Scratch
 
 LOCK = "lock"
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 
 
-class LocalStore(RunReader):
+class LocalStore(RetainedCommits):
     """A run directory, open for its one writer. A context manager.
 
     The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for
@@ -60,29 +61,20 @@ class LocalStore(RunReader):
 
         Until ``enter`` the run may be read and units counted, and nothing is written or locked.
         """
-        retain = retain if keep is None else keep.last
-        if retain < 1:
-            raise ValueError(f"durability.retain is at least 1, got {retain}")
         if disk is None:
             check_place(root)
         self.queue, self._own_queue = queue or IOQueue(), queue is None
-        super().__init__(root, disk=disk, queue=self.queue, direct=direct)
-        self.retain, self.keep, self.spare = retain, keep, spare
+        super().__init__(
+            root, retain=retain if keep is None else keep.last, keep=keep, disk=disk, queue=self.queue, direct=direct
+        )  # fmt: skip
+        self.spare = spare
         self.cap_bytes: int | None = None
         """Most that the run may take of the disk."""
-        self.used_bytes = 0
-        """That it took when ``measure`` was called last."""
-        self.damaged: set[CommitRef] = set()
-        """Commits that somebody has found not to be whole."""
-        self.timeline: int | None = None
         self._lock: HeldLock | None = None
-        self._retained: dict[CommitRef, Manifest | None] = {}
-        self._retained_files: dict[str, int] = {}
         self._units: dict[str, Generations] = {}
         self._scratch: list[Scratch] = []
         self._left: list[Manifest] = []  # retired, with files of units that may be none any more
         self._fork: Timeline | None = None
-        self._timelines: dict[int, Timeline] = {}
         self._failed: BaseException | None = None
         self.dropped: list[CommitRef] = []
         """Retired for want of room, by this writer."""
@@ -288,29 +280,6 @@ class LocalStore(RunReader):
             self.disk.unlink(path)
         self.measure()
 
-    @property
-    def for_good_bytes(self) -> int:
-        """Of the bases that are kept for good beside the newest."""
-        alone = [self._retained[ref] for ref in self._for_good() - set(self._newest())]
-        return sum(manifest.total_bytes for manifest in alone if manifest is not None)
-
-    @property
-    def newest_bytes(self) -> int:
-        """Of the newest commit that can be read."""
-        sizes = [(ref, m.total_bytes) for ref, m in self._retained.items() if m is not None]
-        return max(sizes)[1] if sizes else 0
-
-    def restarts(self) -> tuple[float, int]:
-        """Seconds since the run was begun, and how often it has been resumed. Not all that stops a run is a failure;
-        what does not know better counts it as one."""
-        created = [record.created for record in self._timelines.values() if record.created]
-        return (time.time() - min(created), len(created) - 1) if created else (0.0, 0)
-
-    def measure(self) -> int:
-        """What the run takes of the disk now."""
-        self.used_bytes = used_bytes(self.disk)
-        return self.used_bytes
-
     def make_room(self, nbytes: int) -> bool:
         """Retire the oldest commits until ``nbytes`` more are within the cap; whether they are. The two newest that are
         whole stay, and what is retired is in ``dropped``."""
@@ -449,22 +418,6 @@ class LocalStore(RunReader):
         if drop:
             self._drop(drop)
 
-    def _damaged(self) -> set[CommitRef]:
-        """The retained commits that are known not to be whole."""
-        return {ref for ref, manifest in self._retained.items() if manifest is None or ref in self.damaged}
-
-    def _newest(self, count: int | None = None) -> list[CommitRef]:
-        """The newest whole commits of the line, newest first: as many as are kept with their records."""
-        whole = set(self._retained) - self._damaged()
-        return lineage(whole, self._timelines, self.timeline or 0)[: count or self.retain]
-
-    def _for_good(self) -> set[CommitRef]:
-        if self.keep is None or not self.keep.for_good:
-            return set()
-        line = lineage(self._retained, self._timelines, self.timeline or 0)
-        manifests = [self._retained[ref] for ref in line if ref not in self.damaged]
-        return kept_for_good([manifest for manifest in manifests if manifest is not None], self.keep)
-
     def _drop(self, drop: list[CommitRef]) -> None:
         failpoints.reach("before_retire")
         for ref in drop:
@@ -497,12 +450,6 @@ class LocalStore(RunReader):
                 if name not in self._units:
                     remove_generations(self.disk, name, ref.bytes, self._retained_files)
         self._left = []
-
-    def _keep(self, retained: dict[CommitRef, Manifest | None]) -> None:
-        """From now on these commits are retained (None: a manifest that cannot be read), with their files."""
-        self._retained = retained
-        manifests = [manifest for manifest in retained.values() if manifest is not None]
-        self._retained_files = {f.path: f.bytes for item in manifests for f in item.files.values()}
 
     def _check_writer(self) -> None:
         if self._lock is None:

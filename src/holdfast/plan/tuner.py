@@ -17,8 +17,8 @@ from .estimates import Estimates
 from .waste import HOUR, Measured
 
 FIRST_STEPS = 100
-"""From one base to the next before anything was measured. Replay takes a fraction of training, so that costs a few steps'
-time after a failure, and a base that takes as long as several steps is spread over a hundred."""
+"""From one base to the next before anything was measured. Replay takes a fraction of training, so that costs a few
+steps' time after a failure, and a base that takes as long as several steps is spread over a hundred."""
 
 WARM_STEPS = 10
 """Until a step's time is believed."""

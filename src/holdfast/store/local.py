@@ -61,11 +61,14 @@ class LocalStore(RetainedCommits):
 
         Until ``enter`` the run may be read and units counted, and nothing is written or locked.
         """
+        retain = retain if keep is None else keep.last
+        if retain < 1:
+            raise ValueError(f"durability.retain is at least 1, got {retain}")
         if disk is None:
             check_place(root)
         self.queue, self._own_queue = queue or IOQueue(), queue is None
         super().__init__(
-            root, retain=retain if keep is None else keep.last, keep=keep, disk=disk, queue=self.queue, direct=direct
+            root, retain=retain, keep=keep, disk=disk, queue=self.queue, direct=direct
         )  # fmt: skip
         self.spare = spare
         self.cap_bytes: int | None = None

@@ -26,8 +26,6 @@ class RetainedCommits(RunReader):
         queue: IOQueue,
         direct: bool,
     ) -> None:
-        if retain < 1:
-            raise ValueError(f"durability.retain is at least 1, got {retain}")
         super().__init__(root, disk=disk, queue=queue, direct=direct)
         self.retain, self.keep = retain, keep
         self.timeline: int | None = None

@@ -9,6 +9,7 @@ replays the records. This module only joins: what is seen is ``delta.tap``, what
 from __future__ import annotations
 
 import signal
+import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,9 @@ import torch
 import xxhash
 from torch import nn
 
+from .delta.agreement import Agreement
 from .delta.pace import POLICIES, Means, Pace
+from .delta.ranks import Ranks
 from .delta.rebuild import replay_info
 from .delta.recorder import BOUND, Recorder, Sealed
 from .delta.recovery import recover
@@ -30,22 +33,25 @@ from .delta.script import Script
 from .delta.sigterm import SigTerm
 from .delta.slots import SlotPool
 from .delta.tap import Tap, Update, gradient_layouts, image_of
+from .delta.together import Together
 from .delta.watching import Recovery
-from .errors import BadInput, EngineFailed
+from .errors import BadInput, EngineFailed, RankFailed, RunMismatch
 from .events import EventLog
 from .io.queue import IOQueue
 from .plan.cadence import Limits
+from .state.boxes import Box
+from .state.capture import CapturedParameter
+from .state.cuts import owners
 from .state.live import LiveState
 from .store.files import check_place
 from .store.local import LocalStore
+from .store.manifest import Point, Timeline
 from .store.retention import Keep
 from .units import GiB, MiB, format_bytes, parse_bytes
 from .update.optimizer import is_elementwise
 
 BASE_BYTES_PER_STEP = 64 * MiB
 """Of a base, copied at the end of one step."""
-
-STREAM = "rank-00000"
 
 
 class Checkpointer:
@@ -103,7 +109,14 @@ class Checkpointer:
             check_place(run)
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
-        self._look = partial(LiveState, model, optimizers, _by_name(averages))
+        self._ranks = Ranks.here(deadline_seconds)
+        if when_behind != "block" and not self._ranks.alone:
+            raise BadInput(
+                f'when_behind="{when_behind}" is for one process: what one of several ranks skips none can have'
+            )
+        if storage is not None and not self._ranks.alone:
+            raise BadInput("storage= is for one process: no rank knows what the others are about to write")
+        self._look = partial(_look, self._ranks, model, optimizers, _by_name(averages))
         self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
@@ -115,10 +128,12 @@ class Checkpointer:
         self._num_slots = self._slots_that_fit()
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
-        self._events = EventLog(None if disk is not None else Path(run) / "events.jsonl")
+        events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
+        self._events = EventLog(events)
         self._tap = Tap(self._state, self._take_slot)
         self._pool: SlotPool | None = None
         self._recorder: Recorder | None = None
+        self._agreement: Agreement | None = None
         self._pace: Pace | None = None
         self._buffers: dict[str, str] = {}
         self._buffer_shapes = {key: tensor.shape for key, (_, tensor) in self._state.buffers().items()}
@@ -136,7 +151,9 @@ class Checkpointer:
 
     @property
     def durable_step(self) -> int:
-        """The newest step that survives power loss."""
+        """The newest step that survives power loss, on every rank."""
+        if self._agreement is not None:
+            return self._agreement.standing.durable_step
         return self._recorder.durable_step if self._recorder is not None else -1
 
     def resume(
@@ -167,32 +184,62 @@ class Checkpointer:
             raise
 
     def _resume(self, target: int | None, exact: bool, recovery: Recovery) -> int:
-        self._store.enter()
-        point = None
+        ranks = self._ranks
+        self._enter()
+        found = None
         if self._store.commits():
-            point, odd = recover(
-                self._store, self._state, self._script, stream=STREAM, target=target, exact=exact,
+            found = recover(
+                self._store, self._state, self._script, ranks=ranks, target=target, exact=exact,
                 after_update=self._after_update, watch=recovery,
             )  # fmt: skip
-            self.steps_done = point.step
+            self.steps_done = found.point.step
             self._rates = recovery.rates
-            self._events.emit("recovered", step=point.step, **recovery.facts())
-            for text in odd:
-                warnings.warn(f"resuming after step {point.step}: {text}", stacklevel=3)
+            self._events.emit("recovered", step=self.steps_done, **recovery.facts())
+            for text in found.odd:
+                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=3)
         elif target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
         self._now = self._script.now()
-        self._store.begin(point)
+        self._begin(None if found is None else found.point)
         self._pool = SlotPool(gradient_layouts(self._state), self._num_slots)
         self._recorder = Recorder(
-            self._store.journal(STREAM), self._pool, durable_step=self.steps_done,
+            self._store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
             group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline,
         )  # fmt: skip
-        self._pace = self._paced(recovery)
+        self._pace = self._paced(recovery, same_cut=found is not None and found.same_cut)
         self._scale = self._scale_now()
         self._tap.attach()
         self._sigterm = SigTerm.watched()
         return self.steps_done
+
+    def _enter(self) -> None:
+        """On the first rank; the others see that they have its directory."""
+
+        def enter() -> str:
+            self._store.enter()
+            return self._store.writer()
+
+        def see() -> None:
+            if self._store.writer() != writer:
+                raise RunMismatch(
+                    f"{self._store.root} as rank {self._ranks.rank} sees it on {socket.gethostname()} is not the"
+                    f" directory that rank 0 has entered ({writer.strip()}). Give all ranks one directory on a file"
+                    " system that they share."
+                )
+
+        writer = self._ranks.first_does(enter)
+        self._ranks.all_do(see)
+
+    def _begin(self, point: Point | None) -> None:
+        """Open the timeline that continues ``point``, on the first rank; the others join it."""
+
+        def begin() -> Timeline:
+            self._store.begin(point)
+            return self._store.opened
+
+        self._store.is_mine = self._ranks.is_mine
+        timeline = self._ranks.first_does(begin)
+        self._ranks.all_do(lambda: self._store.join(timeline, self._ranks.rank) if self._ranks.rank else None)
 
     def step(self) -> None:
         """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
@@ -205,9 +252,11 @@ class Checkpointer:
             self._step(recorder)
         except BaseException as error:  # of this step there may be no record, so none can follow
             self._failure = error
+            self._tell(error)
             raise
-        if self._sigterm is not None and self._sigterm.arrived:
-            self._leave()
+        others_stop = self._agreement is not None and self._agreement.stopping
+        if others_stop or (self._sigterm is not None and self._sigterm.arrived):
+            self._stop()
 
     def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
@@ -263,7 +312,10 @@ class Checkpointer:
         if not self._pace.complete:
             self._refuse_between()
             self._pace.whole(self.steps_done)
-        recorder.wait(self.steps_done if step is None else step)
+        step = self.steps_done if step is None else step
+        recorder.wait(step)
+        if self._agreement is not None:
+            self._agreement.wait(step)
 
     def close(self, save: bool = True) -> None:
         """Make everything durable and leave nothing behind: no hook, no thread, no lock. A second call does nothing."""
@@ -274,18 +326,30 @@ class Checkpointer:
         if self._sigterm is not None:
             self._sigterm.restore()
         try:
-            if self._recorder is not None:
-                try:
-                    if save and self._failure is None and not self._tap.updates:
-                        self._end_gap()
-                finally:
-                    with suppress(Exception):  # what failed is told by the next line
-                        if self._pace is not None:
-                            self._pace.close()
-                    self._recorder.close()
+            self._finish(save)
+        except BaseException as error:
+            self._tell(error)
+            raise
         finally:
+            if self._agreement is not None:
+                self._agreement.close(orderly=save)
             if self._recorder is None or not self._recorder.is_alive:
                 self._let_go()
+
+    def _finish(self, save: bool) -> None:
+        """Make durable what is not; on every rank, unless this is the end of a failure."""
+        if self._recorder is None:
+            return
+        try:
+            if save and self._failure is None and not self._tap.updates:
+                self._end_gap()
+        finally:
+            with suppress(Exception):  # what failed is told by the next line
+                if self._pace is not None:
+                    self._pace.close()
+            self._recorder.close()
+        if self._agreement is not None and save and self._failure is None:
+            self._agreement.wait(self.steps_done)
 
     def _let_go(self) -> None:
         """Of everything. Not while the recorder is at work, or hangs: what it uses, and the lock, stay as they are then
@@ -299,12 +363,26 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None:
             self.close()
         else:
+            self._tell(error)
             with suppress(Exception):
                 self.close(save=False)
+
+    def _stop(self) -> None:
+        """After a SIGTERM to any rank: end at the step at which all can."""
+        if self._agreement is not None:
+            self._agreement.tell("stop", "yes")
+            if self._agreement.wait_for_stop() > self.steps_done:
+                return
+        self._leave()
+
+    def _tell(self, error: BaseException) -> None:
+        """Every rank of what keeps this one from going on."""
+        if self._agreement is not None and not isinstance(error, RankFailed):
+            self._agreement.fail(error)
 
     def _leave(self) -> None:
         """On SIGTERM: everything is durable, and the process ends as the signal would have ended it."""
@@ -331,7 +409,7 @@ class Checkpointer:
         if changed:
             parts.append(image_of(changed))
         about["progress"] = self._now
-        about["fingerprint"] = fingerprint(self._state, self.steps_done)
+        about["fingerprint"] = fingerprint(self._state.stored, self.steps_done)
         return Sealed(self.steps_done, about, tuple(parts), tuple(slots))
 
     def _changed_buffers(self) -> dict[str, torch.Tensor]:
@@ -396,20 +474,27 @@ class Checkpointer:
 
         return tell
 
-    def _paced(self, recovery: Recovery) -> Pace:
-        """What makes bases. When this returns there is one."""
+    def _paced(self, recovery: Recovery, same_cut: bool) -> Pace:
+        """What makes bases. When this returns there is one that records of this cut may follow."""
         recorder, store = self._recorder, self._store
         assert recorder is not None
         means = Means(
             self._staging_bytes, BASE_BYTES_PER_STEP, self._storage, self._at_once, self._when_behind
         )
+        together = None if self._ranks.alone else Together(self._ranks, store, self._events.emit)
         pace = Pace(
             store, self._state, recorder, means, progress=self._progress, emit=self._events.emit,
+            prefix=self._ranks.prefix, together=together,
             restarted=self._buffers.clear,  # the next record follows a base, whatever was recorded before it
         )  # fmt: skip
-        line = store.line()
-        if line:
-            pace.go_on_after(line[0].step, store.load(line[0]).oldest_step)
+        if together is not None:
+            self._agreement = together.agreement = Agreement(
+                self._ranks, recorder=recorder, steps_done=lambda: self.steps_done,
+                publish=together.publish_shares, follow=store.follow, deadline_seconds=self._deadline,
+            )  # fmt: skip
+        newest = store.newest_base
+        if same_cut and newest is not None:
+            pace.go_on_after(newest.step, newest.oldest_step)
         else:
             pace.whole(self.steps_done)
         pace.tune(self._base_every, self._limits, sum(x.file_bytes for x in gradient_layouts(self._state)))
@@ -437,6 +522,8 @@ class Checkpointer:
             raise EngineFailed(
                 f"step() was interrupted. Step {self.durable_step} is durable: make another Checkpointer to resume"
             )
+        if self._agreement is not None:
+            self._agreement.check()
         if self._recorder is None:
             raise BadInput("call resume() before the first step: it begins or continues the run")
         return self._recorder
@@ -464,6 +551,24 @@ def _limits(
         )  # fmt: skip
     except ValueError as error:
         raise BadInput(str(error)) from error
+
+
+def _look(ranks: Ranks, *given: Any) -> LiveState:
+    """The state as it is now, of which this rank stores its part. Called on all ranks."""
+    made: list[LiveState] = []
+
+    def held() -> dict[str, tuple[Box, int]]:
+        made.append(state := LiveState(*given))
+        return {p.name: (state.boxes[p.name], _bytes_of(p, state)) for p in state.parameters}
+
+    parts = ranks.all_do(held)
+    if not ranks.alone:
+        made[0].store_only(owners(parts)[ranks.rank])
+    return made[0]
+
+
+def _bytes_of(parameter: CapturedParameter, state: LiveState) -> int:
+    return state.boxes[parameter.name].elements * parameter.parameter.element_size()
 
 
 def _by_name(averages: nn.Module | Mapping[str, nn.Module] | None) -> Mapping[str, nn.Module]:

@@ -106,5 +106,9 @@ class WriterHung(HoldfastError):
     """Nothing was written for longer than the deadline. What was acknowledged before is still durable."""
 
 
+class RankFailed(HoldfastError):
+    """Another rank of the training failed, ended, or does not answer. The text names it."""
+
+
 class QueueClosed(HoldfastError):
     """The I/O queue was closed before this transfer was done."""

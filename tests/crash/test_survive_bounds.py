@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
+import torch
+from torch import nn
 
 from delta.loops import make
-from holdfast.checkpointer import Checkpointer
+from holdfast.checkpointer import BOUND, Checkpointer
+from holdfast.io.queue import Throttle
 from holdfast.offload.process import process_bytes
 from holdfast.store.retention import Keep
 from survive_run import FEATURE, OPTIMIZER
@@ -50,3 +54,38 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path):
         len(os.listdir(tmp_path / folder)) for folder in ("commits", "data", "index", "journal/rank-00000")
     ]
     assert names[:3] == [RETAIN, RETAIN + 1, 1] and names[3] <= 10, names
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("base_every", [7, 1000])
+def test_memory_keeps_to_its_cap_on_a_disk_ten_times_too_slow(tmp_path, base_every):
+    """And no step is further from the disk than was declared."""
+    cap, steps = 100 << 20, 60
+    model = nn.Linear(1500, 1500)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def train():
+        model(torch.randn(8, 1500)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        train()
+    started = time.perf_counter()
+    for _ in range(10):
+        train()
+    record_bytes = 1500 * 1501 * 4
+    bytes_per_second = record_bytes * 10 / (time.perf_counter() - started)
+    before, seen = process_bytes(), []
+    with Checkpointer(
+        tmp_path, model=model, optimizer=optimizer, memory=cap, base_every=base_every, direct=False
+    ) as checkpointer:
+        checkpointer.resume()
+        checkpointer._queue._throttles[True] = Throttle(max(bytes_per_second / 10, 10 * record_bytes))
+        for _ in range(steps):
+            train()
+            checkpointer.step()
+            seen.append(process_bytes() - before)
+            assert 0 <= checkpointer.steps_done - checkpointer.durable_step <= BOUND
+    assert max(seen) < cap + (16 << 20), f"{max(seen) >> 20} MiB"

@@ -11,8 +11,9 @@ import random
 import pytest
 
 from delta.loops import make
-from holdfast.checkpointer import STREAM, Checkpointer
+from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
+from holdfast.delta.ranks import Ranks
 from holdfast.delta.recovery import recover
 from holdfast.delta.script import Script
 from holdfast.errors import HoldfastError
@@ -84,9 +85,8 @@ def check(image, states, queue):
     if not store.disk.exists("commits") or not store.commits():
         assert image.acked is None
         return
-    point, _ = recover(
-        store, LiveState(loop.model, loop.optimizers), Script(loop.optimizers, {}), stream=STREAM
-    )
+    found = recover(store, LiveState(loop.model, loop.optimizers), Script(loop.optimizers, {}), ranks=Ranks())
+    point = found.point
     assert image.acked is None or point.step >= image.acked
     assert digest(loop.state()) == states[point.step]
 

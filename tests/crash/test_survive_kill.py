@@ -87,7 +87,10 @@ def recoverable(root):
             manifest = reader.load(ref)
             assert reader.verify(manifest) == []
             last, odd = verify_records(reader, manifest)
-            assert last == chain_of(manifest, read_journal(reader, "rank-00000"), None).last.step or odd
+            assert (
+                last == chain_of(manifest, "rank-00000", read_journal(reader, "rank-00000"), None).last.step
+                or odd
+            )
             found |= set(range(ref.step, last + 1))
     return found
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from delta.loops import FEATURES, make, same
-from holdfast.checkpointer import STREAM, Checkpointer
+from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
+from holdfast.delta.ranks import Ranks
 from holdfast.delta.recovery import recover
 from holdfast.delta.script import Script
 from holdfast.state.live import LiveState
@@ -60,11 +61,11 @@ def recovered(root, optimizer, feature, step):
     things = {name: thing for name, thing in loop.things.items() if name in ("scheduler", "scaler")}
     averages = {"average": loop.things["averages"]} if "averages" in loop.things else {}
     with LocalStore.open(root) as store:
-        point, odd = recover(
-            store, LiveState(loop.model, loop.optimizers, averages), Script(loop.optimizers, things), stream=STREAM,
+        found = recover(
+            store, LiveState(loop.model, loop.optimizers, averages), Script(loop.optimizers, things), ranks=Ranks(),
             target=step, exact=True, after_update=loop.things.get("after_update"),
         )  # fmt: skip
-    assert (point.step, odd) == (step, [])
+    assert (found.point.step, found.odd) == (step, [])
     return loop.state()
 
 

@@ -19,8 +19,10 @@ from test_checkpointer import go_on, start
 
 def chain(base_bytes=1_500_000_000, records=100, record_bytes=10_000_000, rates=None):
     record = SimpleNamespace(step=0, payload_bytes=record_bytes)
-    base = SimpleNamespace(step=7, total_bytes=base_bytes, progress={} if rates is None else {"rates": rates})
-    return SimpleNamespace(base=base, records=[record] * records, last=SimpleNamespace(step=7 + records))
+    progress = {} if rates is None else {"rates": rates}
+    base = SimpleNamespace(step=7, total_bytes=base_bytes, progress_of=lambda stream: progress)
+    last = SimpleNamespace(step=7 + records)
+    return base, [SimpleNamespace(stream="rank-00000", records=[record] * records, last=last)]
 
 
 class Clock:
@@ -32,14 +34,14 @@ class Clock:
 
 def test_the_prediction_is_that_of_the_rates_measured_before():
     recovery = Recovery()
-    recovery.begins(chain(rates={"read_bytes_per_second": 5e8, "replay_seconds": 0.09}))
+    recovery.begins(*chain(rates={"read_bytes_per_second": 5e8, "replay_seconds": 0.09}))
     assert recovery.predicted_seconds == pytest.approx(3 + 9)
     assert recovery.text == "loading 1.4 GiB and replaying 100 steps, about 12.0 s"
 
 
 def test_before_any_was_measured_it_is_that_of_plain_numbers():
     recovery = Recovery()
-    recovery.begins(chain())
+    recovery.begins(*chain())
     expected = 1.5e9 / READ_BYTES_PER_SECOND + 100 * 1e7 / REPLAY_BYTES_PER_SECOND
     assert recovery.predicted_seconds == pytest.approx(expected)
 
@@ -47,13 +49,14 @@ def test_before_any_was_measured_it_is_that_of_plain_numbers():
 def test_what_it_took_is_what_the_next_one_is_predicted_by():
     clock, shares = Clock(), []
     recovery = Recovery(lambda r: shares.append(r.done_share), clock)
-    recovery.begins(found := chain(rates={"read_bytes_per_second": 1e9, "replay_seconds": 1.0}))
+    base, chains = chain(rates={"read_bytes_per_second": 1e9, "replay_seconds": 1.0})
+    recovery.begins(base, chains)
     for _ in range(3):
         clock.now += 2.0
         recovery.loaded(500_000_000)
-    for record in found.records:
+    for _ in chains[0].records:
         clock.now += 0.25
-        recovery.replayed(record)
+        recovery.replayed()
     recovery.ended()
     assert recovery.rates == {"read_bytes_per_second": 2.5e8, "replay_seconds": 0.25}
     assert (recovery.load_seconds, recovery.replay_seconds) == (6.0, 25.0)
@@ -62,7 +65,7 @@ def test_what_it_took_is_what_the_next_one_is_predicted_by():
 
 def test_a_recovery_without_records_leaves_the_rate_of_replay_as_it_was():
     recovery = Recovery(clock=Clock())
-    recovery.begins(chain(records=0, rates={"replay_seconds": 0.5}))
+    recovery.begins(*chain(records=0, rates={"replay_seconds": 0.5}))
     recovery.ended()
     assert recovery.rates == {"replay_seconds": 0.5}
     assert recovery.text.startswith("loading 1.4 GiB, about")
@@ -114,7 +117,7 @@ def drawn(terminal):
     text = io.StringIO()
     show = progress_bar(Console(file=text, force_terminal=terminal, width=120))
     recovery = Recovery(show)
-    recovery.begins(chain(rates={"read_bytes_per_second": 5e8, "replay_seconds": 0.09}))
+    recovery.begins(*chain(rates={"read_bytes_per_second": 5e8, "replay_seconds": 0.09}))
     recovery.loaded(1_500_000_000)
     recovery.ended()
     return text.getvalue()

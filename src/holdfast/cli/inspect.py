@@ -17,7 +17,6 @@ from rich.table import Table
 
 from ..errors import CommitRetired, Damaged
 from ..store.chain import chain_of, read_journal, verify_records
-from ..store.journal import streams
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import counted, format_bytes
@@ -59,7 +58,7 @@ def ls(run: Path, *, as_json: bool) -> None:
 
 def _records_to(reader: RunReader, manifest: Manifest) -> int:
     """The last step that records after a commit lead to, by their headers."""
-    chains = [chain_of(manifest, read_journal(reader, stream), None) for stream in streams(reader.disk)]
+    chains = [chain_of(manifest, stream, read_journal(reader, stream), None) for stream in manifest.streams]
     return min((chain.last.step for chain in chains), default=manifest.step)
 
 

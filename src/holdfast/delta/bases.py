@@ -26,7 +26,7 @@ from ..state.live import BUFFERS, Held, LiveState
 from ..store.generations import Generations
 from ..store.layout import Layout
 from ..store.local import LocalStore
-from ..store.manifest import Manifest
+from ..store.manifest import Manifest, Share
 from ..units import MiB, format_bytes
 from .image import Image, write_tensor
 from .recorder import Recorder, Task
@@ -55,11 +55,11 @@ class _Staged:
 
 
 class BaseMaker:
-    """Makes one base at a time. The training thread divides and copies; what touches the disk is done by the recorder's
-    thread, so that a disk that hangs is seen by its deadline."""
+    """Makes one base at a time, or ``prefix``'s part of one. The training thread divides and copies; what touches the
+    disk is done by the recorder's thread, so that a disk that hangs is seen by its deadline."""
 
-    def __init__(self, store: LocalStore, state: LiveState, recorder: Recorder) -> None:
-        self._store, self._state, self._recorder = store, state, recorder
+    def __init__(self, store: LocalStore, state: LiveState, recorder: Recorder, prefix: str = "") -> None:
+        self._store, self._state, self._recorder, self._prefix = store, state, recorder, prefix
         self._units: list[Unit] = []
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, Atom] = {}
@@ -106,7 +106,7 @@ class BaseMaker:
         atoms = _atoms_of(owned)
         if atoms != self._atoms:
             before = self._units
-            self._units, index = divided(owned)
+            self._units, index = divided(owned, self._state, self._prefix)
             self._atoms = atoms
             self._recorder.put(Task(partial(self._make, before, self._units, index), at_once=True))
         self._left, self._staged = list(self._units), []
@@ -143,19 +143,32 @@ class BaseMaker:
     def publish(self, progress: dict[str, Any]) -> Manifest:
         """Make the base a commit of the step at which the last unit was copied, of which ``progress`` is, once all are
         written. Durable when this returns. On the recorder's thread."""
+        manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress))
+        self._store.prune_journal()
+        return manifest
+
+    def share(self, progress: dict[str, Any]) -> Share:
+        """Instead of ``publish``, this rank's part of a commit of all ranks. Durable when this returns."""
+        return self._store.share(self._staged[-1].step, *self._all_written(progress))
+
+    def published(self) -> None:
+        """The first rank has made the base, whose part was shared, a commit."""
+        for staged in self._staged:
+            assert staged.unit.files is not None
+            staged.unit.files.release(staged.generation)
+        self.end()
+
+    def end(self) -> None:
+        """The base that was published is not under way any more."""
+        self._staged = []
+
+    def _all_written(self, progress: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
         files = {}
         for staged in self._staged:
             assert staged.written is not None
             files[staged.unit.name] = (staged.generation, staged.written.result())
             self._recorder.beat()
-        steps = {staged.unit.name: staged.step for staged in self._staged}
-        manifest = self._store.publish(self._staged[-1].step, files, self._index, progress, steps)
-        self._store.prune_journal()
-        return manifest
-
-    def end(self) -> None:
-        """The base that was published is not under way any more."""
-        self._staged = []
+        return files, self._index, progress, {staged.unit.name: staged.step for staged in self._staged}
 
     def give_up(self) -> None:
         """Forget a base that was begun; its files can be used again when what is under way has ended."""
@@ -245,22 +258,22 @@ class BaseMaker:
 
 def owned_by(state: LiveState) -> dict[str, Held]:
     """What is in a base of ``state``, by owner."""
-    owned = {p.name: state.owned(p) for p in state.parameters}
+    owned = {p.name: state.owned(p) for p in state.stored}
     buffers = state.buffers()
     return {**owned, BUFFERS: buffers} if buffers else owned
 
 
-def divided(owned: dict[str, Held]) -> tuple[list[Unit], dict[str, Any]]:
+def divided(owned: dict[str, Held], state: LiveState, prefix: str = "") -> tuple[list[Unit], dict[str, Any]]:
     """The units that hold what is ``owned``, without files yet, and the index that says so."""
-    units = [_unit(number, group, owned) for number, group in enumerate(_groups(owned))]
-    return units, _index_of(units, owned)
+    units = [_unit(prefix, number, group, owned) for number, group in enumerate(_groups(owned))]
+    return units, _index_of(units, owned, state)
 
 
-def _unit(number: int, owners: tuple[str, ...], owned: dict[str, Held]) -> Unit:
+def _unit(prefix: str, number: int, owners: tuple[str, ...], owned: dict[str, Held]) -> Unit:
     atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
     layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    return Unit(f"unit_{number:03d}-{form}", owners, layout)
+    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout)
 
 
 def _settle_devices(tensors: Iterable[torch.Tensor]) -> None:
@@ -287,14 +300,17 @@ def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _index_of(units: Sequence[Unit], owned: dict[str, Held]) -> dict[str, Any]:
+def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
     atoms: dict[str, Any] = {}
     for unit in units:
         for owner in unit.owners:
             for key, (atom, _) in owned[owner].items():
-                box = Box.whole(atom.shape).to_json()
+                shape, box = state.place_of(atom)
+                local = Box.whole(atom.shape)
                 atoms[key] = {
-                    "name": atom.name, "slot": atom.slot, "shape": list(atom.shape), "dtype": atom.dtype,
-                    "fragments": [{"unit": unit.name, "key": key, "global": box, "local": box}],
+                    "name": atom.name, "slot": atom.slot, "shape": list(shape), "dtype": atom.dtype,
+                    "fragments": [
+                        {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}
+                    ],
                 }  # fmt: skip
     return {"version": 1, "atoms": atoms}

@@ -20,6 +20,7 @@ from ..store.pruning import reach_needs
 from ..store.retention import Keep
 from .bases import divided, owned_by
 from .image import Image
+from .ranks import Ranks
 from .rebuild import rebuilt
 from .recovery import recover
 from .script import Script
@@ -59,14 +60,15 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
     replayed without its script, ``NoCommit`` if there is nothing to compact, and ``Damaged`` if a base is not whole.
     """
     with LocalStore.open(root, keep=EVERYTHING) as store:
-        [stream] = _streams(store)
         old = _base_before(store, to)
-        target = chain_of(old, read_journal(store, stream), to).last.step
+        stream = _only_stream(store, old)
+        target = chain_of(old, stream, read_journal(store, stream), to).last.step
         if target == old.step or (to is not None and target != to):
             raise NoCommit(f"{root}: {_nothing_to_do(old, to, target)}")
         _refuse_damaged(store, old)
         state = rebuilt(old, store.atoms(old))
-        point, odd = recover(store, state, _AnyScript(), stream=stream, target=target, watch=watch)
+        found = recover(store, state, _AnyScript(), ranks=Ranks(), target=target, watch=watch)
+        point, odd = found.point, found.odd
         if point.step != target:
             raise BadInput(
                 f"{root} cannot be replayed to step {target} without its script: "
@@ -87,11 +89,11 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
         return Compacted(new, old.step, to is not None)
 
 
-def _streams(store: LocalStore) -> list[str]:
-    found = streams(store.disk)
-    if len(found) != 1:
-        raise BadInput(f"{store.root} has records of {len(found)} processes; a run of one can be compacted")
-    return found
+def _only_stream(store: LocalStore, base: Manifest) -> str:
+    here = streams(store.disk)
+    if base.shares or len(here) != 1:
+        raise BadInput(f"{store.root} has records of {len(here)} processes; a run of one can be compacted")
+    return here[0]
 
 
 def _base_before(store: LocalStore, to: int | None) -> Manifest:
@@ -118,7 +120,7 @@ def _refuse_damaged(store: LocalStore, base: Manifest) -> None:
 def _write(store: LocalStore, state: LiveState, point: Point, old: Manifest) -> Manifest:
     """A base of ``point``, which ``state`` is at. Durable when this returns."""
     owned = owned_by(state)
-    units, index = divided(owned)
+    units, index = divided(owned, state)
     files: dict[str, tuple[int, tuple[str, ...]]] = {}
     for unit in units:
         unit.files = made = store.unit(unit.name, unit.layout, copies=1)

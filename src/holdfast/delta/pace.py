@@ -23,6 +23,7 @@ from ..store.local import LocalStore
 from ..units import PAGE, GiB, format_bytes
 from .bases import BaseMaker
 from .recorder import Recorder, Task
+from .together import Together
 from .watching import Recovery
 
 POLICIES = ("block", "skip", "commit")
@@ -52,7 +53,8 @@ class Means:
 
 class Pace:
     """Makes the bases of a run. ``progress`` gives that of the present step, ``emit`` writes an event, ``restarted`` is
-    told when records begin anew."""
+    told when records begin anew. With ``together`` a base is that of several ranks, of which this one has ``prefix``'s
+    part."""
 
     def __init__(
         self,
@@ -64,10 +66,13 @@ class Pace:
         progress: Callable[[], dict[str, Any]],
         emit: Callable[..., None],
         restarted: Callable[[], None],
+        prefix: str = "",
+        together: Together | None = None,
     ) -> None:
         self._store, self._recorder, self._means = store, recorder, means
         self._progress, self._emit, self._restarted = progress, emit, restarted
-        self.bases = BaseMaker(store, state, recorder)
+        self.bases = BaseMaker(store, state, recorder, prefix)
+        self._together = together
         self.tuner: Tuner | None = None
         self.base_step, self._begun_at = -1, 0
         self.gap = False
@@ -113,27 +118,42 @@ class Pace:
         self._see_published()
         if self.gap and not bases.under_way:
             self._end_gap(step)
-        elif not bases.under_way and self.tuner is not None and step - self._begun_at >= self.tuner.steps:
+        elif self._is_due(step):
             self._begin(step)
         if bases.under_way and not bases.all_staged:
             self._stage(step)
         self._stall = time.perf_counter() - started
         self._stall_of_base += self._stall
 
+    def _is_due(self, step: int) -> bool:
+        assert self.tuner is not None
+        due = not self.bases.under_way and step - self._begun_at >= self.tuner.steps
+        return due if self._together is None else self._together.is_due(due, self.bases)
+
     def whole(self, step: int) -> None:
-        """A base of ``step``, the present one, unit after unit, durable when this returns."""
+        """A base of ``step``, the present one, unit after unit, durable when this returns. Called on all ranks."""
         self._recorder.settle()
         self._see_published()
         self._restarted()
-        if self.base_step == step:  # one that was made beside training is of this step
+        if (
+            self.base_step == step and self._together is None
+        ):  # one that was made beside training is of this step
             self.gap = False
             return
         self.bases.give_up()
         self._begin(step)
         while not self.bases.all_staged:
             self.bases.write_next(step)
-        self._recorder.do(partial(self._publish, self._progress(), self._losses))
-        self._see_published()
+        if self._together is None:
+            self._recorder.do(partial(self._publish, self._progress(), self._losses))
+            self._see_published()
+            return
+        share = partial(self.bases.share, self._progress())
+        self._together.publish_at_once(self.bases, lambda: self._recorder.do(share))
+        self.base_step, self.gap = step, False
+        self._recorder.restart(step)
+        assert self._together.agreement is not None
+        self._together.agreement.wait(step)
 
     def lose(self, step: int, why: str = "the disk is behind") -> None:
         """The present step is not recorded: only a base made after it can follow."""
@@ -230,6 +250,8 @@ class Pace:
 
     def _set_cap(self, full_bytes: int) -> None:
         """What the run may take of the disk: as told, or what is kept for good and so many times the state."""
+        if self._together is not None:  # one rank cannot know what the others are about to write
+            return
         for_good, told = self._store.for_good_bytes, self._means.storage_bytes
         cap = max(STORAGE_FULLS * full_bytes, LEAST_STORAGE) + for_good if told is None else told
         self._store.cap_bytes = cap
@@ -256,6 +278,9 @@ class Pace:
 
     def _publish(self, progress: dict[str, Any], losses: int) -> None:
         """Make the base a commit. On the recorder's thread, when the records up to it are durable."""
+        if self._together is not None:
+            self._together.share(self.bases.share(progress))
+            return
         self.base_step = self.bases.publish(progress).step
         self._recorder.restart(self.base_step)
         self._published.append(losses)
@@ -264,6 +289,9 @@ class Pace:
 
     def _see_published(self) -> None:
         """A base ends the gap if no step was lost since its last unit was copied."""
+        if self._together is not None and (step := self._together.see_published(self.bases)) is not None:
+            self.base_step = step
+            self._published.append(self._losses)
         if not self._published:
             return
         if self._published.popleft() == self._losses:

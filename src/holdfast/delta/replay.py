@@ -6,13 +6,14 @@ of that step. What the run held after a step is compared with a fingerprint; whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
-from ..state.capture import FROM_NAME
+from ..state.capture import FROM_NAME, CapturedParameter
+from ..state.cuts import local_of
 from ..state.live import BUFFERS, LiveState
 from ..state.progress import decode
 from ..store.layout import Layout
@@ -22,11 +23,11 @@ SAMPLED_BYTES = 64
 """Of each parameter in a fingerprint."""
 
 
-def fingerprint(state: LiveState, step: int) -> str:
-    """The xxh3_64 of some bytes of every parameter, others at each ``step``."""
+def fingerprint(parameters: Sequence[CapturedParameter], step: int) -> str:
+    """The xxh3_64 of some bytes of what this process holds of each parameter, others at each ``step``."""
     samples = []
-    for position, parameter in enumerate(state.parameters):
-        flat = _bytes_of(parameter.parameter)
+    for position, parameter in enumerate(parameters):
+        flat = _bytes_of(local_of(parameter.parameter.detach()))
         places = max(1, flat.numel() // SAMPLED_BYTES)
         start = (step * 2654435761 + position * 40503) % places * SAMPLED_BYTES
         samples.append(flat[start : start + SAMPLED_BYTES])
@@ -35,7 +36,7 @@ def fingerprint(state: LiveState, step: int) -> str:
 
 def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:
     """All bytes of a parameter, in the order in which they lie in memory."""
-    tensor = parameter.detach()
+    tensor = parameter
     if not tensor.is_contiguous():
         tensor = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.contiguous()
     return tensor.reshape(-1).view(torch.uint8)
@@ -45,23 +46,30 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
+class Taken(NamedTuple):
+    """A record beside another of the same step, by its JSON and its parts, and what is not taken from it."""
+
+    about: dict[str, Any]
+    parts: Sequence[memoryview]
+    skipped: Collection[str]
+
+
 def apply(
     state: LiveState,
     about: dict[str, Any],
     parts: Sequence[memoryview],
     *,
-    skipped: frozenset[str] = frozenset(),
+    skipped: Collection[str] = (),
+    others: Sequence[Taken] = (),
     after_update: Callable[[], None] | None = None,
 ) -> None:
-    """Do the step that a record tells of. Parameters named in ``skipped`` are left as they are: what was loaded of
-    them is of a later step."""
-    for update in about["updates"]:
+    """Do the step that a record tells of, with the gradients that records of ``others`` hold of it. Parameters named in
+    ``skipped`` are left as they are: what was loaded of them is of a later step, or other records have them."""
+    for number, update in enumerate(about["updates"]):
         optimizer = state.optimizers[update["optimizer"]]
-        grads = tensors_of(parts[update["part"]], "/grad")
-        for absent in update["without"]:
-            grads.pop(absent, None)
-        for name in skipped:
-            grads.pop(name, None)
+        grads = _gradients(update, parts, skipped)
+        for other in others:
+            grads |= _gradients(other.about["updates"][number], other.parts, other.skipped)
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
             group.update({key: decode(value) for key, value in values.items()})
         _step(state, optimizer, grads, update["consumed"])
@@ -72,6 +80,16 @@ def apply(
     if after_update is not None and about["updates"]:
         after_update()
         state.load(buffers)  # they were recorded after it
+
+
+def _gradients(
+    update: dict[str, Any], parts: Sequence[memoryview], skipped: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """By parameter, those that an update consumed, but for ``skipped``."""
+    grads = tensors_of(parts[update["part"]], "/grad")
+    for absent in (*update["without"], *skipped):
+        grads.pop(absent, None)
+    return grads
 
 
 def _step(
@@ -85,7 +103,7 @@ def _step(
     try:
         for parameter in parameters:
             grad = grads.get(state.name_of[id(parameter)])
-            parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
+            parameter.grad = None if grad is None else _like(parameter, grad)
         for name in CONSUMED:
             if name in consumed:
                 setattr(optimizer, name, torch.tensor(consumed[name], device=parameters[0].device))
@@ -97,6 +115,13 @@ def _step(
                 delattr(optimizer, name)
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
+
+
+def _like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """``grad`` lying in memory as ``parameter`` does, distributed as it is."""
+    made = torch.empty_like(parameter.detach())
+    local_of(made).copy_(grad)
+    return made
 
 
 def _unhooked_step(optimizer: torch.optim.Optimizer) -> None:

@@ -5,10 +5,13 @@ Random generators, hyper-parameters, learning-rate schedule, data position and l
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 
 from ..errors import BadInput, RunMismatch
 from ..state.progress import decode, encode, random_state, restore_random_state
@@ -69,6 +72,13 @@ class Script:
             raise RunMismatch(
                 f"the run has a {lost[0]}, and none was passed, so its position would be lost. Pass {lost[0]}=."
             )
+
+    def scatter(self, rank: int) -> None:
+        """Give a rank that the run did not have random numbers of its own, by those restored and its number."""
+        seed = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data, seed=rank)
+        torch.manual_seed(seed % 2**63)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
     def restore(self, progress: dict[str, Any]) -> None:
         """Put everything where ``progress`` has it."""

@@ -18,6 +18,7 @@ import torch
 from ..errors import BadInput
 from ..io.buffers import Buffer
 from ..state.capture import TO_NAME
+from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..state.progress import encode
 from ..store.layout import Layout
@@ -58,6 +59,7 @@ class Tap:
 
     def __init__(self, state: LiveState, take_slot: Callable[[], Slot | None]) -> None:
         self._state, self._take_slot = state, take_slot
+        self._stored = {parameter.name for parameter in state.stored}
         self.updates: list[Update] = []
         """Since the iteration began."""
         self.changed = False
@@ -73,6 +75,7 @@ class Tap:
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
         self._state, self.changed = state, False
+        self._stored = {parameter.name for parameter in state.stored}
         self._num_groups = [len(optimizer.param_groups) for optimizer in state.optimizers]
 
     def attach(self) -> None:
@@ -120,7 +123,8 @@ class Tap:
                 without.append(name)
             else:
                 _refuse_sparse(name, parameter.grad)
-                grads[name] = parameter.grad
+                if name in self._stored:
+                    grads[name] = local_of(parameter.grad)
         self._open[index] += 1
         if self._open[index] > 1:  # a subclass calls the step() it overrides: part of the update that is open
             return
@@ -199,14 +203,14 @@ def image_of(tensors: dict[str, torch.Tensor]) -> memoryview:
 
 
 def gradient_layouts(state: LiveState) -> list[Layout]:
-    """For each optimizer: the gradients of its parameters that require grad, in their own dtypes."""
+    """For each optimizer: the gradients of the parameters stored here that require grad, in their own dtypes."""
     layouts = []
     for optimizer in state.optimizers:
         known = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
         layouts.append(
             Layout.build(
-                [(f"{p.name}/grad", TO_NAME[p.parameter.dtype], p.shape)
-                 for p in state.parameters if id(p.parameter) in known],
+                [(f"{p.name}/grad", TO_NAME[p.parameter.dtype], state.boxes[p.name].shape)
+                 for p in state.stored if id(p.parameter) in known],
                 METADATA,
             )
         )  # fmt: skip

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..store.chain import Chain
-from ..store.journal import StoredRecord
+from ..store.manifest import Manifest
 from ..units import counted, format_bytes, format_seconds
 
 READ_BYTES_PER_SECOND = 500_000_000.0
@@ -69,12 +69,12 @@ class Recovery:
     def replay_seconds(self) -> float:
         return self._ended_at - self._loaded_at
 
-    def begins(self, chain: Chain) -> None:
-        """A base is loaded, and its records are replayed; another one's if this one is damaged."""
-        self._rates = dict(chain.base.progress.get("rates", {}))
-        self.base_step, self.to_step = chain.base.step, chain.last.step
-        self.base_bytes, self.num_records = chain.base.total_bytes, len(chain.records)
-        self.record_bytes = sum(record.payload_bytes for record in chain.records)
+    def begins(self, base: Manifest, chains: Sequence[Chain]) -> None:
+        """``base`` is loaded, and the records of its ``chains`` are replayed; another one's if this one is damaged."""
+        self._rates = dict(base.progress_of(chains[0].stream).get("rates", {}))
+        self.base_step, self.to_step = base.step, chains[0].last.step
+        self.base_bytes, self.num_records = base.total_bytes, sum(len(chain.records) for chain in chains)
+        self.record_bytes = sum(record.payload_bytes for chain in chains for record in chain.records)
         self.loaded_bytes = self.replayed_records = 0
         self._began = self._loaded_at = self._ended_at = self._clock()
         self.predicted_seconds = self.base_bytes / self._read_rate + self.num_records * self._replay_seconds
@@ -85,8 +85,8 @@ class Recovery:
         self._loaded_at = self._ended_at = self._clock()
         self._told()
 
-    def replayed(self, record: StoredRecord) -> None:
-        self.replayed_records += 1
+    def replayed(self, records: int = 1) -> None:
+        self.replayed_records += records
         self._ended_at = self._clock()
         self._told()
 

@@ -1,62 +1,68 @@
-"""Cuts: how one tensor is divided over ranks.
+"""Cuts: which region of each tensor this process holds, and which process stores it.
 
-For each rank a list of pairs: the region of the whole tensor that the rank holds, and where it lies in
-the rank's own tensor. Every layout compiles to such pairs; nothing downstream knows any other form.
+A tensor that is not distributed is held whole. What several ranks hold alike, as in DDP, one of them stores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
+import torch
+
+from ..errors import ModelNotSupported
 from .boxes import Box
 
 
-@dataclass(frozen=True)
-class Piece:
-    """``whole`` of the consolidated tensor lies at ``local`` in the rank's tensor; equal shapes."""
-
-    whole: Box
-    local: Box
-
-    def __post_init__(self) -> None:
-        if self.whole.shape != self.local.shape:
-            raise ValueError(f"a piece of shape {self.whole.shape} cannot lie in {self.local.shape}")
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a ``DTensor``."""
+    return hasattr(tensor, "to_local")
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The pieces of a tensor of ``shape``, by rank."""
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of ``tensor``: the same memory."""
+    return cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
 
-    shape: tuple[int, ...]
-    ranks: tuple[tuple[Piece, ...], ...]
 
-    @classmethod
-    def replicate(cls, shape: tuple[int, ...], world_size: int = 1) -> Cut:
-        """Every rank holds the whole tensor."""
-        whole = Box.whole(shape)
-        return cls(shape, ((Piece(whole, whole),),) * world_size)
+def box_of(name: str, tensor: torch.Tensor) -> Box:
+    """The region of ``tensor`` that this process holds. Raises ``ModelNotSupported`` if it is not one box."""
+    if not is_distributed(tensor):
+        return Box.whole(tuple(tensor.shape))
+    distributed = cast(Any, tensor)
+    if any(placement.is_partial() for placement in distributed.placements):
+        raise ModelNotSupported(
+            f"{name} is a sum that its ranks have not formed yet (placement Partial), so no rank has its values."
+            " Redistribute it first: tensor.redistribute(placements=[Replicate(), ...])."
+        )
+    chunks = distributed.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise ModelNotSupported(
+            f"{name} is cut into {len(chunks)} regions on one rank, which is not supported"
+        )
+    start, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+    local = tuple(local_of(tensor).shape)
+    if sizes != local:
+        raise ModelNotSupported(f"{name} says that it holds {sizes} here, and its local tensor is {local}")
+    return Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
 
-    @classmethod
-    def shard(cls, shape: tuple[int, ...], dim: int, widths: Sequence[int]) -> Cut:
-        """Rank ``r`` holds ``widths[r]`` consecutive slices along ``dim``. Widths are stored, never
-        recomputed, since frameworks disagree about uneven ones.
 
-        >>> [rank[0].whole.start for rank in Cut.shard((5, 2), 0, [3, 2]).ranks]
-        [(0, 0), (3, 0)]
-        """
-        if sum(widths) != shape[dim]:
-            raise ValueError(f"widths {list(widths)} do not add up to {shape[dim]} along axis {dim}")
-        ranks, begin = [], 0
-        for width in widths:
-            extent = tuple(width if d == dim else s for d, s in enumerate(shape))
-            local = Box.whole(extent)
-            offset = tuple(begin if d == dim else 0 for d in range(len(shape)))
-            ranks.append((Piece(local.moved(offset), local),) if width else ())
-            begin += width
-        return cls(shape, tuple(ranks))
+def owners(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[set[str]]:
+    """By rank the tensors that it stores, given the box and the bytes of each that it holds: every box once, by the
+    rank that has the least so far of those that hold it.
 
-    def missing(self) -> int:
-        """Elements of the tensor that no rank holds, assuming that distinct pieces do not overlap."""
-        held = {piece.whole for rank in self.ranks for piece in rank}
-        return Box.whole(self.shape).elements - sum(box.elements for box in held)
+    >>> one, two = (Box((0,), (4,)), 16), (Box((0,), (2,)), 8)
+    >>> [sorted(names) for names in owners([{"a": one, "b": two}, {"a": one, "b": two}])]
+    [['a'], ['b']]
+    """
+    holders: dict[tuple[str, Box], list[int]] = {}
+    nbytes: dict[tuple[str, Box], int] = {}
+    for rank, tensors in enumerate(held):
+        for name, (box, size) in tensors.items():
+            holders.setdefault((name, box), []).append(rank)
+            nbytes[name, box] = size
+    loads, found = [0] * len(held), [set[str]() for _ in held]
+    for part in sorted(holders, key=lambda part: (-nbytes[part], part)):
+        rank = min(holders[part], key=lambda rank: loads[rank])
+        loads[rank] += nbytes[part]
+        found[rank].add(part[0])
+    return found

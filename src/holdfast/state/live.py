@@ -1,12 +1,13 @@
 """Live state: the tensors that a model and its optimizers hold at this moment, as atoms.
 
 What an optimizer holds comes and goes (most make their state in the first step), so it is asked each time. A
-parameter with all that belongs to it is one *owner*; so are the persistent buffers together.
+parameter with all that belongs to it is one *owner*; so are the persistent buffers together. Of a distributed tensor
+it is the local part that is held: shapes are local, and ``box`` says where the part lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 
 from ..errors import BadInput, RunMismatch
 from .atoms import Atom
+from .boxes import Box
 from .capture import TO_NAME, CapturedParameter, buffer_at, capture
+from .cuts import box_of, local_of
 from .progress import decode, encode
 
 BUFFERS = "buffers"
@@ -56,10 +59,25 @@ class LiveState:
                     )
         self._parameter = {captured.name: captured for captured in self.parameters}
         self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
+        self.boxes = {p.name: box_of(p.name, p.parameter) for p in self.parameters}
+        """By name: the region of the parameter that this process holds."""
+        self.stored = self.parameters
+        """The parameters that this process stores, with what belongs to them."""
+
+    def store_only(self, names: Collection[str]) -> None:
+        """Other ranks store the other parameters."""
+        self.stored = tuple(p for p in self.parameters if p.name in names)
+
+    def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Box]:
+        """The shape of the whole tensor of which ``atom`` is the local part, and the region that it is."""
+        box = self.boxes.get(atom.name)
+        if atom.slot != "buffer" and box is not None and atom.shape == box.shape:
+            return tuple(self._parameter[atom.name].parameter.shape), box
+        return atom.shape, Box.whole(atom.shape)
 
     def owned(self, parameter: CapturedParameter) -> Held:
         """The parameter and the tensors that its optimizer holds for it."""
-        held = {"param": parameter.parameter.detach()}
+        held: dict[str, torch.Tensor] = {"param": parameter.parameter.detach()}
         held |= {slot: v for slot, v in self._state(parameter).items() if isinstance(v, torch.Tensor)}
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
 
@@ -69,9 +87,9 @@ class LiveState:
         return dict(_held(name, "buffer", buffer_at(place)) for name, place in places.items())
 
     def values(self) -> dict[str, dict[str, Any]]:
-        """What optimizers hold for parameters that is no tensor, by parameter and slot, as JSON."""
+        """What optimizers hold for stored parameters that is no tensor, by parameter and slot, as JSON."""
         found = {}
-        for parameter in self.parameters:
+        for parameter in self.stored:
             plain = {s: v for s, v in self._state(parameter).items() if not isinstance(v, torch.Tensor)}
             if plain:
                 found[parameter.name] = {s: encode(v, f"{parameter.name}/{s}") for s, v in plain.items()}
@@ -106,9 +124,23 @@ class LiveState:
             if slot == "buffer":
                 buffers[key][1].copy_(value)
             elif slot == "param":
-                self._parameter[name].parameter.copy_(value)
+                local_of(self._parameter[name].parameter.detach()).copy_(value)
             else:
                 self._load_slot(name, slot, value)
+
+    @torch.no_grad()
+    def load_part(self, name: str, slot: str, value: torch.Tensor, box: Box) -> None:
+        """Copy what this process holds of the region ``box`` of a parameter, or of an optimizer's tensor of its
+        shape."""
+        here, captured = self.boxes[name], self._parameter[name]
+        if slot != "param" and slot not in self._state(captured):  # also where it is empty here
+            self._load_slot(name, slot, value.new_empty(here.shape))
+        held = captured.parameter.detach() if slot == "param" else self._state(captured)[slot]
+        common = here.intersect(box)
+        if common is None:
+            return
+        into, out_of = (common.moved(tuple(-a for a in region.start)) for region in (here, box))
+        local_of(held)[into.slices].copy_(value[out_of.slices])
 
     def load_values(self, values: dict[str, dict[str, Any]]) -> None:
         """Put back what ``values`` gave."""
@@ -122,10 +154,10 @@ class LiveState:
         group = optimizer.param_groups[parameter.group or 0]
         on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
         device = torch.device("cpu") if on_host else parameter.parameter.device
-        if value.shape == parameter.shape:  # fused kernels take it that both lie in memory in the same order
-            optimizer.state[parameter.parameter][slot] = torch.empty_like(
-                parameter.parameter, dtype=value.dtype, device=device
-            ).copy_(value)
+        if value.shape == self.boxes[name].shape:  # fused kernels take it that both lie alike in memory
+            made = torch.empty_like(parameter.parameter.detach(), dtype=value.dtype, device=device)
+            local_of(made).copy_(value)
+            optimizer.state[parameter.parameter][slot] = made
         else:
             optimizer.state[parameter.parameter][slot] = value.to(device, copy=True)
 
@@ -141,6 +173,7 @@ def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:
 def _held(name: str, slot: str, tensor: torch.Tensor) -> tuple[str, tuple[Atom, torch.Tensor]]:
     if tensor.dtype not in TO_NAME:
         raise BadInput(f"{name}/{slot} is {tensor.dtype}, which commits do not hold")
+    tensor = local_of(tensor)
     atom = Atom(name, slot, tuple(tensor.shape), TO_NAME[tensor.dtype])
     return atom.key, (atom, tensor)
 

@@ -5,7 +5,7 @@ By headers alone, but for ``verify_records``; nothing here is believed before it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from holdfast.errors import Damaged
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk
-from holdfast.store.journal import StoredRecord, read_payload, read_segment, segments, streams
+from holdfast.store.journal import StoredRecord, read_payload, read_segment, segments
 from holdfast.store.manifest import Manifest, Point
 from holdfast.store.reader import ATTEMPTS, RunReader
 from holdfast.store.retention import ancestry
@@ -25,7 +25,7 @@ AHEAD = 2
 
 def payloads(
     disk: AnyDisk, queue: IOQueue, records: list[StoredRecord]
-) -> Iterator[tuple[StoredRecord, list[memoryview]]]:
+) -> Generator[tuple[StoredRecord, list[memoryview]], None, None]:
     """Each record with the verified memory of its parts, which is used again for the next but ``AHEAD``.
 
     Raises ``Damaged`` where a record does not verify.
@@ -74,6 +74,7 @@ class Chain:
     not the end."""
 
     base: Manifest
+    stream: str
     records: list[StoredRecord]
     odd: Damaged | None = None
 
@@ -83,8 +84,20 @@ class Chain:
 
     @property
     def progress(self) -> dict[str, Any]:
-        last = self.last
-        return last.about["progress"] if isinstance(last, StoredRecord) else self.base.progress
+        """Where everything was after the last step."""
+        last = self.records[-1] if self.records else None
+        if last is not None and last.step > self.first_step:
+            return last.about["progress"]
+        return self.base.progress_of(self.stream)
+
+    @property
+    def first_step(self) -> int:
+        """Of the progress that the base itself holds."""
+        return self.base.step if not self.base.shares else self.base.shares[self.stream].step
+
+    def cut_to(self, step: int) -> None:
+        """Leave out the records after ``step``."""
+        self.records = [record for record in self.records if record.step <= step]
 
 
 @dataclass
@@ -120,11 +133,12 @@ def read_journal(store: RunReader, stream: str) -> Journal:
     return journal
 
 
-def chain_of(base: Manifest, journal: Journal, target: int | None) -> Chain:
-    """What follows ``base`` without a gap, to ``target`` at most. Raises ``Damaged`` if records are missing that the
-    base itself needs."""
+def chain_of(base: Manifest, stream: str, journal: Journal, target: int | None) -> Chain:
+    """What of ``stream`` follows ``base`` without a gap, to ``target`` at most. Raises ``Damaged`` if records are
+    missing that the base itself needs."""
     records: list[StoredRecord] = []
-    step, odd = base.oldest_step, None
+    first = base.oldest_step_of(stream)
+    step, odd = first, None
     while target is None or step < target:
         record = journal.records.get(step + 1)
         if record is None:
@@ -141,11 +155,11 @@ def chain_of(base: Manifest, journal: Journal, target: int | None) -> Chain:
         step += 1
     if step < base.step:
         raise Damaged(
-            f"{base.path} needs the records of steps {base.oldest_step + 1} to {base.step}, and that of step"
+            f"{base.path} needs the records of steps {first + 1} to {base.step}, and that of step"
             f" {step + 1} cannot be used. {odd or 'It is missing.'}",
             path=base.path,
         )
-    return Chain(base, records, odd)
+    return Chain(base, stream, records, odd)
 
 
 def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
@@ -155,7 +169,7 @@ def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
 def verify_records(store: RunReader, base: Manifest) -> tuple[int, list[Damaged]]:
     """The newest step that the records after ``base``, each verified, lead to on every stream; and what ended them."""
     steps, damaged = [], []
-    for stream in streams(store.disk):
+    for stream in base.streams:
         step, odd = _verify_stream(store, base, stream)
         steps.append(step)
         damaged += odd
@@ -174,9 +188,9 @@ def _verify_stream(store: RunReader, base: Manifest, stream: str) -> tuple[int, 
 
 
 def _verify_once(store: RunReader, base: Manifest, stream: str) -> tuple[int, list[Damaged]]:
-    step, queue = base.oldest_step, IOQueue()
+    step, queue = base.oldest_step_of(stream), IOQueue()
     try:
-        chain = chain_of(base, read_journal(store, stream), None)
+        chain = chain_of(base, stream, read_journal(store, stream), None)
         for record, _ in payloads(store.disk, queue, chain.records):
             step = record.step
     except Damaged as error:

@@ -42,7 +42,7 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
     records = [f"timelines/{name}" for name in disk.listdir("timelines") if is_ours("timelines", name)]
     for why, paths in (
         ("reopen data", payload),
-        ("reopen index", {manifest.index["path"] for manifest in manifests}),
+        ("reopen index", {path for manifest in manifests for path in manifest.small_paths}),
         *(
             (f"reopen journal/{stream}", [ref.path for ref in segments(disk, stream)])
             for stream in streams(disk)
@@ -142,7 +142,7 @@ def restore_index(store: LocalStore, data: dict[str, Any]) -> list[Damaged]:
     for ref in store.commits():
         with suppress(Damaged, NoCommit):
             manifest = store.load(ref)
-            if manifest.index["path"] != path:
+            if manifest.shares or manifest.index["path"] != path:
                 continue
             try:
                 index_of(store.disk, manifest)

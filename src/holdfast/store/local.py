@@ -7,9 +7,10 @@ anew. No manifest, no commit; a manifest that can be listed names files that are
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +26,9 @@ from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
 from holdfast.store.journal import JournalWriter
 from holdfast.store.layout import Layout
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Timeline, is_ours, this_writer
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Share, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
-from holdfast.store.reading import encode_index
+from holdfast.store.reading import encode_index, read_named
 from holdfast.store.retained import RetainedCommits
 from holdfast.store.retention import Keep, dropped, lineage
 from holdfast.store.room import Need, needs, unneeded_segments
@@ -81,6 +82,8 @@ class LocalStore(RetainedCommits):
         self._failed: BaseException | None = None
         self.dropped: list[CommitRef] = []
         """Retired for want of room, by this writer."""
+        self.is_mine: Callable[[str], bool] = lambda unit: True
+        """Whether files of a unit of this name are this writer's to remove, and no other rank's."""
 
     @classmethod
     def open(cls, root: str | Path, **options: Any) -> LocalStore:
@@ -148,6 +151,34 @@ class LocalStore(RetainedCommits):
             self._retire()
         return record.id
 
+    def writer(self) -> str:
+        """What the lock says of the one that has entered: its process, host and time. Empty if nobody ever has."""
+        return self.disk.read_bytes(LOCK).decode() if self.disk.exists(LOCK) else ""
+
+    @property
+    def opened(self) -> Timeline:
+        """The timeline that ``begin`` opened."""
+        assert self._fork is not None
+        return self._fork
+
+    def join(self, timeline: Timeline, rank: int) -> None:
+        """Instead of ``enter`` and ``begin``, on a rank that is not the first, which has opened ``timeline``: units and
+        journals of this rank may be written, the first rank alone publishes. Raises ``RunLocked`` if another process
+        writes as this rank.
+        """
+        self._lock = self.disk.lock(f"{LOCK}.rank-{rank:05d}", {**this_writer(), "started": time.time()})
+        self.timeline, self._fork = timeline.id, timeline
+        self._timelines = self.timelines()[0]
+        self.follow()
+
+    def follow(self) -> None:
+        """Take note of what the first rank has published and retired."""
+        before = self._retained
+        self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
+        self._drop_files([manifest for ref, manifest in before.items() if ref not in self._retained])
+        for unit in self._units.values():
+            unit.trim()
+
     def unit(self, name: str, layout: Layout, copies: int) -> Generations:
         """The files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``."""
         if self.keep is None and copies != 1 and copies <= self.retain:
@@ -211,8 +242,10 @@ class LocalStore(RetainedCommits):
 
     def put_index(self, data: dict[str, Any]) -> dict[str, Any]:
         """Store an index under the hash of its content. Durable when this returns; what ``publish`` takes."""
+        return self._put_named(encode_index(data))
+
+    def _put_named(self, text: bytes) -> dict[str, Any]:
         self._check_writer()
-        text = encode_index(data)
         digest = xxhash.xxh3_128_hexdigest(text)
         with self._failing():
             write_durably(self.disk, f"index/{digest}.json", text, why="index")
@@ -235,6 +268,39 @@ class LocalStore(RetainedCommits):
         """
         self._check_writer()
         manifest = self._manifest(step, files, index, progress, steps or {})
+        return self._publish(manifest, files)
+
+    def share(
+        self,
+        step: int,
+        files: dict[str, tuple[int, tuple[str, ...]]],
+        index: dict[str, Any],
+        progress: dict[str, Any],
+        steps: Mapping[str, int],
+    ) -> Share:
+        """What this rank has of a commit, as ``publish`` takes it, durable and ready for ``publish_shares``."""
+        refs = {
+            name: replace(self._file_ref(name, *value), step=steps[name]) for name, value in files.items()
+        }
+        share = Share("", 0, "", step, refs, index, progress)
+        with self._failing():
+            for unit, (generation, _) in files.items():
+                self._units[unit].check_there(generation)
+        return replace(share, **self._put_named(json.dumps(share.to_json()).encode()))
+
+    def publish_shares(self, refs: dict[str, dict[str, Any]]) -> Manifest:
+        """Make a commit of what the ranks have, by stream, each in the file that its ``Share.ref`` names: of the newest
+        step among them, up to which every one has records. Otherwise as ``publish``."""
+        self._check_writer()
+        shares = {
+            stream: Share.from_json(ref, read_named(self.disk, ref, f"the share of {stream}"))
+            for stream, ref in refs.items()
+        }
+        step = max(share.step for share in shares.values())
+        manifest = self._manifest(step, {}, {}, {}, {}).with_shares(shares)
+        return self._publish(manifest, {})
+
+    def _publish(self, manifest: Manifest, files: dict[str, tuple[int, tuple[str, ...]]]) -> Manifest:
         data = manifest.encode()
         self._check_fence()
         with self._failing():
@@ -381,10 +447,9 @@ class LocalStore(RetainedCommits):
         if self._fork is None:
             raise ValueError("begin() opens the timeline that a step is published in; call it first")
         last = max((ref.step for ref in self._retained if ref.timeline == self._fork.id), default=None)
-        if last is None and self._fork.fork_step is not None:  # of which there may be a record alone
-            parent = CommitRef(self._fork.parent or 0, self._fork.fork_step)
-            last = parent.step if parent in self._retained else parent.step - 1
-        if last is not None and step <= last:
+        first = self._fork.fork_step  # a line may begin with a commit of the step that it forks after
+        if (last is not None and step <= last) or (first is not None and step < first):
+            last = first if last is None else last
             raise ValueError(f"step {step} cannot follow step {last}, which this line already has")
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}
         refs |= {name: replace(refs[name], step=of) for name, of in steps.items() if of != step}
@@ -437,10 +502,10 @@ class LocalStore(RetainedCommits):
 
     def _drop_indexes(self, gone: list[Manifest | None]) -> None:
         """Remove the index files that only retired manifests named."""
-        needed = {manifest.index["path"] for manifest in self._retained.values() if manifest is not None}
-        for manifest in gone:
-            if manifest is not None and manifest.index["path"] not in needed:
-                self.disk.unlink(manifest.index["path"])
+        needed = {path for kept in self._retained.values() if kept is not None for path in kept.small_paths}
+        named = {path for manifest in gone if manifest is not None for path in manifest.small_paths}
+        for path in sorted(named - needed):
+            self.disk.unlink(path)
 
     def _drop_files(self, gone: list[Manifest | None]) -> None:
         """Remove the files of units that retired manifests named, and that are none of this run's any more. Waits
@@ -450,7 +515,7 @@ class LocalStore(RetainedCommits):
             return
         for manifest in self._left:
             for name, ref in manifest.files.items():
-                if name not in self._units:
+                if name not in self._units and self.is_mine(name):
                     remove_generations(self.disk, name, ref.bytes, self._retained_files)
         self._left = []
 

@@ -13,7 +13,7 @@ import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +23,8 @@ import xxhash
 from holdfast.errors import HoldfastError, ManifestCorrupt, RunMismatch
 
 FORMAT, VERSION = "holdfast", 1
+ALONE = "rank-00000"
+"""The journal of a process that trains by itself, and of the first of several."""
 _SEAL = ',\n "digest": "{}"\n}}\n'
 _SEAL_BYTES = len(_SEAL.format("0" * 32))
 _COMMIT_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.json")
@@ -71,6 +73,48 @@ class FileRef:
     checksums: tuple[str, ...]
     step: int | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        table = {"path": self.path, "bytes": self.bytes, "xxh3_64": list(self.checksums)}
+        return table if self.step is None else {**table, "step": self.step}
+
+    @classmethod
+    def from_json(cls, item: dict[str, Any]) -> FileRef:
+        return cls(item["path"], item["bytes"], tuple(item["xxh3_64"]), item.get("step"))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank wrote of a commit, in a file of ``index/`` that the manifest names by hash. ``step`` is that of
+    ``progress``; every one of ``files`` says its own."""
+
+    path: str
+    bytes: int
+    xxh3_128: str
+    step: int
+    files: dict[str, FileRef]
+    index: dict[str, Any]
+    progress: dict[str, Any]
+
+    @property
+    def ref(self) -> dict[str, Any]:
+        return {"path": self.path, "bytes": self.bytes, "xxh3_128": self.xxh3_128}
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of its file."""
+        files = {unit: file.to_json() for unit, file in self.files.items()}
+        return {
+            "version": 1,
+            "step": self.step,
+            "index": self.index,
+            "files": files,
+            "progress": self.progress,
+        }
+
+    @classmethod
+    def from_json(cls, ref: dict[str, Any], table: dict[str, Any]) -> Share:
+        files = {unit: FileRef.from_json(item) for unit, item in table["files"].items()}
+        return cls(**ref, files=files, **{name: table[name] for name in ("step", "index", "progress")})
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -109,7 +153,11 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One commit: which files hold it (by unit), the index of its atoms, and the progress."""
+    """One commit: which files hold it (by unit), the index of its atoms, and the progress.
+
+    Where several ranks wrote it, ``shares`` says what each did, by its journal's stream; ``files`` are those of all,
+    and each share has its own index and progress.
+    """
 
     step: int
     timeline: int
@@ -122,6 +170,7 @@ class Manifest:
     progress: dict[str, Any]
     created: float
     writer: dict[str, Any]
+    shares: dict[str, Share] = field(default_factory=dict)
 
     @property
     def ref(self) -> CommitRef:
@@ -142,17 +191,57 @@ class Manifest:
         return min((file.step for file in self.files.values() if file.step is not None), default=self.step)
 
     @property
+    def streams(self) -> list[str]:
+        """The journals that go on from here, by name."""
+        return list(self.shares) or [ALONE]
+
+    def files_of(self, stream: str) -> dict[str, FileRef]:
+        """What the writer of ``stream`` wrote."""
+        if not self.shares:
+            return self.files
+        return {unit: self.files[unit] for unit in self.shares[stream].files}
+
+    def oldest_step_of(self, stream: str) -> int:
+        """The step from which on records of ``stream`` are needed."""
+        share = self.shares.get(stream)
+        steps = [file.step for file in self.files_of(stream).values() if file.step is not None]
+        return min([*steps, self.step if share is None else share.step])
+
+    def progress_of(self, stream: str) -> dict[str, Any]:
+        return self.shares[stream].progress if self.shares else self.progress
+
+    @property
+    def index_refs(self) -> list[dict[str, Any]]:
+        """The index files: of each share, or the one."""
+        return [share.index for share in self.shares.values()] or [self.index]
+
+    @property
+    def small_paths(self) -> list[str]:
+        """The files in ``index/`` that the commit needs."""
+        paths = [ref["path"] for ref in self.index_refs] + [share.path for share in self.shares.values()]
+        return list(dict.fromkeys(paths))
+
+    def with_shares(self, shares: dict[str, Share]) -> Manifest:
+        """The same, with what the files of its ``shares`` say."""
+        files = {
+            unit: replace(file, step=None if file.step == self.step else file.step)
+            for share in shares.values()
+            for unit, file in share.files.items()
+        }
+        return replace(self, files=files, shares=shares)
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all payload files."""
         return sum(file.bytes for file in self.files.values())
 
     def encode(self) -> bytes:
         """The file of this manifest."""
-        files = {
-            unit: {"path": file.path, "bytes": file.bytes, "xxh3_64": list(file.checksums)}
-            | ({} if file.step is None else {"step": file.step})
-            for unit, file in self.files.items()
-        }
+        if self.shares:
+            what: dict[str, Any] = {"shares": {stream: share.ref for stream, share in self.shares.items()}}
+        else:
+            files = {unit: file.to_json() for unit, file in self.files.items()}
+            what = {"progress": self.progress, "index": self.index, "files": files}
         return seal(
             {
                 "format": FORMAT,
@@ -165,24 +254,26 @@ class Manifest:
                 "parent_key": self.parent_key,
                 "created": self.created,
                 "writer": self.writer,
-                "progress": self.progress,
-                "index": self.index,
-                "files": files,
+                **what,
             }
         )
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Manifest:
-        """The manifest in ``data``, the content of ``path``. Raises ``ManifestCorrupt``."""
+        """The manifest in ``data``, the content of ``path``; what its ``shares`` hold is in their files. Raises
+        ``ManifestCorrupt``."""
         table = unseal(data, path)
         with _reading(path):
-            files = {
-                unit: FileRef(item["path"], item["bytes"], tuple(item["xxh3_64"]), item.get("step"))
-                for unit, item in table["files"].items()
+            names = ("step", "timeline", "parent", "fork_step", "key", "parent_key", "created", "writer")
+            if "shares" in table:
+                table |= {"index": {}, "progress": {}, "files": {}}
+            files = {unit: FileRef.from_json(item) for unit, item in table["files"].items()}
+            shares = {
+                stream: Share(**ref, step=table["step"], files={}, index={}, progress={})
+                for stream, ref in table.get("shares", {}).items()
             }
-            names = ("step", "timeline", "parent", "fork_step", "key", "parent_key")
-            names += ("index", "progress", "created", "writer")
-            manifest = cls(files=files, **{name: table[name] for name in names})
+            fields = {name: table[name] for name in (*names, "index", "progress")}
+            manifest = cls(files=files, shares=shares, **fields)
         if manifest.path != path:
             raise _corrupt(path, f"it is the manifest of {manifest.path}", len(data))
         return manifest

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import Damaged
-from holdfast.store.chain import chain_of, read_journal
+from holdfast.store.chain import Journal, chain_of, read_journal
 from holdfast.store.journal import streams
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import CommitRef, Manifest
@@ -104,13 +104,16 @@ def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:
 
 def _reach(reader: RunReader, line: list[Manifest], without: Collection[str] = ()) -> dict[CommitRef, int]:
     """The last step that records lead to from each of ``line``, by their headers; were some segments not there."""
-    journals = [read_journal(reader, stream) for stream in streams(reader.disk)]
-    for journal in journals:
+    journals = {stream: read_journal(reader, stream) for stream in streams(reader.disk)}
+    for journal in journals.values():
         journal.records = {k: record for k, record in journal.records.items() if record.path not in without}
     found = {}
     for manifest in line:
         try:
-            chains = [chain_of(manifest, journal, None) for journal in journals]
+            chains = [
+                chain_of(manifest, stream, journals.get(stream, Journal()), None)
+                for stream in manifest.streams
+            ]
         except Damaged:
             continue
         found[manifest.ref] = min((chain.last.step for chain in chains), default=manifest.step)

@@ -58,11 +58,14 @@ class RunReader:
         return sorted((ref for ref in refs if ref is not None), reverse=True)
 
     def load(self, ref: CommitRef) -> Manifest:
-        """The manifest of ``ref``. Raises ``ManifestCorrupt``, or ``CommitRetired`` if it is not there any more."""
+        """The manifest of ``ref`` with its shares. Raises ``ManifestCorrupt``, ``FileMissing`` for a share that is not
+        there, or ``CommitRetired`` if the commit is not there any more."""
         try:
-            return Manifest.decode(self.disk.read_bytes(ref.path), ref.path)
+            manifest = Manifest.decode(self.disk.read_bytes(ref.path), ref.path)
         except FileNotFoundError:
             raise self.retired(ref) from None
+        with self._listed(manifest):
+            return reading.read_shares(self.disk, manifest)
 
     def line(self) -> list[CommitRef]:
         """The commits that led to the newest step of the newest timeline that has any, newest first."""
@@ -195,7 +198,7 @@ class RunReader:
     def _load_or_none(self, ref: CommitRef) -> Manifest | None:
         try:
             return self.load(ref)
-        except (ManifestCorrupt, NoCommit):
+        except (Damaged, NoCommit):
             return None
 
 

@@ -24,7 +24,7 @@ from holdfast.state.boxes import Box
 from holdfast.store.files import AnyDisk
 from holdfast.store.generations import corrupt
 from holdfast.store.layout import CHECKSUM_BLOCK, Entry, Layout, block_spans
-from holdfast.store.manifest import FileRef, Manifest
+from holdfast.store.manifest import FileRef, Manifest, Share
 
 INSPECT = (
     "`holdfast ls RUN` lists the steps, `holdfast verify RUN@STEP` checks one; running again resumes from the newest "
@@ -41,19 +41,47 @@ def encode_index(data: dict[str, Any]) -> bytes:
 
 
 def index_of(disk: AnyDisk, manifest: Manifest) -> dict[str, Any]:
-    """The index that ``manifest`` names. Raises ``FileMissing`` or ``ManifestCorrupt``."""
-    path = manifest.index["path"]
+    """The index that ``manifest`` names; of several ranks' the sum: what more than one holds, by the first. Raises
+    ``FileMissing`` or ``ManifestCorrupt``."""
+    first, *others = [
+        read_named(disk, ref, f"the index of step {manifest.step}") for ref in manifest.index_refs
+    ]
+    atoms = first["atoms"]
+    for other in others:
+        for key, atom in other["atoms"].items():
+            known = atoms.setdefault(key, atom)["fragments"]
+            regions = [fragment["global"] for fragment in known]
+            known += [new for new in atom["fragments"] if new["global"] not in regions]
+    return first
+
+
+def index_of_stream(disk: AnyDisk, manifest: Manifest, stream: str) -> dict[str, Any]:
+    """What the writer of ``stream`` wrote. Raises as ``index_of``."""
+    ref = manifest.shares[stream].index if manifest.shares else manifest.index
+    return read_named(disk, ref, f"the index of step {manifest.step}")
+
+
+def read_shares(disk: AnyDisk, manifest: Manifest) -> Manifest:
+    """``manifest`` with what the files of its shares say. Raises as ``index_of``."""
+    found = {}
+    for stream, share in manifest.shares.items():
+        what = f"the share of {stream} in step {manifest.step}"
+        found[stream] = Share.from_json(share.ref, read_named(disk, share.ref, what))
+    return manifest.with_shares(found) if found else manifest
+
+
+def read_named(disk: AnyDisk, ref: dict[str, Any], what: str) -> dict[str, Any]:
+    """The JSON in a file that is named with its hash. Raises ``FileMissing`` or ``ManifestCorrupt``."""
+    path, expected = ref["path"], ref["xxh3_128"]
     try:
         text = disk.read_bytes(path)
     except FileNotFoundError:
-        raise FileMissing(
-            f"{path}, the index of step {manifest.step}, is missing. {INSPECT}", path=path
-        ) from None
+        raise FileMissing(f"{path}, {what}, is missing. {INSPECT}", path=path) from None
     got = xxhash.xxh3_128_hexdigest(text)
-    if got != manifest.index["xxh3_128"]:
+    if got != expected:
         raise ManifestCorrupt(
-            f"{path}, the index of step {manifest.step}, fails its checksum: expected"
-            f" xxh3:{manifest.index['xxh3_128']}, read xxh3:{got}, {len(text)} bytes. {INSPECT}",
+            f"{path}, {what}, fails its checksum: expected xxh3:{expected}, read xxh3:{got}, {len(text)} bytes."
+            f" {INSPECT}",
             path=path,
             nbytes=len(text),
         )

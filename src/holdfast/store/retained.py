@@ -45,6 +45,11 @@ class RetainedCommits(RunReader):
         return sum(manifest.total_bytes for manifest in alone if manifest is not None)
 
     @property
+    def newest_base(self) -> Manifest | None:
+        """The newest commit of the line that is not known to be damaged."""
+        return next((self._retained[ref] for ref in self._newest(1)), None)
+
+    @property
     def newest_bytes(self) -> int:
         """Of the newest commit that can be read."""
         sizes = [(ref, m.total_bytes) for ref, m in self._retained.items() if m is not None]

@@ -61,7 +61,7 @@ def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
     for ref in line:
         try:
             manifest = store.load(ref)
-        except ManifestCorrupt as error:
+        except Damaged as error:
             damaged.append(error)
             continue
         found = store.verify(manifest)
@@ -83,7 +83,7 @@ def _check_manifest(store: RunReader, manifest: Manifest) -> list[Damaged]:
             return [
                 ManifestCorrupt(f"{manifest.path} is another one than was read before", path=manifest.path)
             ]
-    except ManifestCorrupt as error:
+    except Damaged as error:
         return [error]
     return []
 

@@ -1,0 +1,83 @@
+"""Ghosts: the part of a state that one writer stored, on plain tensors, to replay its records in its own cut.
+
+Each optimizer is one of the same class with the same flags, so that the same kernels run on the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..state.boxes import Box
+from ..state.capture import CapturedParameter
+from ..state.live import LiveState
+
+
+class Ghost(LiveState):
+    """Of the parameters of ``state`` those in ``boxes``, each as large as its box."""
+
+    def __init__(self, state: LiveState, boxes: Mapping[str, Box]) -> None:
+        self.boxes = dict(boxes)
+        self.parameters = self.stored = tuple(
+            _like(parameter, boxes[parameter.name])
+            for parameter in state.parameters
+            if parameter.name in boxes
+        )
+        self._parameter = {parameter.name: parameter for parameter in self.parameters}
+        self._optimizer_of = state._optimizer_of
+        self.optimizers = tuple(
+            _copy_of(optimizer, [
+                [self._parameter[name].parameter
+                 for name in (state.name_of[id(p)] for p in group["params"]) if name in boxes]
+                for group in optimizer.param_groups
+            ])
+            for optimizer in state.optimizers
+        )  # fmt: skip
+        self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
+        self._buffers, self._buffers_beside = {}, {}
+        self.loaded_buffers: dict[str, torch.Tensor] = {}
+        """Buffers by key, as they were loaded last."""
+
+    def load(self, atoms: dict[str, torch.Tensor]) -> None:
+        """As ``LiveState.load``; buffers are kept aside."""
+        buffers = {key: value for key, value in atoms.items() if key.endswith("/buffer")}
+        self.loaded_buffers |= {key: value.clone() for key, value in buffers.items()}
+        super().load({key: value for key, value in atoms.items() if key not in buffers})
+
+    def pour_into(self, state: LiveState) -> None:
+        """Give ``state`` what it holds of these parameters."""
+        for parameter in self.parameters:
+            box = self.boxes[parameter.name]
+            whole = {}
+            for key, (atom, tensor) in self.owned(parameter).items():
+                if atom.shape == box.shape:
+                    state.load_part(atom.name, atom.slot, tensor, box)
+                else:
+                    whole[key] = tensor
+            state.load(whole)
+        state.load_values(self.values())
+
+
+def _like(parameter: CapturedParameter, box: Box) -> CapturedParameter:
+    """A tensor for the region ``box`` of ``parameter``."""
+    of = parameter.parameter
+    made = nn.Parameter(
+        torch.empty(box.shape, dtype=of.dtype, device=of.device), requires_grad=of.requires_grad
+    )
+    return replace(parameter, parameter=made)
+
+
+def _copy_of(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
+    """One like ``optimizer`` without its state and its hooks, for ``params`` by group."""
+    made: Any = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    made.state = defaultdict(dict)
+    made.param_groups = [
+        {**group, "params": own} for group, own in zip(optimizer.param_groups, params, strict=True)
+    ]
+    return made

@@ -1,0 +1,255 @@
+"""Lines: a base with the records of all its streams, as far as every stream has them, brought into a live state.
+
+Where this process holds the very regions that the writers stored, the records are replayed on the live model. Where the
+parallelism is another one, they are replayed in the writers' cut, on tensors of their own, one writer after another,
+and what comes out is cut again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ..errors import Damaged, HoldfastError, RunMismatch
+from ..io.buffers import Buffer
+from ..state.boxes import Box
+from ..state.live import BUFFERS, LiveState
+from ..store.chain import Chain, chain_of, payloads, read_journal
+from ..store.local import LocalStore
+from ..store.manifest import FileRef, Manifest, Point
+from ..store.reading import index_of_stream, read_file
+from ..update.optimizer import is_elementwise
+from .ghost import Ghost
+from .replay import Taken, apply, fingerprint, tensors_of
+from .watching import Recovery
+
+
+class Differs(HoldfastError):
+    """Replay of the record of ``step`` did not give what training had."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(
+            f"replaying step {step} did not give what training had. The run continues after step {step - 1}."
+        )
+        self.step = step
+
+
+@dataclass
+class Line:
+    """``chains`` by stream, all cut to the same last ``step``. ``odd`` is why there are no more, if that is known."""
+
+    store: LocalStore
+    base: Manifest
+    chains: dict[str, Chain]
+    step: int
+    odd: Damaged | None
+    watch: Recovery = field(default_factory=Recovery)
+    """Told how the recovery gets on."""
+
+    @classmethod
+    def of(cls, store: LocalStore, base: Manifest, target: int | None) -> Line:
+        """To ``target`` at most. By headers alone. Raises ``Damaged`` if records are missing that the base needs."""
+        chains = {
+            stream: chain_of(base, stream, read_journal(store, stream), target) for stream in base.streams
+        }
+        shortest = min(chains.values(), key=lambda chain: chain.last.step)
+        for chain in chains.values():
+            chain.cut_to(shortest.last.step)
+        return cls(store, base, chains, shortest.last.step, shortest.odd)
+
+    @property
+    def point(self) -> Point:
+        """The commit or a record that further training continues."""
+        return next(iter(self.chains.values())).last
+
+    @cached_property
+    def atoms(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """By stream what its base holds, by key."""
+        return {
+            stream: index_of_stream(self.store.disk, self.base, stream)["atoms"] for stream in self.chains
+        }
+
+    def boxes(self, stream: str) -> dict[str, Box]:
+        """By parameter the region that the writer of ``stream`` stored."""
+        return {
+            atom["name"]: Box.from_json(atom["fragments"][0]["global"])
+            for atom in self.atoms[stream].values()
+            if atom["slot"] == "param"
+        }
+
+    def progress(self, rank: int) -> dict[str, Any]:
+        """Of the script of ``rank`` after the last step; the first one's if there was no such rank."""
+        return self.chains[self._stream_of(rank)].progress
+
+    def replay_into(self, state: LiveState, rank: int, after_update: Callable[[], None] | None) -> None:
+        """Load the base and do the steps after it. What does not verify ends the line at the step before.
+
+        Raises ``Damaged`` if the base cannot be had, ``Differs`` with a state that is of no use, and ``RunMismatch`` if
+        the run is another model's, with nothing changed.
+        """
+        kinds = {
+            key: (atom["dtype"], tuple(atom["shape"]))
+            for stream in self.chains
+            for key, atom in self.atoms[stream].items()
+        }
+        state.check(kinds)
+        sources = self._sources(state)
+        self.watch.begins(self.base, list(self.chains.values()))
+        state.forget_optimizer_state()
+        if sources is not None:
+            self._replay(state, sources, self._stream_of(rank), after_update)
+        else:
+            self._recut(state, after_update)
+
+    def _stream_of(self, rank: int) -> str:
+        streams = list(self.chains)
+        return streams[rank if rank < len(streams) else 0]
+
+    def _sources(self, state: LiveState) -> dict[str, str] | None:
+        """By parameter the stream that has just what ``state`` holds of it; None if one is held otherwise."""
+        sources: dict[str, str] = {}
+        for stream in self.chains:
+            for name, box in self.boxes(stream).items():
+                if state.boxes.get(name) == box:
+                    sources.setdefault(name, stream)
+        return sources if sources.keys() == state.boxes.keys() else None
+
+    def _recut(self, state: LiveState, after_update: Callable[[], None] | None) -> None:
+        """Replay each stream in the cut of its writer, and take from it what ``state`` holds."""
+        odd_one = after_update is not None or not all(map(is_elementwise, state.optimizers))
+        if odd_one and any(chain.records for chain in self.chains.values()):
+            raise RunMismatch(
+                f"{self.store.root} was written under another parallelism, and its records from step"
+                f" {self.base.oldest_step + 1} on can be replayed only under that one, since there is an after_update="
+                " or an optimizer that is not elementwise. Resume with as many ranks as before, call save(), and"
+                " change the parallelism then."
+            )
+        buffers: dict[str, torch.Tensor] = {}
+        for stream in self.chains:
+            ghost = Ghost(state, self.boxes(stream))
+            self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
+            ghost.pour_into(state)
+            buffers = buffers or ghost.loaded_buffers
+        state.load(buffers)
+
+    def _replay(
+        self,
+        state: LiveState,
+        sources: Mapping[str, str],
+        with_buffers: str,
+        after_update: Callable[[], None] | None,
+    ) -> None:
+        """Of each parameter of ``state`` load what its source has, and do the steps; buffers as ``with_buffers``
+        has them."""
+        taken = {with_buffers: {BUFFERS}}
+        for name, stream in sources.items():
+            taken.setdefault(stream, set()).add(name)
+        for stream, names in taken.items():
+            for tensors in _loaded(self.store, self.base.files_of(stream), self.watch):
+                state.load(
+                    {key: tensor for key, tensor in tensors.items() if self._owner(stream, key) in names}
+                )
+            values = self.base.progress_of(stream)["values"]
+            state.load_values({name: slots for name, slots in values.items() if name in names})
+        self._step_on(state, taken, after_update)
+
+    def _owner(self, stream: str, key: str) -> str:
+        atom = self.atoms[stream][key]
+        return BUFFERS if atom["slot"] == "buffer" else atom["name"]
+
+    def _step_on(
+        self, state: LiveState, taken: Mapping[str, set[str]], after_update: Callable[[], None] | None
+    ) -> None:
+        """Do the steps; ``taken`` says by stream of which owners. The first stream's records tell of the rest."""
+        loaded = {stream: self._steps_loaded(stream) for stream in taken}
+        stored = {  # a stream of which not all is taken has no fingerprint that could be compared here
+            stream: [p for p in state.parameters if p.name in self.boxes(stream)]
+            for stream, names in taken.items()
+            if self.boxes(stream).keys() <= names
+        }
+        step = min((self.base.oldest_step_of(stream) for stream in taken), default=self.step)
+        with ExitStack() as stack:
+            following = {
+                stream: stack.enter_context(
+                    closing(payloads(self.store.disk, self.store.queue, self.chains[stream].records))
+                )
+                for stream in taken
+            }
+            while step < self.step:
+                try:
+                    records = [
+                        (stream, *next(following[stream]))
+                        for stream in taken
+                        if step >= self.base.oldest_step_of(stream)
+                    ]
+                except Damaged as error:
+                    if step < self.base.step:
+                        raise
+                    self._end_at(step, error)
+                    return
+                step += 1
+                several = [
+                    Taken(
+                        record.about,
+                        parts,
+                        {o for o, at in loaded[stream].items() if at >= step or o not in taken[stream]},
+                    )
+                    for stream, record, parts in records
+                ]
+                first, *others = several
+                apply(
+                    state,
+                    first.about,
+                    first.parts,
+                    skipped=first.skipped,
+                    others=others,
+                    after_update=after_update,
+                )
+                self.watch.replayed(len(records))
+                for stream, record, _ in records:
+                    told = record.about["fingerprint"]
+                    compared = step >= self.base.step and stream in stored
+                    if compared and told != fingerprint(stored[stream], step):
+                        raise Differs(step)
+
+    def _steps_loaded(self, stream: str) -> dict[str, int]:
+        """By owner, the step of what the base has of it."""
+        return {
+            self._owner(stream, key): self.base.files[atom["fragments"][0]["unit"]].step or self.base.step
+            for key, atom in self.atoms[stream].items()
+        }
+
+    def _end_at(self, step: int, why: Damaged) -> None:
+        self.step, self.odd = step, why
+        for chain in self.chains.values():
+            chain.cut_to(step)
+
+
+def _loaded(
+    store: LocalStore, files: Mapping[str, FileRef], watch: Recovery
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The verified tensors of each of ``files``, whose memory is used again for the next but one."""
+    refs = list(files.values())
+    buffers = [Buffer(max((file.bytes for file in refs), default=1), "recovery") for _ in range(2)]
+    futures: list[tuple[memoryview, Future]] = []
+    try:
+        for number in range(len(refs) + 1):
+            if number < len(refs):
+                view = buffers[number % 2].view[: refs[number].bytes]
+                futures.append((view, read_file(store.disk, store.queue, refs[number], view)))
+            if number:
+                view, future = futures[number - 1]
+                future.result()
+                watch.loaded(len(view))
+                yield tensors_of(view)
+    finally:
+        for _, future in futures:
+            future.exception()
+        for buffer in buffers:
+            buffer.free()

@@ -1,0 +1,69 @@
+"""One of two ranks is killed at a failpoint; both go on from one step, not before what was acknowledged anywhere."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dist.world import World
+from holdfast import failpoints
+
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory):
+    return {
+        kind: world.run(2, kind=kind, root=tmp_path_factory.mktemp(kind), steps=STEPS)
+        for kind in ("ddp", "fsdp")
+    }
+
+
+def go_on_to_the_end(world, undisturbed, root, kind, said):
+    rest = world.run(2, kind=kind, root=root, steps=STEPS)
+    told = max((each.get("durable", -1) for each in said), default=-1)
+    for before, after in zip(undisturbed[kind], rest, strict=True):
+        assert after.get("finished"), after.get("trace") or after
+        assert rest[0]["resumed"] == after["resumed"] >= told
+        assert after["losses"] == before["losses"][after["resumed"] :]
+        assert after["digests"].items() <= before["digests"].items()
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize(
+    ("rank", "failpoint"),
+    [(0, name) for name in (*failpoints.NAMES, *failpoints.JOURNAL)]
+    + [(1, name) for name in ("before_data_sync", "after_data_sync", *failpoints.JOURNAL)],
+)
+def test_a_rank_is_killed_at_a_failpoint(world, undisturbed, tmp_path, failpoint, rank):
+    kind = random.Random(f"{failpoint} {rank}").choice(["ddp", "fsdp"])
+    said = world.run(
+        2,
+        kind=kind,
+        root=tmp_path,
+        steps=STEPS,
+        base_every=3,
+        keep_last=1,
+        pause=0.05,
+        failpoint=[rank, failpoint],
+    )
+    assert said[rank]["code"] == -9
+    go_on_to_the_end(world, undisturbed, tmp_path, kind, said)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_is_killed_at_any_step(world, undisturbed, tmp_path, seed):
+    chance = random.Random(seed)
+    kind, said = chance.choice(["ddp", "fsdp"]), []
+    for _ in range(3):
+        kill = [chance.randrange(2), chance.randrange(1, STEPS)]
+        said += world.run(2, kind=kind, root=tmp_path, steps=STEPS, base_every=3, pause=0.01, kill=kill)
+    go_on_to_the_end(world, undisturbed, tmp_path, kind, said)

@@ -1,0 +1,111 @@
+"""Under torchrun a rank is killed, and training goes on by itself: with all ranks, or with those that are left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+STEPS = 25
+
+
+def torchrun(kind, root, out, *arguments, killed=-1):
+    """A torchrun of the script, in a process group of its own."""
+    out.mkdir(exist_ok=True)
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    with (out / "stderr").open("ab") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *arguments, str(TESTS / "dist" / "script.py"),
+             kind, str(root), str(out), str(STEPS), str(killed)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path,
+                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else gloo may take addresses of the attempt before
+            stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+        )  # fmt: skip
+
+
+def free_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def heard(out):
+    """What the ranks of each attempt said, by the number of restarts and the rank, with the size of their world."""
+    found = {}
+    for path in sorted(out.glob("*-of-*")):
+        restarts, rank, _, world_size = path.name.split("-")
+        said = {"world_size": int(world_size)}
+        for line in path.read_text().splitlines():
+            said |= json.loads(line)
+        found[int(restarts), int(rank)] = said
+    return found
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path, kind, ranks):
+    outs = {}
+    for name, killed in (("whole", -1), ("cut", ranks - 1)):
+        outs[name] = tmp_path / name
+        process = torchrun(
+            kind, tmp_path / f"run-{name}", outs[name], f"--nproc-per-node={ranks}", "--max-restarts=2",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1",
+            killed=killed,
+        )  # fmt: skip
+        assert process.wait(180) == 0, (outs[name] / "stderr").read_text()[-4000:]
+    whole, cut = heard(outs["whole"]), heard(outs["cut"])
+    assert max(restarts for restarts, _ in cut) == 1
+    resumed = {said["resumed"] for (restarts, _), said in cut.items() if restarts == 1}
+    told = max(said["durable"] for (restarts, _), said in cut.items() if restarts == 0)
+    assert len(resumed) == 1 and told <= resumed.pop() <= 12
+    for rank in range(ranks):
+        before, after = whole[0, rank], cut[1, rank]
+        assert after["finished"] and after["durable"] == STEPS
+        assert after["losses"] == before["losses"][after["resumed"] :]
+        assert after["digests"].items() <= before["digests"].items()
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_lost_node_leaves_the_others_to_go_on_with_fewer_ranks(tmp_path, kind):
+    """Two nodes of two ranks; one is killed with all that runs on it."""
+    arguments = [
+        "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=last_call_timeout=4,join_timeout=60",
+        "--local-addr=127.0.0.1",
+    ]  # fmt: skip
+    out = tmp_path / "out"
+    nodes = [torchrun(kind, tmp_path / "run", out, *arguments)]
+    time.sleep(1)
+    nodes.append(torchrun(kind, tmp_path / "run", out, *arguments))
+    try:
+        end = time.monotonic() + 60
+        while not any(said.get("at", 0) >= 8 for said in heard(out).values()):
+            assert time.monotonic() < end, (out / "stderr").read_text()[-4000:]
+            time.sleep(0.05)
+        assert {said["world_size"] for said in heard(out).values()} == {4}
+        os.killpg(nodes[1].pid, signal.SIGKILL)
+        assert nodes[0].wait(180) == 0, (out / "stderr").read_text()[-4000:]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+    said = heard(out)
+    before = [each for each in said.values() if each["world_size"] == 4]
+    after = [each for each in said.values() if each["world_size"] == 2]
+    assert all(each.get("finished") and each["durable"] == STEPS for each in after) and len(after) == 2
+    resumed = after[0]["resumed"]
+    assert max(each["durable"] for each in before) <= resumed
+    assert after[0]["digests"][str(resumed)] == before[0]["digests"][str(resumed)]

@@ -1,0 +1,22 @@
+"""An ordinary script for torchrun: ``script.py KIND ROOT OUT STEPS KILLED``. The rank KILLED kills itself once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+from dist.training import main
+
+if __name__ == "__main__":
+    kind, root, out, steps, killed = sys.argv[1:]
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+    def say(**what: object) -> None:
+        with open(f"{out}/{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}-of-{world_size}", "a") as file:
+            print(json.dumps({"time": time.time(), **what}), file=file)
+
+    kill = [int(killed), 12] if first else None
+    main(rank, world_size, "env://", say, kind=kind, root=root, steps=int(steps), kill=kill, base_every=5, pause=0.02)

@@ -1,0 +1,180 @@
+"""Several ranks with one run: they resume the same step, under the same parallelism or another one."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from dist.world import World
+from holdfast.store.chain import verify_records
+from holdfast.store.files import Disk
+from holdfast.store.journal import read_segment, segments
+from holdfast.store.reader import RunReader
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World() as world:
+        yield world
+
+
+def ended(ranks):
+    """All ranks came to the end, with one state."""
+    for said in ranks:
+        assert said.get("finished"), said.get("trace") or said
+    assert all(said["digests"] == ranks[0]["digests"] for said in ranks)
+    return ranks
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, kind):
+    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=9))
+    ended(world.run(2, kind=kind, root=tmp_path / "cut", steps=5, base_every=3))
+    rest = ended(world.run(2, kind=kind, root=tmp_path / "cut", steps=9, base_every=3))
+    for one, other in zip(whole, rest, strict=True):
+        assert other["resumed"] == 5
+        assert other["losses"] == one["losses"][5:]
+        assert other["digests"] == {step: d for step, d in one["digests"].items() if int(step) >= 5}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (3, 1), (1, 3), (4, 3)])
+def test_a_run_goes_on_with_another_number_of_ranks(world, tmp_path, kind, worlds):
+    """With records after the base, and from there once more."""
+    one, other = worlds
+    before = ended(world.run(one, kind=kind, root=tmp_path, steps=5, base_every=3))
+    after = ended(world.run(other, kind=kind, root=tmp_path, steps=8, base_every=3))
+    assert after[0]["resumed"] == 5
+    assert after[0]["digests"]["5"] == before[0]["digests"]["5"]
+    again = ended(world.run(other, kind=kind, root=tmp_path, steps=9))
+    assert again[0]["digests"]["8"] == after[0]["digests"]["8"]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "foreach", "fused"])
+@pytest.mark.parametrize("kinds", [("fsdp", 3, "fsdp", 2), ("fsdp", 2, "ddp", 2), ("ddp", 2, "fsdp", 3),
+                                   ("hsdp", 4, "fsdp", 2), ("fsdp", 2, "hsdp", 4), ("hsdp", 4, "plain", 1)])  # fmt: skip
+def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimizer):
+    kind, ranks, other, others = kinds
+    before = ended(world.run(ranks, kind=kind, root=tmp_path, steps=5, base_every=3, optimizer=optimizer))
+    after = ended(world.run(others, kind=other, root=tmp_path, steps=6, base_every=3, optimizer=optimizer))
+    assert after[0]["resumed"] == 5
+    assert after[0]["digests"]["5"] == before[0]["digests"]["5"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_every_step_can_be_resumed(world, tmp_path, kind):
+    before = ended(world.run(2, kind=kind, root=tmp_path / "run", steps=7, base_every=3, keep_last=9))
+    for step in range(8):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        found = ended(world.run(2, kind=kind, root=tmp_path / "copy", steps=step, resume={"step": step}))
+        assert found[0]["digests"] == {str(step): before[0]["digests"][str(step)]}
+        shutil.rmtree(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, kind, killed):
+    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=12))
+    cut = world.run(2, kind=kind, root=tmp_path / "cut", steps=12, base_every=3, kill=[killed, 8])
+    assert cut[killed]["code"] == -9
+    assert not cut[1 - killed].get("finished")
+    rest = ended(world.run(2, kind=kind, root=tmp_path / "cut", steps=12))
+    assert max(said["durable"] for said in cut) <= rest[0]["resumed"] <= 8
+    assert rest[0]["resumed"] == rest[1]["resumed"]
+    for one, other in zip(whole, rest, strict=True):
+        assert other["losses"] == one["losses"][other["resumed"] :]
+        assert other["digests"].items() <= one["digests"].items()
+
+
+def test_a_mistake_of_one_rank_is_told_to_the_others_by_its_number(world, tmp_path):
+    cut = world.run(2, kind="plain", root=tmp_path, steps=5000, raises=[1, 3])
+    assert cut[1]["error"] == "ValueError: a mistake of the script"
+    assert "RankFailed: rank 1 failed: ValueError: a mistake of the script" in cut[0]["error"]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "plain"])
+def test_all_ranks_stop_at_one_step_on_a_sigterm_to_any(world, tmp_path, kind, who):
+    cut = world.run(2, kind=kind, root=tmp_path, steps=5000, signal_at=[who, 5])
+    assert [said["error"] for said in cut] == ["SystemExit: 143"] * 2
+    rest = ended(world.run(2, kind=kind, root=tmp_path, steps=cut[0]["at"]))
+    assert cut[0]["at"] == cut[1]["at"] == rest[0]["resumed"]
+
+
+def test_save_makes_a_base_of_one_step_on_all_ranks(world, tmp_path):
+    ended(said := world.run(2, kind="fsdp", root=tmp_path, steps=5, save_at=4))
+    assert [each["saved"] for each in said] == [4, 4]
+    with RunReader(tmp_path) as reader:
+        manifest = reader.head()
+        assert (manifest.step, manifest.oldest_step, list(manifest.shares)) == (4, 4, ["rank-00000", "rank-00001"])
+        assert reader.verify(manifest) == []
+        shapes = {key: tuple(atom["shape"]) for key, atom in reader.atoms(manifest).items()}
+        assert shapes["first.weight/exp_avg"] == (13, 7)
+        first = reader.atoms(manifest)["first.weight/param"]
+        assert len(first["fragments"]) == 2
+        assert len(reader.read_atom(manifest, first)) == 13 * 7 * 4
+
+
+def test_bases_are_made_beside_training_by_all_ranks_each_at_its_pace(world, tmp_path):
+    whole = ended(world.run(2, kind="fsdp", root=tmp_path / "whole", steps=40))
+    ended(world.run(2, kind="fsdp", root=tmp_path / "run", steps=36, base_every=3, pause=0.05))
+    with RunReader(tmp_path / "run") as reader:
+        manifest = reader.head()
+        assert manifest.step > 10
+        assert reader.verify(manifest) == []
+        assert len({file.step for file in manifest.files.values()}) > 2
+        assert verify_records(reader, manifest) == (36, [])
+    rest = ended(world.run(2, kind="fsdp", root=tmp_path / "run", steps=40))
+    assert rest[0]["resumed"] == 36
+    assert rest[0]["digests"].items() <= whole[0]["digests"].items()
+
+
+def test_a_damaged_record_of_one_rank_ends_the_chain_of_all(world, tmp_path):
+    before = ended(world.run(2, kind="fsdp", root=tmp_path, steps=9, base_every=100))
+    segment = max((tmp_path / "journal" / "rank-00001").iterdir())
+    records, _ = read_segment(Disk(tmp_path), segments(Disk(tmp_path), "rank-00001")[-1])
+    flip(segment, records[-1].offset + records[-1].header_bytes + 8200)
+    after = world.run(2, kind="fsdp", root=tmp_path, steps=9)
+    assert [said["resumed"] for said in ended(after)] == [records[-1].step - 1] * 2
+    assert after[0]["digests"].items() <= before[0]["digests"].items()
+
+
+@pytest.mark.parametrize("what", ["share", "unit"])
+def test_a_base_that_lacks_the_part_of_one_rank_gives_way_to_the_one_before(world, tmp_path, what):
+    before = ended(world.run(2, kind="fsdp", root=tmp_path, steps=9, save_at=5))
+    with RunReader(tmp_path) as reader:
+        share = reader.head().shares["rank-00001"]
+    path = tmp_path / (share.path if what == "share" else next(iter(share.files.values())).path)
+    flip(path, path.stat().st_size // 2)
+    after = ended(world.run(2, kind="fsdp", root=tmp_path, steps=9))
+    assert after[0]["resumed"] == 9
+    assert after[0]["digests"]["9"] == before[0]["digests"]["9"]
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_ranks_that_see_another_directory_are_refused_before_training(world, tmp_path, fresh):
+    if not fresh:
+        ended(world.run(2, kind="ddp", root=tmp_path / "run", steps=2))
+    said = world.run(2, kind="ddp", root=tmp_path / "run", steps=5, elsewhere=1)
+    assert "RunMismatch" in said[1]["error"] and "one directory" in said[1]["error"]
+    assert "rank 1 failed" in said[0]["error"]
+    assert all("at" not in each for each in said)
+
+
+def test_no_rank_removes_files_that_another_writes(world, tmp_path):
+    """A unit of frozen parameters has one form from the first base on; every file of it stays while its rank trains."""
+    ended(world.run(2, kind="ddp", root=tmp_path, steps=60, base_every=4, keep_last=1, pause=0.02, unit_bytes=1))
+    with RunReader(tmp_path) as reader:
+        frozen = [u for u in reader.head().files if u.startswith("rank-00001")]
+        assert reader.verify(reader.head()) == []
+    names = [path.name for path in (tmp_path / "data").iterdir()]
+    assert all(sum(name.startswith(f"{unit}.") for name in names) == 2 for unit in frozen), names
+    ended(world.run(1, kind="ddp", root=tmp_path, steps=62, keep_last=1, save_at=61))
+    assert not [path.name for path in (tmp_path / "data").iterdir() if path.name.startswith("rank-")]

@@ -1,0 +1,142 @@
+"""What a rank of a world does: a tiny model under DDP or FSDP2, with a checkpointer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast import failpoints
+from holdfast.checkpointer import Checkpointer
+from survive_run import digest
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+}
+
+
+class Net(nn.Module):
+    """Odd shapes, some smaller than the world, a frozen parameter, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 3)
+        self.norm, self.dropout = nn.BatchNorm1d(13), nn.Dropout(0.2)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale
+
+
+def wrapped(kind: str, world_size: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net()
+    if kind == "ddp":
+        return DistributedDataParallel(model) if world_size > 1 else model
+    if kind == "fsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    if kind == "hsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s")))
+    return model
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """A digest of parameters and optimizer state, whole, the same under any parallelism."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        held = {"param": parameter.detach(), **optimizer.state.get(parameter, {})}
+        for slot, value in held.items():
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{name.removeprefix('module.')}/{slot}"] = value
+    return digest(dict(sorted(found.items())))
+
+
+def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
+    if world_size > 1 or order["kind"] == "fsdp":
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    train(rank, world_size, say, **order)
+
+
+def train(
+    rank: int,
+    world_size: int,
+    say: Callable[..., None],
+    *,
+    kind: str,
+    root: str,
+    steps: int,
+    optimizer: str = "adamw",
+    resume: dict[str, int] | None = None,
+    kill: tuple[int, int] | None = None,
+    signal_at: tuple[int, int] | None = None,
+    failpoint: tuple[int, str] | None = None,
+    raises: tuple[int, int] | None = None,
+    unit_bytes: int = 100,
+    save_at: int | None = None,
+    pause: float = 0.0,
+    elsewhere: int | None = None,
+    keep_last: int = 2,
+    **options: Any,
+) -> None:
+    """Train to ``steps``; ``kill`` and its like name a rank and a step."""
+    from holdfast import checkpointer as module
+    from holdfast.delta import bases
+    from holdfast.store import journal
+    from holdfast.store.retention import Keep
+
+    bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    root = f"{root}-{rank}" if rank == elsewhere else root
+    model = wrapped(kind, world_size)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
+    torch.manual_seed(100 + rank)
+    losses: list[float] = []
+    digests: dict[int, str] = {}
+    if failpoint is not None and failpoint[0] == rank:
+        failpoints.armed = failpoint[1]
+        failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    with Checkpointer(
+        root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last), **options
+    ) as checkpointer:
+        done = checkpointer.resume(**(resume or {}))
+        say(resumed=done)
+        digests[done] = whole_state(model, chosen)
+        for step in range(done + 1, steps + 1):
+            loss = model(torch.randn(5, 7)).pow(2).mean()
+            losses.append(float(loss.detach()))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            chosen.step()
+            schedule.step()
+            chosen.zero_grad()
+            if kill is not None and (rank, step) == tuple(kill):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if signal_at is not None and (rank, step) == tuple(signal_at):
+                os.kill(os.getpid(), signal.SIGTERM)
+            if raises is not None and (rank, step) == tuple(raises):
+                raise ValueError("a mistake of the script")
+            digests[step] = whole_state(model, chosen)
+            say(digests=digests, losses=losses, at=step)
+            checkpointer.step()
+            time.sleep(pause)
+            say(durable=checkpointer.durable_step)
+            if step == save_at:
+                checkpointer.save()
+                say(saved=checkpointer.durable_step)
+    say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses)
+    if dist.is_initialized():
+        dist.destroy_process_group()

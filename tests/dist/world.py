@@ -1,0 +1,125 @@
+"""Worlds: several ranks that train together, forked from a server that has torch loaded, over gloo on loopback.
+
+    with World() as world:
+        said = world.run(2, kind="ddp", root="run", steps=8)       # by rank, what it said
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent.parent
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+PATIENCE_SECONDS = 90.0
+"""How long a world may take before what is left of it is killed, which is a failure of the test."""
+
+
+class World:
+    """The test's end. Runs one world at a time."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+        env = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": path}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, **ONE_THREAD, **env},
+        )  # fmt: skip
+
+    def run(self, world_size: int, **order: Any) -> list[dict[str, Any]]:
+        """What each rank of a world said, put together, with ``code``: 0, or minus the signal that ended it."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps({"world_size": world_size, **order}, default=str), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline())
+        assert not answer["late"], f"{order} took more than {PATIENCE_SECONDS:.0f} s: {answer['ranks']}"
+        return answer["ranks"]
+
+    def close(self) -> None:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve() -> None:
+    import torch
+    import torch._dynamo  # what an optimizer imports at its first step
+
+    import dist.training  # noqa: F401
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(_supervise(**json.loads(line))), flush=True)
+
+
+def _supervise(world_size: int, **order: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        pids = [_fork(rank, world_size, Path(folder), order) for rank in range(world_size)]
+        codes, late = _wait(pids)
+        ranks = []
+        for rank in range(world_size):
+            said: dict[str, Any] = {"code": codes[rank]}
+            for line in (Path(folder) / f"said-{rank}").read_text().splitlines():
+                said |= json.loads(line)
+            ranks.append(said)
+    return {"ranks": ranks, "late": late}
+
+
+def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> int:
+    path = folder / f"said-{rank}"
+    path.touch()
+    pid = os.fork()
+    if pid:
+        return pid
+    import faulthandler
+
+    import dist.training
+
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS - 5, exit=True)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+
+    def say(**what: Any) -> None:
+        with open(path, "a") as file:
+            print(json.dumps(what), file=file)
+
+    try:
+        dist.training.main(rank, world_size, f"file://{folder}/rendezvous", say, **order)
+    except BaseException as error:
+        import traceback
+
+        say(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc())
+    finally:
+        os._exit(0)
+
+
+def _wait(pids: list[int]) -> tuple[list[int], bool]:
+    codes: dict[int, int] = {}
+    end, late = time.monotonic() + PATIENCE_SECONDS, False
+    while len(codes) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        elif time.monotonic() > end and not late:
+            late = True
+            for each in set(pids) - set(codes):
+                os.kill(each, signal.SIGKILL)
+        else:
+            time.sleep(0.01)
+    return [codes[pid] for pid in pids], late
+
+
+if __name__ == "__main__":
+    serve()

@@ -228,6 +228,9 @@ class _Child:
         import survive_run
 
         run = dict(self.run)
+        if "verb" in run:
+            survive_run.shorten(said=self.say, **run)
+            return
         trains = {"survive": survive_run.train, "loader": loader_run.train, "replica": replica_run.train}
         for name, train in trains.items():
             if run.pop(name, False):

@@ -17,6 +17,7 @@ from delta.loops import make
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import host
+from holdfast.store.retention import Keep
 from survive_run import FEATURE, OPTIMIZER, digest
 
 
@@ -100,6 +101,7 @@ def train(
     slow_seconds: float = 0.0,
     linger_seconds: float = 20.0,
     unit_bytes: int = 100,
+    keep_last: int = 2,
     **options: Any,
 ) -> None:
     """Resume and train to ``steps``. Says the step resumed from, every step that survives this process, and the digest
@@ -116,7 +118,13 @@ def train(
     replica.LINGER_SECONDS, helper.start_process = linger_seconds, Forked
     loop = make(OPTIMIZER, feature)
     with Checkpointer(
-        root, model=loop.model, optimizer=loop.optimizers, replica=True, **loop.things, **options
+        root,
+        model=loop.model,
+        optimizer=loop.optimizers,
+        replica=True,
+        keep=Keep(keep_last),
+        **loop.things,
+        **options,
     ) as checkpointer:
         done = checkpointer.resume(before=before)
         pid = checkpointer._replica._helper.pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ import xxhash
 from delta.loops import make
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.lossy import TopK
+from holdfast.store.retention import Keep
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
 FEATURE = "batchnorm"
@@ -28,6 +30,20 @@ def digest(state: Any) -> str:
     return repr(state)
 
 
+def shorten(
+    root: str, verb: str, *, said: Callable[..., None], to: int | None = None, keep: tuple[Any, ...] = (1,)
+) -> None:
+    """``holdfast compact`` or ``prune`` of a run that nobody writes."""
+    from holdfast.delta.compact import compact
+    from holdfast.store.pruning import prune
+
+    if verb == "compact":
+        compact(Path(root), to)
+    else:
+        prune(Path(root), Keep(*keep))
+    said(finished=True)
+
+
 def train(
     root: str,
     steps: int,
@@ -38,6 +54,8 @@ def train(
     unit_bytes: int = 100,
     top: float | None = None,
     exactness: Literal["state", "continuation"] = "state",
+    keep_last: int = 2,
+    groups_per_segment: int = 3,
     **options: Any,
 ) -> None:
     """Resume and train to ``steps``, with ``top`` by ``TopK``. Says the step resumed from, every durable step, and the
@@ -46,11 +64,21 @@ def train(
     from holdfast.delta import bases
     from holdfast.store import journal
 
-    bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = (
+        unit_bytes,
+        1,
+        groups_per_segment,
+    )
     loop = make(OPTIMIZER, feature)
     codec = None if top is None else TopK(top)
     with Checkpointer(
-        root, model=loop.model, optimizer=loop.optimizers, codec=codec, **loop.things, **options
+        root,
+        model=loop.model,
+        optimizer=loop.optimizers,
+        codec=codec,
+        keep=Keep(keep_last),
+        **loop.things,
+        **options,
     ) as checkpointer:
         done = checkpointer.resume(exactness=exactness)
         said(resumed=done)

@@ -88,21 +88,41 @@ def test_recording_changes_no_number(tmp_path):
 
 def test_an_earlier_step_is_resumed_and_the_later_ones_are_not_mixed_in(tmp_path):
     states, _ = reference(9)
-    loop, checkpointer = start(tmp_path, base_every=3, retain=9)
+    loop, checkpointer = start(tmp_path, base_every=3, keep=holdfast.Keep(9))
     with checkpointer:
         checkpointer.resume()
         go_on(loop, checkpointer, 9)
-    loop, checkpointer = start(tmp_path, retain=9)
+    loop, checkpointer = start(tmp_path, keep=holdfast.Keep(9))
     with checkpointer:
         assert checkpointer.resume(step=4) == 4
         assert same(loop.state(), states[4])
         torch.manual_seed(99)  # another future
         go_on(loop, checkpointer, 6)
         other = loop.state()
-    loop, checkpointer = start(tmp_path, retain=9)
+    loop, checkpointer = start(tmp_path, keep=holdfast.Keep(9))
     with checkpointer:
         assert checkpointer.resume() == 6
         assert same(loop.state(), other) and not same(other, states[6])
+
+
+def test_a_base_of_the_step_that_a_resume_came_to_is_made_at_once(tmp_path):
+    states, _ = reference(6)
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 4)
+    for _ in range(2):
+        loop, checkpointer = start(tmp_path)
+        with checkpointer:
+            assert checkpointer.resume() == 4
+            checkpointer.save()
+    go_on_from = start(tmp_path)
+    with go_on_from[1]:
+        assert go_on_from[1].resume() == 4
+        go_on(*go_on_from, 6)
+    other, again = start(tmp_path)
+    with again:
+        assert again.resume() == 6 and same(other.state(), states[6])
 
 
 def test_a_loss_spike_is_left_out(tmp_path):
@@ -162,7 +182,9 @@ def test_a_parameter_that_is_added_or_trained_later_forces_a_base(tmp_path):
         return loop
 
     loop, states = build(), []
-    with Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers, retain=9) as checkpointer:
+    with Checkpointer(
+        tmp_path, model=loop.model, optimizer=loop.optimizers, keep=holdfast.Keep(9)
+    ) as checkpointer:
         checkpointer.resume()
         for i in range(8):
             grow(loop, i)
@@ -172,7 +194,9 @@ def test_a_parameter_that_is_added_or_trained_later_forces_a_base(tmp_path):
         loop = build()
         grow(loop, 3)
         grow(loop, 5)
-        with Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers, retain=9) as checkpointer:
+        with Checkpointer(
+            tmp_path, model=loop.model, optimizer=loop.optimizers, keep=holdfast.Keep(9)
+        ) as checkpointer:
             assert checkpointer.resume(step=steps) == steps
             assert same(loop.state(), states[steps - 1])
     bases = [event["step"] for event in read_events(tmp_path / "events.jsonl") if event["event"] == "base"]
@@ -391,7 +415,12 @@ def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, m
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     loop, states = make(Orthogonal, "batchnorm"), []
     with Checkpointer(
-        tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=3, retain=9, memory=memory
+        tmp_path,
+        model=loop.model,
+        optimizer=loop.optimizers,
+        base_every=3,
+        keep=holdfast.Keep(9),
+        memory=memory,
     ) as checkpointer:
         if memory == "270MB":
             checkpointer._staging_bytes = 1  # no room for a copy of everything
@@ -405,7 +434,9 @@ def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, m
         assert len(manifests) > 1 and all(m.oldest_step == m.step for m in manifests)
     for step in (8, 5, 3):
         other = make(Orthogonal, "batchnorm", seed=1)
-        with Checkpointer(tmp_path, model=other.model, optimizer=other.optimizers, retain=9) as again:
+        with Checkpointer(
+            tmp_path, model=other.model, optimizer=other.optimizers, keep=holdfast.Keep(9)
+        ) as again:
             assert again.resume(step=step) == step
             assert same(other.state(), states[step - 1])
 

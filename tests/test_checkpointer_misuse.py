@@ -51,13 +51,13 @@ def iterate(model, optimizer, checkpointer):
 @pytest.mark.parametrize("retain", [1, 2])
 def test_the_segment_that_is_appended_to_is_not_pruned(tmp_path, retain):
     states, _ = reference(9, "")
-    loop, checkpointer = start(tmp_path / "run", "", retain=retain)
+    loop, checkpointer = start(tmp_path / "run", "", keep=holdfast.Keep(retain))
     with checkpointer:
         checkpointer.resume()
         go_on(loop, checkpointer, 5)
         for _ in range(2):  # bases of steps of which there are no records
             checkpointer.wait()
-            checkpointer._gap = True
+            checkpointer._pace.gap = True
             loop.iteration(checkpointer.steps_done, checkpointer.step)
         go_on(loop, checkpointer, 9)
         checkpointer.wait()
@@ -95,7 +95,7 @@ def test_after_an_error_in_a_step_nothing_later_is_called_durable(tmp_path, monk
         interrupt.append(True)
     else:
         monkeypatch.setattr(checkpointer._tap, "changed", True)
-        monkeypatch.setattr(checkpointer._bases, "begin", full)
+        monkeypatch.setattr(checkpointer._pace.bases, "begin", full)
     with pytest.raises((BadInput, KeyboardInterrupt, DiskFull)):
         loop.iteration(4, checkpointer.step)
     schedule.bad, interrupt[:] = False, []
@@ -180,7 +180,7 @@ def test_no_base_is_made_between_an_update_and_its_step(tmp_path):
     go_on(loop, checkpointer, 2)
     with pytest.raises(BadInput, match=r"has stepped since step 2, .* Call step\(\) first"):
         loop.iteration(2, checkpointer.save)
-    checkpointer._gap = True
+    checkpointer._pace.gap = True
     with pytest.raises(BadInput, match=r"has stepped since step 2"):
         checkpointer.wait()
     checkpointer.close()
@@ -232,7 +232,7 @@ def test_a_buffer_that_returns_to_what_was_recorded_before_a_base_is_recorded_ag
     iterate(model, optimizer, checkpointer)
     checkpointer.wait()
     model.flag.fill_(1)
-    checkpointer._gap = True
+    checkpointer._pace.gap = True
     iterate(model, optimizer, checkpointer)
     model.flag.fill_(0)
     iterate(model, optimizer, checkpointer)

@@ -23,10 +23,12 @@ _HOME = {
     "Engine": ".offload.engine",
     "Exact": ".delta.codecs",
     "Int8": ".delta.lossy",
+    "Keep": ".store.retention",
     "Preflight": ".offload.preflight",
     "TopK": ".delta.lossy",
     "empty_parameters": ".offload.blocks",
     "keyed_rng": ".offload.rng",
+    "progress_bar": ".watch.recovery",
     "loader": ".data.loader",
     "HoldfastError": ".errors",
 }
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from .offload.planning import Budget
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
+    from .store.retention import Keep
+    from .watch.recovery import progress_bar
 
 __all__ = [
     "Budget",
@@ -51,12 +55,14 @@ __all__ = [
     "Exact",
     "HoldfastError",
     "Int8",
+    "Keep",
     "Preflight",
     "TopK",
     "empty_parameters",
     "keyed_rng",
     "loader",
     "offload",
+    "progress_bar",
 ]
 
 

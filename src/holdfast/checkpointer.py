@@ -24,22 +24,26 @@ from torch import nn
 
 from .delta import tier
 from .delta.agreement import Agreement
-from .delta.bases import BaseMaker
 from .delta.codecs import Codec, Exact
+from .delta.holder import replay_info
 from .delta.layers import LayerTap
 from .delta.line import uses_feedback
-from .delta.ranks import Ranks, stream_of
-from .delta.recorder import BOUND, Recorder, Sealed, Task
+from .delta.pace import POLICIES, Means, Pace
+from .delta.ranks import Ranks
+from .delta.recorder import BOUND, Recorder, Sealed
 from .delta.recovery import recover
 from .delta.replay import fingerprint
-from .delta.replica import Replica, refuse_with_a_replica
+from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
 from .delta.script import Script
 from .delta.sigterm import SigTerm
 from .delta.slots import SlotPool
 from .delta.tap import Tap, Update, image_of
+from .delta.together import Together
+from .delta.watching import Recovery
 from .errors import BadInput, EngineFailed, RankFailed, RunMismatch
 from .events import EventLog
 from .io.queue import IOQueue
+from .plan.cadence import Limits
 from .state.boxes import Box
 from .state.capture import CapturedParameter
 from .state.cuts import owners
@@ -48,6 +52,7 @@ from .store.files import check_place
 from .store.journal import StoredRecord
 from .store.local import LocalStore
 from .store.manifest import Point, Timeline
+from .store.retention import Keep
 from .units import GiB, MiB, format_bytes, parse_bytes
 from .update.optimizer import is_elementwise
 
@@ -61,10 +66,14 @@ class Checkpointer:
     ``optimizer`` is one or several; ``scheduler``, ``loader`` and ``scaler`` are what the script uses of such, each
     with ``state_dict`` and ``load_state_dict``. ``after_update`` is called after every optimizer step, in replay too;
     ``averages`` are the modules that it keeps (``torch.optim.swa_utils.AveragedModel``), which are then part of the
-    run. ``memory`` bounds the copies that wait to be written; ``base_every`` is the number of steps from one base to
-    the next; ``retain`` how many bases are kept, with the records since. When the disk is behind, ``step`` waits
-    (``"block"``), or goes on unrecorded until a base can be made (``"skip"``). After a SIGTERM ``step`` makes the step
-    durable and ends the process; a script that handles the signal itself is left alone. A context manager.
+    run. ``memory`` bounds the copies that wait to be written, ``storage`` what the run takes of the disk: 20 times the
+    state if it is not given. ``base_every`` is the number of steps from the beginning of one base to that of the next;
+    without it the number is chosen, and chosen again, such that failures cost least and recovery takes no longer than
+    ``recovery_seconds`` and writing no more than ``bandwidth_share`` of what the disk can. ``keep`` says which bases
+    stay, with how many of the records. When the disk is behind, ``step`` waits (``"block"``), or goes on unrecorded
+    until a base has been made beside training (``"skip"``) or training has waited for one (``"commit"``). After a
+    SIGTERM ``step`` makes the step durable and ends the process; a script that handles the signal itself is left alone.
+    A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
     consumes.
@@ -87,9 +96,12 @@ class Checkpointer:
         averages: nn.Module | Mapping[str, nn.Module] | None = None,
         codec: Codec | None = None,
         memory: int | str = 4 * GiB,
-        base_every: int = 100,
-        retain: int = 2,
-        when_behind: Literal["block", "skip"] = "block",
+        base_every: int | None = None,
+        recovery_seconds: float = 300.0,
+        bandwidth_share: float = 0.5,
+        storage: int | str | None = None,
+        keep: Keep | None = None,
+        when_behind: Literal["block", "skip", "commit"] = "block",
         deadline_seconds: float = 300.0,
         direct: bool = True,
         clip_norm: float | None = None,
@@ -100,10 +112,15 @@ class Checkpointer:
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
         if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
             raise BadInput("optimizer is not an optimizer of torch, nor several of them")
-        if base_every < 1:
-            raise BadInput(f"base_every = {base_every} must be at least 1 step")
-        if when_behind not in ("block", "skip"):
-            raise BadInput(f"when_behind = {when_behind!r} is not one of block, skip")
+        if base_every is not None and base_every < 1:
+            raise BadInput(
+                f"base_every = {base_every} must be at least 1 step; leave it out to have it chosen"
+            )
+        if when_behind not in POLICIES:
+            raise BadInput(f"when_behind = {when_behind!r} is not one of {', '.join(POLICIES)}")
+        keep = Keep() if keep is None else keep
+        if not isinstance(keep, Keep):
+            raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
         if disk is None:
             check_place(run)
         if not isinstance(codec, Codec | None):
@@ -113,10 +130,12 @@ class Checkpointer:
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
         self._ranks = Ranks.here(deadline_seconds)
-        if when_behind == "skip" and not self._ranks.alone:
+        if when_behind != "block" and not self._ranks.alone:
             raise BadInput(
-                'when_behind="skip" is for one process: what one of several ranks skips none can have'
+                f'when_behind="{when_behind}" is for one process: what one of several ranks skips none can have'
             )
+        if storage is not None and not self._ranks.alone:
+            raise BadInput("storage= is for one process: no rank knows what the others are about to write")
         self._codec = codec or Exact()
         if not isinstance(self._codec, Exact) and not self._ranks.alone:
             raise BadInput(
@@ -132,6 +151,8 @@ class Checkpointer:
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
         self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
         self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
+        self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
+        self._limits = _limits(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
         self._num_slots = self._slots_that_fit()
         events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
@@ -141,23 +162,24 @@ class Checkpointer:
             refuse_with_a_replica(self._ranks, self._codec, after_update, averages, when_behind)
             self._replica = Replica(
                 run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
-                staging_bytes=self._staging_bytes, base_every=base_every, retain=retain, direct=direct,
+                staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
                 deadline_seconds=deadline_seconds, events=self._events,
             )  # fmt: skip
         self._queue = IOQueue()
-        self._store = LocalStore(run, retain=retain, disk=disk, queue=self._queue, direct=direct)
+        self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         kind = Tap if replica is False else LayerTap
         self._tap = kind(self._state, self._codec, self._take_slot, clip_norm)
         self._pool: SlotPool | None = None
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
-        self._bases: BaseMaker | None = None
+        self._pace: Pace | BesideReplica | None = None
         self._buffers: dict[str, str] = {}
         self._buffer_shapes = {key: tensor.shape for key, (_, tensor) in self._state.buffers().items()}
-        self._base_step, self._base_number, self._scale = 0, 0, 0.0
-        self._gap = False
+        self._scale = 0.0
+        self._stepped_at = 0.0
         self._failure: BaseException | None = None
         self._now: dict[str, Any] = {}
+        self._rates: dict[str, float] = {}
         self._sigterm: SigTerm | None = None
         self._closed = False
         self.steps_done = 0
@@ -185,9 +207,11 @@ class Checkpointer:
         step: int | None = None,
         before: int | None = None,
         exactness: Literal["state", "continuation"] = "state",
+        show: Callable[[Recovery], None] | None = None,
     ) -> int:
         """Bring model, optimizers and script to the newest step that can be recovered, or to ``step``, or to the newest
         before the step ``before``. Returns the steps done: 0 in a fresh directory. Called once, before the first step.
+        ``show`` is told how it gets on: ``holdfast.progress_bar()`` draws that on a terminal.
 
         Residuals of error feedback are in bases, and records cannot bring them forward: after the newest record they
         begin at zero, with a warning (``exactness="state"``); ``"continuation"`` goes back to the newest step from
@@ -205,26 +229,27 @@ class Checkpointer:
             raise BadInput("resume takes step= or before=, not both")
         if exactness not in ("state", "continuation"):
             raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
+        target, exact = step if before is None else before - 1, step is not None
         try:
-            return self._resume(
-                step if before is None else before - 1, step is not None, exactness == "continuation"
-            )
+            if self._replica is not None:
+                return self._resume_beside_replica(target, exact)
+            return self._resume(target, exact, exactness == "continuation", Recovery(self._telling(show)))
         except BaseException:
             self.close(save=False)
             raise
 
-    def _resume(self, target: int | None, exact: bool, continuing: bool) -> int:
+    def _resume(self, target: int | None, exact: bool, continuing: bool, recovery: Recovery) -> int:
         ranks = self._ranks
-        if self._replica is not None:
-            return self._resume_beside_replica(target, exact)
         self._enter()
         found = None
         if self._store.commits():
             found = recover(
                 self._store, self._state, self._script, ranks=ranks, target=target, exact=exact,
-                continuing=continuing, after_update=self._after_update,
+                continuing=continuing, after_update=self._after_update, watch=recovery,
             )  # fmt: skip
             self.steps_done = found.point.step
+            self._rates = recovery.rates
+            self._events.emit("recovered", step=self.steps_done, **recovery.facts())
             for text in found.odd:
                 warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=3)
             self._judge(found.point)
@@ -233,19 +258,11 @@ class Checkpointer:
         self._now = self._script.now()
         self._begin(None if found is None else found.point)
         self._pool = SlotPool(self._codec.layouts(self._state), self._num_slots)
-        self._bases = BaseMaker(self._store, self._state, ranks.prefix)
         self._recorder = Recorder(
             self._store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
             group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline, pack=self._codec.pack,
         )  # fmt: skip
-        if not ranks.alone:
-            self._agreement = Agreement(
-                ranks, recorder=self._recorder, steps_done=lambda: self.steps_done,
-                publish=self._publish_shares, follow=self._store.follow, deadline_seconds=self._deadline,
-            )  # fmt: skip
-        if found is None or not found.same_cut:
-            self._whole_base()
-        self._base_step = self._store.line()[0].step
+        self._pace = self._paced(recovery, same_cut=found is not None and found.same_cut)
         self._scale = self._scale_now()
         self._tap.attach()
         self._sigterm = SigTerm.watched()
@@ -266,11 +283,25 @@ class Checkpointer:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
         self._now = self._script.now()
         self._replica.begin(point, self.steps_done, self._progress(), self._num_slots)
-        self._pool = self._replica.pool
+        self._pace = BesideReplica(self._replica, self._progress, BASE_BYTES_PER_STEP)
         self._scale = self._scale_now()
         self._tap.attach()
         self._sigterm = SigTerm.watched()
         return self.steps_done
+
+    def _judge(self, point: Point) -> None:
+        """Which exactness is reached at ``point``. Without the residuals that it had training goes on otherwise."""
+        residuals = self._state.residuals
+        if not self._codec.error_feedback:
+            residuals.clear()
+        elif isinstance(point, StoredRecord) and uses_feedback(point.about):
+            self.exactness = "state"
+            warnings.warn(
+                f"resuming after step {point.step}, state-exact and not continuation-exact: the residuals of error"
+                " feedback begin at zero, since records cannot bring those of a base forward. For the newest step from"
+                ' which training goes on as it did, call resume(exactness="continuation").',
+                stacklevel=4,
+            )
 
     def _enter(self) -> None:
         """On the first rank; the others see that they have its directory."""
@@ -301,20 +332,6 @@ class Checkpointer:
         timeline = self._ranks.first_does(begin)
         self._ranks.all_do(lambda: self._store.join(timeline, self._ranks.rank) if self._ranks.rank else None)
 
-    def _judge(self, point: Point) -> None:
-        """Which exactness is reached at ``point``. Without the residuals that it had training goes on otherwise."""
-        residuals = self._state.residuals
-        if not self._codec.error_feedback:
-            residuals.clear()
-        elif isinstance(point, StoredRecord) and uses_feedback(point.about):
-            self.exactness = "state"
-            warnings.warn(
-                f"resuming after step {point.step}, state-exact and not continuation-exact: the residuals of error"
-                " feedback begin at zero, since records cannot bring those of a base forward. For the newest step from"
-                ' which training goes on as it did, call resume(exactness="continuation").',
-                stacklevel=4,
-            )
-
     def step(self) -> None:
         """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
         optimizer stepped is one of accumulation, unless the loss scale fell: then it is a skipped step.
@@ -344,36 +361,49 @@ class Checkpointer:
         started = time.perf_counter()
         self.steps_done += 1
         self._now = self._script.now()
+        pace = self._pace
+        assert pace is not None
         if self._tap.changed:
             self._adapt(updates)
-        elif self._gap or any(update.slot is None for update in updates):
-            self._lose(updates)
+        elif not pace.recording or any(update.slot is None for update in updates):
+            self._give_back(updates)
+            pace.lose(self.steps_done)
         else:
-            recorder.put(self._sealed(updates))
+            self._put(recorder, pace, updates)
         self._tap.be_last()
-        self._go_on_with_base()
-        self.stall_seconds = self._tap.seconds + time.perf_counter() - started
+        pace.go_on(self.steps_done)
+        now = time.perf_counter()
+        self.stall_seconds = self._tap.seconds + now - started
         self._tap.seconds = 0.0
+        pace.stepped(self.steps_done, now - self._stepped_at, self.stall_seconds)
+        self._stepped_at = now
+
+    def _put(self, recorder: Recorder, pace: Pace | BesideReplica, updates: list[Update]) -> None:
+        sealed = self._sealed(updates)
+        if pace.fits(sum(map(len, sealed.parts))):
+            recorder.put(sealed)
+        else:
+            self._give_back(updates)
+            pace.go_without_room(self.steps_done)
 
     def save(self) -> None:
         """A base of the present step, which stands alone. Durable when this returns. Called after ``step``, before the
         next iteration begins."""
         self._usable()
         self._refuse_between()
-        if self._base_step < self.steps_done:
-            self._whole_base()
+        if self._pace is not None and self._pace.base_step < self.steps_done:
+            self._pace.whole(self.steps_done)
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
         recorder = self._usable()
         if step is not None and step > self.steps_done:
             raise BadInput(f"step {step} has not been done yet: {self.steps_done} have")
-        if self._gap or (
-            self._replica is not None and recorder.durable_step < (self.steps_done if step is None else step)
-        ):
-            self._refuse_between()
-            self._whole_base()
+        assert self._pace is not None
         step = self.steps_done if step is None else step
+        if not self._pace.complete and recorder.durable_step < step:
+            self._refuse_between()
+            self._pace.whole(self.steps_done)
         recorder.wait(step)
         if self._agreement is not None:
             self._agreement.wait(step)
@@ -404,29 +434,23 @@ class Checkpointer:
             return
         try:
             if save and self._failure is None and not self._tap.updates:
-                self._close_with_base(self._recorder)
+                self._close_with_base()
         finally:
+            with suppress(Exception):  # what failed is told by the next line
+                if self._pace is not None:
+                    self._pace.close()
             self._recorder.close()
         if self._agreement is not None and save and self._failure is None:
             self._agreement.wait(self.steps_done)
 
-    def _close_with_base(self, recorder: Recorder) -> None:
-        """Where the records do not hold all that there is."""
-        if self._state.residuals:
-            recorder.settle()  # a base that is under way may be of this very step
-        beside_replica = self._replica is not None and self._pool is not None
-        if self._gap or beside_replica or (self._state.residuals and self._base_step < self.steps_done):
-            self._whole_base()
-
     def _let_go(self) -> None:
         """Of everything. Not while the recorder is at work, or hangs: what it uses, and the lock, stay as they are then
         until the process ends."""
-        if self._bases is not None:
-            self._bases.give_up()
         self._queue.close()
         self._store.close()
-        if self._pool is not None:
-            self._pool.close()
+        pool = self._pool if self._replica is None else self._replica.pool
+        if pool is not None:
+            pool.close()
         self._events.close()
 
     def __enter__(self) -> Checkpointer:
@@ -466,7 +490,7 @@ class Checkpointer:
     def _sealed(self, updates: list[Update]) -> Sealed:
         """The step as it is now; nothing of it changes any more."""
         parts, slots = [], []
-        about: dict[str, Any] = {"base": self._base_step, "updates": []}
+        about: dict[str, Any] = {"base": self._pace.base_step if self._pace else 0, "updates": []}
         for update in updates:
             assert update.slot is not None and update.part is not None
             about["updates"].append({**update.about(), "part": len(parts)})
@@ -500,28 +524,27 @@ class Checkpointer:
 
     def _adapt(self, updates: list[Update]) -> None:
         """The step could not be recorded as those before it: a base follows, and then records of what there is now."""
+        self._give_back(updates)
         if self._replica is not None:
-            self._give_back(updates)
             self._state = self._look()
             self._tap.watch(self._state)
             self._replica.sync(self._state, self.steps_done, self._progress(), self._slots_that_fit())
-            self._pool = self._replica.pool
             return
-        assert self._recorder is not None and self._bases is not None and self._pool is not None
-        self._give_back(updates)
+        assert self._recorder is not None and isinstance(self._pace, Pace) and self._pool is not None
         self._recorder.settle()
-        self._bases.give_up()
+        self._pace.close()
         self._pool.close()
         self._state = self._look()
         self._tap.watch(self._state)
         self._pool = SlotPool(self._codec.layouts(self._state), self._slots_that_fit())
         self._recorder.use(self._pool)
-        self._bases.watch(self._state)
-        self._whole_base()
+        self._pace.watch(self._state)
+        self._pace.whole(self.steps_done)
 
     def _give_back(self, updates: list[Update]) -> None:
-        assert self._pool is not None
-        self._pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
+        pool = self._pool if self._replica is None else self._replica.pool
+        assert pool is not None
+        pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
 
     def _slots_that_fit(self) -> int:
         """One for each step that may be on its way; fewer, but two at least, where memory is short."""
@@ -536,131 +559,62 @@ class Checkpointer:
             )
         return max(2, min(BOUND, room // max(slot_bytes, 1)))
 
-    def _lose(self, updates: list[Update]) -> None:
-        """A step of which there is no copy: only a base made after it can follow."""
-        assert self._recorder is not None
-        self._give_back(updates)
-        if not self._gap:
-            self._gap = True
-            self._events.emit("gap", step=self.steps_done, durable_step=self.durable_step)
-            warnings.warn(
-                f"step {self.steps_done} was not recorded, since the disk is behind: step {self.durable_step} is"
-                " durable, and the next that will be is that of the next base",
-                stacklevel=3,
-            )
+    def _telling(self, show: Callable[[Recovery], None] | None) -> Callable[[Recovery], None]:
+        """Tells ``show``, and the log what is to come when it begins."""
 
-    def _go_on_with_base(self) -> None:
-        """Copy the next units of a base that is under way, begin one that is due, publish one that is written."""
-        if self._replica is not None:
-            self._replica.go_on(self.steps_done, self._progress, BASE_BYTES_PER_STEP)
-            self._pool = self._replica.pool
-            return
-        assert self._bases is not None and self._recorder is not None
-        bases = self._bases
-        if self._agreement is not None:
-            self._see_published()
-        if self._gap:
-            if not self._recorder.pending:
-                self._whole_base()
-            return
-        if self._base_is_due():
-            bases.begin()
-        if not bases.all_staged:
-            self._stage()
+        def tell(recovery: Recovery) -> None:
+            if not recovery.loaded_bytes and not recovery.over:
+                self._events.emit(
+                    "recovering", base_step=recovery.base_step, to_step=recovery.to_step, text=recovery.text,
+                    predicted_seconds=recovery.predicted_seconds,
+                )  # fmt: skip
+            if show is not None:
+                show(recovery)
 
-    def _base_is_due(self) -> bool:
-        """Of several ranks the first decides, and the others follow when they see it."""
-        assert self._bases is not None
-        due = self.steps_done - self._base_step >= self._base_every and not self._bases.under_way
-        if self._agreement is None:
-            return due
-        if self._ranks.rank == 0:
-            if due:
-                self._base_number = self._agreement.begin_base()
-            return due
-        wanted = self._agreement.standing.base_wanted
-        if wanted <= self._base_number:
-            return False
-        self._base_number = wanted
-        self._bases.give_up()
-        return True
+        return tell
 
-    def _see_published(self) -> None:
-        """Of several ranks, the first has made the base that is under way a commit, or has not yet."""
-        assert self._bases is not None and self._agreement is not None
-        if self._bases.under_way and self._agreement.standing.published >= self._base_number > 0:
-            self._bases.published()
-            self._base_step = self._store.line()[0].step
-
-    def _stage(self) -> None:
-        """Copy units of the base that is under way, as many as the time of a step and the memory allow."""
-        assert self._bases is not None and self._recorder is not None
-        bases, room = self._bases, self._staging_bytes - self._bases.memory_bytes
-        bases.renew()
-        together = bases.left_bytes if self._at_once else bases.late_bytes
-        if together > self._staging_bytes:
-            self._whole_base()  # no room for a copy of all that must be of one step: training waits
-            return
-        all_now = together == bases.left_bytes
-        if room <= 0 or (all_now and together > room):
-            return
-        bases.stage(self.steps_done, together if all_now else min(BASE_BYTES_PER_STEP, room))
-        if bases.all_staged:
-            self._recorder.put(Task(partial(self._publish, self._progress())))
-
-    def _publish(self, progress: dict[str, Any]) -> None:
-        """Make the base a commit. Called when the records up to it are durable."""
-        assert self._bases is not None
-        if self._agreement is not None:
-            share = self._bases.share(progress)
-            self._agreement.share(self._base_number, share.step, share.ref)
-            return
-        self._base_step = self._bases.publish(progress).step
-        self._events.emit("base", step=self._base_step, durable_step=self.durable_step)
-
-    def _whole_base(self) -> None:
-        """A base of the present step, unit after unit, durable when this returns."""
-        if self._replica is not None:
-            self._replica.save(self.steps_done, self._progress)
-            self._pool = self._replica.pool
-            return
-        assert self._bases is not None and self._recorder is not None
-        self._recorder.settle()
-        self._bases.give_up()
-        self._buffers.clear()  # the next record follows this base, whatever was recorded before it
-        self._bases.begin()
-        while not self._bases.all_staged:
-            self._bases.stage(self.steps_done, BASE_BYTES_PER_STEP)
-            self._bases.wait()
-        if self._ranks.alone:
-            self._publish(self._progress())
+    def _paced(self, recovery: Recovery, same_cut: bool) -> Pace:
+        """What makes bases. When this returns there is one that records of this cut may follow."""
+        recorder, store = self._recorder, self._store
+        assert recorder is not None
+        means = Means(
+            self._staging_bytes, BASE_BYTES_PER_STEP, self._storage, self._at_once, self._when_behind
+        )
+        together = None if self._ranks.alone else Together(self._ranks, store, self._events.emit)
+        pace = Pace(
+            store, self._state, recorder, means, progress=self._progress, emit=self._events.emit,
+            prefix=self._ranks.prefix, together=together,
+            restarted=self._buffers.clear,  # the next record follows a base, whatever was recorded before it
+        )  # fmt: skip
+        if together is not None:
+            self._agreement = together.agreement = Agreement(
+                self._ranks, recorder=recorder, steps_done=lambda: self.steps_done,
+                publish=together.publish_shares, follow=store.follow, deadline_seconds=self._deadline,
+            )  # fmt: skip
+        newest = store.newest_base
+        if same_cut and newest is not None:
+            pace.go_on_after(newest.step, newest.oldest_step)
         else:
-            self._publish_together()
-        self._gap = False
-        self._recorder.restart(self.steps_done)
-        if self._agreement is not None:
-            self._agreement.wait(self.steps_done)
+            pace.whole(self.steps_done)
+        pace.tune(self._base_every, self._limits, sum(x.file_bytes for x in self._codec.layouts(self._state)))
+        if recovery.over:
+            pace.recovered(recovery)
+        self._stepped_at = time.perf_counter()
+        return pace
 
-    def _publish_together(self) -> None:
-        """Make the base, which all ranks have at the same step, a commit. Called on all of them."""
-        assert self._bases is not None and self._agreement is not None
-        bases = self._bases
-        refs = self._ranks.all_do(lambda: bases.share(self._progress()).ref)
-        with self._agreement.no_other_base():
-            self._ranks.first_does(lambda: self._publish_shares(refs))
-        if self._ranks.rank:
-            self._store.follow()
-        bases.published()
-        self._base_step = self.steps_done
-
-    def _publish_shares(self, refs: list[dict[str, Any]]) -> None:
-        """On the first rank: make a commit of what the ranks have."""
-        manifest = self._store.publish_shares({stream_of(rank): ref for rank, ref in enumerate(refs)})
-        self._store.prune_journal()
-        self._events.emit("base", step=manifest.step, durable_step=self.durable_step)
+    def _close_with_base(self) -> None:
+        """Where the records do not hold all that there is."""
+        pace, residuals = self._pace, self._state.residuals
+        if pace is None:
+            return
+        if residuals and self._recorder is not None:
+            self._recorder.settle()  # a base that is under way may be of this very step
+        if not pace.complete or (residuals and pace.base_step < self.steps_done):
+            pace.whole(self.steps_done)
 
     def _progress(self) -> dict[str, Any]:
-        return {**self._now, "values": self._state.values()}
+        about = replay_info(self._state, self._after_update is not None)
+        return {**self._now, "values": self._state.values(), "replay": about, "rates": self._rates}
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0
@@ -689,6 +643,19 @@ class Checkpointer:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineFailed(f"the checkpointer of {self._store.root} is closed; make another to resume")
+
+
+def _limits(
+    recovery_seconds: float, storage: int | None, memory: int, bandwidth_share: float, keep: Keep
+) -> Limits:
+    """What the cadence keeps to. A write holds as many records as the slots allow, whatever the cadence."""
+    try:
+        return Limits(
+            recovery_seconds=recovery_seconds, storage_bytes=storage, host_bytes=memory,
+            bandwidth_share=bandwidth_share, retain=keep.last, pending_steps=2,
+        )  # fmt: skip
+    except ValueError as error:
+        raise BadInput(str(error)) from error
 
 
 def _look(ranks: Ranks, *given: Any) -> LiveState:

@@ -24,8 +24,16 @@ NAMES: list[str] = [
 ]
 """In the order of the commit protocol."""
 
-JOURNAL: list[str] = ["after_segment_made", "after_records_write", "after_records_sync"]
-"""In the order in which records become durable."""
+JOURNAL: list[str] = [
+    "after_segment_made",
+    "after_records_write",
+    "after_records_sync",
+    "before_segment_unlink",
+]
+"""In the order in which records become durable, and go."""
+
+LIFECYCLE: list[str] = ["after_compacted", "before_retired_unlink"]
+"""Of ``holdfast compact`` and ``prune``, besides the others."""
 
 REPLICA: list[str] = [
     "after_gradient_copied",
@@ -55,7 +63,7 @@ action: Callable[[], None] = kill
 
 def reach(name: str) -> None:
     """Called by the code when it arrives at the point ``name``."""
-    assert name in NAMES or name in JOURNAL or name in REPLICA, name
+    assert name in NAMES or name in JOURNAL or name in LIFECYCLE or name in REPLICA, name
     if not armed:
         return
     wanted, _, count = armed.partition(":")

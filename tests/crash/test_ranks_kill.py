@@ -50,7 +50,7 @@ def test_a_rank_is_killed_at_a_failpoint(world, undisturbed, tmp_path, failpoint
         root=tmp_path,
         steps=STEPS,
         base_every=3,
-        retain=1,
+        keep_last=1,
         pause=0.05,
         failpoint=[rank, failpoint],
     )

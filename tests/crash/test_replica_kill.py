@@ -182,9 +182,9 @@ def test_a_replica_to_which_nobody_comes_cleans_up_and_the_disk_has_its_step(ser
 
 @pytest.mark.crash
 def test_an_earlier_step_is_resumed_though_a_later_one_is_kept(server, undisturbed, tmp_path):
-    outcome = run(server, tmp_path, base_every=5, retain=9, dies_at=23)
+    outcome = run(server, tmp_path, base_every=5, keep_last=9, dies_at=23)
     assert outcome.killed and outcome.durable == 23, outcome
-    with_earlier = run(server, tmp_path, base_every=5, retain=9, before=12, dies_at=17)
+    with_earlier = run(server, tmp_path, base_every=5, keep_last=9, before=12, dies_at=17)
     assert with_earlier.killed and 0 < with_earlier.resumed < 12, with_earlier
     last = go_on_to_the_end(server, undisturbed, tmp_path, 17)
     assert last.resumed == 17 and resumed_from_memory(tmp_path) == [17]

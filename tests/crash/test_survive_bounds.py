@@ -14,6 +14,7 @@ from delta.loops import make
 from holdfast.checkpointer import BOUND, Checkpointer
 from holdfast.io.queue import Throttle
 from holdfast.offload.process import process_bytes
+from holdfast.store.retention import Keep
 from survive_run import FEATURE, OPTIMIZER
 
 STEPS, BASE_EVERY, RETAIN = 10_000, 50, 2
@@ -35,7 +36,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path):
     loop = make(OPTIMIZER, FEATURE)
     seen = []
     with Checkpointer(
-        tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=BASE_EVERY, retain=RETAIN
+        tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=BASE_EVERY, keep=Keep(RETAIN)
     ) as checkpointer:
         checkpointer.resume()
         for i in range(STEPS):

@@ -11,6 +11,8 @@ import pytest
 
 from fork_server import ForkServer
 from holdfast import failpoints
+from holdfast.store.chain import chain_of, read_journal, verify_records
+from holdfast.store.local import LocalStore
 
 STEPS, LONG = 40, 160
 
@@ -72,7 +74,7 @@ def test_killed_at_a_failpoint(server, undisturbed, tmp_path, failpoint, arrival
     outcome = server.run(
         survive=True, root=tmp_path, steps=STEPS, base_every=3, failpoint=f"{failpoint}:{arrival}"
     )
-    assert outcome.killed or (arrival == 3 and outcome.finished), outcome
+    assert outcome.killed or (arrival > 1 and outcome.finished), outcome
     go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable, steps=STEPS, base_every=3)
 
 
@@ -114,3 +116,82 @@ def test_killed_at_random_moments_with_residuals(server, sparse, tmp_path, seed)
         outcome = server.run(root=tmp_path, kill_after=chance.uniform(0.0, sparse.seconds), **options)
         assert outcome.killed or outcome.finished, outcome.error
     go_on_to_the_end(server, sparse, tmp_path, newest_base(tmp_path), **options)
+
+
+# Compaction and pruning
+
+
+def recoverable(root):
+    """The steps that can be brought back, every byte that it takes verified."""
+    found = set()
+    with LocalStore.read(root) as reader:
+        for ref in reader.line():
+            manifest = reader.load(ref)
+            assert reader.verify(manifest) == []
+            last, odd = verify_records(reader, manifest)
+            assert (
+                last == chain_of(manifest, "rank-00000", read_journal(reader, "rank-00000"), None).last.step
+                or odd
+            )
+            found |= set(range(ref.step, last + 1))
+    return found
+
+
+COMPACTED = [*failpoints.NAMES[:-1], *failpoints.LIFECYCLE, "before_segment_unlink"]
+
+
+def finished(server, root, keep_last):
+    """A run whose bases are of several steps, with records since the oldest, a group in each segment."""
+    outcome = server.run(
+        survive=True, root=root, steps=STEPS, base_every=10, keep_last=keep_last, groups_per_segment=1
+    )
+    assert outcome.finished, outcome.error
+    return root
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("arrival", [1, 2])
+@pytest.mark.parametrize("failpoint", COMPACTED)
+def test_killed_while_it_is_compacted(server, undisturbed, tmp_path, failpoint, arrival):
+    """What there was before a step that is compacted to may be gone, and nothing else."""
+    before = recoverable(finished(server, tmp_path, 1))
+    with LocalStore.read(tmp_path) as reader:
+        newest = reader.line()[0].step
+    to = max(before) - 1
+    assert newest < to
+    outcome = server.run(verb="compact", root=tmp_path, to=to, failpoint=f"{failpoint}:{arrival}")
+    assert outcome.killed or arrival == 2, outcome
+    left = recoverable(tmp_path)
+    assert before - left <= set(range(newest, to))
+    again = server.run(verb="compact", root=tmp_path, to=to)
+    assert again.finished or f"step {to} is a base already" in again.error, again.error
+    assert to in recoverable(tmp_path)
+    go_on_to_the_end(server, undisturbed, tmp_path, STEPS, steps=STEPS, base_every=10)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("arrival", [1, 2])
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        "before_retire",
+        "after_retire_unlink",
+        "after_retire_sync",
+        *failpoints.LIFECYCLE[1:],
+        "before_segment_unlink",
+    ],
+)
+def test_killed_while_it_is_pruned(server, undisturbed, tmp_path, failpoint, arrival):
+    before = recoverable(finished(server, tmp_path, 9))
+    with LocalStore.read(tmp_path) as reader:
+        kept = [ref.step for ref in reader.line()[:2]]
+    outcome = server.run(verb="prune", root=tmp_path, keep=[2], failpoint=f"{failpoint}:{arrival}")
+    assert outcome.killed or arrival == 2, outcome
+    should = set(range(min(kept), max(before) + 1))
+    assert should <= recoverable(tmp_path)
+    again = server.run(verb="prune", root=tmp_path, keep=[2])
+    assert again.finished, again.error
+    assert should <= recoverable(tmp_path) <= before
+    with LocalStore.read(tmp_path) as reader:
+        assert [ref.step for ref in reader.line()] == kept
+    go_on_to_the_end(server, undisturbed, tmp_path, STEPS, steps=STEPS, base_every=10)

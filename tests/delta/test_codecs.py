@@ -20,6 +20,7 @@ from holdfast.errors import BadInput, NoCommit, RunMismatch
 from holdfast.io.queue import Throttle
 from holdfast.store.chain import read_journal
 from holdfast.store.local import LocalStore
+from holdfast.store.retention import Keep
 from training import batches, decoder
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -29,7 +30,7 @@ STEPS = 24
 
 def start(root, codec, feature="batchnorm", seed=0, optimizer=ADAMW, **options):
     loop = make(optimizer, feature, seed)
-    options = {"base_every": 5, "retain": 9, **options}
+    options = {"base_every": 5, "keep": Keep(9), **options}
     return loop, Checkpointer(
         root, model=loop.model, optimizer=loop.optimizers, codec=codec, **loop.things, **options
     )
@@ -317,7 +318,7 @@ def test_every_shape_and_dtype_comes_back_bit_for_bit(tmp_path, codec):
         ]
 
     model, optimizer = build()
-    states, options = {}, {"codec": codec, "base_every": 4, "retain": 9}
+    states, options = {}, {"codec": codec, "base_every": 4, "keep": Keep(9)}
     with Checkpointer(tmp_path, model=model, optimizer=optimizer, **options) as checkpointer:
         checkpointer.resume()
         for i in range(6):
@@ -335,7 +336,7 @@ def test_every_shape_and_dtype_comes_back_bit_for_bit(tmp_path, codec):
             states[i + 1] = copy.deepcopy(state(model, optimizer))
     for step in (5, 3, 2, 1):
         model, optimizer = build()
-        with Checkpointer(tmp_path, model=model, optimizer=optimizer, retain=9) as again:
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, keep=Keep(9)) as again:
             assert again.resume(step=step) == step
             assert same(state(model, optimizer), states[step])
 

@@ -17,6 +17,7 @@ from holdfast.delta.recovery import recover
 from holdfast.delta.script import Script
 from holdfast.state.live import LiveState
 from holdfast.store.local import LocalStore
+from holdfast.store.retention import Keep
 
 STEPS = 11
 
@@ -82,7 +83,7 @@ def recovered(root, optimizer, feature, step):
 @pytest.mark.parametrize("feature", ["", *FEATURES])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature, codec):
-    states = trained(tmp_path, OPTIMIZERS[name], feature, codec=CODECS[codec], base_every=4, retain=9)
+    states = trained(tmp_path, OPTIMIZERS[name], feature, codec=CODECS[codec], base_every=4, keep=Keep(9))
     assert max(states) == STEPS
     for step, state in states.items():
         found = recovered(tmp_path, OPTIMIZERS[name], feature, step)

@@ -23,6 +23,7 @@ from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHu
 from holdfast.events import read_events
 from holdfast.state.live import LiveState
 from holdfast.store.local import LocalStore
+from holdfast.store.retention import Keep
 from replica_run import Forked
 
 STEPS = 9
@@ -75,7 +76,7 @@ def states_of(feature, optimizer=ADAMW, steps=STEPS):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
     """Each step is compared in full by digest, and what the replica persisted of it is read back."""
-    loop, checkpointer = start(tmp_path, feature, OPTIMIZERS[name], retain=99)
+    loop, checkpointer = start(tmp_path, feature, OPTIMIZERS[name], keep=Keep(99))
     with checkpointer:
         checkpointer.resume()
         states = [loop.state()]
@@ -243,7 +244,7 @@ def test_a_replica_that_has_drifted_is_made_anew_and_told_of(tmp_path, drifting,
 def test_no_base_is_made_of_a_replica_that_has_drifted(tmp_path, drifting):
     """A change of one moment shows in the full comparison that goes before a base."""
     drifting(4, one_moment)
-    loop, checkpointer = start(tmp_path, base_every=99, retain=99)
+    loop, checkpointer = start(tmp_path, base_every=99, keep=Keep(99))
     with checkpointer, pytest.warns(UserWarning, match=r"exp_avg_sq differs"):
         checkpointer.resume()
         for i in range(4):
@@ -426,7 +427,7 @@ class Counting(torch.optim.Optimizer):
 
 
 def test_an_optimizer_of_the_users_own_with_state_that_is_no_tensor(tmp_path):
-    loop, checkpointer = start(tmp_path, "batchnorm", Counting, retain=99)
+    loop, checkpointer = start(tmp_path, "batchnorm", Counting, keep=Keep(99))
     states = {}
     with checkpointer:
         checkpointer.resume()
@@ -467,14 +468,14 @@ def test_a_stale_place_of_a_dead_run_is_cleaned(tmp_path):
 
 
 def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
-    loop, checkpointer = start(tmp_path, base_every=2, retain=9)
+    loop, checkpointer = start(tmp_path, base_every=2, keep=Keep(9))
     with checkpointer:
         checkpointer.resume()
         for i in range(6):
             loop.iteration(i, checkpointer.step)
             checkpointer.save()
     state, place = LiveState(loop.model, loop.optimizers), tmp_path / "place"
-    with LocalStore.open(tmp_path / "run", retain=9) as store:
+    with LocalStore.open(tmp_path / "run", keep=Keep(9)) as store:
 
         def found(target=None, exact=False):
             fork = kept.find(place, store, target, exact)

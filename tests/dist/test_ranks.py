@@ -64,7 +64,7 @@ def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimiz
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_every_step_can_be_resumed(world, tmp_path, kind):
-    before = ended(world.run(2, kind=kind, root=tmp_path / "run", steps=7, base_every=3, retain=9))
+    before = ended(world.run(2, kind=kind, root=tmp_path / "run", steps=7, base_every=3, keep_last=9))
     for step in range(8):
         shutil.copytree(tmp_path / "run", tmp_path / "copy")
         found = ended(world.run(2, kind=kind, root=tmp_path / "copy", steps=step, resume={"step": step}))
@@ -170,11 +170,11 @@ def test_ranks_that_see_another_directory_are_refused_before_training(world, tmp
 
 def test_no_rank_removes_files_that_another_writes(world, tmp_path):
     """A unit of frozen parameters has one form from the first base on; every file of it stays while its rank trains."""
-    ended(world.run(2, kind="ddp", root=tmp_path, steps=60, base_every=4, retain=1, pause=0.02, unit_bytes=1))
+    ended(world.run(2, kind="ddp", root=tmp_path, steps=60, base_every=4, keep_last=1, pause=0.02, unit_bytes=1))
     with RunReader(tmp_path) as reader:
         frozen = [u for u in reader.head().files if u.startswith("rank-00001")]
         assert reader.verify(reader.head()) == []
     names = [path.name for path in (tmp_path / "data").iterdir()]
     assert all(sum(name.startswith(f"{unit}.") for name in names) == 2 for unit in frozen), names
-    ended(world.run(1, kind="ddp", root=tmp_path, steps=62, retain=1, save_at=61))
+    ended(world.run(1, kind="ddp", root=tmp_path, steps=62, keep_last=1, save_at=61))
     assert not [path.name for path in (tmp_path / "data").iterdir() if path.name.startswith("rank-")]

@@ -89,12 +89,14 @@ def train(
     save_at: int | None = None,
     pause: float = 0.0,
     elsewhere: int | None = None,
+    keep_last: int = 2,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
     from holdfast import checkpointer as module
     from holdfast.delta import bases
     from holdfast.store import journal
+    from holdfast.store.retention import Keep
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     root = f"{root}-{rank}" if rank == elsewhere else root
@@ -110,7 +112,9 @@ def train(
     if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
-    with Checkpointer(root, model=model, optimizer=chosen, scheduler=schedule, **options) as checkpointer:
+    with Checkpointer(
+        root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last), **options
+    ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done)
         digests[done] = whole_state(model, chosen)

@@ -35,9 +35,9 @@ def make(tmp_path, queue):
     disk.makedirs("data")
     units = []
 
-    def make(name="block_0", layout=LARGE, copies=3):
+    def make(name="block_0", layout=LARGE, copies=3, grows=False):
         unit = Generations(name, layout, copies, disk=disk, queue=queue, retained=lambda: make.retained,
-                           way_out=lambda path: "Step 7 does not use it.")  # fmt: skip
+                           way_out=lambda path: "Step 7 does not use it.", grows=grows)  # fmt: skip
         units.append(unit)
         return unit
 
@@ -208,3 +208,79 @@ def test_no_room_for_the_files_is_said_before_anything_is_written(make, monkeypa
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(DiskFull, match=f"{LARGE.file_bytes} bytes .* are needed for block_0.0.safetensors"):
         make().create()
+
+
+SMALL = Layout.build([("w/param", "F32", (100,))])
+
+
+def written(unit, generation):
+    checksums = unit.write(generation, image_of(unit.layout, generation), **HOW).result(30)
+    unit.release(generation)
+    return checksums
+
+
+def files_of(tmp_path):
+    return sorted(int(path.name.split(".")[1]) for path in (tmp_path / "data").iterdir())
+
+
+def test_a_unit_that_grows_has_a_file_for_each_commit_and_one_to_write(make, tmp_path):
+    unit = make(layout=SMALL, copies=1, grows=True)
+    unit.create()
+    for generation in range(4):
+        taken = unit.acquire() if generation == 0 else unit.acquire_new()
+        assert taken == generation
+        written(unit, taken)
+        make.retained[unit.path(taken)] = SMALL.file_bytes
+    for gone in (1, 2):
+        del make.retained[unit.path(gone)]
+    unit.trim()
+    assert files_of(tmp_path) == [0, 1, 3]  # one is free
+    again = make(layout=SMALL, copies=1, grows=True)
+    again.create()  # another process finds them, in whatever order they were made
+    assert files_of(tmp_path) == [0, 1, 3] and again.acquire() == 1
+
+
+def test_a_file_that_went_and_was_made_again_is_another_one(make):
+    unit = make(layout=SMALL, copies=1, grows=True)
+    unit.create()
+    make.retained[unit.path(unit.acquire())] = SMALL.file_bytes
+    for _ in range(2):
+        written(unit, unit.acquire_new())
+        unit.acquire_new()
+        written(unit, 2)
+        unit.trim()
+        assert unit.acquire() == 1
+        unit.release(1)
+        unit._surplus.discard(1)
+
+
+def test_a_file_written_through_is_that_of_a_write(make):
+    unit = make()
+    unit.create()
+    image, generation = image_of(LARGE), unit.acquire()
+    beats = []
+    whole = unit.write(generation, image, **HOW).result(30)
+
+    def fill(view, start):
+        view[:] = image[start : start + len(view)]
+
+    other = unit.acquire()
+    assert unit.write_through(other, fill, beat=lambda: beats.append(1), **HOW) == whole
+    assert unit.is_synced(other, whole) and len(beats) == len(whole) == 3
+    copy = image_of(LARGE, seed=1)
+    unit.read(other, copy, whole, **HOW).result(30)
+    assert copy == image
+
+
+def test_a_write_through_that_fails_leaves_nothing_under_way(make):
+    unit = make()
+    unit.create()
+
+    def fill(view, start):
+        if start:
+            raise KeyError("gone")
+
+    with pytest.raises(KeyError):
+        unit.write_through(unit.acquire(), fill, **HOW)
+    with pytest.raises(ValueError, match="was not acquired"):
+        unit.write_through(2, fill, **HOW)

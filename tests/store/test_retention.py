@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.store.manifest import CommitRef, Timeline
-from holdfast.store.retention import dropped, lineage
+from holdfast.errors import BadInput
+from holdfast.store.manifest import CommitRef, Manifest, Timeline
+from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
 
 
 def refs(*pairs):
@@ -63,3 +65,52 @@ def test_the_newest_retain_of_the_line_are_never_dropped_and_the_room_is_kept(pa
     assert len(kept) <= retain + more
     assert not set(line[retain:]) & kept
     assert drop == sorted(drop)
+
+
+def of(*steps, hours=()):
+    """Manifests of a line, made an hour apart, or at ``hours``."""
+    times = hours or range(len(steps))
+    return [
+        Manifest(step, 1, None, None, "", None, {}, {}, {}, created=3600.0 * hour, writer={})
+        for step, hour in zip(steps, times, strict=True)
+    ]
+
+
+def test_the_first_of_each_so_many_steps_is_kept_for_good():
+    line = of(0, 90, 110, 190, 205, 300, 399)
+    assert {ref.step for ref in kept_for_good(line, Keep(1, every=100))} == {110, 205, 300}
+    assert kept_for_good(line, Keep(1)) == set()
+
+
+def test_the_first_of_each_so_many_hours_is_kept_for_good():
+    line = of(1, 2, 3, 4, 5, hours=(0.1, 0.9, 2.5, 3.9, 4.0))
+    assert {ref.step for ref in kept_for_good(line, Keep(1, hours=2))} == {1, 3, 5}
+    assert {ref.step for ref in kept_for_good(line, Keep(1, hours=0.5))} == {1, 2, 3, 4, 5}
+
+
+@given(st.sets(st.integers(0, 500), min_size=1), st.integers(1, 3), st.integers(1, 60))
+def test_what_is_kept_for_good_stays_as_the_line_grows(steps, last, every):
+    """Retired one by one, as a run does it: what the policy keeps is what it would keep of the whole line."""
+    keep, kept = Keep(last, every=every), []
+    for manifest in of(*sorted(steps)):
+        kept.append(manifest)
+        drop = dropped(
+            [m.ref for m in kept], {}, 1, retain=last, room=last, for_good=kept_for_good(kept, keep)
+        )
+        kept = [m for m in kept if m.ref not in drop]
+    whole = of(*sorted(steps))
+    expected = kept_for_good(whole, keep) | {m.ref for m in whole[-last:]}
+    assert {m.ref for m in kept} == expected
+
+
+def test_what_is_damaged_does_not_count_and_goes():
+    commits = refs((1, 1), (1, 2), (1, 3), (1, 4))
+    assert dropped(commits, TIMELINES, 1, retain=2, room=2, damaged=refs((1, 3))) == refs((1, 1), (1, 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{"last": 0}, {"last": 1.5}, {"last": None}, {"every": 0}, {"hours": 0}, {"hours": -1.0}]
+)
+def test_a_policy_that_keeps_nothing_is_refused(options):
+    with pytest.raises(BadInput, match=f"Keep.{next(iter(options))}="):
+        Keep(**options)

@@ -21,6 +21,7 @@ from transformers.trainer_callback import ExportableState
 from ..checkpointer import Checkpointer
 from ..errors import RunMismatch
 from ..state.progress import decode, encode, random_state, restore_random_state
+from ..watch.recovery import progress_bar
 from .sampling import WatchedBatches
 
 STATE = (
@@ -125,7 +126,7 @@ class Training:
             scaler=trainer.accelerator.scaler,
             **self._options,
         )
-        self._checkpointer.resume()
+        self._checkpointer.resume(show=progress_bar())
 
     def _go_on(self, found: dict[str, Any], loop: dict[str, Any]) -> None:
         """Be where ``found`` was taken, end its step as it was ended, and do the rest of the epoch."""

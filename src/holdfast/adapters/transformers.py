@@ -30,7 +30,7 @@ COVERED = ("train", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")
 class HoldfastCallback(TrainerCallback):
     """Makes ``train`` of the trainer that it is given to begin or continue the run in the directory ``run``.
 
-    ``options`` are those of ``Checkpointer``: ``base_every``, ``retain``, ``memory`` and so on. Of other callbacks
+    ``options`` are those of ``Checkpointer``: ``base_every``, ``keep``, ``memory`` and so on. Of other callbacks
     those that are ``ExportableState`` are brought back. What a subclass of ``Trainer`` keeps beside is not, nor, in
     mid-epoch, are the generators of loader workers. The final loss is that of the whole run; the final rates count all
     its steps against this process's time. Training in several processes is refused.

@@ -39,6 +39,8 @@ def ls(run: Path, *, as_json: bool) -> None:
         except CommitRetired:  # since it was listed
             continue
         except Damaged as error:
+            if not reader.disk.exists(ref.path):  # likewise, and its records went
+                continue
             entry["damaged"] = str(error)
         commits.append(entry)
     if as_json:
@@ -68,8 +70,10 @@ def show(commit: str, *, as_json: bool) -> None:
 def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
     atoms = list(reader.atoms(manifest).values())
     if as_json:
+        units = {name: manifest.step if f.step is None else f.step for name, f in manifest.files.items()}
         print_json(
-            summary(manifest) | {"writer": manifest.writer, "progress": manifest.progress, "atoms": atoms}
+            summary(manifest)
+            | {"writer": manifest.writer, "progress": manifest.progress, "units": units, "atoms": atoms}
         )
         return
     out = console()
@@ -127,6 +131,8 @@ def _facts(manifest: Manifest, atoms: list[dict[str, Any]]) -> dict[str, str]:
         "size": _size(manifest),
         "parameters": f"{sum(sizes):,} in {counted(len(sizes), 'tensor')}",
     }
+    if manifest.oldest_step < manifest.step:
+        facts["made"] = _made(manifest)
     if "optimizer" in progress:
         rates = dict.fromkeys(f"{group['lr']:.4g}" for group in progress["groups"] if "lr" in group)
         facts["optimizer"] = f"{progress['optimizer']}, learning rate {', '.join(rates) or 'not kept'}"
@@ -137,6 +143,15 @@ def _facts(manifest: Manifest, atoms: list[dict[str, Any]]) -> dict[str, str]:
             f"{counted(progress['skipped_steps'], 'step')} whose loss or gradient was no number"
         )
     return facts
+
+
+def _made(manifest: Manifest) -> str:
+    """Of which steps the parts of a base are."""
+    steps = [manifest.step if file.step is None else file.step for file in manifest.files.values()]
+    return (
+        f"beside training: {counted(len(steps), 'part')} of steps {min(steps):,} to {max(steps):,}, which the records"
+        f" of steps {min(steps) + 1:,} to {manifest.step:,} bring to one"
+    )
 
 
 def _size(manifest: Manifest) -> str:

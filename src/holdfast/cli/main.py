@@ -133,6 +133,46 @@ def diff(
 
 
 @app.command()
+def prune(
+    run: Run,
+    keep_last: Annotated[
+        int,
+        typer.Option("--keep-last", min=1, metavar="N", help="Newest bases kept, with the records since."),
+    ],
+    every: Annotated[
+        int | None, typer.Option("--every", min=1, metavar="K", help="Keep a base of each K steps, too.")
+    ] = None,
+    hours: Annotated[
+        float | None, typer.Option("--hours", metavar="H", help="Keep a base of each H hours, too.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove old bases and records of a run that nobody writes."""
+    from ..store.retention import Keep
+    from .prune import prune_run
+
+    prune_run(run, Keep(keep_last, every, hours), dry_run=dry_run, as_json=json)
+
+
+@app.command()
+def compact(
+    run: Run,
+    to: Annotated[
+        int | None,
+        typer.Option(
+            "--to", min=1, metavar="STEP", help="Drop what it took to get to this step; else nothing."
+        ),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Make a base of a step from the base before it and the records, so that recovery is quicker."""
+    from .compact import compact_run
+
+    compact_run(run, to, as_json=json)
+
+
+@app.command()
 def plan(
     context: typer.Context,
     cadence: Annotated[

@@ -121,11 +121,6 @@ def _curve(best: Optimum) -> list[dict[str, Any]]:
     return points
 
 
-def _base_every(best: Optimum) -> int:
-    """What a Checkpointer is told: it counts from the end of one base to the beginning of the next."""
-    return best.cadence.steps - best.measured.base_steps + 1
-
-
 def _uses(best: Optimum) -> dict[str, tuple[float, float]]:
     """What the cadence takes of each limit, at most, and the limit."""
     m, limits, cadence = best.measured, best.limits, best.cadence
@@ -143,7 +138,7 @@ def _document(best: Optimum, assumed: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "steps_between_bases": best.cadence.steps,
         "records_per_write": best.cadence.records,
-        "base_every": _base_every(best),
+        "base_every": best.cadence.steps,
         "wasted_seconds_per_hour": asdict(best.waste) | {"total": best.waste.total},
         "binding": list(best.binding),
         "closed_form": {"steps": steps if steps < inf else None, "records": records},
@@ -159,8 +154,8 @@ def _print(best: Optimum, assumed: Mapping[str, Any]) -> None:
     out, (steps, records), m = console(), best.cadence, best.measured
     print(
         f"A base every {counted(steps, 'step')} ({format_seconds(steps * m.step_seconds)}), "
-        f"{counted(records, 'record')} per write: base_every={_base_every(best)} of a Checkpointer, whose bases take "
-        f"{counted(m.base_steps, 'step')} to copy."
+        f"{counted(records, 'record')} per write. A base takes {counted(m.base_steps, 'step')} to copy. A Checkpointer "
+        f"finds its own number, or is told: base_every={steps}."
     )
     print(
         f"Expected waste: {best.waste.total:.1f} s of an hour, {best.waste.total / HOUR:.2%}, with a failure every "

@@ -7,14 +7,18 @@ unit the step that the unit is of, and the records from there on bring it to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import xxhash
 
+from ..errors import DoesNotFit
 from ..io.buffers import Buffer
 from ..state.atoms import Atom
 from ..state.boxes import Box
@@ -23,7 +27,9 @@ from ..store.generations import Generations
 from ..store.layout import Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Share
-from ..units import MiB
+from ..units import MiB, format_bytes
+from .image import Image, write_tensor
+from .recorder import Inline, Recorder, Task
 
 UNIT_BYTES = 64 * MiB
 """About how large a unit is; a parameter with its optimizer state is not divided."""
@@ -32,42 +38,48 @@ METADATA = {"format": "holdfast", "version": "1"}
 
 
 @dataclass
-class _Unit:
+class Unit:
     name: str
     owners: tuple[str, ...]
-    files: Generations
+    layout: Layout
+    files: Generations | None = None
+    """Not there before the recorder has made them."""
     late: bool = False
-    """Copied at the commit's own step, since records cannot bring it there."""
+    """What is in it no record brings forward: it is copied last, at the commit's own step."""
 
 
 @dataclass
 class _Staged:
-    unit: _Unit
+    unit: Unit
     step: int
-    generation: int
-    future: Future[tuple[str, ...]]
+    generation: int = -1
+    written: Future[tuple[str, ...]] | None = None
 
 
 class BaseMaker:
-    """Makes one base at a time, or ``prefix``'s part of one. All but the writing happens on the training thread."""
+    """Makes one base at a time, or ``prefix``'s part of one. The training thread divides and copies; what touches the
+    disk is done by the recorder's thread, so that a disk that hangs is seen by its deadline."""
 
-    def __init__(self, store: LocalStore, state: LiveState, prefix: str = "") -> None:
-        self._store, self._state, self._prefix = store, state, prefix
-        self._units: list[_Unit] = []
+    def __init__(
+        self, store: LocalStore, state: LiveState, recorder: Recorder | Inline, prefix: str = ""
+    ) -> None:
+        self._store, self._state, self._recorder, self._prefix = store, state, recorder, prefix
+        self._units: list[Unit] = []
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, Atom] = {}
-        self._left: list[_Unit] = []
+        self._left: list[Unit] = []
         self._staged: list[_Staged] = []
-        self._copying: list[tuple[Buffer, Future]] = []
+        self._counting = threading.Lock()
+        self.memory_bytes = 0
+        """What copies of units take at present."""
+        self.written_bytes = 0
+        self.write_seconds = 0.0
+        """For which there was something to write, about."""
+        self._last_write = 0.0
 
     def watch(self, state: LiveState) -> None:
         """From here on bases are of ``state``. None is under way."""
         self._state = state
-
-    @property
-    def step(self) -> int:
-        """At which the last unit was copied."""
-        return self._staged[-1].step
 
     @property
     def under_way(self) -> bool:
@@ -78,121 +90,208 @@ class BaseMaker:
         return not self._left
 
     @property
-    def memory_bytes(self) -> int:
-        """What copies of units take at present."""
-        self._free_written()
-        return sum(buffer.nbytes for buffer, _ in self._copying)
+    def next_bytes(self) -> int:
+        """What a copy of the next unit takes."""
+        return self._left[0].layout.file_bytes
 
     @property
     def left_bytes(self) -> int:
         """What copies of the units that are left will take."""
-        return sum(map(_bytes_of, self._left))
+        return sum(unit.layout.file_bytes for unit in self._left)
 
     @property
     def late_bytes(self) -> int:
         """Of them, what has to be copied at the end of one step, after all others."""
-        return sum(_bytes_of(unit) for unit in self._left if unit.late)
+        return sum(unit.layout.file_bytes for unit in self._left if unit.late)
+
+    @property
+    def full_bytes(self) -> int:
+        """Of a base as it was divided last."""
+        return sum(unit.layout.file_bytes for unit in self._units)
 
     def begin(self) -> None:
-        """Divide the state as it is now; nothing is copied yet. Makes files where the state has changed its form."""
-        owned = self._owned()
+        """Divide the state as it is now; nothing is copied yet. Files are made where it has changed its form."""
+        owned = owned_by(self._state)
         atoms = _atoms_of(owned)
         if atoms != self._atoms:
-            for unit in self._units:
-                self._store.drop_unit(unit.files)
-            self._units = [self._unit(number, group, owned) for number, group in enumerate(_groups(owned))]
-            self._index = self._store.put_index(_index_of(self._units, owned, self._state))
+            before = self._units
+            self._units, index = divided(owned, self._state, self._prefix)
             self._atoms = atoms
+            self._recorder.put(Task(partial(self._make, before, self._units, index), at_once=True))
         self._left, self._staged = list(self._units), []
 
-    def renew(self) -> None:
-        """Begin again if the state was made, or grew, since the base was begun. Called before ``stage``."""
-        if self.under_way and _atoms_of(self._owned()) != self._atoms:
-            self.give_up()
-            self.begin()
-
-    def stage(self, step: int, most_bytes: int) -> None:
-        """Copy units as they are at the end of ``step``, about ``most_bytes`` of them and one at least; late ones only
-        if there are no others, or all that is left is copied."""
-        owned, copied = self._owned(), 0
-        late_too = all(unit.late for unit in self._left) or self.left_bytes <= most_bytes
-        while self._left and (not copied or copied + _bytes_of(self._left[0]) <= most_bytes):
-            if self._left[0].late and not late_too:
-                break
+    def stage(self, step: int, most_bytes: int) -> bool:
+        """Copy units as they are at the end of ``step``, ``most_bytes`` of them; late ones only if all that is left is
+        copied. False, with nothing copied, where the state has changed its form and the base is begun again."""
+        owned = self._owned_now()
+        if owned is None:
+            return False
+        late_too = self.left_bytes <= most_bytes
+        while self._left and self.next_bytes <= most_bytes and (late_too or not self._left[0].late):
             unit = self._left.pop(0)
-            layout = unit.files.layout
-            buffer = Buffer(layout.file_bytes, "base")
+            most_bytes -= unit.layout.file_bytes
+            buffer = self._buffer(unit.layout.file_bytes)
             for owner in unit.owners:
                 for key, (_, tensor) in owned[owner].items():
-                    _write_tensor(buffer.view, layout, key, tensor)
-            generation = unit.files.acquire()
-            future = unit.files.write(generation, buffer.view, kind="state", phase="base", priority=2)
-            self._copying.append((buffer, future))
-            self._staged.append(_Staged(unit, step, generation, future))
-            copied += layout.file_bytes
+                    write_tensor(buffer.view, unit.layout, key, tensor)
+            self._staged.append(staged := _Staged(unit, step))
+            self._recorder.put(Task(partial(self._write, staged, buffer), at_once=True))
+        return True
 
-    def wait(self) -> None:
-        """Return when what is staged is written. Raises what a write failed with."""
-        for staged in self._staged:
-            staged.future.result()
-        self._free_written()
+    def write_next(self, step: int) -> None:
+        """Write the next unit as it is now, at the end of ``step``, without a copy: training waits for it. Raises what
+        the write failed with, and ``WriterHung``."""
+        owned = self._owned_now()
+        if owned is None:
+            return
+        unit = self._left.pop(0)
+        self._staged.append(staged := _Staged(unit, step))
+        tensors = {key: tensor for owner in unit.owners for key, (_, tensor) in owned[owner].items()}
+        _settle_devices(tensors.values())
+        self._recorder.do(partial(self._write_through, staged, tensors))
 
     def publish(self, progress: dict[str, Any]) -> Manifest:
-        """Make the base a commit of ``step``, of which ``progress`` is, once its units are written. Durable when this
-        returns."""
-        manifest = self._store.publish(self.step, *self._written(progress))
+        """Make the base a commit of the step at which the last unit was copied, of which ``progress`` is, once all are
+        written. Durable when this returns. On the recorder's thread."""
+        manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress))
         self._store.prune_journal()
-        self._free_written()
-        self._staged = []
         return manifest
 
     def share(self, progress: dict[str, Any]) -> Share:
         """Instead of ``publish``, this rank's part of a commit of all ranks. Durable when this returns."""
-        return self._store.share(self.step, *self._written(progress))
+        return self._store.share(self._staged[-1].step, *self._all_written(progress))
 
     def published(self) -> None:
         """The first rank has made the base, whose part was shared, a commit."""
         for staged in self._staged:
+            assert staged.unit.files is not None
             staged.unit.files.release(staged.generation)
-        self._free_written()
+        self.end()
+
+    def end(self) -> None:
+        """The base that was published is not under way any more."""
         self._staged = []
 
-    def _written(self, progress: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
-        files = {s.unit.name: (s.generation, s.future.result()) for s in self._staged}
-        return files, self._index, progress, {s.unit.name: s.step for s in self._staged}
+    def _all_written(self, progress: dict[str, Any]) -> tuple[dict, dict, dict, dict]:
+        files = {}
+        for staged in self._staged:
+            assert staged.written is not None
+            files[staged.unit.name] = (staged.generation, staged.written.result())
+            self._recorder.beat()
+        return files, self._index, progress, {staged.unit.name: staged.step for staged in self._staged}
 
     def give_up(self) -> None:
-        """Forget a base that was begun. Returns when nothing of it is under way."""
-        for staged in self._staged:
-            staged.future.exception()
-            staged.unit.files.release(staged.generation)
-        self._left, self._staged = [], []
-        self._free_written()
+        """Forget a base that was begun; its files can be used again when what is under way has ended."""
+        staged, self._left, self._staged = self._staged, [], []
+        if staged:
+            self._recorder.put(Task(partial(self._release, staged), at_once=True))
 
-    def _owned(self) -> dict[str, Held]:
-        owned = {p.name: self._state.owned(p) for p in self._state.stored}
-        buffers, residuals = self._state.buffers(), self._state.residuals_held()
-        if buffers:
-            owned[BUFFERS] = buffers
-        for key, held in residuals.items():
-            owned[key] = {key: held}
-        return owned
+    def _owned_now(self) -> dict[str, Held] | None:
+        """None where a state was made, or grew, since the base was begun: it is begun again."""
+        owned = owned_by(self._state)
+        if _atoms_of(owned) == self._atoms:
+            return owned
+        self.give_up()
+        self.begin()
+        return None
 
-    def _unit(self, number: int, owners: tuple[str, ...], owned: dict[str, Held]) -> _Unit:
-        """The unit's name says its form, since a file is of one size for ever."""
-        atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
-        layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
-        form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-        files = self._store.unit(
-            f"{self._prefix}unit_{number:03d}-{form}", layout, copies=self._store.retain + 1
-        )
-        files.create()
-        return _Unit(files.name, owners, files, late=atoms[0].slot == RESIDUAL)
+    def _buffer(self, nbytes: int) -> Buffer:
+        with self._counting:
+            self.memory_bytes += nbytes
+        return Buffer(nbytes, "base")
 
-    def _free_written(self) -> None:
-        for buffer, _ in [item for item in self._copying if item[1].done()]:
-            buffer.free()
-        self._copying = [item for item in self._copying if not item[1].done()]
+    # On the recorder's thread
+
+    def _make(self, before: list[Unit], units: list[Unit], index: dict[str, Any]) -> None:
+        """Files for ``units`` instead of those ``before``. A unit's name says its form, since a file is of one size for
+        ever."""
+        for unit in before:
+            if unit.files is not None:
+                self._store.drop_unit(unit.files)
+        for unit in units:
+            unit.files = self._store.unit(unit.name, unit.layout, copies=min(self._store.retain, 2) + 1)
+        files = [unit.files for unit in units if unit.files is not None]
+        nbytes, store = self._store.space_needed(files), self._store
+        if not store.make_room(nbytes):
+            raise DoesNotFit(
+                f"storage = {format_bytes(store.cap_bytes or 0)} is too little: {store.root} takes"
+                f" {format_bytes(store.used_bytes)}, and the files for bases of {format_bytes(self.full_bytes)} take"
+                f" {format_bytes(nbytes)} more. Give at least {store.used_bytes + nbytes + self.full_bytes} bytes."
+            )
+        for each in files:
+            each.create()
+            self._recorder.beat()
+        self._index = self._store.put_index(index)
+
+    def _write(self, staged: _Staged, buffer: Buffer) -> None:
+        """Begin to write a copy, which goes when it is written."""
+        files = staged.unit.files
+        assert files is not None
+        began = time.perf_counter()
+        staged.generation = self._store.free_generation(files)
+        staged.written = files.write(staged.generation, buffer.view, kind="state", phase="base", priority=2)
+        staged.written.add_done_callback(lambda _: self._written(buffer, began))
+
+    def _written(self, buffer: Buffer, began: float) -> None:
+        nbytes, now = buffer.nbytes, time.perf_counter()
+        buffer.free()
+        with self._counting:
+            self.memory_bytes -= nbytes
+        self._wrote(nbytes, began, now)
+
+    def _wrote(self, nbytes: int, began: float, now: float) -> None:
+        with self._counting:
+            self.written_bytes += nbytes
+            self.write_seconds += now - max(began, self._last_write)
+            self._last_write = now
+
+    def _write_through(self, staged: _Staged, tensors: dict[str, torch.Tensor]) -> None:
+        files = staged.unit.files
+        assert files is not None
+        began = time.perf_counter()
+        staged.generation = self._store.free_generation(files)
+        checksums = files.write_through(
+            staged.generation, Image(staged.unit.layout, tensors).fill, kind="state", phase="base", priority=2,
+            beat=self._recorder.beat,
+        )  # fmt: skip
+        staged.written = Future()
+        staged.written.set_result(checksums)
+        self._wrote(staged.unit.layout.file_bytes, began, time.perf_counter())
+
+    def _release(self, staged: list[_Staged]) -> None:
+        for each in staged:
+            if each.written is not None and each.unit.files is not None:
+                each.written.exception()
+                each.unit.files.release(each.generation)
+            self._recorder.beat()
+
+
+def owned_by(state: LiveState) -> dict[str, Held]:
+    """What is in a base of ``state``, by owner."""
+    owned = {p.name: state.owned(p) for p in state.stored}
+    buffers = state.buffers()
+    if buffers:
+        owned[BUFFERS] = buffers
+    return owned | {key: {key: held} for key, held in state.residuals_held().items()}
+
+
+def divided(owned: dict[str, Held], state: LiveState, prefix: str = "") -> tuple[list[Unit], dict[str, Any]]:
+    """The units that hold what is ``owned``, without files yet, and the index that says so."""
+    units = [_unit(prefix, number, group, owned) for number, group in enumerate(_groups(owned))]
+    return units, _index_of(units, owned, state)
+
+
+def _unit(prefix: str, number: int, owners: tuple[str, ...], owned: dict[str, Held]) -> Unit:
+    atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
+    layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
+    form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
+    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=atoms[0].slot == RESIDUAL)
+
+
+def _settle_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Another thread reads ``tensors``: what was begun on their devices has ended."""
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        torch.accelerator.synchronize()
 
 
 def _atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
@@ -214,7 +313,7 @@ def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups]
 
 
-def _index_of(units: Sequence[_Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
+def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
     atoms: dict[str, Any] = {}
     for unit in units:
         for owner in unit.owners:
@@ -228,14 +327,3 @@ def _index_of(units: Sequence[_Unit], owned: dict[str, Held], state: LiveState) 
                     ],
                 }  # fmt: skip
     return {"version": 1, "atoms": atoms}
-
-
-def _bytes_of(unit: _Unit) -> int:
-    return unit.files.layout.file_bytes
-
-
-def _write_tensor(image: memoryview, layout: Layout, key: str, tensor: torch.Tensor) -> None:
-    entry = layout[key]
-    if entry.nbytes:
-        place = torch.frombuffer(image[entry.offset : entry.end], dtype=tensor.dtype).view(tensor.shape)
-        place.copy_(tensor)

@@ -29,12 +29,14 @@ from ..state.live import LiveState
 from ..state.progress import decode
 from ..store.local import LOCK, LocalStore
 from ..store.manifest import this_writer
+from ..store.retention import Keep
 from . import drift, kept, tier
 from .bases import BaseMaker
 from .channel import Channel, Gone, Inbox, Message
 from .helper import LAST_WORD
 from .ranks import Ranks
 from .rebuild import rebuild
+from .recorder import Inline
 from .recovery import recover
 from .replay import apply, fingerprint
 from .replica import SYNC, Terms
@@ -110,7 +112,7 @@ class Host:
                 self._store = self._look()
 
     def _look(self) -> LocalStore:
-        return LocalStore(self._terms.run, retain=self._terms.retain, direct=self._terms.direct)
+        return LocalStore(self._terms.run, keep=Keep(*self._terms.keep), direct=self._terms.direct)
 
     def _take_place(self) -> None:
         """Make the tier ready. What an earlier replica kept stays until a state is handed over."""
@@ -167,7 +169,7 @@ class Host:
             self._begun = True
         self._state, self._step, self._equal = state, about["step"], True
         if self._bases is None:
-            self._bases = BaseMaker(self._store, state)
+            self._bases = BaseMaker(self._store, state, Inline())
         self._bases.watch(state)
         if not about["persist"]:
             kept.drop(self._place)
@@ -229,8 +231,7 @@ class Host:
             self._bases.stage(self._step, self._bases.left_bytes)
             return
         while not self._bases.all_staged:
-            self._bases.stage(self._step, tier.PIECE_BYTES)
-            self._bases.wait()
+            self._bases.write_next(self._step)
         self._publish()
 
     def _go_on_with_base(self) -> None:
@@ -240,6 +241,7 @@ class Host:
     def _publish(self) -> None:
         assert self._bases is not None
         self._base_step = self._bases.publish(self._base_progress).step
+        self._bases.end()
         if not self._kept:
             kept.drop(self._place)
         self._events.emit("base", step=self._base_step, durable_step=self._base_step)

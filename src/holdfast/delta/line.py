@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..update.optimizer import is_elementwise
 from .ghost import Ghost
 from .replay import Taken, apply, fingerprint
 from .slots import tensors_of
+from .watching import Recovery
 
 
 class Differs(HoldfastError):
@@ -49,6 +50,8 @@ class Line:
     chains: dict[str, Chain]
     step: int
     odd: Damaged | None
+    watch: Recovery = field(default_factory=Recovery)
+    """Told how the recovery gets on."""
 
     @classmethod
     def of(cls, store: LocalStore, base: Manifest, target: int | None) -> Line:
@@ -98,6 +101,7 @@ class Line:
         }
         state.check(kinds)
         sources = self._sources(state)
+        self.watch.begins(self.base, list(self.chains.values()))
         state.forget_optimizer_state()
         if sources is not None:
             self._replay(state, sources, self._stream_of(rank), after_update)
@@ -148,7 +152,7 @@ class Line:
         for name, stream in sources.items():
             taken.setdefault(stream, set()).add(name)
         for stream, names in taken.items():
-            for tensors in _loaded(self.store, self.base.files_of(stream)):
+            for tensors in _loaded(self.store, self.base.files_of(stream), self.watch):
                 state.load(
                     {key: tensor for key, tensor in tensors.items() if self._owner(stream, key) in names}
                 )
@@ -208,6 +212,7 @@ class Line:
                     others=others,
                     after_update=after_update,
                 )
+                self.watch.replayed(len(records))
                 for stream, record, _ in records:
                     told = record.about["fingerprint"]
                     compared = step >= self.base.step and stream in stored
@@ -244,7 +249,9 @@ def uses_feedback(about: dict[str, Any]) -> bool:
     return any(update.get("codec", {}).get("feedback") for update in about["updates"])
 
 
-def _loaded(store: LocalStore, files: Mapping[str, FileRef]) -> Iterator[dict[str, torch.Tensor]]:
+def _loaded(
+    store: LocalStore, files: Mapping[str, FileRef], watch: Recovery
+) -> Iterator[dict[str, torch.Tensor]]:
     """The verified tensors of each of ``files``, whose memory is used again for the next but one."""
     refs = list(files.values())
     buffers = [Buffer(max((file.bytes for file in refs), default=1), "recovery") for _ in range(2)]
@@ -257,6 +264,7 @@ def _loaded(store: LocalStore, files: Mapping[str, FileRef]) -> Iterator[dict[st
             if number:
                 view, future = futures[number - 1]
                 future.result()
+                watch.loaded(len(view))
                 yield tensors_of(view)
     finally:
         for _, future in futures:

@@ -12,11 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import BadInput, WriterHung
 from ..store.journal import JournalWriter, Record
 from .slots import Slot, SlotPool
+
+T = TypeVar("T")
 
 BOUND = 8
 """Most steps that may be on their way to the disk."""
@@ -35,13 +37,26 @@ class Sealed:
 
 @dataclass
 class Task:
-    """Something to be done when every step put before is durable."""
+    """Something to be done when every step put before is durable, or ``at_once``: before any step that waits."""
 
-    do: Callable[[], None]
+    do: Callable[[], Any]
+    at_once: bool = False
 
 
 def _as_they_are(about: dict[str, Any], parts: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
     return parts
+
+
+class Inline:
+    """In place of a ``Recorder`` where there is no training to wait for: does every task when it is put."""
+
+    def put(self, task: Task) -> None:
+        task.do()
+
+    def do(self, what: Callable[[], Any]) -> Any:
+        return what()
+
+    def beat(self) -> None: ...
 
 
 class Recorder:
@@ -65,10 +80,13 @@ class Recorder:
         self.durable_step = durable_step
         """The newest step whose record, and every one before it, survives power loss."""
         self.written_bytes = 0
+        self.write_seconds = 0.0
         self.last_put = durable_step
         self._waiting: deque[Sealed | Task] = deque()
+        self._at_once: deque[Task] = deque()
+        self._held = False
         self._changed = threading.Condition()
-        self._wanted = durable_step
+        self._wanted = self._written_step = durable_step
         self._busy_since: float | None = None
         self._failure: BaseException | None = None
         self._closing = False
@@ -82,18 +100,54 @@ class Recorder:
 
     @property
     def pending(self) -> int:
-        """Steps that are sealed and not durable."""
+        """Steps that are sealed and not durable, and tasks that wait for them."""
         with self._changed:
             return len(self._waiting)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Of the records of those steps, but for their headers."""
+        with self._changed:
+            return sum(len(part) for item in self._waiting if isinstance(item, Sealed) for part in item.parts)
+
+    @property
+    def segment_free_bytes(self) -> int:
+        """Of the journal's present segment."""
+        return self._journal.free_bytes
 
     def put(self, item: Sealed | Task) -> None:
         """Hand over a step or a task. Raises what an earlier write failed with."""
         with self._changed:
             self._raise_failure()
-            self._waiting.append(item)
+            if isinstance(item, Task) and item.at_once:
+                self._at_once.append(item)
+            else:
+                self._waiting.append(item)
             if isinstance(item, Sealed):
                 self.last_put = item.step
             self._changed.notify_all()
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Have ``work`` done on the thread, before any step that waits, and return its result. Raises as ``wait``
+        does."""
+        results: list[T] = []
+        self.put(Task(lambda: results.append(work()), at_once=True))
+        with self._changed:
+            while not results:
+                self._check()
+                self._changed.wait(0.1)
+        return results[0]
+
+    def beat(self) -> None:
+        """Called by a task that gets on: the deadline counts from here."""
+        self._busy_since = time.monotonic()
+
+    def hold(self) -> None:
+        """Nothing waits. The steps put from here on are written, and durable only from ``restart`` on: the base that
+        they follow is not yet."""
+        with self._changed:
+            assert not self._waiting
+            self._held = True
 
     def use(self, pool: SlotPool) -> None:
         """Take slots from ``pool`` from here on. Nothing waits."""
@@ -102,11 +156,14 @@ class Recorder:
             self._pool = pool
 
     def restart(self, step: int) -> None:
-        """Nothing waits, and ``step`` is durable otherwise: records go on after it."""
+        """``step`` is durable otherwise: records go on after it. No step before it waits."""
         with self._changed:
             self._raise_failure()
-            assert not self._waiting
-            self.durable_step = self.last_put = step
+            self._held = False
+            self._written_step = max(step, self._written_step)
+            self.durable_step = self._written_step
+            self.last_put = max(step, self.last_put)
+            self._changed.notify_all()
 
     def take_slot(self, wait: bool) -> Slot | None:
         """A slot for the next step; with ``wait`` when one is free again. Raises what a write failed with,
@@ -142,7 +199,7 @@ class Recorder:
         """Return when nothing waits any more. Raises as ``wait`` does."""
         self._want(self.last_put)
         with self._changed:
-            while self._waiting:
+            while self._waiting or self._at_once:
                 self._check()
                 self._changed.wait(0.1)
 
@@ -198,6 +255,8 @@ class Recorder:
     def _next_group(self) -> list[Sealed] | Task | None:
         """Wait for what is to be done now; None at the end. Called with the lock."""
         while True:
+            if self._at_once:
+                return self._at_once[0]
             steps: list[Sealed] = []
             for item in self._waiting:
                 if isinstance(item, Task):
@@ -219,6 +278,7 @@ class Recorder:
     def _do(self, group: list[Sealed] | Task) -> None:
         steps = [] if isinstance(group, Task) else group
         records: list[Record] = []
+        started = time.perf_counter()
         if isinstance(group, Task):
             group.do()
         else:
@@ -228,10 +288,13 @@ class Recorder:
             self._journal.append(records)
         self._pool.give([slot for sealed in steps for slot in sealed.slots])
         with self._changed:  # whoever finds nothing waiting any more may free the slots
+            done = self._at_once if isinstance(group, Task) and group.at_once else self._waiting
             for _ in steps or [group]:
-                self._waiting.popleft()
+                done.popleft()
             if steps:
-                self.durable_step = steps[-1].step
-            self.written_bytes += sum(len(part) for record in records for part in record.parts)
+                self._written_step = steps[-1].step
+                self.durable_step = self.durable_step if self._held else self._written_step
+                self.written_bytes += sum(len(part) for record in records for part in record.parts)
+                self.write_seconds += time.perf_counter() - started
             self._busy_since = None
             self._changed.notify_all()

@@ -17,6 +17,7 @@ from ..store.manifest import CommitRef, Point
 from .line import Differs, Line
 from .ranks import Ranks
 from .script import Script
+from .watching import Recovery
 
 
 @dataclass
@@ -39,6 +40,7 @@ def recover(
     exact: bool = False,
     continuing: bool = False,
     after_update: Callable[[], None] | None = None,
+    watch: Recovery | None = None,
 ) -> Recovered:
     """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
     ``exact``; with ``continuing`` to the newest from which training goes on as it did. Residuals are there if they are
@@ -50,9 +52,12 @@ def recover(
     bases = [ref for ref in store.line() if target is None or ref.step <= target]
     odd: list[str] = []
     for ref in bases:
-        line = _line_from(ref, store, state, script, ranks, target, continuing, after_update, odd)
+        line = _line_from(ref, store, state, script, ranks, target, continuing, after_update, odd, watch)
         if line is None:
+            store.damaged.add(ref)
             continue
+        if watch is not None:
+            watch.ended()
         if exact and continuing and line.step != target and line.odd is None:
             raise NoCommit(
                 f"{store.root} cannot be brought to step {target} so that training goes on as it did: residuals are"
@@ -93,6 +98,7 @@ def _line_from(
     continuing: bool,
     after_update: Callable[[], None] | None,
     odd: list[str],
+    watch: Recovery | None,
 ) -> Line | None:
     """The base ``ref`` and its records in ``state``; None if it cannot be used. What was wrong goes to ``odd``.
 
@@ -108,6 +114,7 @@ def _line_from(
             if continuing:
                 line.end_before_feedback()
             script.check(line.progress(ranks.rank))
+            line.watch = watch or line.watch
             line.replay_into(state, ranks.rank, after_update)
         except Differs as error:
             return -1, error.step - 1, str(error)

@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..state.live import LiveState
 from ..store.files import Disk
 from ..store.local import LocalStore
 from ..store.manifest import Point
+from ..store.retention import Keep
 from . import drift, kept, tier
 from .codecs import Codec, Exact
 from .helper import Helper
@@ -37,6 +38,9 @@ from .slots import Slot
 LINGER_SECONDS = 600.0
 """How long a replica waits for another trainer when its own has died and everything is persisted."""
 
+BASE_EVERY = 100
+"""Steps between bases where nothing was asked for."""
+
 SYNC = "sync"
 """In a tier: a whole state that a trainer hands over."""
 
@@ -47,7 +51,7 @@ class Terms:
 
     run: str
     place: str
-    retain: int
+    keep: tuple[int, int | None, float | None]
     direct: bool
     memory: int
     linger_seconds: float
@@ -72,6 +76,42 @@ def refuse_with_a_replica(
         )
 
 
+class BesideReplica:
+    """What ``Pace`` is for records: when bases are made, of which the replica makes all."""
+
+    def __init__(self, replica: Replica, progress: Callable[[], dict[str, Any]], bytes_per_step: int) -> None:
+        self._replica, self._progress, self._bytes_per_step = replica, progress, bytes_per_step
+        self.recording = True
+
+    @property
+    def base_step(self) -> int:
+        return self._replica.durable_step
+
+    @property
+    def complete(self) -> bool:
+        """Whether every step done is durable, or on its way to be."""
+        return self._replica.durable_step >= self._replica.last_put
+
+    def go_on(self, step: int) -> None:
+        self._replica.go_on(step, self._progress, self._bytes_per_step)
+
+    def whole(self, step: int) -> None:
+        """A base of ``step``, the present one, durable when this returns."""
+        self._replica.save(step, self._progress)
+
+    def fits(self, nbytes: int) -> bool:
+        return True
+
+    def lose(self, step: int) -> None:
+        raise AssertionError("a replica takes every step")
+
+    go_without_room = lose
+
+    def stepped(self, step: int, seconds: float, stall: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Replica:
     """Of the run in ``run``. The order of calls: ``start``, ``recover``, ``begin``; then for each step ``take_slot``,
     ``put`` and ``go_on``."""
@@ -83,8 +123,8 @@ class Replica:
         *,
         memory: Path = tier.MEMORY,
         staging_bytes: int,
-        base_every: int,
-        retain: int,
+        base_every: int | None,
+        keep: Keep,
         direct: bool,
         deadline_seconds: float,
         events: EventLog,
@@ -93,11 +133,11 @@ class Replica:
         refuse_what_cannot_be_rebuilt(state)
         if not memory.is_dir():
             raise BadInput(f"replica: {memory} is not a directory. Give replica= one in memory (a tmpfs).")
-        self._state, self._base_every, self._events = state, base_every, events
+        self._state, self._base_every, self._events = state, base_every or BASE_EVERY, events
         self._deadline = deadline_seconds
         self._place = tier.place_of(run, memory)
         self._terms = Terms(
-            os.path.realpath(run), str(self._place), retain, direct, staging_bytes, LINGER_SECONDS, os.getpid(),
+            os.path.realpath(run), str(self._place), astuple(keep), direct, staging_bytes, LINGER_SECONDS, os.getpid(),
             failpoints.armed,
         )  # fmt: skip
         self.pool: SharedPool | None = None

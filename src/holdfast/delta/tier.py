@@ -20,12 +20,10 @@ from ..io.threads import open_file
 from ..state.live import LiveState
 from ..store.files import Disk
 from ..store.local import LocalStore
-from ..units import MiB
 from .bases import BaseMaker
+from .recorder import Inline
 
 MEMORY = Path("/dev/shm")
-PIECE_BYTES = 64 * MiB
-"""Of a state that is copied into memory at once."""
 
 
 class MemoryDisk(Disk):
@@ -78,9 +76,8 @@ def put(place: Path, state: LiveState, step: int, progress: dict[str, Any]) -> N
     with opened(place) as store:
         store.enter()
         store.begin(None)
-        bases = BaseMaker(store, state)
+        bases = BaseMaker(store, state, Inline())
         bases.begin()
         while not bases.all_staged:
-            bases.stage(step, PIECE_BYTES)
-            bases.wait()
+            bases.write_next(step)
         bases.publish(progress)

@@ -6,6 +6,7 @@ By headers alone, but for ``verify_records``; nothing here is believed before it
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk
 from holdfast.store.journal import StoredRecord, read_payload, read_segment, segments
 from holdfast.store.manifest import Manifest, Point
-from holdfast.store.reader import RunReader
+from holdfast.store.reader import ATTEMPTS, RunReader
 from holdfast.store.retention import ancestry
 
 AHEAD = 2
@@ -172,10 +173,21 @@ def verify_records(store: RunReader, base: Manifest) -> tuple[int, list[Damaged]
         step, odd = _verify_stream(store, base, stream)
         steps.append(step)
         damaged += odd
+    if not store.is_listed(base):  # and with it went what only it needed
+        raise store.retired(base.ref)
     return min(steps, default=base.step), damaged
 
 
 def _verify_stream(store: RunReader, base: Manifest, stream: str) -> tuple[int, list[Damaged]]:
+    """A writer that removes records meanwhile has retired the base that needed them, or keeps it without those since:
+    what is true then shows at a second look."""
+    for _ in range(ATTEMPTS - 1):
+        with suppress(FileNotFoundError):
+            return _verify_once(store, base, stream)
+    return _verify_once(store, base, stream)
+
+
+def _verify_once(store: RunReader, base: Manifest, stream: str) -> tuple[int, list[Damaged]]:
     step, queue = base.oldest_step_of(stream), IOQueue()
     try:
         chain = chain_of(base, stream, read_journal(store, stream), None)

@@ -8,6 +8,7 @@ older than its commit, and each request is one checksum block.
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
@@ -17,9 +18,13 @@ import xxhash
 
 from holdfast import failpoints
 from holdfast.errors import ChunkCorrupt, DiskFailed, PoolExhausted, RunMismatch
+from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import AnyDisk, OpenFile
-from holdfast.store.layout import Layout, block_spans
+from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
+
+PIECES = 4
+"""Checksum blocks in memory at once, of a file that is written through."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
@@ -44,7 +49,9 @@ class Generations:
         way_out: Callable[[str], str],
         check_writer: Callable[[], None] = lambda: None,
         direct: bool = True,
+        grows: bool = False,
     ) -> None:
+        """One that ``grows`` may have more than ``copies`` files, as commits are kept for good."""
         if not _NAME.fullmatch(name):
             raise ValueError(f"a unit's name is letters, digits, '_', '-' and '.', not {name!r}")
         self.name, self.layout, self.copies = name, layout, copies
@@ -55,6 +62,7 @@ class Generations:
         self._acquired: set[int] = set()
         self._synced: dict[int, tuple[str, ...]] = {}
         self._files: dict[int, OpenFile] = {}
+        self._grows = grows
         self._surplus: set[int] = set()
 
     def path(self, generation: int) -> str:
@@ -90,9 +98,25 @@ class Generations:
         while self._disk.exists(self.path(generation)) and self._usable(self.path(generation)):
             self._surplus.add(generation)
             generation += 1
-        for generation in [k for k in self._surplus if self.path(k) not in retained]:
+        if self._grows:
+            self._surplus |= self._others()
+        free = [k for k in sorted(self._surplus - self._acquired) if self.path(k) not in retained]
+        if self._grows and all(self.path(k) in retained for k in range(self.copies)):
+            free = free[1:]  # to be written next
+        for generation in free:
+            with self._lock:
+                file = self._files.pop(generation, None)
+                self._surplus.remove(generation)
+            if file is not None:
+                file.close()
             self._disk.unlink(self.path(generation))
-            self._surplus.remove(generation)
+
+    def _others(self) -> set[int]:
+        """Generations beyond ``copies`` that are there, in whatever order they were made."""
+        pattern = re.compile(rf"{re.escape(self.name)}\.(0|[1-9]\d*)\.safetensors")
+        matches = [pattern.fullmatch(name) for name in self._disk.listdir("data")]
+        found = {int(match[1]) for match in matches if match}
+        return {k for k in found if k >= self.copies and self._usable(self.path(k))}
 
     def missing_bytes(self) -> int:
         """What ``create`` will take from the file system."""
@@ -103,7 +127,7 @@ class Generations:
         """A generation to write: no retained manifest names it and nobody has it. Never waits."""
         retained = self._retained()
         with self._lock:
-            for generation in range(self.copies):
+            for generation in [*range(self.copies), *(sorted(self._surplus) if self._grows else ())]:
                 if generation not in self._acquired and self.path(generation) not in retained:
                     self._acquired.add(generation)
                     self._synced.pop(generation, None)
@@ -113,6 +137,16 @@ class Generations:
                 f" written, the others belong to retained commits. Publish or release a step first, or keep"
                 f" one more copy than durability.retain."
             )
+
+    def acquire_new(self) -> int:
+        """One more generation to write, made for it. Of a unit that grows."""
+        with self._lock:
+            generation = next(k for k in range(self.copies, sys.maxsize) if k not in self._surplus)
+            self._surplus.add(generation)
+            self._acquired.add(generation)
+        self._disk.allocate(self.path(generation), self.layout.file_bytes)
+        self._disk.sync_dir("data", why="unit directory")
+        return generation
 
     def release(self, generation: int) -> None:
         """Give back what was acquired: it was published, or will not be (a step that was skipped or failed)."""
@@ -145,6 +179,43 @@ class Generations:
         ]
         finish = partial(self._sync, generation, file, checksums)
         return self._queue.submit(requests, kind=kind, phase=phase, priority=priority, finish=finish)
+
+    def write_through(
+        self,
+        generation: int,
+        fill: Callable[[memoryview, int], None],
+        *,
+        kind: str,
+        phase: str,
+        priority: int,
+        beat: Callable[[], None] = lambda: None,
+    ) -> tuple[str, ...]:
+        """As ``write``, of an image that is nowhere as a whole: ``fill(view, start)`` puts the bytes of the file from
+        ``start`` on into ``view``. Returns when it is synced. ``beat`` is called now and then."""
+        if generation not in self._acquired:
+            raise ValueError(f"generation {generation} of unit {self.name!r} was not acquired")
+        self._check_writer()
+        self._synced.pop(generation, None)
+        file, checksums = self._file(generation), [""] * len(self._spans)
+        buffers = [Buffer(min(CHECKSUM_BLOCK, self.layout.file_bytes), "base") for _ in self._spans[:PIECES]]
+        futures: list[Future] = []
+        try:
+            for block, (start, stop) in enumerate(self._spans):
+                if block >= PIECES:
+                    futures[block - PIECES].result()
+                view = buffers[block % PIECES].view[: stop - start]
+                fill(view, start)
+                request = Request(file, view, start, True, partial(_digest_into, checksums, block, view))
+                futures.append(self._queue.submit([request], kind=kind, phase=phase, priority=priority))
+                beat()
+            for future in futures:
+                future.result()
+        finally:
+            for future in futures:
+                future.exception()
+            for buffer in buffers:
+                buffer.free()
+        return self._sync(generation, file, checksums)
 
     def read(
         self,

@@ -98,7 +98,8 @@ class StoredRecord:
 class JournalWriter:
     """Appends the records of one stream in one timeline. Used by one thread at a time.
 
-    ``check_writer`` raises if the run may not be written (any more).
+    ``check_writer`` raises if the run may not be written (any more); ``reserve`` says how large a segment is made, of
+    which so many bytes are needed and so many wanted.
     """
 
     def __init__(
@@ -109,15 +110,22 @@ class JournalWriter:
         timeline: Timeline,
         *,
         check_writer: Callable[[], None] = lambda: None,
+        reserve: Callable[[int, int], int] = lambda least, wanted: wanted,
         segment_bytes: int = SEGMENT_BYTES,
         direct: bool = True,
     ) -> None:
         self._disk, self._queue, self._stream, self._timeline = disk, queue, stream, timeline
-        self._check_writer, self._segment_bytes, self._direct = check_writer, segment_bytes, direct
+        self._check_writer, self._reserve = check_writer, reserve
+        self._segment_bytes, self._direct = segment_bytes, direct
         self._file: OpenFile | None = None
         self._end = self._capacity = 0
         self._digest = timeline.key
         disk.makedirs(f"journal/{stream}")
+
+    @property
+    def free_bytes(self) -> int:
+        """Of the present segment."""
+        return self._capacity - self._end if self._file is not None else 0
 
     def append(self, records: Sequence[Record]) -> None:
         """Write ``records``, in the order of their steps, and sync them. When this returns, they survive power loss.
@@ -166,7 +174,8 @@ class JournalWriter:
             return
         self.close()
         path = SegmentRef(self._timeline.id, step, self._stream).path
-        self._capacity, self._end = max(nbytes, min(self._segment_bytes, GROUPS_PER_SEGMENT * nbytes)), 0
+        wanted = max(nbytes, min(self._segment_bytes, GROUPS_PER_SEGMENT * nbytes))
+        self._capacity, self._end = self._reserve(nbytes, wanted), 0
         self._disk.allocate(path, self._capacity)
         self._disk.sync_dir(f"journal/{self._stream}", why="segment directory")
         failpoints.reach("after_segment_made")
@@ -239,11 +248,14 @@ def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]
 def read_segment(disk: AnyDisk, ref: SegmentRef) -> tuple[list[StoredRecord], Damaged | None]:
     """The records of a segment by their headers, and what ended the reading if it was not the clean end.
 
-    The payloads are not read; the last one may be torn.
+    The payloads are not read; the last one may be torn. A segment that was removed since it was listed has none.
     """
     found: list[StoredRecord] = []
-    size, offset = disk.size(ref.path), 0
-    file = disk.open(ref.path, write=False, direct=False)
+    try:
+        size, offset = disk.size(ref.path), 0
+        file = disk.open(ref.path, write=False, direct=False)
+    except FileNotFoundError:
+        return [], None
     try:
         while offset + PAGE <= size:
             header = _read_header(file, offset, size)

@@ -19,24 +19,26 @@ from typing import Any
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import DiskFailed, EngineFailed, NoCommit, StaleCommit
+from holdfast.errors import DiskFailed, EngineFailed, NoCommit, PoolExhausted, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, HeldLock, check_place, write_durably
 from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
-from holdfast.store.journal import JournalWriter, steps_of_segments, streams
+from holdfast.store.journal import JournalWriter
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Share, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index, read_named
-from holdfast.store.retention import dropped
+from holdfast.store.retained import RetainedCommits
+from holdfast.store.retention import Keep, dropped, lineage
+from holdfast.store.room import Need, needs, unneeded_segments
 from holdfast.store.scratch import Scratch
 
 LOCK = "lock"
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
 
 
-class LocalStore(RunReader):
+class LocalStore(RetainedCommits):
     """A run directory, open for its one writer. A context manager.
 
     The order of calls: ``open``, ``newest_whole``, ``begin``, ``unit`` and ``put_index``; then for
@@ -48,33 +50,38 @@ class LocalStore(RunReader):
         root: str | Path,
         *,
         retain: int = 2,
+        keep: Keep | None = None,
         spare: int = 1,
         disk: AnyDisk | None = None,
         queue: IOQueue | None = None,
         direct: bool = True,
     ) -> None:
         """``spare`` is how many files of each unit must be free of commits: 1 to write a step, 1 more where
-        steps between commits are written too. ``queue`` stays open; without one the store has its own.
+        steps between commits are written too. ``queue`` stays open; without one the store has its own. ``keep`` goes
+        before ``retain``; units have more files then as there are more commits.
 
         Until ``enter`` the run may be read and units counted, and nothing is written or locked.
         """
+        retain = retain if keep is None else keep.last
         if retain < 1:
             raise ValueError(f"durability.retain is at least 1, got {retain}")
         if disk is None:
             check_place(root)
         self.queue, self._own_queue = queue or IOQueue(), queue is None
-        super().__init__(root, disk=disk, queue=self.queue, direct=direct)
-        self.retain, self.spare = retain, spare
-        self.timeline: int | None = None
+        super().__init__(
+            root, retain=retain, keep=keep, disk=disk, queue=self.queue, direct=direct
+        )  # fmt: skip
+        self.spare = spare
+        self.cap_bytes: int | None = None
+        """Most that the run may take of the disk."""
         self._lock: HeldLock | None = None
-        self._retained: dict[CommitRef, Manifest | None] = {}
-        self._retained_files: dict[str, int] = {}
         self._units: dict[str, Generations] = {}
         self._scratch: list[Scratch] = []
         self._left: list[Manifest] = []  # retired, with files of units that may be none any more
         self._fork: Timeline | None = None
-        self._timelines: dict[int, Timeline] = {}
         self._failed: BaseException | None = None
+        self.dropped: list[CommitRef] = []
+        """Retired for want of room, by this writer."""
         self.is_mine: Callable[[str], bool] = lambda unit: True
         """Whether files of a unit of this name are this writer's to remove, and no other rank's."""
 
@@ -174,7 +181,7 @@ class LocalStore(RunReader):
 
     def unit(self, name: str, layout: Layout, copies: int) -> Generations:
         """The files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``."""
-        if copies != 1 and copies <= self.retain:
+        if self.keep is None and copies != 1 and copies <= self.retain:
             raise ValueError(
                 f"unit {name!r} needs {self.retain + 1} copies to keep {self.retain} commits, not {copies}"
             )
@@ -188,6 +195,7 @@ class LocalStore(RunReader):
             way_out=self.way_out,
             check_writer=self._check_writer,
             direct=self.direct,
+            grows=self.keep is not None,
         )
         self._units[name] = unit
         return unit
@@ -201,9 +209,15 @@ class LocalStore(RunReader):
             self._check_writer()
             self._check_fence()
 
+        def reserve(least: int, wanted: int) -> int:
+            if self.cap_bytes is not None:
+                wanted = max(least, min(wanted, self.cap_bytes - self.used_bytes - 2 * least))
+            self.used_bytes += wanted
+            return wanted
+
         return JournalWriter(
-            self.disk, self.queue, stream, self._fork, check_writer=check_writer, direct=self.direct
-        )
+            self.disk, self.queue, stream, self._fork, check_writer=check_writer, reserve=reserve, direct=self.direct
+        )  # fmt: skip
 
     def scratch(self, name: str, nbytes: int) -> Scratch:
         """An empty scratch file of ``nbytes``; it goes when the store is closed."""
@@ -301,19 +315,80 @@ class LocalStore(RunReader):
             self._retire()
         return manifest
 
+    def insert(
+        self,
+        point: Point,
+        files: dict[str, tuple[int, tuple[str, ...]]],
+        index: dict[str, Any],
+        progress: dict[str, Any],
+    ) -> Manifest:
+        """Make the step of ``point``, a record, a commit of its timeline. For who opened the run without going on with
+        it; durable when this returns."""
+        self._check_writer()
+        timeline = self.timelines()[0][point.timeline]
+        refs = {name: self._file_ref(name, *value) for name, value in files.items()}
+        manifest = Manifest(
+            point.step, timeline.id, timeline.parent, timeline.fork_step, timeline.key, timeline.parent_key, refs,
+            index, progress, time.time(), this_writer(),
+        )  # fmt: skip
+        with self._failing():
+            write_durably(self.disk, manifest.path, manifest.encode(), why="manifest", after=_reach)
+            failpoints.reach("after_directory_sync")
+            self._keep({**self._retained, manifest.ref: manifest})
+        return manifest
+
     def prune_journal(self) -> None:
         """Remove the segments of which no retained commit needs a record, but the one that is appended to. Called after
         ``publish``."""
         manifests = list(self._retained.values())
-        oldest = min((m.oldest_step for m in manifests if m is not None), default=0)
         if None in manifests:  # one that cannot be read may need any
             return
-        for stream in streams(self.disk):
-            found = steps_of_segments(self.disk, stream)
-            appended_to = max((ref for ref, _ in found if ref.timeline == self.timeline), default=None)
-            for ref, last in found:
-                if last <= oldest and ref != appended_to:
-                    self.disk.unlink(ref.path)
+        alone = self._for_good() - set(self._newest())
+        for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
+            failpoints.reach("before_segment_unlink")
+            self.disk.unlink(path)
+        self.measure()
+
+    def make_room(self, nbytes: int) -> bool:
+        """Retire the oldest commits until ``nbytes`` more are within the cap; whether they are. The two newest that are
+        whole stay, and what is retired is in ``dropped``."""
+        self.measure()
+        while self.cap_bytes is not None and self.used_bytes + nbytes > self.cap_bytes:
+            droppable = sorted(set(self._retained) - set(self._newest(2)))
+            line = set(lineage(self._retained, self._timelines, self.timeline or 0))
+            off = [ref for ref in droppable if ref not in line or ref in self.damaged]
+            if not droppable:
+                return False
+            victim = (off or droppable)[0]
+            self._drop([victim])
+            self.dropped.append(victim)
+            self.prune_journal()
+        return True
+
+    def retire(self, refs: Collection[CommitRef], needed: Collection[Need]) -> None:
+        """Remove the commits ``refs``, which somebody has asked for, then the files that only they named, then the
+        segments with no record that is ``needed``. For who opened the run without going on with it."""
+        self._check_writer()
+        with self._failing():
+            gone = [self._retained[ref] for ref in refs]
+            self._drop(sorted(refs))
+            for path in {f.path for m in gone if m is not None for f in m.files.values()} - {
+                *self._retained_files
+            }:
+                failpoints.reach("before_retired_unlink")
+                self.disk.unlink(path)
+            for path in unneeded_segments(self.disk, needed, None):
+                failpoints.reach("before_segment_unlink")
+                self.disk.unlink(path)
+
+    def free_generation(self, unit: Generations) -> int:
+        """A generation to write, made if all are taken."""
+        try:
+            return unit.acquire()
+        except PoolExhausted:
+            if self.keep is None or not self.make_room(unit.layout.file_bytes):
+                raise
+            return unit.acquire_new()
 
     def names(self) -> set[str]:
         """The files that are there now in the directories in which a fresh start makes some that stay."""
@@ -394,15 +469,24 @@ class LocalStore(RunReader):
         return ref
 
     def _retire(self) -> None:
-        """Unlink the manifests beyond ``retain``; when their names are durably gone, their files are free."""
+        """Unlink the manifests of what is not kept; when their names are durably gone, their files are free."""
         assert self.timeline is not None
         copies = min(
             (unit.copies for unit in self._units.values() if unit.copies > 1), default=self.retain + 1
         )
         room = max(self.retain, copies - self.spare)
-        drop = dropped(self._retained, self._timelines, self.timeline, retain=self.retain, room=room)
-        if not drop:
-            return
+        drop = dropped(
+            self._retained, self._timelines, self.timeline, retain=self.retain, room=room,
+            for_good=self._for_good(), damaged=self._damaged() if self.keep is not None else (),
+        )  # fmt: skip
+        if (
+            max(self._retained, default=CommitRef(0, 0)).timeline < self.timeline
+        ):  # nothing is in its place yet
+            drop = [ref for ref in drop if self.keep is None or ref not in self._damaged()]
+        if drop:
+            self._drop(drop)
+
+    def _drop(self, drop: list[CommitRef]) -> None:
         failpoints.reach("before_retire")
         for ref in drop:
             self.disk.unlink(ref.path)
@@ -434,12 +518,6 @@ class LocalStore(RunReader):
                 if name not in self._units and self.is_mine(name):
                     remove_generations(self.disk, name, ref.bytes, self._retained_files)
         self._left = []
-
-    def _keep(self, retained: dict[CommitRef, Manifest | None]) -> None:
-        """From now on these commits are retained (None: a manifest that cannot be read), with their files."""
-        self._retained = retained
-        manifests = [manifest for manifest in retained.values() if manifest is not None]
-        self._retained_files = {f.path: f.bytes for item in manifests for f in item.files.values()}
 
     def _check_writer(self) -> None:
         if self._lock is None:

@@ -63,7 +63,7 @@ class RunReader:
         try:
             manifest = Manifest.decode(self.disk.read_bytes(ref.path), ref.path)
         except FileNotFoundError:
-            raise self._retired(ref) from None
+            raise self.retired(ref) from None
         with self._listed(manifest):
             return reading.read_shares(self.disk, manifest)
 
@@ -137,7 +137,7 @@ class RunReader:
         """Read every byte that ``manifest`` stands for, itself included: what is not as it was written."""
         damaged = verifying.verify(self, manifest, self._queue, report)
         if damaged and not self.is_listed(manifest):
-            raise self._retired(manifest.ref) from damaged[0]
+            raise self.retired(manifest.ref) from damaged[0]
         return damaged
 
     def newest_whole(self) -> tuple[Manifest, list[Damaged]]:
@@ -183,9 +183,9 @@ class RunReader:
         except (Damaged, DiskFailed, FileNotFoundError) as error:
             if self.is_listed(manifest):
                 raise
-            raise self._retired(manifest.ref) from error
+            raise self.retired(manifest.ref) from error
 
-    def _retired(self, ref: CommitRef) -> CommitRetired:
+    def retired(self, ref: CommitRef) -> CommitRetired:
         return CommitRetired(
             f"step {ref.step} of {self.root} was retired by its writer while it was read. Take one that is there"
             f" (`holdfast ls {self.root}`), or let the writer keep more: durability.retain."

@@ -8,8 +8,55 @@ too, until the current one has ``retain`` commits of its own or the room is need
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from math import inf
 
-from holdfast.store.manifest import CommitRef, Timeline
+from holdfast.errors import BadInput
+from holdfast.store.manifest import CommitRef, Manifest, Timeline
+
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which bases of a run are kept.
+
+    >>> Keep(last=2, every=1000)
+    Keep(last=2, every=1000, hours=None)
+    """
+
+    last: int = 2
+    """Newest bases, with the records of the steps since the oldest of them."""
+    every: int | None = None
+    """Besides, of each so many steps the first base, for good and without the records since."""
+    hours: float | None = None
+    """Besides, of each so many hours the first base, likewise."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("last", 1), ("every", 1), ("hours", 0)):
+            value = getattr(self, name)
+            whole = name == "hours" or isinstance(value, int)
+            if value is not None and not (whole and least <= value < inf and value > 0):
+                raise BadInput(f"Keep({name}={value!r}) must be a positive number{' of whole steps' * whole}")
+        if self.last is None:
+            raise BadInput("Keep(last=None): at least the newest base is kept, so give 1 or more")
+
+    @property
+    def for_good(self) -> bool:
+        """Whether there are bases that stay."""
+        return self.every is not None or self.hours is not None
+
+
+def kept_for_good(line: Collection[Manifest], keep: Keep) -> set[CommitRef]:
+    """The commits of ``line`` that stay although newer ones follow: the first of each ``every`` steps and of each
+    ``hours``. Of the steps before the first ``every`` none is."""
+    first: dict[tuple[str, float], CommitRef] = {}
+    for manifest in sorted(line, key=lambda manifest: manifest.step):
+        if keep.every is not None and manifest.step >= keep.every:
+            first.setdefault(("every", manifest.step // keep.every), manifest.ref)
+        if keep.hours is not None:
+            first.setdefault(("hours", manifest.created // (keep.hours * HOUR)), manifest.ref)
+    return set(first.values())
 
 
 def lineage(commits: Collection[CommitRef], timelines: Mapping[int, Timeline], tip: int) -> list[CommitRef]:
@@ -48,15 +95,19 @@ def dropped(
     *,
     retain: int,
     room: int,
+    for_good: Collection[CommitRef] = (),
+    damaged: Collection[CommitRef] = (),
 ) -> list[CommitRef]:
-    """The commits to retire, oldest first, so that at most ``room`` (>= ``retain``) stay.
+    """The commits to retire, oldest first, so that at most ``room`` (>= ``retain``) stay besides those ``for_good``.
+    What is ``damaged`` is worth nothing: it does not count, and goes.
 
     Called with the timeline ``tip`` open, after each of its commits and before its first.
     """
+    commits = set(commits) - set(damaged)
     line = lineage(commits, timelines, tip)
     kept = line[:retain]
     own = [ref for ref in kept if ref.timeline == tip]
-    abandoned = sorted(set(commits) - set(line), reverse=True)
+    abandoned = sorted(commits - set(line), reverse=True)
     if len(own) < retain:
         kept += abandoned[: max(0, room - len(kept))]
-    return sorted(set(commits) - set(kept))
+    return sorted((commits | set(damaged)) - set(kept) - set(for_good))

@@ -1,0 +1,37 @@
+"""``compact``: a base of a later step from a base and its records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..delta.compact import compact
+from ..delta.watching import Recovery
+from ..units import counted, format_bytes
+from ..watch.recovery import progress_bar
+from .output import print_json
+from .runs import open_run
+
+
+def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
+    """Make a base of step ``to``, or of the newest step, and say what it took."""
+    watch = Recovery(progress_bar())
+    done = compact(open_run(run).root, to, watch)
+    base = done.base
+    if as_json:
+        print_json(
+            {
+                "step": base.step,
+                "timeline": base.timeline,
+                "bytes": base.total_bytes,
+                "from_step": done.from_step,
+                "records": watch.replayed_records,
+                "dropped": done.dropped,
+            }
+        )
+        return
+    print(
+        f"{run}@{base.step} is a base now, {format_bytes(base.total_bytes)}, made from that of step {done.from_step:,}"
+        f" and the records of {counted(watch.replayed_records, 'step')}."
+    )
+    if done.dropped:
+        print(f"Steps {done.from_step:,} to {base.step - 1:,} are gone, unless an older base leads to them.")

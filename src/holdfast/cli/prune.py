@@ -1,0 +1,57 @@
+"""``prune``: what of a run would go under a policy, what depends on it, and letting it go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..store.pruning import Pruning, planned, prune
+from ..store.retention import Keep
+from ..units import counted, format_bytes
+from .output import console, plain_table, print_json, print_table
+from .runs import open_run
+
+
+def prune_run(run: Path, keep: Keep, *, dry_run: bool, as_json: bool) -> None:
+    """Remove what ``keep`` does not keep, or only say what that would be."""
+    reader = open_run(run)
+    found = planned(reader, keep) if dry_run else prune(reader.root, keep)
+    if as_json:
+        print_json(_document(found) | {"dry_run": dry_run})
+        return
+    if not found.going and not found.segments:
+        print(f"nothing to remove: {run} holds no more than the policy keeps")
+        return
+    table = plain_table(">step", ">timeline", ">size", "depends on it")
+    for going in found.going:
+        text = "nothing more" if going.current else "left behind by a later resume"
+        if going.leads_to > going.ref.step:
+            text = f"records to {going.leads_to:,}"
+        table.add_row(f"{going.ref.step:,}", str(going.ref.timeline), format_bytes(going.bytes), text)
+    print_table(console(), table)
+    verb = "Would remove" if dry_run else "Removed"
+    print(
+        f"{verb} {counted(len(found.going), 'commit')} and {counted(len(found.segments), 'segment')} of records,"
+        f" {format_bytes(found.total_bytes)}. {_lost(found, dry_run)}"
+    )
+
+
+def _lost(found: Pruning, dry_run: bool) -> str:
+    if not found.lost:
+        return "Every step that could be recovered still can."
+    spans = ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in found.lost)
+    return f"Steps {spans} {'could not' if dry_run else 'cannot'} be recovered any more."
+
+
+def _document(found: Pruning) -> dict[str, Any]:
+    return {
+        "commits": [
+            {"step": g.ref.step, "timeline": g.ref.timeline, "bytes": g.bytes, "leads_to": g.leads_to}
+            for g in found.going
+        ],
+        "kept": [{"step": ref.step, "timeline": ref.timeline} for ref in found.kept],
+        "segments": list(found.segments),
+        "segment_bytes": found.segment_bytes,
+        "bytes": found.total_bytes,
+        "steps_lost": [list(span) for span in found.lost],
+    }

@@ -1,0 +1,42 @@
+"""Image: the bytes of a payload file from the tensors that go into it, all at once or a piece at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from ..store.layout import Layout
+
+
+class Image:
+    """The bytes of a file of ``layout`` that holds ``tensors``, a piece at a time."""
+
+    def __init__(self, layout: Layout, tensors: dict[str, torch.Tensor]) -> None:
+        self._layout, self._tensors = layout, tensors
+        self._flat: tuple[str, torch.Tensor] = ("", torch.empty(0))
+
+    def fill(self, view: memoryview, start: int) -> None:
+        """Put the bytes from ``start`` on into ``view``."""
+        stop = start + len(view)
+        piece = torch.frombuffer(view, dtype=torch.uint8)
+        piece.zero_()
+        head = self._layout.header[start:stop]
+        view[: len(head)] = head
+        for key in self._layout.keys_between(start, stop):
+            entry = self._layout[key]
+            a, b = max(entry.offset, start), min(entry.end, stop)
+            flat = self._bytes_of(key)
+            piece[a - start : b - start].copy_(flat[a - entry.offset : b - entry.offset])
+
+    def _bytes_of(self, key: str) -> torch.Tensor:
+        """All bytes of a tensor in C order. One that does not lie in memory so is copied, and kept while it is used."""
+        if self._flat[0] != key:
+            self._flat = (key, self._tensors[key].contiguous().reshape(-1).view(torch.uint8))
+        return self._flat[1]
+
+
+def write_tensor(image: memoryview, layout: Layout, key: str, tensor: torch.Tensor) -> None:
+    """Copy ``tensor`` to where ``layout`` has it in ``image``, the whole file."""
+    entry = layout[key]
+    if entry.nbytes:
+        place = torch.frombuffer(image[entry.offset : entry.end], dtype=tensor.dtype).view(tensor.shape)
+        place.copy_(tensor)

@@ -1,0 +1,140 @@
+"""Pruning: which commits and records of a run go under a policy, what depends on them, and letting them go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from holdfast.errors import Damaged
+from holdfast.store.chain import Journal, chain_of, read_journal
+from holdfast.store.journal import streams
+from holdfast.store.local import LocalStore
+from holdfast.store.manifest import CommitRef, Manifest
+from holdfast.store.reader import RunReader
+from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
+from holdfast.store.room import Need, needs, unneeded_segments
+
+
+@dataclass(frozen=True)
+class Going:
+    """A commit that goes, and the last step that can be recovered from it: nobody can have those any more that no other
+    commit leads to."""
+
+    ref: CommitRef
+    bytes: int
+    """Of files that no other commit needs."""
+    leads_to: int
+    current: bool
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What a policy removes."""
+
+    going: tuple[Going, ...]
+    kept: tuple[CommitRef, ...]
+    segments: tuple[str, ...]
+    segment_bytes: int
+    lost: tuple[tuple[int, int], ...]
+    """Steps, from and to, that can be recovered now and not afterwards."""
+    needed: tuple[Need, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.segment_bytes + sum(going.bytes for going in self.going)
+
+
+def planned(reader: RunReader, keep: Keep) -> Pruning:
+    """What ``keep`` removes of a run, by headers alone. Nothing is written."""
+    manifests = {ref: reader._load_or_none(ref) for ref in reader.commits()}
+    timelines, tip = reader.timelines()[0], reader.tip()
+    known = [manifest for manifest in manifests.values() if manifest is not None]
+    unreadable = {ref for ref, manifest in manifests.items() if manifest is None}
+    line = lineage(set(manifests) - unreadable, timelines, tip)
+    for_good = kept_for_good([m for m in known if m.ref in line], keep)
+    going = dropped(
+        manifests, timelines, tip, retain=keep.last, room=keep.last, for_good=for_good, damaged=unreadable
+    )
+    kept = [manifest for manifest in known if manifest.ref not in going]
+    needed = needs(kept, for_good - set(line[: keep.last]))
+    segments = tuple(unneeded_segments(reader.disk, needed, None))
+    before = _reach(reader, [m for m in known if m.ref in line])
+    after = _reach(reader, [m for m in kept if m.ref in line], without=segments)
+    files = {file.path for manifest in kept for file in manifest.files.values()}
+    rows = [
+        Going(ref, _own_bytes(manifests[ref], files), before.get(ref, ref.step), ref in line) for ref in going
+    ]
+    return Pruning(
+        tuple(rows), tuple(m.ref for m in kept), segments, sum(map(reader.disk.size, segments)),
+        tuple(_spans(_steps(before) - _steps(after))), tuple(needed),
+    )  # fmt: skip
+
+
+def _own_bytes(manifest: Manifest | None, others: set[str]) -> int:
+    files = manifest.files.values() if manifest is not None else ()
+    return sum(file.bytes for file in files if file.path not in others)
+
+
+def prune(root: Path, keep: Keep) -> Pruning:
+    """Remove what ``keep`` does not keep: commits first, then files, then records. A process that is killed in between
+    leaves nothing that is kept without what it needs.
+
+    Raises ``RunLocked`` for a run that is being written, and ``Damaged``, with nothing removed, where the newest of
+    the commits that are kept is not whole.
+    """
+    with LocalStore.open(root) as store:
+        found = planned(store, keep)
+        if found.going or found.segments:
+            refuse_damaged(store, found.kept)
+            store.retire([going.ref for going in found.going], found.needed)
+    return found
+
+
+def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:
+    """Raise ``Damaged`` unless every byte of the newest commit that is kept is as it was written."""
+    newest = next((ref for ref in store.line() if ref in kept), None)
+    damaged = store.verify(store.load(newest)) if newest is not None else []
+    if damaged:
+        raise Damaged(
+            f"nothing was removed, since step {newest.step if newest else 0}, which is kept, is damaged: {damaged[0]}",
+            path=damaged[0].path,
+        )
+
+
+def _reach(reader: RunReader, line: list[Manifest], without: Collection[str] = ()) -> dict[CommitRef, int]:
+    """The last step that records lead to from each of ``line``, by their headers; were some segments not there."""
+    journals = {stream: read_journal(reader, stream) for stream in streams(reader.disk)}
+    for journal in journals.values():
+        journal.records = {k: record for k, record in journal.records.items() if record.path not in without}
+    found = {}
+    for manifest in line:
+        try:
+            chains = [
+                chain_of(manifest, stream, journals.get(stream, Journal()), None)
+                for stream in manifest.streams
+            ]
+        except Damaged:
+            continue
+        found[manifest.ref] = min((chain.last.step for chain in chains), default=manifest.step)
+    return found
+
+
+def reach_needs(reader: RunReader, line: list[Manifest]) -> list[Need]:
+    """What the commits of ``line`` need of the records, so that all that they lead to can be recovered as before."""
+    reach = _reach(reader, line)
+    return [(manifest.oldest_step, reach.get(manifest.ref)) for manifest in line]
+
+
+def _steps(reach: dict[CommitRef, int]) -> set[int]:
+    return {step for ref, last in reach.items() for step in range(ref.step, last + 1)}
+
+
+def _spans(steps: set[int]) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    for step in sorted(steps):
+        if spans and spans[-1][1] == step - 1:
+            spans[-1] = (spans[-1][0], step)
+        else:
+            spans.append((step, step))
+    return spans

@@ -1,0 +1,49 @@
+"""Room: what a run takes of the disk, and which segments of its journals nobody needs. Sizes are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
+from holdfast.store.files import AnyDisk
+from holdfast.store.journal import steps_of_segments, streams
+from holdfast.store.manifest import CommitRef, Manifest
+
+DIRECTORIES = ("data", "index", "commits", "timelines")
+
+
+def used_bytes(disk: AnyDisk) -> int:
+    """Of all files of a run, reserved space included; but for the log of events."""
+    directories = [*DIRECTORIES, *(f"journal/{stream}" for stream in streams(disk))]
+    total = 0
+    for directory in directories:
+        for name in disk.listdir(directory):
+            with suppress(FileNotFoundError):
+                total += disk.size(f"{directory}/{name}")
+    return total
+
+
+Need = tuple[int, int | None]
+"""Of a commit: the step after which it needs records, and the last of which it does (None: all since)."""
+
+
+def needs(manifests: Collection[Manifest | None], alone: Collection[CommitRef]) -> list[Need]:
+    """One that stands ``alone`` needs the records of its own steps, any other those since as well."""
+    return [
+        (manifest.oldest_step, manifest.step if manifest.ref in alone else None)
+        for manifest in manifests
+        if manifest is not None
+    ]
+
+
+def unneeded_segments(disk: AnyDisk, needed: Collection[Need], timeline: int | None) -> Iterator[str]:
+    """The segments with no record that is ``needed``, oldest first, but for the one that ``timeline`` appends to."""
+    for stream in streams(disk):
+        found = steps_of_segments(disk, stream)
+        appended_to = max((ref for ref, _ in found if ref.timeline == timeline), default=None)
+        for ref, last in found:
+            used = any(
+                last > oldest and (newest is None or ref.first_step <= newest) for oldest, newest in needed
+            )
+            if not used and ref != appended_to:
+                yield ref.path

@@ -11,7 +11,8 @@ whether what comes back is what training had. Bytes, seconds.
 ``Gemini``     a copy in /dev/shm, two slots in turn, which outlives the process but not the machine; on disk seldom
 ``NaiveDiff``  a full state now and then, and between them the largest 1 % of the parameters' differences, with the
                optimizer's state whole; lossy
-``Holdfast``   a record of every step
+``Holdfast``   a record of every step; with other options, a base under way all the time, records of ``TopK``, a replica
+``Sparse``     no way at all, of a training that consumes what ``TopK`` leaves of its gradients
 =============  ========================================================================================================
 
 A ``Checkpointer`` with other options is another line in ``ARMS``.
@@ -38,7 +39,7 @@ from snapshots import Snapshots, Tensors, put_together, save_durably, sync, take
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from trainings import Training
 
-from holdfast import Checkpointer
+from holdfast import Checkpointer, TopK
 
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled"
@@ -378,6 +379,22 @@ class Holdfast(Arm):
         self._checkpointer.close()
 
 
+class Sparse(Arm):
+    """Training consumes the gradients of a lossy codec, and nothing is kept: what recording them is compared with."""
+
+    def __init__(self, folder: Path, training: Training, every: int = 1, ratio: float = 0.01) -> None:
+        super().__init__(folder, training, every)
+        self._codec, self._residuals = TopK(ratio), {}
+        self._hook = training.optimizer.register_step_pre_hook(self._consume)
+
+    def _consume(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._codec.consume([(str(n), p) for n, p in enumerate(parameters)], self._residuals, False)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+
 class _Step:
     """A training's place in its data is its step."""
 
@@ -394,6 +411,10 @@ class _Step:
 ARMS: dict[str, Callable[..., Arm]] = {
     "none": Arm,
     "exact": Holdfast,
+    "bases": Holdfast,
+    "replica": partial(Holdfast, replica=True),
+    "sparse": Sparse,
+    "topk": partial(Holdfast, codec=TopK(0.01)),
     "save": Save,
     "dcp": Dcp,
     "checkfreq": CheckFreq,
@@ -402,7 +423,7 @@ ARMS: dict[str, Callable[..., Arm]] = {
 }
 """By name. One more way to use Holdfast is one more line: ``partial(Holdfast, codec=...)``."""
 
-AGAINST: dict[str, str] = {}
+AGAINST: dict[str, str] = {"topk": "sparse"}
 """Arms that are compared with another one than "none": a codec with the same training and nothing recorded."""
 
 

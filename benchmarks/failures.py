@@ -288,7 +288,10 @@ def main() -> None:
     parser.add_argument("--compression", type=float, default=60.0, help="of time")
     parser.add_argument("--repeats", type=int, default=1, help="with other moments of the failures")
     parser.add_argument(
-        "--arms", nargs="+", choices=[*ARMS][1:], default=[name for name in ARMS if name != "none"]
+        "--arms",
+        nargs="+",
+        choices=[*ARMS][1:],
+        default=["exact", "save", "dcp", "checkfreq", "gemini", "naive"],
     )
     parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
     parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")

@@ -22,7 +22,9 @@ from holdfast.checkpointer import BOUND
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says in a thread
 
 LAST = 18
-NAMES = [name for name in ARMS if name != "none"]
+OTHERS = {"none", "sparse", "bases", "replica", "topk"}
+"""That keep nothing, or are a ``Checkpointer`` whose options have tests of their own."""
+NAMES = [name for name in ARMS if name not in OTHERS]
 
 
 def states(steps):

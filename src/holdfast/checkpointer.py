@@ -240,6 +240,10 @@ class Checkpointer:
 
     def _resume(self, target: int | None, exact: bool, continuing: bool, recovery: Recovery) -> int:
         ranks = self._ranks
+        asked = ranks.everyone((target, exact, continuing))
+        if len(set(asked)) > 1:
+            told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(asked))
+            raise BadInput(f"resume was called differently on the ranks (to step: {told}); call it alike on all")
         self._enter()
         found = None
         if self._store.commits():
@@ -391,8 +395,8 @@ class Checkpointer:
         next iteration begins."""
         self._usable()
         self._refuse_between()
-        if self._pace is not None and self._pace.base_step < self.steps_done:
-            self._pace.whole(self.steps_done)
+        if self._pace is not None and (self._pace.base_step < self.steps_done or not self._ranks.alone):
+            self._pace.whole(self.steps_done)  # of several ranks each may know of another newest base
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""

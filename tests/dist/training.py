@@ -15,16 +15,35 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
+from holdfast.delta.together import Together
 from survive_run import digest
+
+
+class Global(torch.optim.Optimizer):
+    """Each update depends on the gradients of all parameters, and on a count that is no tensor."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).sum() + 1e-3
+        for p in parameters:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+            p.sub_(p.grad * self.param_groups[0]["lr"] / norm / self.state[p]["count"])
+
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "global": lambda p: Global(p, lr=0.01),
 }
 
 
@@ -42,9 +61,9 @@ class Net(nn.Module):
         return self.second(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale
 
 
-def wrapped(kind: str, world_size: int) -> nn.Module:
+def wrapped(kind: str, world_size: int, small: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    model = Net()
+    model = nn.Linear(7, 1, bias=False) if small else Net()
     if kind == "ddp":
         return DistributedDataParallel(model) if world_size > 1 else model
     if kind == "fsdp":
@@ -63,6 +82,11 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
             value = value.full_tensor() if isinstance(value, DTensor) else value
             found[f"{name.removeprefix('module.')}/{slot}"] = value
     return digest(dict(sorted(found.items())))
+
+
+def averaged(options: dict[str, Any]) -> str:
+    """A digest of the parameters' averages, where there are any."""
+    return digest({n: p.detach() for n, p in options["averages"].named_parameters()}) if "averages" in options else ""
 
 
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
@@ -89,6 +113,11 @@ def train(
     save_at: int | None = None,
     pause: float = 0.0,
     elsewhere: int | None = None,
+    small: bool = False,
+    average: bool = False,
+    save_every: int = 0,
+    resume_of: dict[str, dict[str, int]] | None = None,
+    slow_publish: float = 0.0,
     keep_last: int = 2,
     **options: Any,
 ) -> None:
@@ -100,12 +129,20 @@ def train(
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     root = f"{root}-{rank}" if rank == elsewhere else root
-    model = wrapped(kind, world_size)
+    model = wrapped(kind, world_size, small)
     chosen = OPTIMIZERS[optimizer](model.parameters())
+    resume = (resume_of or {}).get(str(rank), resume)
+    plain = getattr(model, "module", model)
+    if average:
+        decayed = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        options |= {"after_update": lambda: decayed.update_parameters(plain), "averages": decayed}
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
     torch.manual_seed(100 + rank)
     losses: list[float] = []
     digests: dict[int, str] = {}
+    if slow_publish:
+        real = Together.publish_shares
+        Together.publish_shares = lambda *args: (time.sleep(slow_publish), real(*args))[1]
     if failpoint is not None and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
         failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -117,7 +154,7 @@ def train(
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done)
-        digests[done] = whole_state(model, chosen)
+        digests[done] = whole_state(model, chosen) + averaged(options)
         for step in range(done + 1, steps + 1):
             loss = model(torch.randn(5, 7)).pow(2).mean()
             losses.append(float(loss.detach()))
@@ -135,9 +172,11 @@ def train(
             digests[step] = whole_state(model, chosen)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
+            if average:
+                digests[step] = whole_state(model, chosen) + averaged(options)
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
-            if step == save_at:
+            if step == save_at or (save_every and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
     say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses)

@@ -47,12 +47,26 @@ class Together:
         assert self.agreement is not None
         self.agreement.share(self._number, share.step, share.ref)
 
+    def settle(self) -> int:
+        """No base that was begun becomes a commit from here on, and every rank knows those that did: what was written
+        for others may be written over. Returns the step of the newest that is of this timeline, -1 if there is none.
+        Called on all ranks."""
+
+        def end() -> int:
+            assert self.agreement is not None
+            self.agreement.end_bases()
+            newest = self._store.newest_base
+            return newest.step if newest is not None and newest.timeline == self._store.timeline else -1
+
+        newest = self._ranks.first_does(end)
+        if self._ranks.rank:
+            self._store.follow()
+        return newest
+
     def publish_at_once(self, bases: BaseMaker, share: Callable[[], Share]) -> None:
-        """Make the base, which all ranks have at the same step, a commit. Called on all of them."""
-        assert self.agreement is not None
+        """Make the base, which all ranks have at the same step, a commit. Called on all of them, after ``settle``."""
         refs = self._ranks.all_do(lambda: share().ref)
-        with self.agreement.no_other_base():
-            self._ranks.first_does(lambda: self.publish_shares(refs))
+        self._ranks.first_does(lambda: self.publish_shares(refs))
         if self._ranks.rank:
             self._store.follow()
         bases.published()

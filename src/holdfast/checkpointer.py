@@ -243,7 +243,9 @@ class Checkpointer:
         asked = ranks.everyone((target, exact, continuing))
         if len(set(asked)) > 1:
             told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(asked))
-            raise BadInput(f"resume was called differently on the ranks (to step: {told}); call it alike on all")
+            raise BadInput(
+                f"resume was called differently on the ranks (to step: {told}); call it alike on all"
+            )
         self._enter()
         found = None
         if self._store.commits():

@@ -59,7 +59,7 @@ def test_saves_between_bases_that_are_made_beside_training_are_all_whole(world, 
 def test_a_base_that_one_rank_has_shared_is_not_published_while_its_files_are_written_anew(world, tmp_path):
     """Many a save comes between the last share of a base and its manifest."""
     options = {"kind": "ddp", "root": tmp_path, "base_every": 2, "keep_last": 99, "unit_bytes": 100_000}
-    ended(world.run(2, steps=30, pause=0.03, save_every=3, slow_publish=0.2, **options))
+    ended(world.run(2, steps=40, pause=0.03, save_every=12, slow_publish=0.5, **options))
     with RunReader(tmp_path) as reader:
         for ref in reader.commits():
             assert reader.verify(reader.load(ref)) == []

@@ -179,7 +179,12 @@ class BaseMaker:
             files[staged.unit.name] = (staged.generation, staged.written.result())
             self._recorder.beat()
         index = of_one_base(self._index, self._store.timeline, self._staged[-1].step, self._prefix)
-        return files, self._store.put_index(index), progress, {staged.unit.name: staged.step for staged in self._staged}
+        return (
+            files,
+            self._store.put_index(index),
+            progress,
+            {staged.unit.name: staged.step for staged in self._staged},
+        )
 
     def give_up(self) -> None:
         """Forget a base that was begun; its files can be used again when what is under way has ended."""
@@ -292,7 +297,9 @@ def _unit(prefix: str, number: int, owners: tuple[str, ...], owned: dict[str, He
     atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
     layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=bool(atoms) and atoms[0].slot == RESIDUAL)
+    return Unit(
+        f"{prefix}unit_{number:03d}-{form}", owners, layout, late=bool(atoms) and atoms[0].slot == RESIDUAL
+    )
 
 
 def _settle_devices(tensors: Iterable[torch.Tensor]) -> None:

@@ -255,8 +255,8 @@ def _left_out(chain: Chain, journal: Journal) -> Damaged | None:
     if later is None:
         return None
     return Damaged(
-        f"there is no record of step {step + 1} in journal/{chain.stream}, and one of step {later}: a segment was removed,"
-        f" or the steps between were not recorded. The run continues after step {step}.",
+        f"there is no record of step {step + 1} in journal/{chain.stream}, and one of step {later}: a segment was"
+        f" removed, or the steps between were not recorded. The run continues after step {step}.",
         path=f"journal/{chain.stream}",
     )
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from delta.loops import same
+from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
 from holdfast.store import journal
 from holdfast.store.files import Disk
@@ -95,3 +98,22 @@ def test_a_segment_that_is_missing_among_others_is_told_of(tmp_path):
     with pytest.warns(UserWarning, match=f"no record of step {wanted.first_step} .* a segment was removed"):
         step, state = trained(tmp_path, 0)
     assert step == wanted.first_step - 1 and same(state, states[step])
+
+
+def test_a_record_that_ends_with_zeros_is_not_taken_for_the_space_behind_it(tmp_path):
+    """The gradient of the last parameter is zero: pages of zeros, which belong to the record."""
+
+    def run(steps):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(100, 100))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+            done = checkpointer.resume()
+            for _ in range(done, steps):
+                (model[0](torch.ones(3)).sum() + 0 * model[1](torch.ones(100)).sum()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+        return done
+
+    assert [run(2), run(4), run(4), run(4)] == [0, 2, 4, 4]

@@ -132,7 +132,8 @@ def _width(part: memoryview) -> int:
 def decode(
     update: Mapping[str, Any], part: memoryview, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The gradients that a record's ``update`` consumed, by name; ``parameters`` are those of its optimizer."""
+    """The gradients that a record's ``update`` consumed, by name; ``parameters`` are those of its optimizer that its
+    rank stores."""
     held, without = update.get("codec", {"kind": "exact"}), set(update["without"])
     if held["kind"] == "squeezed":
         part = unsqueeze(part, held["frames"])
@@ -141,7 +142,7 @@ def decode(
         return {name: grad for name, grad in grads.items() if name not in without}
     arrays, found = ArrayReader(tensors_of(part)), {}
     for name in sorted(parameters.keys() - without):
-        like = parameters[name]
+        like = local_of(parameters[name].detach())
         found[name] = expand(held, arrays.take, like.numel(), like.dtype).view(like.shape)
     arrays.check_end()
     return found

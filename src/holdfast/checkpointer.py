@@ -302,9 +302,9 @@ class Checkpointer:
         elif found.residuals_lost:
             self.exactness = "state"
             warnings.warn(
-                f"resuming after step {found.point.step}, state-exact and not continuation-exact: the residuals of error"
-                " feedback begin at zero, since records cannot bring those of a base forward. For the newest step from"
-                ' which training goes on as it did, call resume(exactness="continuation").',
+                f"resuming after step {found.point.step}, state-exact and not continuation-exact: the residuals of"
+                " error feedback begin at zero, since records cannot bring those of a base forward. For the newest step"
+                ' from which training goes on as it did, call resume(exactness="continuation").',
                 stacklevel=4,
             )
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from ..errors import BadInput
 from .lossy import BLOCK, TopK
 from .sparse import Arrays, num_blocks, spread
 
@@ -135,11 +136,16 @@ def hooked(
     gradients are averaged by others and made sparse behind them."""
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return None
-    state = getattr(model, "_holdfast_hook", None)
-    if state is None:
-        state = HookState(codec, model.process_group)
-        model.register_comm_hook(state, topk_hook)
-        model._holdfast_hook = state
+    there = [given for _, given in model._comm_hooks]
+    if not there:
+        there = [HookState(codec, model.process_group)]
+        model.register_comm_hook(there[0], topk_hook)
+    state = there[0]
+    if not isinstance(state, HookState):
+        raise BadInput(
+            f"the model has a communication hook already, whose state is a {type(state).__name__}, so"
+            f" codec={codec} cannot have one. Leave one of the two out."
+        )
     state.codec, state.scaler, state.residuals, state.active = codec, scaler, residuals, True
     return state
 

@@ -37,6 +37,11 @@ class Codec:
         """Whether what a gradient loses is kept, as a residual, for the next one."""
         return False
 
+    @property
+    def changes_training(self) -> bool:
+        """Whether optimizers consume other gradients than without the codec."""
+        return False
+
     def layouts(self, state: LiveState) -> list[Layout]:
         """For each optimizer, the most that its part of a record takes."""
         raise NotImplementedError

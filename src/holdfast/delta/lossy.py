@@ -31,6 +31,10 @@ BLOCK = 1024
 class Lossy(Codec):
     """``compress`` makes arrays of a flat tensor; ``expand`` says what they stand for."""
 
+    @property
+    def changes_training(self) -> bool:
+        return True
+
     def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:
         """The arrays of what is consumed of ``flat``, whose gradient is of ``dtype``."""
         raise NotImplementedError

@@ -160,7 +160,10 @@ class Tap:
         """Make the gradients what the optimizer is to consume, and put that into ``slot`` where there is one. Returns
         the part to be written, and what it is still to be multiplied by: nothing here."""
         self._clipped(index, {name: local_of(p.grad) for name, p in trained if p.grad is not None})
+        started = time.perf_counter()
         consumed = self._codec.consume(trained, self._state.residuals, skipped)  # alike on all ranks
+        if self._codec.changes_training:
+            self.seconds -= time.perf_counter() - started  # what training asked for, recorded or not
         if slot is None:
             return None, None
         stored = {name: what for name, what in consumed.items() if name in self._stored}

@@ -192,8 +192,8 @@ class Checkpointer:
         """What ``resume`` reached: tensors bit-equal to those that the run had at that step, and with "continuation"
         also the residuals, so that what follows is bit-equal to a run that was never interrupted."""
         self.stall_seconds = 0.0
-        """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk; not what
-        a lossy codec does to gradients, which is training."""
+        """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk. What a
+        lossy codec does to gradients is training, and not in it."""
 
     @property
     def durable_step(self) -> int:

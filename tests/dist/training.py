@@ -88,6 +88,7 @@ def train(
     raises: tuple[int, int] | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
+    save_every: int | None = None,
     pause: float = 0.0,
     elsewhere: int | None = None,
     codec: tuple[str, float] | None = None,
@@ -142,7 +143,7 @@ def train(
             checkpointer.step()
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
-            if step == save_at:
+            if step == save_at or (save_every is not None and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
     say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses)

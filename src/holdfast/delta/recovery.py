@@ -53,9 +53,13 @@ def recover(
     """
     bases = [ref for ref in store.line() if target is None or ref.step <= target]
     odd: list[str] = []
-    for ref in bases:
-        if continuing and _has_lost_residuals(ref, store):
-            continue
+    continuing_ones = [ref for ref in bases if not (continuing and _has_lost_residuals(ref, store))]
+    if bases and not continuing_ones:
+        raise NoCommit(
+            f"{store.root} has no step from which training goes on as it did: its ranks copied their residuals at"
+            ' several steps. Resume with exactness="state", and call save() now and then for such a step.'
+        )
+    for ref in continuing_ones:
         line = _line_from(ref, store, state, script, ranks, target, continuing, after_update, odd, watch)
         if line is None:
             store.damaged.add(ref)

@@ -19,7 +19,7 @@ def world():
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_stores_nothing_takes_part_all_the_same(world, tmp_path, kind, ranks):
     """There is one parameter, and there are no buffers."""
-    options = {"kind": kind, "root": tmp_path, "small": True, "base_every": 3}
+    options = {"kind": kind, "root": tmp_path, "width": 0, "base_every": 3}
     before = ended(world.run(ranks, steps=20, pause=0.03, **options))
     with RunReader(tmp_path) as reader:
         assert reader.head().step > 3 and reader.verify(reader.head()) == []

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
+from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.together import Together
 from survive_run import digest
 
@@ -50,10 +51,10 @@ OPTIMIZERS = {
 class Net(nn.Module):
     """Odd shapes, some smaller than the world, a frozen parameter, buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 13) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 3)
-        self.norm, self.dropout = nn.BatchNorm1d(13), nn.Dropout(0.2)
+        self.first, self.second = nn.Linear(7, width), nn.Linear(width, 3)
+        self.norm, self.dropout = nn.BatchNorm1d(width), nn.Dropout(0.2)
         self.scale = nn.Parameter(torch.ones(1))
         self.first.bias.requires_grad_(False)
 
@@ -61,9 +62,10 @@ class Net(nn.Module):
         return self.second(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale
 
 
-def wrapped(kind: str, world_size: int, small: bool = False) -> nn.Module:
+def wrapped(kind: str, world_size: int, width: int = 13) -> nn.Module:
+    """Of ``width`` 0 with one parameter and nothing else."""
     torch.manual_seed(0)
-    model = nn.Linear(7, 1, bias=False) if small else Net()
+    model = Net(width) if width else nn.Linear(7, 1, bias=False)
     if kind == "ddp":
         return DistributedDataParallel(model) if world_size > 1 else model
     if kind == "fsdp":
@@ -111,13 +113,14 @@ def train(
     raises: tuple[int, int] | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
+    save_every: int | None = None,
     pause: float = 0.0,
     elsewhere: int | None = None,
-    small: bool = False,
     average: bool = False,
-    save_every: int = 0,
     resume_of: dict[str, dict[str, int]] | None = None,
     slow_publish: float = 0.0,
+    codec: tuple[str, float] | None = None,
+    width: int = 13,
     keep_last: int = 2,
     **options: Any,
 ) -> None:
@@ -129,7 +132,9 @@ def train(
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     root = f"{root}-{rank}" if rank == elsewhere else root
-    model = wrapped(kind, world_size, small)
+    if codec is not None:
+        options["codec"] = {"topk": TopK, "int8": lambda block: Int8(int(block))}[codec[0]](codec[1])
+    model = wrapped(kind, world_size, width)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     resume = (resume_of or {}).get(str(rank), resume)
     plain = getattr(model, "module", model)
@@ -153,7 +158,7 @@ def train(
         root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last), **options
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
-        say(resumed=done)
+        say(resumed=done, exactness=checkpointer.exactness)
         digests[done] = whole_state(model, chosen) + averaged(options)
         for step in range(done + 1, steps + 1):
             loss = model(torch.randn(5, 7)).pow(2).mean()
@@ -176,7 +181,7 @@ def train(
                 digests[step] = whole_state(model, chosen) + averaged(options)
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
-            if step == save_at or (save_every and step % save_every == 0):
+            if step == save_at or (save_every is not None and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
     say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses)

@@ -139,11 +139,14 @@ class Pace:
         self._recorder.settle()
         self._see_published()
         self._restarted()
-        newest = self.base_step if self._together is None else self._together.settle()
-        self.bases.give_up()
-        if newest == step:  # one that was made beside training is of this step
-            self.base_step, self.gap = step, False
+        if (
+            self.base_step == step and self._together is None
+        ):  # one that was made beside training is of this step
+            self.gap = False
             return
+        if self._together is not None:
+            self._together.nothing_else()
+        self.bases.give_up()
         self._begin(step)
         while not self.bases.all_staged:
             self.bases.write_next(step)

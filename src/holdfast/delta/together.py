@@ -47,24 +47,16 @@ class Together:
         assert self.agreement is not None
         self.agreement.share(self._number, share.step, share.ref)
 
-    def settle(self) -> int:
-        """No base that was begun becomes a commit from here on, and every rank knows those that did: what was written
-        for others may be written over. Returns the step of the newest that is of this timeline, -1 if there is none.
-        Called on all ranks."""
-
-        def end() -> int:
-            assert self.agreement is not None
-            self.agreement.end_bases()
-            newest = self._store.newest_base
-            return newest.step if newest is not None and newest.timeline == self._store.timeline else -1
-
-        newest = self._ranks.first_does(end)
+    def nothing_else(self) -> None:
+        """No base begun before becomes a commit any more, and all ranks know of those that did: what was written for
+        others may be written over. Called on all."""
+        assert self.agreement is not None
+        self._ranks.first_does(self.agreement.end_bases)
         if self._ranks.rank:
             self._store.follow()
-        return newest
 
     def publish_at_once(self, bases: BaseMaker, share: Callable[[], Share]) -> None:
-        """Make the base, which all ranks have at the same step, a commit. Called on all of them, after ``settle``."""
+        """Make the base, which all ranks have at the same step, a commit. Called on all of them, after ``nothing_else``."""
         refs = self._ranks.all_do(lambda: share().ref)
         self._ranks.first_does(lambda: self.publish_shares(refs))
         if self._ranks.rank:

@@ -56,7 +56,7 @@ class Together:
             self._store.follow()
 
     def publish_at_once(self, bases: BaseMaker, share: Callable[[], Share]) -> None:
-        """Make the base, which all ranks have at the same step, a commit. Called on all of them, after ``nothing_else``."""
+        """Make the base, which all ranks have at the same step, a commit. Called on all, after ``nothing_else``."""
         refs = self._ranks.all_do(lambda: share().ref)
         self._ranks.first_does(lambda: self.publish_shares(refs))
         if self._ranks.rank:

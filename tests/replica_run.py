@@ -10,13 +10,15 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 from delta.loops import make
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import host
+from holdfast.delta import host, kept
+from holdfast.errors import DiskFull
+from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
 from survive_run import FEATURE, OPTIMIZER, digest
 
@@ -86,6 +88,13 @@ def slowly(real: Callable[..., None], seconds: float, *args: Any) -> None:
     real(*args)
 
 
+def without_a_disk(self: LocalStore, real: Callable[..., None], step: int, *rest: Any) -> None:
+    """The run's has no room for more than the first base."""
+    if step and not str(self.root).endswith(("sync", "state")):
+        raise DiskFull("no space left")
+    return real(self, step, *rest)
+
+
 def train(
     root: str,
     steps: int,
@@ -100,13 +109,16 @@ def train(
     drifts_at: int | None = None,
     slow_seconds: float = 0.0,
     linger_seconds: float = 20.0,
+    no_memory: bool = False,
+    no_disk: bool = False,
     unit_bytes: int = 100,
     keep_last: int = 2,
     **options: Any,
 ) -> None:
     """Resume and train to ``steps``. Says the step resumed from, every step that survives this process, and the digest
     at the end. Kills itself right after step ``dies_at``, and its replica before that, or with a child left that
-    has all that it had open."""
+    has all that it had open. With ``no_memory`` nothing can be kept there, with ``no_disk`` no base is written there
+    after the first."""
     from holdfast import checkpointer as module
     from holdfast.delta import bases, helper, replica
 
@@ -115,6 +127,8 @@ def train(
         host.apply = partial(slowly, host.apply, slow_seconds)
     if drifts_at is not None:
         host.apply = partial(drifting, host.apply, drifts_at)
+    if no_disk:
+        LocalStore.publish = partialmethod(without_a_disk, LocalStore.publish)
     replica.LINGER_SECONDS, helper.start_process = linger_seconds, Forked
     loop = make(OPTIMIZER, feature)
     with Checkpointer(
@@ -129,6 +143,8 @@ def train(
         done = checkpointer.resume(before=before)
         pid = checkpointer._replica._helper.pid
         said(resumed=done, replica=pid, durable_step=checkpointer.durable_step)
+        if no_memory:
+            (checkpointer._replica._place / kept.KEPT).write_bytes(b"in the way")
         for i in range(done, steps):
             loop.iteration(i, checkpointer.step)
             said(durable_step=checkpointer.durable_step)

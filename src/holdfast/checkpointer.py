@@ -245,6 +245,12 @@ class Checkpointer:
 
     def _resume(self, target: int | None, exact: bool, continuing: bool, recovery: Recovery) -> int:
         ranks = self._ranks
+        asked = ranks.everyone((target, exact, continuing))
+        if len(set(asked)) > 1:
+            told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(asked))
+            raise BadInput(
+                f"resume was called differently on the ranks (to step: {told}); call it alike on all"
+            )
         self._enter()
         found = None
         if self._store.commits():
@@ -399,7 +405,10 @@ class Checkpointer:
         next iteration begins."""
         self._usable()
         self._refuse_between()
-        if self._pace is not None and self._pace.base_step < self.steps_done:
+        behind = self._pace is not None and self._pace.base_step < self.steps_done
+        if self._pace is not None and any(
+            self._ranks.everyone(behind)
+        ):  # each may know of another newest base
             self._pace.whole(self.steps_done)
 
     def wait(self, step: int | None = None) -> None:
@@ -619,7 +628,10 @@ class Checkpointer:
             return
         if residuals and self._recorder is not None:
             self._recorder.settle()  # a base that is under way may be of this very step
-        if not pace.complete or (residuals and pace.base_step < self.steps_done):
+        needed = not pace.complete or bool(residuals and pace.base_step < self.steps_done)
+        if self._codec.error_feedback:  # of several ranks each may know of another newest base
+            needed = any(self._ranks.everyone(needed))
+        if needed:
             pace.whole(self.steps_done)
 
     def _progress(self) -> dict[str, Any]:

@@ -181,6 +181,27 @@ def test_a_replica_to_which_nobody_comes_cleans_up_and_the_disk_has_its_step(ser
 
 
 @pytest.mark.crash
+def test_a_dead_trainers_state_is_persisted_where_memory_has_no_room_to_keep_it(
+    server, undisturbed, tmp_path
+):
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11, no_memory=True)
+    assert outcome.killed and outcome.durable == 11, outcome
+    wait_for_end(outcome.replica)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 11)
+    assert last.resumed == 11 and resumed_from_memory(tmp_path) == []
+
+
+@pytest.mark.crash
+def test_a_kept_state_that_the_disk_has_no_room_for_waits_for_whoever_comes(server, undisturbed, tmp_path):
+    """Longer than the replica does."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=11, linger_seconds=0.3, no_disk=True)
+    assert outcome.killed and outcome.durable == 11, outcome
+    wait_for_end(outcome.replica)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 11)
+    assert last.resumed == 11 and resumed_from_memory(tmp_path) == [11]
+
+
+@pytest.mark.crash
 def test_an_earlier_step_is_resumed_though_a_later_one_is_kept(server, undisturbed, tmp_path):
     outcome = run(server, tmp_path, base_every=5, keep_last=9, dies_at=23)
     assert outcome.killed and outcome.durable == 23, outcome

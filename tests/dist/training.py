@@ -15,17 +15,36 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.lossy import Int8, TopK
+from holdfast.delta.together import Together
 from survive_run import digest
+
+
+class Global(torch.optim.Optimizer):
+    """Each update depends on the gradients of all parameters, and on a count that is no tensor."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).sum() + 1e-3
+        for p in parameters:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+            p.sub_(p.grad * self.param_groups[0]["lr"] / norm / self.state[p]["count"])
+
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "global": lambda p: Global(p, lr=0.01),
 }
 
 
@@ -44,8 +63,9 @@ class Net(nn.Module):
 
 
 def wrapped(kind: str, world_size: int, width: int = 13) -> nn.Module:
+    """Of ``width`` 0 with one parameter and nothing else."""
     torch.manual_seed(0)
-    model = Net(width)
+    model = Net(width) if width else nn.Linear(7, 1, bias=False)
     if kind == "ddp":
         return DistributedDataParallel(model) if world_size > 1 else model
     if kind == "fsdp":
@@ -64,6 +84,11 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
             value = value.full_tensor() if isinstance(value, DTensor) else value
             found[f"{name.removeprefix('module.')}/{slot}"] = value
     return digest(dict(sorted(found.items())))
+
+
+def averaged(options: dict[str, Any]) -> str:
+    """A digest of the parameters' averages, where there are any."""
+    return digest({n: p.detach() for n, p in options["averages"].named_parameters()}) if "averages" in options else ""
 
 
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
@@ -91,6 +116,9 @@ def train(
     save_every: int | None = None,
     pause: float = 0.0,
     elsewhere: int | None = None,
+    average: bool = False,
+    resume_of: dict[str, dict[str, int]] | None = None,
+    slow_publish: float = 0.0,
     codec: tuple[str, float] | None = None,
     width: int = 13,
     keep_last: int = 2,
@@ -108,10 +136,18 @@ def train(
         options["codec"] = {"topk": TopK, "int8": lambda block: Int8(int(block))}[codec[0]](codec[1])
     model = wrapped(kind, world_size, width)
     chosen = OPTIMIZERS[optimizer](model.parameters())
+    resume = (resume_of or {}).get(str(rank), resume)
+    plain = getattr(model, "module", model)
+    if average:
+        decayed = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        options |= {"after_update": lambda: decayed.update_parameters(plain), "averages": decayed}
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
     torch.manual_seed(100 + rank)
     losses: list[float] = []
     digests: dict[int, str] = {}
+    if slow_publish:
+        real = Together.publish_shares
+        Together.publish_shares = lambda *args: (time.sleep(slow_publish), real(*args))[1]
     if failpoint is not None and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
         failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -123,7 +159,7 @@ def train(
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness)
-        digests[done] = whole_state(model, chosen)
+        digests[done] = whole_state(model, chosen) + averaged(options)
         for step in range(done + 1, steps + 1):
             loss = model(torch.randn(5, 7)).pow(2).mean()
             losses.append(float(loss.detach()))
@@ -141,6 +177,8 @@ def train(
             digests[step] = whole_state(model, chosen)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
+            if average:
+                digests[step] = whole_state(model, chosen) + averaged(options)
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
             if step == save_at or (save_every is not None and step % save_every == 0):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ class Agreement:
         self.stopping = False
         """Whether all ranks are about to stop: this one may finish the step it is in, and asks before the next."""
         self.failure: BaseException | None = None
-        self._leading, self._newest_base = threading.RLock(), 0
+        self._leading, self._newest_base = threading.Lock(), 0
         self._closing = self._all_closed = False
         self._thread = threading.Thread(target=self._work, name="holdfast-agreement", daemon=True)
         self._thread.start()
@@ -104,12 +104,10 @@ class Agreement:
             self.tell("base", str(self._newest_base))
             return self._newest_base
 
-    @contextmanager
-    def no_other_base(self) -> Iterator[None]:
-        """Within, and after it, none that was begun before becomes a commit."""
+    def end_bases(self) -> None:
+        """On the first rank: when this returns none that was begun before becomes a commit any more."""
         with self._leading:
             self._newest_base += 1
-            yield
 
     def share(self, number: int, step: int, ref: dict[str, Any]) -> None:
         """This rank's part of base ``number``, of ``step`` and the steps before it, is durable: its file is ``ref``."""

@@ -113,7 +113,7 @@ class BaseMaker:
         """Divide the state as it is now; nothing is copied yet. Files are made where it has changed its form."""
         owned = owned_by(self._state)
         atoms = _atoms_of(owned)
-        if atoms != self._atoms:
+        if atoms != self._atoms or not self._units:
             before = self._units
             self._units, index = divided(owned, self._state, self._prefix)
             self._atoms = atoms
@@ -178,7 +178,13 @@ class BaseMaker:
             assert staged.written is not None
             files[staged.unit.name] = (staged.generation, staged.written.result())
             self._recorder.beat()
-        return files, self._index, progress, {staged.unit.name: staged.step for staged in self._staged}
+        index = of_one_base(self._index, self._store.timeline, self._staged[-1].step, self._prefix)
+        return (
+            files,
+            self._store.put_index(index),
+            progress,
+            {staged.unit.name: staged.step for staged in self._staged},
+        )
 
     def give_up(self) -> None:
         """Forget a base that was begun; its files can be used again when what is under way has ended."""
@@ -221,7 +227,7 @@ class BaseMaker:
         for each in files:
             each.create()
             self._recorder.beat()
-        self._index = self._store.put_index(index)
+        self._index = index
 
     def _write(self, staged: _Staged, buffer: Buffer) -> None:
         """Begin to write a copy, which goes when it is written."""
@@ -281,11 +287,19 @@ def divided(owned: dict[str, Held], state: LiveState, prefix: str = "") -> tuple
     return units, _index_of(units, owned, state)
 
 
+def of_one_base(index: dict[str, Any], timeline: int | None, step: int, prefix: str = "") -> dict[str, Any]:
+    """``index`` as no other base and no other rank has it: the loss of its file is that of one base, and no two write
+    it at once."""
+    return {**index, "timeline": timeline, "step": step, "prefix": prefix}
+
+
 def _unit(prefix: str, number: int, owners: tuple[str, ...], owned: dict[str, Held]) -> Unit:
     atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
     layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=atoms[0].slot == RESIDUAL)
+    return Unit(
+        f"{prefix}unit_{number:03d}-{form}", owners, layout, late=bool(atoms) and atoms[0].slot == RESIDUAL
+    )
 
 
 def _settle_devices(tensors: Iterable[torch.Tensor]) -> None:
@@ -299,7 +313,8 @@ def _atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
 
 
 def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
-    """Owners in order, joined to about ``UNIT_BYTES``; residuals, which come last, are apart."""
+    """Owners in order, joined to about ``UNIT_BYTES``; residuals, which come last, are apart. One group of none where a
+    rank stores nothing, so that it has a part of a base all the same."""
     groups: list[list[str]] = []
     filled, was_late = 0, False
     for owner, held in owned.items():
@@ -310,7 +325,7 @@ def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
             filled, was_late = 0, late
         groups[-1].append(owner)
         filled += nbytes
-    return [tuple(group) for group in groups]
+    return [tuple(group) for group in groups] or [()]
 
 
 def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:

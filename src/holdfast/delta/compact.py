@@ -18,7 +18,7 @@ from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
 from ..store.pruning import reach_needs
 from ..store.retention import Keep
-from .bases import divided, owned_by
+from .bases import divided, of_one_base, owned_by
 from .holder import rebuilt
 from .image import Image
 from .ranks import Ranks
@@ -134,6 +134,7 @@ def _write(store: LocalStore, state: LiveState, point: Point, old: Manifest) -> 
         )
     progress = point.about["progress"] if isinstance(point, StoredRecord) else cast(Manifest, point).progress
     beside = {name: old.progress[name] for name in ("replay", "rates") if name in old.progress}
+    index = of_one_base(index, point.timeline, point.step)
     return store.insert(
         point, files, store.put_index(index), {**progress, "values": state.values(), **beside}
     )

@@ -255,23 +255,34 @@ class Host:
 
     def _finish(self) -> None:
         """The trainer closes, or is gone: what it handed over is done."""
-        if self._base_under_way:
-            self._publish()
+        try:
+            if self._base_under_way:
+                self._publish()
+        finally:  # whatever the disk says
+            if self._begun and self._equal and not self._closing:
+                self._keep()
         if self._begun and self._equal:
-            assert self._state is not None
-            if not self._closing:
-                failpoints.reach("before_replica_kept")
-                progress = {**self._progress, "values": self._state.values()}
-                kept.keep(self._place, self._state, self._step, progress, self._run)
-                self._kept = True
-                failpoints.reach("after_replica_kept")
-                self._events.emit("kept", step=self._step, durable_step=self._base_step)
             if self._base_step < self._step:
                 self._begin_base()
             if self._base_under_way:
                 self._publish()
         if self._closing:
             self._say(word=LAST_WORD)
+
+    def _keep(self) -> None:
+        """Keep the state in the tier, if there is room; the disk may have some where that has none."""
+        assert self._state is not None
+        failpoints.reach("before_replica_kept")
+        progress = {**self._progress, "values": self._state.values()}
+        try:
+            kept.keep(self._place, self._state, self._step, progress, self._run)
+        except (HoldfastError, OSError) as error:
+            kept.drop(self._place)
+            self._events.emit("not_kept", step=self._step, durable_step=self._base_step, why=str(error))
+            return
+        self._kept = True
+        failpoints.reach("after_replica_kept")
+        self._events.emit("kept", step=self._step, durable_step=self._base_step)
 
     def _say(self, **about: Any) -> None:
         """To the trainer, if it is still there."""
@@ -286,7 +297,7 @@ class Host:
         self._events.emit("replica_failed", error=text, trace=traceback.format_exc())
 
     def _linger(self) -> None:
-        """Wait for another trainer, which finds what was kept; clean up if none comes."""
+        """Wait for another trainer, which finds what was kept. If none comes, clean up what the disk has as well."""
         assert self._door is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         with suppress(SystemExit):
@@ -295,7 +306,7 @@ class Host:
         with suppress(HoldfastError):  # another process may be at work there by now
             lock = self._store.disk.lock(LOCK, this_writer())
             try:
-                self._leave_place(True)
+                self._leave_place(self._base_step >= self._step)
             finally:
                 lock.release()
 

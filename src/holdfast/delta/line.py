@@ -20,13 +20,13 @@ from ..errors import Damaged, HoldfastError, RunMismatch
 from ..io.buffers import Buffer
 from ..state.boxes import Box
 from ..state.live import BUFFERS, RESIDUAL, LiveState
-from ..store.chain import Chain, chain_of, payloads, read_journal
+from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
 from ..store.reading import index_of_stream, read_file
 from ..update.optimizer import is_elementwise
 from .ghost import Ghost
-from .replay import Taken, apply, fingerprint
+from .replay import OtherCut, Taken, apply, fingerprint
 from .slots import tensors_of
 from .watching import Recovery
 
@@ -56,13 +56,14 @@ class Line:
     @classmethod
     def of(cls, store: LocalStore, base: Manifest, target: int | None) -> Line:
         """To ``target`` at most. By headers alone. Raises ``Damaged`` if records are missing that the base needs."""
-        chains = {
-            stream: chain_of(base, stream, read_journal(store, stream), target) for stream in base.streams
-        }
+        journals = {stream: read_journal(store, stream) for stream in base.streams}
+        chains = {stream: chain_of(base, stream, journals[stream], target) for stream in base.streams}
         shortest = min(chains.values(), key=lambda chain: chain.last.step)
         for chain in chains.values():
             chain.cut_to(shortest.last.step)
-        return cls(store, base, chains, shortest.last.step, shortest.odd)
+        step = shortest.last.step
+        odd = shortest.odd or (None if step == target else _left_out(shortest, journals[shortest.stream]))
+        return cls(store, base, chains, step, odd)
 
     @property
     def point(self) -> Point:
@@ -221,15 +222,18 @@ class Line:
                     for stream, record, parts in records
                 ]
                 first, *others = several
-                apply(
-                    state,
-                    first.about,
-                    first.parts,
-                    skipped=first.skipped,
-                    held=first.held,
-                    others=others,
-                    after_update=after_update,
-                )
+                try:
+                    apply(
+                        state,
+                        first.about,
+                        first.parts,
+                        skipped=first.skipped,
+                        held=first.held,
+                        others=others,
+                        after_update=after_update,
+                    )
+                except OtherCut as error:  # of a later timeline, whose own base is not whole
+                    raise Differs(step) from error
                 self.watch.replayed(len(records))
                 for stream, record, _ in records:
                     told = record.about["fingerprint"]
@@ -273,6 +277,19 @@ class Line:
         self.step, self.odd = step, why
         for chain in self.chains.values():
             chain.cut_to(step)
+
+
+def _left_out(chain: Chain, journal: Journal) -> Damaged | None:
+    """Why the chain ends where there are records of later steps."""
+    step = chain.last.step
+    later = min((other for other in journal.records if other > step), default=None)
+    if later is None:
+        return None
+    return Damaged(
+        f"there is no record of step {step + 1} in journal/{chain.stream}, and one of step {later}: a segment was"
+        f" removed, or the steps between were not recorded. The run continues after step {step}.",
+        path=f"journal/{chain.stream}",
+    )
 
 
 def uses_feedback(about: dict[str, Any]) -> bool:

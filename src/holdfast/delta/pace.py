@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from ..plan.cadence import STORAGE_FULLS, Limits
-from ..plan.tuner import Tuner, prior
+from ..plan.tuner import FIRST_STEPS, Tuner, prior
 from ..state.live import LiveState
 from ..store.local import LocalStore
 from ..units import PAGE, GiB, format_bytes
@@ -47,7 +47,7 @@ class Means:
     """Of the disk, for the whole run; None is ``STORAGE_FULLS`` times the state, or ``LEAST_STORAGE``, besides what is
     kept for good."""
     of_one_step: bool = False
-    """All units of a base are of one step."""
+    """All units of a base are of one step. Several ranks wait for such a base, since no two copy at the same step."""
     when_behind: str = "block"
 
 
@@ -75,6 +75,7 @@ class Pace:
         self._together = together
         self.tuner: Tuner | None = None
         self.base_step, self._begun_at = -1, 0
+        self._every = FIRST_STEPS
         self.gap = False
         """Whether steps are not recorded, or their records follow a base that is not there yet."""
         self._losses = self._losses_at_begin = 0
@@ -116,7 +117,10 @@ class Pace:
         started = time.perf_counter()
         bases = self.bases
         self._see_published()
-        if self.gap and not bases.under_way:
+        if self._together is not None and self._means.of_one_step:
+            if step - self._begun_at >= self._every:  # which all ranks find at the same step
+                self.whole(step)
+        elif self.gap and not bases.under_way:
             self._end_gap(step)
         elif self._is_due(step):
             self._begin(step)
@@ -205,6 +209,7 @@ class Pace:
         rate = bases.written_bytes / bases.write_seconds if bases.written_bytes else PRIOR_BYTES_PER_SECOND
         believed = prior(full, record_bytes, self._means.bytes_per_step, rate)
         self.tuner = Tuner(told, limits, believed)
+        self._every = told or FIRST_STEPS
         self._set_cap(full)
         self.tuner.restarted(*self._store.restarts())
 

@@ -14,6 +14,7 @@ import xxhash
 
 from holdfast import failpoints
 
+from ..errors import HoldfastError
 from ..state.capture import CapturedParameter
 from ..state.cuts import local_of
 from ..state.live import BUFFERS, LiveState
@@ -47,6 +48,10 @@ def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+class OtherCut(HoldfastError):
+    """A record is of another parallelism than the state that it is applied to."""
 
 
 class Taken(NamedTuple):
@@ -127,6 +132,8 @@ def _step(
 def _like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """``grad`` lying in memory as ``parameter`` does, distributed as it is."""
     made = torch.empty_like(parameter.detach())
+    if local_of(made).shape != grad.shape:
+        raise OtherCut(f"a gradient of {tuple(grad.shape)} is not for {tuple(local_of(made).shape)}")
     local_of(made).copy_(grad)
     return made
 

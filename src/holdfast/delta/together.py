@@ -48,23 +48,17 @@ class Together:
         self.agreement.share(self._number, share.step, share.ref)
 
     def nothing_else(self) -> None:
-        """No base begun before becomes a commit any more, and all ranks know of those that did. Called on all."""
-
-        def hold() -> None:
-            assert self.agreement is not None
-            with self.agreement.no_other_base():
-                pass
-
-        self._ranks.first_does(hold)
+        """No base begun before becomes a commit any more, and all ranks know of those that did: what was written for
+        others may be written over. Called on all."""
+        assert self.agreement is not None
+        self._ranks.first_does(self.agreement.end_bases)
         if self._ranks.rank:
             self._store.follow()
 
     def publish_at_once(self, bases: BaseMaker, share: Callable[[], Share]) -> None:
-        """Make the base, which all ranks have at the same step, a commit. Called on all of them."""
-        assert self.agreement is not None
+        """Make the base, which all ranks have at the same step, a commit. Called on all, after ``nothing_else``."""
         refs = self._ranks.all_do(lambda: share().ref)
-        with self.agreement.no_other_base():
-            self._ranks.first_does(lambda: self.publish_shares(refs))
+        self._ranks.first_does(lambda: self.publish_shares(refs))
         if self._ranks.rank:
             self._store.follow()
         bases.published()

@@ -105,6 +105,10 @@ class Generations:
             free = free[1:]  # to be written next
         for generation in free:
             with self._lock:
+                if (
+                    generation in self._acquired or generation not in self._surplus
+                ):  # since, by another thread
+                    continue
                 file = self._files.pop(generation, None)
                 self._surplus.remove(generation)
             if file is not None:

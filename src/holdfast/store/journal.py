@@ -14,7 +14,7 @@ stopped.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -84,6 +84,16 @@ class StoredRecord:
     header_bytes: int
     digest: str
     """The xxh3_128 of the header."""
+    fork: tuple[int | None, int | None, str | None] | None = None
+    """Of the timeline: its parent, the last step of that, and the parent's key. None: written before it was said."""
+
+    @property
+    def timeline_record(self) -> Timeline | None:
+        """What the record says of its timeline."""
+        if self.fork is None:
+            return None
+        parent, step, parent_key = self.fork
+        return Timeline(self.timeline, parent, step, self.key, parent_key)
 
     @property
     def payload_bytes(self) -> int:
@@ -200,6 +210,7 @@ def _encode(record: Record, timeline: Timeline, previous: str) -> bytes:
             "step": record.step,
             "timeline": timeline.id,
             "key": timeline.key,
+            "fork": [timeline.parent, timeline.fork_step, timeline.parent_key],
             "previous": previous,
             "about": record.about,
             "parts": parts,
@@ -245,11 +256,21 @@ def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]
     return found
 
 
+def timelines_of_segments(disk: AnyDisk, known: Collection[int]) -> Iterator[Timeline]:
+    """What records say of the timelines that are not ``known``, lowest first."""
+    for ref in sorted(ref for stream in streams(disk) for ref in segments(disk, stream)):
+        found = [] if ref.timeline in known else read_segment(disk, ref)[0]
+        if found and (record := found[0].timeline_record) is not None:
+            yield record
+
+
 def trim(disk: AnyDisk, stream: str) -> None:
     """Give back the space that segments of ``stream`` reserve behind what was written. Nobody writes to them."""
     for ref in segments(disk, stream):
-        end = _written_bytes(disk, ref.path)
-        if end < disk.size(ref.path):
+        end, size = _written_bytes(disk, ref.path), disk.size(ref.path)
+        if end < size and (records := read_segment(disk, ref)[0]):
+            end = max(end, records[-1].end)  # whose payload may end with zeros
+        if end < size:
             disk.cut(ref.path, end)
 
 
@@ -321,11 +342,12 @@ def _decode(header: bytes, path: str, offset: int) -> StoredRecord:
         parts = tuple((part["bytes"], tuple(part["xxh3_64"])) for part in table["parts"])
         names = ("step", "timeline", "key", "previous", "about")
         fields = {name: table[name] for name in names}
+        fork = tuple(table["fork"]) if "fork" in table else None
     except (ManifestCorrupt, KeyError, TypeError) as error:
         raise _torn(path, offset, "the header of a record that fails its digest") from error
     digest = xxhash.xxh3_128_hexdigest(header)
     return StoredRecord(
-        **fields, parts=parts, path=path, offset=offset, header_bytes=len(header), digest=digest
+        **fields, parts=parts, path=path, offset=offset, header_bytes=len(header), digest=digest, fork=fork
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, HeldLock, check_place, write_durably
 from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
-from holdfast.store.journal import JournalWriter, streams, trim
+from holdfast.store.journal import JournalWriter, segments, streams, trim
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Share, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
@@ -80,6 +81,7 @@ class LocalStore(RetainedCommits):
         self._left: list[Manifest] = []  # retired, with files of units that may be none any more
         self._fork: Timeline | None = None
         self._failed: BaseException | None = None
+        self._following = threading.Lock()
         self.dropped: list[CommitRef] = []
         """Retired for want of room, by this writer."""
         self.is_mine: Callable[[str], bool] = lambda unit: True
@@ -136,8 +138,10 @@ class LocalStore(RetainedCommits):
         ``fork`` before.
         """
         self._check_writer()
+        known = {*self._timeline_ids(), *(ref.timeline for ref in self.commits())}
+        known |= {ref.timeline for stream in streams(self.disk) for ref in segments(self.disk, stream)}
         record = Timeline(
-            max([*self._timeline_ids(), *(ref.timeline for ref in self.commits())], default=0) + 1,
+            max(known, default=0) + 1,
             None if fork is None else fork.timeline,
             None if fork is None else fork.step,
             secrets.token_hex(16),
@@ -175,12 +179,13 @@ class LocalStore(RetainedCommits):
         self.follow()
 
     def follow(self) -> None:
-        """Take note of what the first rank has published and retired."""
-        before = self._retained
-        self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
-        self._drop_files([manifest for ref, manifest in before.items() if ref not in self._retained])
-        for unit in self._units.values():
-            unit.trim()
+        """Take note of what the first rank has published and retired. Any thread may call it."""
+        with self._following:  # what was listed first is not to be noted last
+            before = self._retained
+            self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
+            self._drop_files([manifest for ref, manifest in before.items() if ref not in self._retained])
+            for unit in self._units.values():
+                unit.trim()
 
     def unit(self, name: str, layout: Layout, copies: int) -> Generations:
         """The files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``."""

@@ -16,6 +16,7 @@ from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, Man
 from holdfast.io.queue import IOQueue
 from holdfast.store import reading, verifying
 from holdfast.store.files import AnyDisk, Disk
+from holdfast.store.journal import timelines_of_segments
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
 from holdfast.store.retention import lineage
@@ -114,8 +115,8 @@ class RunReader:
     def timelines(self) -> tuple[dict[int, Timeline], list[Damaged]]:
         """The records of all timelines, and what is wrong with those that cannot be read.
 
-        A record that cannot be read is replaced by what the manifests of its timeline say; one that
-        nothing says anything of never had a commit and is left out.
+        A record that cannot be read is replaced by what the manifests or the journals of its timeline say; one that
+        nothing says anything of never had a step and is left out.
         """
         records: dict[int, Timeline] = {}
         damaged: dict[str, Damaged] = {}
@@ -130,6 +131,11 @@ class RunReader:
         for ref in self.commits():
             if ref.timeline not in records and (manifest := self._load_or_none(ref)) is not None:
                 records[ref.timeline] = record = manifest.timeline_record
+                damaged.setdefault(record.path, _missing(record))
+        for record in timelines_of_segments(self.disk, records):
+            parent = records.get(record.parent) if record.parent is not None else None
+            if record.parent is None or (parent is not None and parent.key == record.parent_key):
+                records.setdefault(record.id, record)
                 damaged.setdefault(record.path, _missing(record))
         return records, list(damaged.values())
 
@@ -204,7 +210,7 @@ class RunReader:
 
 def _missing(record: Timeline) -> FileMissing:
     return FileMissing(
-        f"{record.path} is missing; the manifests of its timeline say the same, the next writer restores it",
+        f"{record.path} is missing; the manifests or records of its timeline say the same, the next writer restores it",
         path=record.path,
     )
 

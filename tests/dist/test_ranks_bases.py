@@ -1,0 +1,88 @@
+"""Bases of several ranks: what is made of several parts brings back what was, whenever it was made and whatever is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist.test_ranks import ended, flip
+from dist.world import World
+from holdfast.store.reader import RunReader
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World() as world:
+        yield world
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_stores_nothing_takes_part_all_the_same(world, tmp_path, kind, ranks):
+    """There is one parameter, and there are no buffers."""
+    options = {"kind": kind, "root": tmp_path, "width": 0, "base_every": 3}
+    before = ended(world.run(ranks, steps=20, pause=0.03, **options))
+    with RunReader(tmp_path) as reader:
+        assert reader.head().step > 3 and reader.verify(reader.head()) == []
+    after = ended(world.run(ranks, steps=21, **options))
+    assert after[0]["resumed"] == 20
+    assert after[0]["digests"]["20"] == before[0]["digests"]["20"]
+    alone = ended(world.run(1, steps=22, **options))
+    assert alone[0]["digests"]["21"] == after[0]["digests"]["21"]
+
+
+@pytest.mark.parametrize("more", [{"optimizer": "global"}, {"average": True}])
+def test_what_updates_all_parameters_at_once_comes_back_from_bases_of_one_step(world, tmp_path, more):
+    """An optimizer that is not elementwise, and averages that ``after_update`` keeps."""
+    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=26, **more))
+    options = {"kind": "ddp", "root": tmp_path / "run", "base_every": 4, "pause": 0.03, **more}
+    ended(world.run(2, steps=23, **options))
+    with RunReader(tmp_path / "run") as reader:
+        newest = reader.head()
+    rest = ended(world.run(2, steps=26, **options))
+    assert rest[0]["resumed"] == 23
+    assert rest[0]["digests"].items() <= whole[0]["digests"].items()
+    assert newest.step == 20 and newest.oldest_step == 20
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_saves_between_bases_that_are_made_beside_training_are_all_whole(world, tmp_path, every):
+    options = {"kind": "ddp", "root": tmp_path, "base_every": 2, "unit_bytes": 2000, "keep_last": 99}
+    said = ended(world.run(2, steps=40, save_every=every, pause=0.02, **options))
+    assert [each["saved"] for each in said] == [40 // every * every] * 2
+    with RunReader(tmp_path) as reader:
+        for ref in reader.commits():
+            assert reader.verify(reader.load(ref)) == []
+        steps = {ref.step for ref in reader.commits()}
+    assert steps >= set(range(every, 41, every))
+
+
+def test_a_base_that_one_rank_has_shared_is_not_published_while_its_files_are_written_anew(world, tmp_path):
+    """Many a save comes between the last share of a base and its manifest."""
+    options = {"kind": "ddp", "root": tmp_path, "base_every": 2, "keep_last": 99, "unit_bytes": 100_000}
+    ended(world.run(2, steps=40, pause=0.03, save_every=12, slow_publish=0.5, **options))
+    with RunReader(tmp_path) as reader:
+        for ref in reader.commits():
+            assert reader.verify(reader.load(ref)) == []
+
+
+@pytest.mark.parametrize("worlds", [(2, 3), (3, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_records_of_another_cut_are_not_replayed_on_a_base_before_it(world, tmp_path, kind, worlds):
+    """The base that the change of ranks made is damaged, so the run goes on from where the ranks were others."""
+    one, other = worlds
+    before = ended(world.run(one, kind=kind, root=tmp_path, steps=5, base_every=100))
+    ended(world.run(other, kind=kind, root=tmp_path, steps=9, base_every=100))
+    with RunReader(tmp_path) as reader:
+        newest = reader.head()
+        assert (newest.timeline, newest.step) == (2, 5)
+    for file in newest.files.values():
+        flip(tmp_path / file.path, file.bytes // 2)
+    after = ended(world.run(other, kind=kind, root=tmp_path, steps=6))
+    assert after[0]["resumed"] == 5
+    assert after[0]["digests"]["5"] == before[0]["digests"]["5"]
+
+
+def test_ranks_that_ask_for_different_steps_are_refused(world, tmp_path):
+    ended(world.run(2, kind="ddp", root=tmp_path, steps=9, save_at=6, keep_last=9))
+    said = world.run(2, kind="ddp", root=tmp_path, steps=9, resume_of={"0": {"step": 5}, "1": {"step": 8}})
+    assert all("resume was called differently" in each["error"] for each in said)

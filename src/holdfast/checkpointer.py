@@ -12,8 +12,8 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,7 +27,6 @@ from .delta.agreement import Agreement
 from .delta.codecs import Codec, Exact
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
-from .delta.line import uses_feedback
 from .delta.pace import POLICIES, Means, Pace
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder, Sealed
@@ -49,7 +48,6 @@ from .state.capture import CapturedParameter
 from .state.cuts import owners
 from .state.live import LiveState
 from .store.files import check_place
-from .store.journal import StoredRecord
 from .store.local import LocalStore
 from .store.manifest import Point, Timeline
 from .store.retention import Keep
@@ -252,7 +250,7 @@ class Checkpointer:
             self._events.emit("recovered", step=self.steps_done, **recovery.facts())
             for text in found.odd:
                 warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=3)
-            self._judge(found.point)
+            self._judge(found.residuals_lost)
         elif target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
         self._now = self._script.now()
@@ -289,17 +287,16 @@ class Checkpointer:
         self._sigterm = SigTerm.watched()
         return self.steps_done
 
-    def _judge(self, point: Point) -> None:
-        """Which exactness is reached at ``point``. Without the residuals that it had training goes on otherwise."""
-        residuals = self._state.residuals
+    def _judge(self, residuals_lost: bool) -> None:
+        """Which exactness is reached. Without the residuals that it had training goes on otherwise."""
         if not self._codec.error_feedback:
-            residuals.clear()
-        elif isinstance(point, StoredRecord) and uses_feedback(point.about):
+            self._state.residuals.clear()
+        elif residuals_lost:
             self.exactness = "state"
             warnings.warn(
-                f"resuming after step {point.step}, state-exact and not continuation-exact: the residuals of error"
-                " feedback begin at zero, since records cannot bring those of a base forward. For the newest step from"
-                ' which training goes on as it did, call resume(exactness="continuation").',
+                f"resuming after step {self.steps_done}, state-exact and not continuation-exact: the residuals of"
+                " error feedback begin at zero, since records cannot bring those of a base forward. For the newest"
+                ' step from which training goes on as it did, call resume(exactness="continuation").',
                 stacklevel=4,
             )
 
@@ -339,15 +336,23 @@ class Checkpointer:
         Raises what an earlier write failed with. After an error no step is recorded any more.
         """
         recorder = self._usable()
-        try:
+        before = self.steps_done
+        with self._ending_on_error():  # of this step there may be no record, so none can follow
             self._step(recorder)
-        except BaseException as error:  # of this step there may be no record, so none can follow
+        others_stop = self._agreement is not None and self._agreement.stopping
+        told = others_stop or (self._sigterm is not None and self._sigterm.arrived)
+        if told and self.steps_done > before:  # in mid-accumulation buffers are of no step
+            self._stop()
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """What goes wrong inside is the end: every later call raises it."""
+        try:
+            yield
+        except BaseException as error:
             self._failure = error
             self._tell(error)
             raise
-        others_stop = self._agreement is not None and self._agreement.stopping
-        if others_stop or (self._sigterm is not None and self._sigterm.arrived):
-            self._stop()
 
     def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
@@ -391,8 +396,13 @@ class Checkpointer:
         next iteration begins."""
         self._usable()
         self._refuse_between()
-        if self._pace is not None and self._pace.base_step < self.steps_done:
-            self._pace.whole(self.steps_done)
+        pace = self._pace
+        assert pace is not None
+        if (
+            pace.base_step < self.steps_done or not self._ranks.alone
+        ):  # one rank may know of it before another
+            with self._ending_on_error():  # parameters may be read by the writer still
+                pace.whole(self.steps_done)
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
@@ -403,30 +413,33 @@ class Checkpointer:
         step = self.steps_done if step is None else step
         if not self._pace.complete and recorder.durable_step < step:
             self._refuse_between()
-            self._pace.whole(self.steps_done)
+            with self._ending_on_error():
+                self._pace.whole(self.steps_done)
         recorder.wait(step)
         if self._agreement is not None:
             self._agreement.wait(step)
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a base, and leave nothing behind: no hook, no thread, no lock. A second
-        call does nothing."""
+        call does nothing. A SIGTERM that came after the last ``step`` ends the process here."""
         if self._closed:
             return
         self._closed = True
         self._tap.detach()
-        if self._sigterm is not None:
-            self._sigterm.restore()
         try:
             self._finish(save)
         except BaseException as error:
             self._tell(error)
             raise
         finally:
+            if self._sigterm is not None:
+                self._sigterm.restore()
             if self._agreement is not None:
                 self._agreement.close(orderly=save)
             if self._recorder is None or not self._recorder.is_alive:
                 self._let_go()
+        if save and self._sigterm is not None and self._sigterm.arrived:
+            raise SystemExit(128 + signal.SIGTERM)
 
     def _finish(self, save: bool) -> None:
         """Make durable what is not; on every rank, unless this is the end of a failure."""
@@ -625,7 +638,7 @@ class Checkpointer:
             raise self._failure
         if self._failure is not None:
             raise EngineFailed(
-                f"step() was interrupted. Step {self.durable_step} is durable: make another Checkpointer to resume"
+                f"a call was interrupted. Step {self.durable_step} is durable: make another Checkpointer to resume"
             )
         if self._agreement is not None:
             self._agreement.check()

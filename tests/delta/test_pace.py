@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
 from holdfast.delta import pace as pace_module
+from holdfast.delta.pace import Pace
+from holdfast.delta.recorder import Recorder
 from holdfast.errors import BadInput, DoesNotFit, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
@@ -405,3 +408,40 @@ def test_the_default_cap_is_twenty_times_the_state_and_what_is_kept_for_good(tmp
         checkpointer._pace._set_cap(checkpointer._pace.bases.full_bytes)
         assert checkpointer._store.cap_bytes == 20 * checkpointer._pace.bases.full_bytes + 5000
         assert checkpointer._pace.tuner.limits.storage_bytes == checkpointer._store.cap_bytes - 5000
+
+
+def test_the_cap_is_known_before_files_are_made_for_a_base(tmp_path, monkeypatch):
+    seen, real_make, real_put = [], bases.BaseMaker._make, Recorder.put
+
+    def make_files(self, *args):
+        seen.append(self._store.cap_bytes)
+        real_make(self, *args)
+
+    def put(self, item):
+        real_put(self, item)
+        while self._at_once:  # the thread is faster
+            time.sleep(0.001)
+
+    monkeypatch.setattr(bases.BaseMaker, "_make", make_files)
+    monkeypatch.setattr(Recorder, "put", put)
+    loop, checkpointer = start(tmp_path, base_every=2, storage=10_000_000)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 4)
+    assert seen == [10_000_000] * len(seen) and len(seen) > 1
+
+
+def test_a_segment_that_is_begun_while_room_is_counted_is_not_counted_as_free_alone():
+    """As the recorder's thread does it between any two of the numbers."""
+
+    class Rolling:
+        pending_bytes = 0
+
+        @property
+        def segment_free_bytes(self):
+            store.used_bytes += 100
+            return 100
+
+    store = SimpleNamespace(used_bytes=900, cap_bytes=1000)
+    pace = SimpleNamespace(_store=store, _recorder=Rolling(), _margin=lambda nbytes: 0)
+    assert not Pace._is_room(pace, 150)

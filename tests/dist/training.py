@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
@@ -42,9 +43,9 @@ class Net(nn.Module):
         return self.second(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale
 
 
-def wrapped(kind: str, world_size: int) -> nn.Module:
+def wrapped(kind: str, world_size: int, tiny: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    model = Net()
+    model = nn.Linear(7, 1, bias=False) if tiny else Net()
     if kind == "ddp":
         return DistributedDataParallel(model) if world_size > 1 else model
     if kind == "fsdp":
@@ -54,7 +55,7 @@ def wrapped(kind: str, world_size: int) -> nn.Module:
     return model
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn.Module | None = None) -> str:
     """A digest of parameters and optimizer state, whole, the same under any parallelism."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -62,6 +63,8 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         for slot, value in held.items():
             value = value.full_tensor() if isinstance(value, DTensor) else value
             found[f"{name.removeprefix('module.')}/{slot}"] = value
+    if averages is not None:
+        found |= {f"average:{name}": p.detach() for name, p in averages.named_parameters()}
     return digest(dict(sorted(found.items())))
 
 
@@ -90,6 +93,9 @@ def train(
     pause: float = 0.0,
     elsewhere: int | None = None,
     keep_last: int = 2,
+    tiny: bool = False,
+    average: bool = False,
+    unfreeze_at: int | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
@@ -100,8 +106,12 @@ def train(
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     root = f"{root}-{rank}" if rank == elsewhere else root
-    model = wrapped(kind, world_size)
+    model = wrapped(kind, world_size, tiny)
     chosen = OPTIMIZERS[optimizer](model.parameters())
+    plain = getattr(model, "module", model)
+    averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
+    if averages is not None:
+        options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
     torch.manual_seed(100 + rank)
     losses: list[float] = []
@@ -117,11 +127,15 @@ def train(
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done)
-        digests[done] = whole_state(model, chosen)
+        digests[done] = whole_state(model, chosen, averages)
         for step in range(done + 1, steps + 1):
+            if step == unfreeze_at:
+                plain.first.bias.requires_grad_(True)
             loss = model(torch.randn(5, 7)).pow(2).mean()
             losses.append(float(loss.detach()))
             loss.backward()
+            if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
+                dist.all_reduce(plain.first.bias.grad)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             chosen.step()
             schedule.step()
@@ -132,9 +146,11 @@ def train(
                 os.kill(os.getpid(), signal.SIGTERM)
             if raises is not None and (rank, step) == tuple(raises):
                 raise ValueError("a mistake of the script")
-            digests[step] = whole_state(model, chosen)
+            digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
+            if average:  # which has been updated now
+                digests[step] = whole_state(model, chosen, averages)
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
             if step == save_at:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -68,6 +68,15 @@ class Line:
     def point(self) -> Point:
         """The commit or a record that further training continues."""
         return next(iter(self.chains.values())).last
+
+    @property
+    def residuals(self) -> Literal["base", "none", "lost"]:
+        """Those that training had after the last step: what the base holds, none, or some that nobody has."""
+        records = [r for chain in self.chains.values() for r in chain.records if r.step > self.base.step]
+        updated = [record for record in records if record.about["updates"]]  # a skipped step changes none
+        if not updated:
+            return "base"
+        return "lost" if uses_feedback(updated[-1].about) else "none"
 
     @cached_property
     def atoms(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -131,6 +140,16 @@ class Line:
                 " or an optimizer that is not elementwise. Resume with as many ranks as before, call save(), and"
                 " change the parallelism then."
             )
+        step = self.step
+        self._pour(state)
+        while (
+            self.step < step
+        ):  # the records of one stream end earlier than their headers say: all anew, up to there
+            step = self.step
+            state.forget_optimizer_state()
+            self._pour(state)
+
+    def _pour(self, state: LiveState) -> None:
         buffers: dict[str, torch.Tensor] = {}
         for stream in self.chains:
             ghost = Ghost(state, self.boxes(stream))

@@ -23,11 +23,13 @@ from .watching import Recovery
 @dataclass
 class Recovered:
     """Where the run continues. ``odd`` is what was wrong with later steps; ``same_cut`` whether every rank stores what
-    the one of its number stored, so that records may follow those that are there."""
+    the one of its number stored, so that records may follow those that are there; ``residuals_lost`` whether training
+    had some there that nobody has."""
 
     point: Point
     odd: list[str] = field(default_factory=list)
     same_cut: bool = True
+    residuals_lost: bool = False
 
 
 def recover(
@@ -72,12 +74,12 @@ def recover(
         same_cut = len(line.chains) == ranks.world_size and all(
             ranks.everyone(_stores_alike(line, state, ranks))
         )
-        if line.step != line.base.step:
+        if line.residuals != "base":
             state.residuals.clear()
         script.restore(line.progress(ranks.rank))
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
-        return Recovered(line.point, odd, same_cut)
+        return Recovered(line.point, odd, same_cut, line.residuals == "lost")
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} `holdfast verify {store.root}` says more.")

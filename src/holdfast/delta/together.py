@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..store.local import LocalStore
-from ..store.manifest import Share
+from ..store.manifest import CommitRef, Share
 from .agreement import Agreement
 from .bases import BaseMaker
 from .ranks import Ranks, stream_of
@@ -19,6 +19,8 @@ class Together:
         self._ranks, self._store, self._emit = ranks, store, emit
         self.agreement: Agreement | None = None
         self._number = 0
+        self.sharing = False
+        """Whether the share of the base that is under way waits for the records before it."""
 
     def is_due(self, due: bool, bases: BaseMaker) -> bool:
         """The first rank decides, by whether one is ``due`` there; the others follow when they see it."""
@@ -28,7 +30,7 @@ class Together:
                 self._number = self.agreement.begin_base()
             return due
         wanted = self.agreement.standing.base_wanted
-        if wanted <= self._number:
+        if wanted <= self._number or self.sharing:
             return False
         self._number = wanted
         bases.give_up()
@@ -42,10 +44,24 @@ class Together:
         bases.published()
         return self._store.line()[0].step
 
+    def settle_base(self, step: int, bases: BaseMaker) -> bool:
+        """Whether there is a base of ``step``, the present one, after which no other that was begun becomes a commit.
+        Called on all ranks, which get the same."""
+        assert self.agreement is not None
+        ref = CommitRef(self._store.opened.id, step)
+        with self.agreement.no_other_base():
+            found = self._ranks.first_does(lambda: ref in self._store.commits())
+        if found:
+            if self._ranks.rank:
+                self._store.follow()
+            bases.give_up()
+        return found
+
     def share(self, share: Share) -> None:
         """This rank's part of the base that is under way is durable."""
         assert self.agreement is not None
         self.agreement.share(self._number, share.step, share.ref)
+        self.sharing = False
 
     def publish_at_once(self, bases: BaseMaker, share: Callable[[], Share]) -> None:
         """Make the base, which all ranks have at the same step, a commit. Called on all of them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -78,6 +79,7 @@ class LocalStore(RetainedCommits):
         self._units: dict[str, Generations] = {}
         self._scratch: list[Scratch] = []
         self._left: list[Manifest] = []  # retired, with files of units that may be none any more
+        self._following = threading.Lock()
         self._fork: Timeline | None = None
         self._failed: BaseException | None = None
         self.dropped: list[CommitRef] = []
@@ -172,12 +174,13 @@ class LocalStore(RetainedCommits):
         self.follow()
 
     def follow(self) -> None:
-        """Take note of what the first rank has published and retired."""
-        before = self._retained
-        self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
-        self._drop_files([manifest for ref, manifest in before.items() if ref not in self._retained])
-        for unit in self._units.values():
-            unit.trim()
+        """Take note of what the first rank has published and retired. Any thread may call it."""
+        with self._following:
+            before = self._retained
+            self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
+            self._drop_files([manifest for ref, manifest in before.items() if ref not in self._retained])
+            for unit in list(self._units.values()):
+                unit.trim()
 
     def unit(self, name: str, layout: Layout, copies: int) -> Generations:
         """The files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``."""
@@ -472,7 +475,7 @@ class LocalStore(RetainedCommits):
         """Unlink the manifests of what is not kept; when their names are durably gone, their files are free."""
         assert self.timeline is not None
         copies = min(
-            (unit.copies for unit in self._units.values() if unit.copies > 1), default=self.retain + 1
+            (unit.copies for unit in list(self._units.values()) if unit.copies > 1), default=self.retain + 1
         )
         room = max(self.retain, copies - self.spare)
         drop = dropped(
@@ -497,7 +500,7 @@ class LocalStore(RetainedCommits):
         self._keep({ref: manifest for ref, manifest in self._retained.items() if ref not in drop})
         self._drop_indexes(gone)
         self._drop_files(gone)
-        for unit in self._units.values():
+        for unit in list(self._units.values()):
             unit.trim()
 
     def _drop_indexes(self, gone: list[Manifest | None]) -> None:

@@ -223,7 +223,7 @@ def test_ranks_that_have_nothing_to_store_train_all_the_same(world, tmp_path, ki
 
 def test_save_at_a_step_of_which_all_ranks_have_just_made_a_base_takes_that_one(world, tmp_path):
     said = ended(
-        world.run(2, kind="ddp", root=tmp_path, steps=6, base_every=3, save_at=4, pause=0.5, unit_bytes=1 << 20)
+        world.run(2, kind="ddp", root=tmp_path, steps=5, base_every=3, save_at=4, pause=1.3, unit_bytes=1 << 20)
     )
     assert [each["saved"] for each in said] == [4, 4]
     with RunReader(tmp_path) as reader:

@@ -584,6 +584,7 @@ def test_who_mends_the_step_that_was_refused_goes_on_recorded(tmp_path):
         with pytest.raises(BadInput, match="unscale_"):
             scaled_step(False, 1.0, model, optimizer, scaler)
         optimizer.zero_grad()
+        del optimizer.grad_scale, optimizer.found_inf  # which the scaler has left there
         scaled_step(True, 1.0, model, optimizer, scaler)
         checkpointer.step()
         assert checkpointer.steps_done == 1

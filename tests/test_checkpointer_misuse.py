@@ -550,3 +550,19 @@ def test_a_disk_that_is_slow_and_gets_on_does_not_count_as_one_that_hangs(tmp_pa
             checkpointer.step()
         checkpointer.wait()
         assert checkpointer.durable_step == 4
+
+
+def test_a_last_step_whose_gradient_ends_in_zeros_comes_back(tmp_path):
+    """As that of an embedding does, of which few rows are used."""
+    for done in (0, 3):
+        torch.manual_seed(0)
+        model = nn.Embedding(5000, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpointer, steps = of(tmp_path, model, optimizer)
+        with checkpointer:
+            assert steps == done
+            for _ in range(done, 3):
+                model(torch.tensor([0, 1])).pow(2).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()

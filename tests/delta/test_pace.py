@@ -25,6 +25,7 @@ from holdfast.events import read_events
 from holdfast.io.queue import Throttle
 from holdfast.store import journal
 from holdfast.store.local import LocalStore
+from holdfast.store.room import used_bytes
 from test_checkpointer import Orthogonal, go_on, reference, start
 
 
@@ -445,3 +446,28 @@ def test_a_segment_that_is_begun_while_room_is_counted_is_not_counted_as_free_al
     store = SimpleNamespace(used_bytes=900, cap_bytes=1000)
     pace = SimpleNamespace(_store=store, _recorder=Rolling(), _margin=lambda nbytes: 0)
     assert not Pace._is_room(pace, 150)
+
+
+def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
+    """And not only when it is published: records go on meanwhile."""
+    uncounted, real_make, real_free = [], bases.BaseMaker._make, LocalStore.free_generation
+
+    def count(store, limit):
+        uncounted.append(used_bytes(store.disk) - store.used_bytes < limit)
+
+    def make_files(self, before, units, index):
+        real_make(self, before, units, index)
+        count(self._store, units[0].layout.file_bytes)
+
+    def free_generation(self, unit):
+        found = real_free(self, unit)
+        count(self, unit.layout.file_bytes)
+        return found
+
+    monkeypatch.setattr(bases.BaseMaker, "_make", make_files)
+    monkeypatch.setattr(LocalStore, "free_generation", free_generation)
+    loop, checkpointer = start(tmp_path, base_every=2, keep=holdfast.Keep(9))
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 16)
+    assert all(uncounted) and len(uncounted) > 8

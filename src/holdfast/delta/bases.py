@@ -229,6 +229,7 @@ class BaseMaker:
         for each in files:
             each.create()
             self._recorder.beat()
+        store.measure()
         self._index = self._store.put_index(index)
 
     def _write(self, staged: _Staged, buffer: Buffer) -> None:

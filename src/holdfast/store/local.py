@@ -393,6 +393,7 @@ class LocalStore(RetainedCommits):
         except PoolExhausted:
             if self.keep is None or not self.make_room(unit.layout.file_bytes):
                 raise
+            self.used_bytes += unit.layout.file_bytes
             return unit.acquire_new()
 
     def names(self) -> set[str]:

@@ -469,5 +469,7 @@ def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
     loop, checkpointer = start(tmp_path, base_every=2, keep=holdfast.Keep(9))
     with checkpointer:
         checkpointer.resume()
-        go_on(loop, checkpointer, 16)
+        for i in range(16):
+            loop.iteration(i, checkpointer.step)
+            checkpointer._recorder.settle()
     assert all(uncounted) and len(uncounted) > 8

@@ -25,12 +25,14 @@ from torch import nn
 from .delta import tier
 from .delta.agreement import Agreement
 from .delta.codecs import Codec, Exact
+from .delta.comm_hook import HookState, hooked
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
+from .delta.lossy import Sparse, TopK
 from .delta.pace import POLICIES, Means, Pace
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder, Sealed
-from .delta.recovery import recover
+from .delta.recovery import Recovered, recover
 from .delta.replay import fingerprint
 from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
 from .delta.script import Script
@@ -135,15 +137,19 @@ class Checkpointer:
         if storage is not None and not self._ranks.alone:
             raise BadInput("storage= is for one process: no rank knows what the others are about to write")
         self._codec = codec or Exact()
-        if not isinstance(self._codec, Exact) and not self._ranks.alone:
-            raise BadInput(
-                f"{self._codec} is for one process so far: several ranks record with holdfast.Exact()"
-            )
         if clip_norm is not None and not (clip_norm > 0 and self._ranks.alone):
             raise BadInput(
                 f"clip_norm = {clip_norm} must be more than 0, and of one process: no rank has the norm"
             )
-        self._look = partial(_look, self._ranks, model, optimizers, _by_name(averages), {})
+        residuals: dict[torch.Tensor, torch.Tensor] = {}
+        self._hook: HookState | None = None
+        if isinstance(self._codec, TopK) and not self._ranks.alone:
+            self._hook = hooked(model, self._codec, scaler, residuals)
+            if self._hook is not None:
+                self._codec = Sparse(self._codec, self._ranks.world_size)
+        self._look = partial(
+            _look, self._ranks, self._hook is not None, model, optimizers, _by_name(averages), residuals
+        )
         self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
@@ -186,7 +192,8 @@ class Checkpointer:
         """What ``resume`` reached: tensors bit-equal to those that the run had at that step, and with "continuation"
         also the residuals, so that what follows is bit-equal to a run that was never interrupted."""
         self.stall_seconds = 0.0
-        """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk."""
+        """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk. What a
+        lossy codec does to gradients is training, and not in it."""
 
     @property
     def durable_step(self) -> int:
@@ -250,9 +257,11 @@ class Checkpointer:
             self._events.emit("recovered", step=self.steps_done, **recovery.facts())
             for text in found.odd:
                 warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=3)
-            self._judge(found.residuals_lost)
+            self._judge(found)
         elif target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
+        else:
+            self._state.residuals.clear()  # of what the script did before
         self._now = self._script.now()
         self._begin(None if found is None else found.point)
         self._pool = SlotPool(self._codec.layouts(self._state), self._num_slots)
@@ -287,16 +296,16 @@ class Checkpointer:
         self._sigterm = SigTerm.watched()
         return self.steps_done
 
-    def _judge(self, residuals_lost: bool) -> None:
-        """Which exactness is reached. Without the residuals that it had training goes on otherwise."""
+    def _judge(self, found: Recovered) -> None:
+        """Which exactness is reached. Without the residuals that the point had training goes on otherwise."""
         if not self._codec.error_feedback:
             self._state.residuals.clear()
-        elif residuals_lost:
+        elif found.residuals_lost:
             self.exactness = "state"
             warnings.warn(
-                f"resuming after step {self.steps_done}, state-exact and not continuation-exact: the residuals of"
-                " error feedback begin at zero, since records cannot bring those of a base forward. For the newest"
-                ' step from which training goes on as it did, call resume(exactness="continuation").',
+                f"resuming after step {found.point.step}, state-exact and not continuation-exact: the residuals of"
+                " error feedback begin at zero, since records cannot bring those of a base forward. For the newest step"
+                ' from which training goes on as it did, call resume(exactness="continuation").',
                 stacklevel=4,
             )
 
@@ -357,6 +366,8 @@ class Checkpointer:
     def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
         scale = self._scale_now()
+        if self._hook is not None:
+            self._hook.settle()
         if not updates and scale >= self._scale:
             self._scale = scale
             return
@@ -426,6 +437,8 @@ class Checkpointer:
             return
         self._closed = True
         self._tap.detach()
+        if self._hook is not None:
+            self._hook.active = False
         try:
             self._finish(save)
         except BaseException as error:
@@ -671,7 +684,7 @@ def _limits(
         raise BadInput(str(error)) from error
 
 
-def _look(ranks: Ranks, *given: Any) -> LiveState:
+def _look(ranks: Ranks, own_residuals: bool, *given: Any) -> LiveState:
     """The state as it is now, of which this rank stores its part. Called on all ranks."""
     made: list[LiveState] = []
 
@@ -682,6 +695,7 @@ def _look(ranks: Ranks, *given: Any) -> LiveState:
     parts = ranks.all_do(held)
     if not ranks.alone:
         made[0].store_only(owners(parts)[ranks.rank])
+        made[0].own_residuals = own_residuals
     return made[0]
 
 

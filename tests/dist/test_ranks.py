@@ -10,6 +10,7 @@ from dist.world import World
 from holdfast.store.chain import verify_records
 from holdfast.store.files import Disk
 from holdfast.store.journal import read_segment, segments
+from holdfast.store.local import LocalStore
 from holdfast.store.reader import RunReader
 
 
@@ -221,15 +222,6 @@ def test_ranks_that_have_nothing_to_store_train_all_the_same(world, tmp_path, ki
     assert alone[0]["digests"] == {"14": rest[0]["digests"]["14"]}
 
 
-def test_save_at_a_step_of_which_all_ranks_have_just_made_a_base_takes_that_one(world, tmp_path):
-    said = ended(
-        world.run(2, kind="ddp", root=tmp_path, steps=5, base_every=3, save_at=4, pause=1.3, unit_bytes=1 << 20)
-    )
-    assert [each["saved"] for each in said] == [4, 4]
-    with RunReader(tmp_path) as reader:
-        assert [ref.step for ref in reader.commits()] == [4, 0]
-
-
 def test_a_parameter_that_is_trained_later_is_followed_by_a_base_of_all_ranks(world, tmp_path):
     """One of them stores it; all have to take part in the base."""
     before = ended(world.run(2, kind="ddp", root=tmp_path, steps=8, unfreeze_at=4, deadline_seconds=20))
@@ -237,3 +229,18 @@ def test_a_parameter_that_is_trained_later_is_followed_by_a_base_of_all_ranks(wo
         assert [ref.step for ref in reader.commits()] == [4, 0]
     after = ended(world.run(2, kind="ddp", root=tmp_path, steps=8))
     assert after[0]["digests"] == {"8": before[0]["digests"]["8"]}
+
+
+@pytest.mark.parametrize("base_every", [1, 2])
+def test_save_at_a_step_of_which_a_base_has_just_been_made_beside_training(world, tmp_path, base_every):
+    """All parts of that one may be of the very step, or of earlier ones; the saved one takes its place."""
+    common = {"kind": "fsdp", "root": tmp_path, "base_every": base_every, "pause": 0.25, "unit_bytes": 1 << 20}
+    ended(world.run(2, steps=9, save_every=3, keep_last=9, **common))
+    with RunReader(tmp_path) as reader:
+        for step in (3, 6, 9):
+            manifest = reader.at(step)
+            assert manifest.oldest_step == step
+            assert reader.verify(manifest) == []
+    with LocalStore.open(tmp_path, retain=9) as store:  # which removes the parts of bases that gave way
+        named = {path for ref in store.commits() for path in store.load(ref).small_paths}
+        assert {f"index/{path.name}" for path in (tmp_path / "index").iterdir()} == named

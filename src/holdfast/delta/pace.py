@@ -146,9 +146,13 @@ class Pace:
         self._recorder.settle()
         self._see_published()
         self._restarted()
-        if self._is_there(step):
+        if (
+            self.base_step == step and self._together is None
+        ):  # one that was made beside training is of this step
             self.gap = False
             return
+        if self._together is not None:
+            self._together.nothing_else()
         self.bases.give_up()
         self._begin(step)
         while not self.bases.all_staged:
@@ -163,15 +167,6 @@ class Pace:
         self._recorder.restart(step)
         assert self._together.agreement is not None
         self._together.agreement.wait(step)
-
-    def _is_there(self, step: int) -> bool:
-        """Whether a base that was made beside training is of ``step``, the present one."""
-        if self._together is None:
-            return self.base_step == step
-        found = self._together.settle_base(step, self.bases)
-        if found:
-            self.base_step = step
-        return found
 
     def lose(self, step: int, why: str = "the disk is behind") -> None:
         """The present step is not recorded: only a base made after it can follow."""

@@ -132,24 +132,19 @@ class Tap:
         if self._open[index]:  # a subclass calls the step() it overrides: part of the update that is open
             self._open[index] += 1
             return
-        with_grad, without = [], []
+        trained, without = [], []
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = self._state.name_of.get(id(parameter), "")
             if parameter.grad is None:
                 without.append(name)
             else:
                 _refuse_sparse(name, parameter.grad)
-                with_grad.append((name, parameter))
-        trained = [
-            (n, p) for n, p in with_grad if n in self._stored or not n
-        ]  # one without a name is new here
+                trained.append((name, parameter))
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
         slot = self._slot_for(index)
         # All ranks see the same here, whatever each of them stores: they go on without a record together.
-        known = (
-            _fit(with_grad, self._places[index]) and len(optimizer.param_groups) == self._num_groups[index]
-        )
+        known = _fit(trained, self._places[index]) and len(optimizer.param_groups) == self._num_groups[index]
         room = slot if known and self._is_last(index) else None
         update = Update(index, slot, None, self._codec.about(), _by_value(optimizer), without, scaled)
         self.updates.append(update)
@@ -171,8 +166,14 @@ class Tap:
         """Make the gradients what the optimizer is to consume, and put that into ``slot`` where there is one. Returns
         the part to be written, and what it is still to be multiplied by: nothing here."""
         self._clipped(index, {name: local_of(p.grad) for name, p in trained if p.grad is not None})
-        consumed = self._codec.consume(trained, self._state.residuals, skipped)
-        return None if slot is None else self._codec.write(slot, index, consumed), None
+        started = time.perf_counter()
+        consumed = self._codec.consume(trained, self._state.residuals, skipped)  # alike on all ranks
+        if self._codec.changes_training:
+            self.seconds -= time.perf_counter() - started  # what training asked for, recorded or not
+        if slot is None:
+            return None, None
+        stored = {name: what for name, what in consumed.items() if name in self._stored}
+        return self._codec.write(slot, index, stored), None
 
     def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> Any:
         """Clip ``grads``, if that was asked for. Returns what they were multiplied by, as JSON."""

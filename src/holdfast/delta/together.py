@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..store.local import LocalStore
-from ..store.manifest import CommitRef, Share
+from ..store.manifest import Share
 from .agreement import Agreement
 from .bases import BaseMaker
 from .ranks import Ranks, stream_of
@@ -44,24 +44,23 @@ class Together:
         bases.published()
         return self._store.line()[0].step
 
-    def settle_base(self, step: int, bases: BaseMaker) -> bool:
-        """Whether there is a base of ``step``, the present one, after which no other that was begun becomes a commit.
-        Called on all ranks, which get the same."""
-        assert self.agreement is not None
-        ref = CommitRef(self._store.opened.id, step)
-        with self.agreement.no_other_base():
-            found = self._ranks.first_does(lambda: ref in self._store.commits())
-        if found:
-            if self._ranks.rank:
-                self._store.follow()
-            bases.give_up()
-        return found
-
     def share(self, share: Share) -> None:
         """This rank's part of the base that is under way is durable."""
         assert self.agreement is not None
         self.agreement.share(self._number, share.step, share.ref)
         self.sharing = False
+
+    def nothing_else(self) -> None:
+        """No base begun before becomes a commit any more, and all ranks know of those that did. Called on all."""
+
+        def hold() -> None:
+            assert self.agreement is not None
+            with self.agreement.no_other_base():
+                pass
+
+        self._ranks.first_does(hold)
+        if self._ranks.rank:
+            self._store.follow()
 
     def publish_at_once(self, bases: BaseMaker, share: Callable[[], Share]) -> None:
         """Make the base, which all ranks have at the same step, a commit. Called on all of them."""

@@ -20,7 +20,10 @@ from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.diff import diff
 from holdfast.delta import bases
+from holdfast.delta.codecs import Exact
+from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput, DiskFull, EngineFailed, RunMismatch, WriterHung
+from holdfast.io.queue import Throttle
 from holdfast.store.local import LocalStore
 from test_checkpointer import ADAMW, go_on, reference, start
 
@@ -432,3 +435,134 @@ def test_a_forked_child_ends_on_sigterm(tmp_path):
         code = child.exitcode
         child.kill()
     assert code == -signal.SIGTERM
+
+
+def no_memory(*_, **__):
+    raise MemoryError("no memory for a copy")
+
+
+def test_an_update_whose_gradients_could_not_be_taken_is_followed_by_a_base(tmp_path, monkeypatch):
+    """The script goes on with the next batch, as one does where memory is short."""
+    loop, checkpointer = start(tmp_path / "run", "")
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+        monkeypatch.setattr(Exact, "consume", no_memory)
+        with pytest.raises(MemoryError):
+            loop.iteration(3, checkpointer.step)
+        monkeypatch.undo()
+        for i in range(4, 20):  # more than there are slots
+            loop.iteration(i, checkpointer.step)
+        checkpointer.wait()
+        assert checkpointer.steps_done == 19
+        other, again = start(killed(tmp_path / "run"), "")
+        with again:
+            assert again.resume() == 19
+            assert same(other.model.state_dict(), loop.model.state_dict())
+
+
+def asked(checkpointer):
+    checkpointer.save()
+
+
+def waited(checkpointer):
+    checkpointer._pace.gap = True
+    checkpointer.wait()
+
+
+@pytest.mark.parametrize("act", [asked, waited])
+def test_after_a_base_was_interrupted_nothing_more_is_recorded(tmp_path, monkeypatch, act):
+    """The writer may be reading parameters that training goes on to change."""
+    loop, checkpointer = start(tmp_path, "")
+    checkpointer.resume()
+    go_on(loop, checkpointer, 3)
+    checkpointer._recorder.settle()
+    monkeypatch.setattr(
+        checkpointer._pace.bases, "write_next", lambda step: signal.raise_signal(signal.SIGINT)
+    )
+    loop.optimizers[0].zero_grad()
+    with pytest.raises(KeyboardInterrupt):
+        if act is asked:
+            act(checkpointer)
+        else:
+            loop.iteration(3, lambda: None)
+            checkpointer._tap.take()
+            checkpointer.steps_done += 1
+            act(checkpointer)
+    with pytest.raises(EngineFailed, match=r"a call was interrupted\. Step 3 is durable"):
+        loop.iteration(4, checkpointer.step)
+    checkpointer.close()
+    other, again = start(tmp_path, "")
+    with again:
+        assert again.resume() == 3 and same(other.state(), reference(3, "")[0][3])
+
+
+def test_a_sigterm_after_the_last_step_ends_the_process_when_all_is_durable(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    checkpointer.resume()
+    go_on(loop, checkpointer, 3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        checkpointer.close()
+    assert ended.value.code == 143 and checkpointer.durable_step == 3
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not [t for t in threading.enumerate() if t.name.startswith("holdfast")]
+
+
+def accumulated(root, steps, sigterm_in=None):
+    """A loop of two micro-batches in each step, with running statistics and residuals."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = ADAMW(model.parameters())
+    with Checkpointer(root, model=model, optimizer=optimizer, codec=TopK(0.5)) as checkpointer:
+        for i in range(checkpointer.resume(), steps):
+            for micro in range(2):
+                model(torch.randn(5, 3)).pow(2).mean().backward()
+                if i == sigterm_in and micro == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if micro == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                checkpointer.step()
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def test_a_sigterm_in_mid_accumulation_ends_the_process_at_the_end_of_the_step(tmp_path):
+    whole = accumulated(tmp_path / "whole", 6)
+    with pytest.raises(SystemExit):
+        accumulated(tmp_path / "run", 6, sigterm_in=2)
+    with LocalStore.read(tmp_path / "run") as reader:
+        assert reader.head().step == 3
+    assert same(accumulated(tmp_path / "run", 6), whole)
+
+
+def test_a_disk_that_is_slow_and_gets_on_does_not_count_as_one_that_hangs(tmp_path):
+    """A group of records takes longer than the deadline, no piece of it does."""
+    torch.manual_seed(0)
+    model = nn.Linear(2000, 2000, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    checkpointer, _ = of(tmp_path, model, optimizer, deadline_seconds=1.2)
+    checkpointer._queue._throttles[True] = Throttle(20_000_000)
+    with checkpointer:
+        for _ in range(4):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+            checkpointer.step()
+        checkpointer.wait()
+        assert checkpointer.durable_step == 4
+
+
+def test_a_last_step_whose_gradient_ends_in_zeros_comes_back(tmp_path):
+    """As that of an embedding does, of which few rows are used."""
+    for done in (0, 3):
+        torch.manual_seed(0)
+        model = nn.Embedding(5000, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpointer, steps = of(tmp_path, model, optimizer)
+        with checkpointer:
+            assert steps == done
+            for _ in range(done, 3):
+                model(torch.tensor([0, 1])).pow(2).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()

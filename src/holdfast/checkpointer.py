@@ -12,8 +12,8 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -351,15 +351,23 @@ class Checkpointer:
         Raises what an earlier write failed with. After an error no step is recorded any more.
         """
         recorder = self._usable()
-        try:
+        before = self.steps_done
+        with self._ending_on_error():  # of this step there may be no record, so none can follow
             self._step(recorder)
-        except BaseException as error:  # of this step there may be no record, so none can follow
+        others_stop = self._agreement is not None and self._agreement.stopping
+        told = others_stop or (self._sigterm is not None and self._sigterm.arrived)
+        if told and self.steps_done > before:  # in mid-accumulation buffers are of no step
+            self._stop()
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """What goes wrong inside is the end: every later call raises it."""
+        try:
+            yield
+        except BaseException as error:
             self._failure = error
             self._tell(error)
             raise
-        others_stop = self._agreement is not None and self._agreement.stopping
-        if others_stop or (self._sigterm is not None and self._sigterm.arrived):
-            self._stop()
 
     def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
@@ -405,11 +413,13 @@ class Checkpointer:
         next iteration begins."""
         self._usable()
         self._refuse_between()
-        behind = self._pace is not None and self._pace.base_step < self.steps_done
-        if self._pace is not None and any(
-            self._ranks.everyone(behind)
+        pace = self._pace
+        assert pace is not None
+        if any(
+            self._ranks.everyone(pace.base_step < self.steps_done)
         ):  # each may know of another newest base
-            self._pace.whole(self.steps_done)
+            with self._ending_on_error():  # parameters may be read by the writer still
+                pace.whole(self.steps_done)
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
@@ -420,32 +430,35 @@ class Checkpointer:
         step = self.steps_done if step is None else step
         if not self._pace.complete and recorder.durable_step < step:
             self._refuse_between()
-            self._pace.whole(self.steps_done)
+            with self._ending_on_error():
+                self._pace.whole(self.steps_done)
         recorder.wait(step)
         if self._agreement is not None:
             self._agreement.wait(step)
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a base, and leave nothing behind: no hook, no thread, no lock. A second
-        call does nothing."""
+        call does nothing. A SIGTERM that came after the last ``step`` ends the process here."""
         if self._closed:
             return
         self._closed = True
         self._tap.detach()
         if self._hook is not None:
             self._hook.active = False
-        if self._sigterm is not None:
-            self._sigterm.restore()
         try:
             self._finish(save)
         except BaseException as error:
             self._tell(error)
             raise
         finally:
+            if self._sigterm is not None:
+                self._sigterm.restore()
             if self._agreement is not None:
                 self._agreement.close(orderly=save)
             if self._recorder is None or not self._recorder.is_alive:
                 self._let_go()
+        if save and self._sigterm is not None and self._sigterm.arrived:
+            raise SystemExit(128 + signal.SIGTERM)
 
     def _finish(self, save: bool) -> None:
         """Make durable what is not; on every rank, unless this is the end of a failure."""
@@ -647,7 +660,7 @@ class Checkpointer:
             raise self._failure
         if self._failure is not None:
             raise EngineFailed(
-                f"step() was interrupted. Step {self.durable_step} is durable: make another Checkpointer to resume"
+                f"a call was interrupted. Step {self.durable_step} is durable: make another Checkpointer to resume"
             )
         if self._agreement is not None:
             self._agreement.check()

@@ -525,6 +525,64 @@ def test_what_is_no_codec_is_refused_with_nothing_written(tmp_path):
     assert (holdfast.TopK, holdfast.Exact, holdfast.Int8) == (TopK, Exact, Int8)
 
 
+# Steps that change no residual
+
+
+def test_after_a_step_that_was_skipped_the_residuals_of_the_base_are_those_of_the_step(tmp_path):
+    states, _ = uninterrupted(tmp_path / "whole", TopK(0.2), "scaler")
+    loop, checkpointer = start(tmp_path / "run", TopK(0.2), "scaler")
+    checkpointer.resume()
+    go_on(loop, checkpointer, 2)
+    checkpointer.save()
+    go_on(loop, checkpointer, 3)  # the loss is infinite
+    checkpointer.close(save=False)
+    loop, again = start(tmp_path / "run", TopK(0.2), "scaler", seed=1)
+    with again:
+        assert again.resume() == 3 and again.exactness == "continuation"
+        assert same(whole(loop, again), states[3])
+        assert same(go_on(loop, again, STEPS)[STEPS], states[STEPS])
+
+
+def test_a_step_that_was_skipped_does_not_hide_that_residuals_are_lost(tmp_path):
+    loop, checkpointer = start(tmp_path, TopK(0.2), "scaler")
+    checkpointer.resume()
+    go_on(loop, checkpointer, 3)  # the third is skipped
+    checkpointer.close(save=False)
+    _, again = start(tmp_path, TopK(0.2), "scaler")
+    with again:
+        with pytest.warns(UserWarning, match="after step 3, state-exact and not continuation-exact"):
+            assert again.resume() == 3
+        assert again.exactness == "state"
+
+
+def test_residuals_that_a_codec_without_feedback_dropped_do_not_come_back(tmp_path):
+    for steps, codec in ((2, TopK(0.2)), (4, Exact()), (4, TopK(0.2))):
+        loop, checkpointer = start(tmp_path, codec, base_every=100)
+        with checkpointer:
+            checkpointer.resume()
+            assert checkpointer.exactness == "continuation"
+            if steps == checkpointer.steps_done:
+                assert not checkpointer._state.residuals
+            go_on(loop, checkpointer, steps)
+
+
+def test_who_mends_the_step_that_was_refused_goes_on_recorded(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with Checkpointer(
+        tmp_path, model=model, optimizer=optimizer, scaler=scaler, codec=TopK(0.2)
+    ) as checkpointer:
+        checkpointer.resume()
+        with pytest.raises(BadInput, match="unscale_"):
+            scaled_step(False, 1.0, model, optimizer, scaler)
+        optimizer.zero_grad()
+        del optimizer.grad_scale, optimizer.found_inf  # which the scaler has left there
+        scaled_step(True, 1.0, model, optimizer, scaler)
+        checkpointer.step()
+        assert checkpointer.steps_done == 1
+
+
 def test_a_run_without_a_point_to_go_on_from_says_so(tmp_path, monkeypatch):
     """As where several ranks copied their residuals at several steps."""
     monkeypatch.setattr("holdfast.delta.recovery._has_lost_residuals", lambda ref, store: True)

@@ -14,6 +14,7 @@ from delta.test_replay import OPTIMIZERS
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases, holder
 from holdfast.delta.compact import compact
+from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput, Damaged, NoCommit, RunLocked
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
@@ -206,3 +207,17 @@ def test_a_new_base_that_does_not_verify_removes_nothing(tmp_path, monkeypatch):
 
 def damaged_if_new(store, manifest, **_):
     return [Damaged("a bit has flipped")] if manifest.step == 5 else []
+
+
+def test_a_base_without_the_residuals_that_training_had_is_not_made(tmp_path):
+    loop = make(ADAMW)
+    checkpointer = Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers, codec=TopK(0.2))
+    checkpointer.resume()
+    for i in range(4):
+        loop.iteration(i, checkpointer.step)
+    checkpointer.close(save=False)
+    with pytest.raises(
+        BadInput, match=r"training had residuals of error feedback there.* Nothing was removed"
+    ):
+        compact(tmp_path, None)
+    assert steps_of(tmp_path) == [0]

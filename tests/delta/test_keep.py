@@ -8,7 +8,7 @@ import pytest
 from delta.loops import same
 from holdfast.cli.inspect import ls
 from holdfast.delta import bases
-from holdfast.errors import CommitRetired, NoCommit
+from holdfast.errors import CommitRetired, Damaged, NoCommit
 from holdfast.store import journal
 from holdfast.store.chain import read_journal, verify_records
 from holdfast.store.local import LocalStore
@@ -170,3 +170,29 @@ def test_ls_beside_a_writer_that_prunes_lists_what_is_there(tmp_path, monkeypatc
     monkeypatch.setattr("holdfast.cli.inspect.read_journal", pruned)
     ls(tmp_path, as_json=False)
     assert "damaged" not in capsys.readouterr().out
+
+
+def test_nothing_is_pruned_where_a_record_is_damaged_that_the_base_which_stays_needs(tmp_path):
+    trained(tmp_path, 40, base_every=10, keep=Keep(9))
+    newest = manifests(tmp_path)[0]
+    with LocalStore.read(tmp_path) as reader:
+        record = read_journal(reader, "rank-00000").records[newest.step]
+    assert newest.oldest_step < newest.step
+    path = tmp_path / record.path
+    data = bytearray(path.read_bytes())
+    data[record.offset + record.header_bytes + 100] ^= 1
+    path.write_bytes(data)
+    before = manifests(tmp_path)
+    with pytest.raises(Damaged, match=rf"nothing was removed, since step {newest.step}, .* is damaged"):
+        prune(tmp_path, Keep(1))
+    assert manifests(tmp_path) == before
+
+
+def test_what_is_kept_for_good_is_counted_while_another_thread_retires_commits(tmp_path, monkeypatch):
+    trained(tmp_path, 20, base_every=5, keep=Keep(9))
+    with LocalStore.open(tmp_path, keep=Keep(1, every=5)) as store:
+        store.timeline, store._timelines = store.tip(), store.timelines()[0]
+        expected = store.for_good_bytes
+        real = store._newest
+        monkeypatch.setattr(store, "_newest", lambda: (real(), store._keep({}))[0])
+        assert store.for_good_bytes == expected > 0

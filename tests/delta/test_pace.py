@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
 from holdfast.delta import pace as pace_module
+from holdfast.delta.pace import Pace
+from holdfast.delta.recorder import Recorder
 from holdfast.errors import BadInput, DoesNotFit, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
 from holdfast.store import journal
 from holdfast.store.local import LocalStore
+from holdfast.store.room import used_bytes
 from test_checkpointer import Orthogonal, go_on, reference, start
 
 
@@ -405,3 +409,67 @@ def test_the_default_cap_is_twenty_times_the_state_and_what_is_kept_for_good(tmp
         checkpointer._pace._set_cap(checkpointer._pace.bases.full_bytes)
         assert checkpointer._store.cap_bytes == 20 * checkpointer._pace.bases.full_bytes + 5000
         assert checkpointer._pace.tuner.limits.storage_bytes == checkpointer._store.cap_bytes - 5000
+
+
+def test_the_cap_is_known_before_files_are_made_for_a_base(tmp_path, monkeypatch):
+    seen, real_make, real_put = [], bases.BaseMaker._make, Recorder.put
+
+    def make_files(self, *args):
+        seen.append(self._store.cap_bytes)
+        real_make(self, *args)
+
+    def put(self, item):
+        real_put(self, item)
+        while self._at_once:  # the thread is faster
+            time.sleep(0.001)
+
+    monkeypatch.setattr(bases.BaseMaker, "_make", make_files)
+    monkeypatch.setattr(Recorder, "put", put)
+    loop, checkpointer = start(tmp_path, base_every=2, storage=10_000_000)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 4)
+    assert seen == [10_000_000] * len(seen) and len(seen) > 1
+
+
+def test_a_segment_that_is_begun_while_room_is_counted_is_not_counted_as_free_alone():
+    """As the recorder's thread does it between any two of the numbers."""
+
+    class Rolling:
+        pending_bytes = 0
+
+        @property
+        def segment_free_bytes(self):
+            store.used_bytes += 100
+            return 100
+
+    store = SimpleNamespace(used_bytes=900, cap_bytes=1000)
+    pace = SimpleNamespace(_store=store, _recorder=Rolling(), _margin=lambda nbytes: 0)
+    assert not Pace._is_room(pace, 150)
+
+
+def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
+    """And not only when it is published: records go on meanwhile."""
+    uncounted, real_make, real_free = [], bases.BaseMaker._make, LocalStore.free_generation
+
+    def count(store, limit):
+        uncounted.append(used_bytes(store.disk) - store.used_bytes < limit)
+
+    def make_files(self, before, units, index):
+        real_make(self, before, units, index)
+        count(self._store, units[0].layout.file_bytes)
+
+    def free_generation(self, unit):
+        found = real_free(self, unit)
+        count(self, unit.layout.file_bytes)
+        return found
+
+    monkeypatch.setattr(bases.BaseMaker, "_make", make_files)
+    monkeypatch.setattr(LocalStore, "free_generation", free_generation)
+    loop, checkpointer = start(tmp_path, base_every=2, keep=holdfast.Keep(9))
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(16):
+            loop.iteration(i, checkpointer.step)
+            checkpointer._recorder.settle()
+    assert all(uncounted) and len(uncounted) > 8

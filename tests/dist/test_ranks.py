@@ -181,6 +181,56 @@ def test_no_rank_removes_files_that_another_writes(world, tmp_path):
     assert not [path.name for path in (tmp_path / "data").iterdir() if path.name.startswith("rank-")]
 
 
+@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_damaged_record_of_one_rank_ends_the_chain_under_another_number_of_ranks_too(world, tmp_path, kind, damaged):
+    """The other rank's records lead further, and none of them may be taken."""
+    before = ended(world.run(2, kind=kind, root=tmp_path, steps=9, base_every=100))
+    stream = f"rank-{damaged:05d}"
+    ref = segments(Disk(tmp_path), stream)[-1]
+    records, _ = read_segment(Disk(tmp_path), ref)
+    flip(tmp_path / ref.path, records[-1].offset + records[-1].header_bytes + 8200)
+    step = records[-1].step - 1
+    after = ended(world.run(1, kind=kind, root=tmp_path, steps=step))
+    assert after[0]["resumed"] == step == 8
+    assert after[0]["digests"] == {"8": before[0]["digests"]["8"]}
+
+
+def test_averages_of_several_ranks_come_back_from_a_base_that_was_made_later(world, tmp_path):
+    """What is done after every update needs all parameters of one step, on all ranks."""
+    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=12, average=True))
+    ended(world.run(2, kind="ddp", root=tmp_path / "run", steps=9, average=True, base_every=3, keep_last=1, pause=0.1))
+    with RunReader(tmp_path / "run") as reader:
+        assert (reader.head().step, reader.head().oldest_step) == (9, 9)
+    rest = ended(world.run(2, kind="ddp", root=tmp_path / "run", steps=12, average=True))
+    assert rest[0]["resumed"] == 9
+    assert rest[0]["digests"].items() <= whole[0]["digests"].items()
+
+
+@pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 4), ("fsdp", 4)])
+def test_ranks_that_have_nothing_to_store_train_all_the_same(world, tmp_path, kind, ranks):
+    """A model with fewer parameters than there are ranks, and no buffers."""
+    whole = ended(world.run(ranks, kind=kind, root=tmp_path / "whole", steps=14, tiny=True))
+    ended(world.run(ranks, kind=kind, root=tmp_path / "run", steps=12, tiny=True, base_every=3, pause=0.1))
+    with RunReader(tmp_path / "run") as reader:
+        assert reader.head().step > 3
+        assert reader.verify(reader.head()) == []
+    rest = ended(world.run(ranks, kind=kind, root=tmp_path / "run", steps=14, tiny=True))
+    assert rest[0]["resumed"] == 12
+    assert rest[0]["digests"].items() <= whole[0]["digests"].items()
+    alone = ended(world.run(1, kind=kind, root=tmp_path / "run", steps=14, tiny=True))
+    assert alone[0]["digests"] == {"14": rest[0]["digests"]["14"]}
+
+
+def test_a_parameter_that_is_trained_later_is_followed_by_a_base_of_all_ranks(world, tmp_path):
+    """One of them stores it; all have to take part in the base."""
+    before = ended(world.run(2, kind="ddp", root=tmp_path, steps=8, unfreeze_at=4, deadline_seconds=20))
+    with RunReader(tmp_path) as reader:
+        assert [ref.step for ref in reader.commits()] == [4, 0]
+    after = ended(world.run(2, kind="ddp", root=tmp_path, steps=8))
+    assert after[0]["digests"] == {"8": before[0]["digests"]["8"]}
+
+
 @pytest.mark.parametrize("base_every", [1, 2])
 def test_save_at_a_step_of_which_a_base_has_just_been_made_beside_training(world, tmp_path, base_every):
     """All parts of that one may be of the very step, or of earlier ones; the saved one takes its place."""

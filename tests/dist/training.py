@@ -62,10 +62,10 @@ class Net(nn.Module):
         return self.second(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale
 
 
-def wrapped(kind: str, world_size: int, width: int = 13) -> nn.Module:
-    """Of ``width`` 0 with one parameter and nothing else."""
+def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False) -> nn.Module:
+    """A ``tiny`` one, or one of ``width`` 0, has one parameter and nothing else."""
     torch.manual_seed(0)
-    model = Net(width) if width else nn.Linear(7, 1, bias=False)
+    model = nn.Linear(7, 1, bias=False) if tiny or not width else Net(width)
     if kind == "ddp":
         return DistributedDataParallel(model) if world_size > 1 else model
     if kind == "fsdp":
@@ -75,7 +75,7 @@ def wrapped(kind: str, world_size: int, width: int = 13) -> nn.Module:
     return model
 
 
-def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn.Module | None = None) -> str:
     """A digest of parameters and optimizer state, whole, the same under any parallelism."""
     found = {}
     for name, parameter in model.named_parameters():
@@ -83,12 +83,9 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         for slot, value in held.items():
             value = value.full_tensor() if isinstance(value, DTensor) else value
             found[f"{name.removeprefix('module.')}/{slot}"] = value
+    if averages is not None:
+        found |= {f"average:{name}": p.detach() for name, p in averages.named_parameters()}
     return digest(dict(sorted(found.items())))
-
-
-def averaged(options: dict[str, Any]) -> str:
-    """A digest of the parameters' averages, where there are any."""
-    return digest({n: p.detach() for n, p in options["averages"].named_parameters()}) if "averages" in options else ""
 
 
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
@@ -122,6 +119,8 @@ def train(
     codec: tuple[str, float] | None = None,
     width: int = 13,
     keep_last: int = 2,
+    tiny: bool = False,
+    unfreeze_at: int | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
@@ -134,13 +133,13 @@ def train(
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
         options["codec"] = {"topk": TopK, "int8": lambda block: Int8(int(block))}[codec[0]](codec[1])
-    model = wrapped(kind, world_size, width)
+    model = wrapped(kind, world_size, width, tiny)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     resume = (resume_of or {}).get(str(rank), resume)
     plain = getattr(model, "module", model)
-    if average:
-        decayed = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        options |= {"after_update": lambda: decayed.update_parameters(plain), "averages": decayed}
+    averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
+    if averages is not None:
+        options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
     torch.manual_seed(100 + rank)
     losses: list[float] = []
@@ -159,11 +158,15 @@ def train(
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness)
-        digests[done] = whole_state(model, chosen) + averaged(options)
+        digests[done] = whole_state(model, chosen, averages)
         for step in range(done + 1, steps + 1):
+            if step == unfreeze_at:
+                plain.first.bias.requires_grad_(True)
             loss = model(torch.randn(5, 7)).pow(2).mean()
             losses.append(float(loss.detach()))
             loss.backward()
+            if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
+                dist.all_reduce(plain.first.bias.grad)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             chosen.step()
             schedule.step()
@@ -174,11 +177,11 @@ def train(
                 os.kill(os.getpid(), signal.SIGTERM)
             if raises is not None and (rank, step) == tuple(raises):
                 raise ValueError("a mistake of the script")
-            digests[step] = whole_state(model, chosen)
+            digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
-            if average:
-                digests[step] = whole_state(model, chosen) + averaged(options)
+            if average:  # which has been updated now
+                digests[step] = whole_state(model, chosen, averages)
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
             if step == save_at or (save_every is not None and step % save_every == 0):

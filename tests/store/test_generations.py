@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from contextlib import suppress
 
 import pytest
 import safetensors
@@ -284,3 +286,32 @@ def test_a_write_through_that_fails_leaves_nothing_under_way(make):
         unit.write_through(unit.acquire(), fill, **HOW)
     with pytest.raises(ValueError, match="was not acquired"):
         unit.write_through(2, fill, **HOW)
+
+
+def test_a_file_is_not_removed_under_a_thread_that_has_acquired_it(make, monkeypatch):
+    unit = make(layout=SMALL, copies=1, grows=True)
+    unit.create()
+    make.retained[unit.path(unit.acquire())] = SMALL.file_bytes
+    for _ in range(4):
+        unit.acquire_new()
+    for generation in range(1, 5):
+        unit.release(generation)
+    taken, real = [], unit._disk.unlink
+
+    def take():
+        with suppress(PoolExhausted):
+            while True:
+                taken.append(unit.acquire())
+
+    thread = threading.Thread(target=take)
+
+    def unlink(path):
+        if not thread.ident:
+            thread.start()
+            thread.join(0.2)
+        real(path)
+
+    monkeypatch.setattr(unit._disk, "unlink", unlink)
+    unit.trim()
+    thread.join()
+    assert taken and all(unit._disk.exists(unit.path(generation)) for generation in taken)

@@ -171,3 +171,15 @@ def test_the_space_that_killed_writers_reserved_is_given_back(tmp_path):
     assert sizes == [(timeline * 3 + 1) * 4096 for timeline in range(1, 6)] + [0]
     assert all(torn in path.read_bytes() for path in (tmp_path / "journal" / "s").glob("*[1-5].log"))
     assert read_segment(disk, segments(disk, "s")[-1]) == ([], None)
+
+
+@pytest.mark.parametrize("pages", [1, 2, 300])
+def test_giving_back_space_leaves_a_record_that_ends_in_zeros(tmp_path, queue, pages):
+    zeros = Buffer(pages * PAGE, "test").view
+    disk = written(tmp_path, queue, [[record(11), Record(12, {}, (part(PAGE, 1), zeros))]])
+    [ref] = segments(disk, "s")
+    before = read_segment(disk, ref)
+    trim(disk, "s")
+    assert read_segment(disk, ref) == before and [stored.step for stored in before[0]] == [11, 12]
+    assert disk.size(ref.path) == before[0][-1].end
+    assert payload(disk, queue, before[0][-1]).endswith(bytes(pages * PAGE))

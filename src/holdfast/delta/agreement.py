@@ -175,15 +175,17 @@ class Agreement:
                         self._lock.wait(BUSY_SECONDS if busy else IDLE_SECONDS)
         except BaseException as error:
             with self._lock:
-                if isinstance(error, RuntimeError) and not self._closing:
+                if isinstance(error, RuntimeError) and self._ranks.rank and not self._closing:
                     error = RankFailed(
                         f"rank 0, which the others ask how far all are, does not answer ({error}). Step"
                         f" {self.standing.durable_step} is durable: start all ranks again to resume."
                     )
                 self.failure = self.failure or error
-            if self._ranks.rank == 0:
+            if self._ranks.rank == 0 or not isinstance(error, RankFailed | RuntimeError):
                 with suppress(RuntimeError):
-                    self._board.set("failed", f"rank 0 failed: {type(error).__name__}: {error}")
+                    self._board.set(
+                        "failed", f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}"
+                    )
             with self._lock:
                 self._lock.notify_all()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -61,9 +61,16 @@ class BaseMaker:
     disk is done by the recorder's thread, so that a disk that hangs is seen by its deadline."""
 
     def __init__(
-        self, store: LocalStore, state: LiveState, recorder: Recorder | Inline, prefix: str = ""
+        self,
+        store: LocalStore,
+        state: LiveState,
+        recorder: Recorder | Inline,
+        prefix: str = "",
+        sized: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
+        """``sized`` is told how large a base is when that has changed, before anything is made for it."""
         self._store, self._state, self._recorder, self._prefix = store, state, recorder, prefix
+        self._sized = sized
         self._units: list[Unit] = []
         self._index: dict[str, Any] = {}
         self._atoms: dict[str, Atom] = {}
@@ -117,6 +124,7 @@ class BaseMaker:
             before = self._units
             self._units, index = divided(owned, self._state, self._prefix)
             self._atoms = atoms
+            self._sized(self.full_bytes)
             self._recorder.put(Task(partial(self._make, before, self._units, index), at_once=True))
         self._left, self._staged = list(self._units), []
 
@@ -227,6 +235,7 @@ class BaseMaker:
         for each in files:
             each.create()
             self._recorder.beat()
+        store.measure()
         self._index = index
 
     def _write(self, staged: _Staged, buffer: Buffer) -> None:
@@ -297,9 +306,8 @@ def _unit(prefix: str, number: int, owners: tuple[str, ...], owned: dict[str, He
     atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
     layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    return Unit(
-        f"{prefix}unit_{number:03d}-{form}", owners, layout, late=bool(atoms) and atoms[0].slot == RESIDUAL
-    )
+    late = any(atom.slot == RESIDUAL for atom in atoms)
+    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=late)
 
 
 def _settle_devices(tensors: Iterable[torch.Tensor]) -> None:
@@ -325,7 +333,7 @@ def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
             filled, was_late = 0, late
         groups[-1].append(owner)
         filled += nbytes
-    return [tuple(group) for group in groups] or [()]
+    return [tuple(group) for group in groups] or [()]  # a rank that stores nothing has a file of nothing
 
 
 def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
@@ -341,4 +349,6 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -
                         {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}
                     ],
                 }  # fmt: skip
+    if not atoms:  # two ranks that store nothing write two files
+        return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
     return {"version": 1, "atoms": atoms}

@@ -116,12 +116,13 @@ class Exact(Codec):
         return tuple(packed)
 
 
-def trained_of(state: LiveState) -> list[list[CapturedParameter]]:
-    """For each optimizer, its parameters stored here that require grad, in the model's order."""
+def trained_of(state: LiveState, everywhere: bool = False) -> list[list[CapturedParameter]]:
+    """For each optimizer, its parameters stored here, or on any rank, that require grad, in the model's order."""
     found = []
     for optimizer in state.optimizers:
         known = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-        found.append([p for p in state.stored if id(p.parameter) in known])
+        among = state.parameters if everywhere else state.stored
+        found.append([p for p in among if id(p.parameter) in known])
     return found
 
 

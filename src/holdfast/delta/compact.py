@@ -74,6 +74,12 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
                 f"{root} cannot be replayed to step {target} without its script: "
                 f"{(odd or ['the records end before it.'])[0]} Nothing was removed."
             )
+        if found.residuals_lost:
+            raise BadInput(
+                f"{root} cannot be compacted to step {target}: training had residuals of error feedback there, which"
+                " records cannot bring forward. Nothing was removed. A base with them is what the script makes: call"
+                " save() of its Checkpointer."
+            )
         new = _write(store, state, point, old)
         failpoints.reach("after_compacted")
         damaged = store.verify(new)

@@ -70,6 +70,13 @@ class Line:
         """The commit or a record that further training continues."""
         return next(iter(self.chains.values())).last
 
+    @property
+    def residuals_dropped(self) -> bool:
+        """Whether training went on without residuals since the base: by a codec that has none."""
+        records = [r for chain in self.chains.values() for r in chain.records if r.step > self.base.step]
+        updated = [record for record in records if record.about["updates"]]  # a skipped step changes none
+        return bool(updated) and not uses_feedback(updated[-1].about)
+
     @cached_property
     def atoms(self) -> dict[str, dict[str, dict[str, Any]]]:
         """By stream what its base holds, by key."""
@@ -132,6 +139,16 @@ class Line:
                 " or an optimizer that is not elementwise. Resume with as many ranks as before, call save(), and"
                 " change the parallelism then."
             )
+        step = self.step
+        self._pour(state)
+        while (
+            self.step < step
+        ):  # the records of one stream end earlier than their headers say: all anew, up to there
+            step = self.step
+            state.forget_optimizer_state()
+            self._pour(state)
+
+    def _pour(self, state: LiveState) -> None:
         buffers: dict[str, torch.Tensor] = {}
         for stream in self.chains:
             ghost = Ghost(state, self.boxes(stream))

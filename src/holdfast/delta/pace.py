@@ -71,11 +71,10 @@ class Pace:
     ) -> None:
         self._store, self._recorder, self._means = store, recorder, means
         self._progress, self._emit, self._restarted = progress, emit, restarted
-        self.bases = BaseMaker(store, state, recorder, prefix)
+        self.bases = BaseMaker(store, state, recorder, prefix, self._set_cap)
         self._together = together
         self.tuner: Tuner | None = None
         self.base_step, self._begun_at = -1, 0
-        self._every = FIRST_STEPS
         self.gap = False
         """Whether steps are not recorded, or their records follow a base that is not there yet."""
         self._losses = self._losses_at_begin = 0
@@ -117,11 +116,11 @@ class Pace:
         started = time.perf_counter()
         bases = self.bases
         self._see_published()
-        if self._together is not None and self._means.of_one_step:
-            if step - self._begun_at >= self._every:  # which all ranks find at the same step
-                self.whole(step)
-        elif self.gap and not bases.under_way:
+        if self.gap and not bases.under_way:
             self._end_gap(step)
+        elif self._at_once:
+            if self._is_time(step):
+                self.whole(step)
         elif self._is_due(step):
             self._begin(step)
         if bases.under_way and not bases.all_staged:
@@ -129,9 +128,17 @@ class Pace:
         self._stall = time.perf_counter() - started
         self._stall_of_base += self._stall
 
-    def _is_due(self, step: int) -> bool:
+    @property
+    def _at_once(self) -> bool:
+        """Whether training waits for every base: only so are all parts of all ranks of one step."""
+        return self._together is not None and self._means.of_one_step
+
+    def _is_time(self, step: int) -> bool:
         assert self.tuner is not None
-        due = not self.bases.under_way and step - self._begun_at >= self.tuner.steps
+        return step - self._begun_at >= self.tuner.steps
+
+    def _is_due(self, step: int) -> bool:
+        due = not self.bases.under_way and self._is_time(step)
         return due if self._together is None else self._together.is_due(due, self.bases)
 
     def whole(self, step: int) -> None:
@@ -208,8 +215,9 @@ class Pace:
         full = bases.full_bytes or self._store.newest_bytes
         rate = bases.written_bytes / bases.write_seconds if bases.written_bytes else PRIOR_BYTES_PER_SECOND
         believed = prior(full, record_bytes, self._means.bytes_per_step, rate)
+        if self._at_once:  # all ranks have to find the same step by themselves
+            told = told or FIRST_STEPS
         self.tuner = Tuner(told, limits, believed)
-        self._every = told or FIRST_STEPS
         self._set_cap(full)
         self.tuner.restarted(*self._store.restarts())
 
@@ -282,6 +290,8 @@ class Pace:
         elif bases.next_bytes <= room:
             bases.stage(step, min(max(means.bytes_per_step, bases.next_bytes), room))
         if bases.under_way and bases.all_staged:
+            if self._together is not None:
+                self._together.sharing = True
             self._recorder.put(Task(partial(self._publish, self._progress(), self._losses)))
 
     def _publish(self, progress: dict[str, Any], losses: int) -> None:
@@ -312,7 +322,11 @@ class Pace:
     def _is_room(self, nbytes: int) -> bool:
         store, recorder = self._store, self._recorder
         assert store.cap_bytes is not None
-        taken = store.used_bytes - recorder.segment_free_bytes + recorder.pending_bytes
+        pending = (
+            recorder.pending_bytes
+        )  # before the rest: what is written meanwhile counts twice, and not never
+        free = recorder.segment_free_bytes
+        taken = store.used_bytes - free + pending
         return taken + nbytes + self._margin(nbytes) <= store.cap_bytes
 
     def _margin(self, nbytes: int) -> int:

@@ -285,7 +285,7 @@ class Recorder:
             records = [
                 Record(sealed.step, sealed.about, self._pack(sealed.about, sealed.parts)) for sealed in steps
             ]
-            self._journal.append(records)
+            self._journal.append(records, self.beat)
         self._pool.give([slot for sealed in steps for slot in sealed.slots])
         with self._changed:  # whoever finds nothing waiting any more may free the slots
             done = self._at_once if isinstance(group, Task) and group.at_once else self._waiting

@@ -81,7 +81,7 @@ def recover(
             ranks.everyone(_stores_alike(line, state, ranks))
         )
         lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
-        if lost:
+        if lost or line.residuals_dropped:
             state.residuals.clear()
         script.restore(line.progress(ranks.rank))
         if ranks.rank >= len(line.chains):

@@ -112,13 +112,14 @@ def _step(
 ) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
+    device = parameters[0].device if parameters else None  # of a rank that stored nothing
     try:
         for parameter in parameters:
             grad = grads.get(state.name_of[id(parameter)])
             parameter.grad = None if grad is None else _like(parameter, grad)
         for name in CONSUMED:
             if name in consumed:
-                setattr(optimizer, name, torch.tensor(consumed[name], device=parameters[0].device))
+                setattr(optimizer, name, torch.tensor(consumed[name], device=device))
         with torch.no_grad():
             _unhooked_step(optimizer)
     finally:

@@ -129,6 +129,9 @@ class Tap:
                 " Call closure() yourself and then optimizer.step()."
             )
         optimizer = self._state.optimizers[index]
+        if self._open[index]:  # a subclass calls the step() it overrides: part of the update that is open
+            self._open[index] += 1
+            return
         trained, without = [], []
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = self._state.name_of.get(id(parameter), "")
@@ -137,21 +140,24 @@ class Tap:
             else:
                 _refuse_sparse(name, parameter.grad)
                 trained.append((name, parameter))
-        self._open[index] += 1
-        if self._open[index] > 1:  # a subclass calls the step() it overrides: part of the update that is open
-            return
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
         slot = self._slot_for(index)
-        stored = [(name, p) for name, p in trained if name in self._stored or not name]  # else it is new here
-        known = _fit(stored, self._places[index]) and len(optimizer.param_groups) == self._num_groups[index]
+        # All ranks see the same here, whatever each of them stores: they go on without a record together.
+        known = _fit(trained, self._places[index]) and len(optimizer.param_groups) == self._num_groups[index]
         room = slot if known and self._is_last(index) else None
-        part, coefficient = self._consume(room, index, trained, scaled.get("found_inf", 0.0) > 0)
-        if slot is not None and part is None:
+        update = Update(index, slot, None, self._codec.about(), _by_value(optimizer), without, scaled)
+        self.updates.append(update)
+        try:
+            update.part, update.coefficient = self._consume(
+                room, index, trained, scaled.get("found_inf", 0.0) > 0
+            )
+        except BaseException:  # what it has changed by then is in no record
             self.changed = True
-        self.updates.append(
-            Update(index, slot, part, self._codec.about(), _by_value(optimizer), without, scaled, coefficient)
-        )
+            raise
+        self._open[index] += 1
+        if slot is not None and update.part is None:
+            self.changed = True
         self.seconds += time.perf_counter() - started
 
     def _consume(
@@ -219,10 +225,10 @@ Place = tuple[tuple[int, ...], torch.dtype]
 
 
 def _places(state: LiveState) -> list[dict[str, Place]]:
-    """For each optimizer, by parameter."""
+    """For each optimizer, by parameter: of those, too, that other ranks store."""
     return [
         {p.name: (state.boxes[p.name].shape, p.parameter.dtype) for p in trained}
-        for trained in trained_of(state)
+        for trained in trained_of(state, everywhere=True)
     ]
 
 

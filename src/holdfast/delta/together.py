@@ -19,6 +19,8 @@ class Together:
         self._ranks, self._store, self._emit = ranks, store, emit
         self.agreement: Agreement | None = None
         self._number = 0
+        self.sharing = False
+        """Whether the share of the base that is under way waits for the records before it."""
 
     def is_due(self, due: bool, bases: BaseMaker) -> bool:
         """The first rank decides, by whether one is ``due`` there; the others follow when they see it."""
@@ -28,7 +30,7 @@ class Together:
                 self._number = self.agreement.begin_base()
             return due
         wanted = self.agreement.standing.base_wanted
-        if wanted <= self._number:
+        if wanted <= self._number or self.sharing:
             return False
         self._number = wanted
         bases.give_up()
@@ -46,6 +48,7 @@ class Together:
         """This rank's part of the base that is under way is durable."""
         assert self.agreement is not None
         self.agreement.share(self._number, share.step, share.ref)
+        self.sharing = False
 
     def nothing_else(self) -> None:
         """No base begun before becomes a commit any more, and all ranks know of those that did: what was written for

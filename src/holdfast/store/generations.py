@@ -91,29 +91,25 @@ class Generations:
         """Remove generations beyond ``copies``, of a time when more commits were kept, that none needs now.
 
         Only those that follow without a gap and have the size of this unit's files: a writer makes no others, and
-        another may be somebody's own copy.
+        another may be somebody's own copy. Of a unit that grows all of this size, since gaps come of what was kept.
         """
-        retained = self._retained()
-        generation = self.copies
-        while self._disk.exists(self.path(generation)) and self._usable(self.path(generation)):
-            self._surplus.add(generation)
-            generation += 1
-        if self._grows:
-            self._surplus |= self._others()
-        free = [k for k in sorted(self._surplus - self._acquired) if self.path(k) not in retained]
-        if self._grows and all(self.path(k) in retained for k in range(self.copies)):
-            free = free[1:]  # to be written next
-        for generation in free:
-            with self._lock:
-                if (
-                    generation in self._acquired or generation not in self._surplus
-                ):  # since, by another thread
-                    continue
+        with self._lock:  # of several ranks, one thread of a rank retires commits while another writes
+            retained = self._retained()
+            generation = self.copies
+            while self._disk.exists(self.path(generation)) and self._usable(self.path(generation)):
+                self._surplus.add(generation)
+                generation += 1
+            if self._grows:
+                self._surplus |= self._others()
+            free = [k for k in sorted(self._surplus - self._acquired) if self.path(k) not in retained]
+            if self._grows and all(self.path(k) in retained for k in range(self.copies)):
+                free = free[1:]  # to be written next
+            for generation in free:
                 file = self._files.pop(generation, None)
                 self._surplus.remove(generation)
-            if file is not None:
-                file.close()
-            self._disk.unlink(self.path(generation))
+                if file is not None:
+                    file.close()
+                self._disk.unlink(self.path(generation))
 
     def _others(self) -> set[int]:
         """Generations beyond ``copies`` that are there, in whatever order they were made."""

@@ -137,8 +137,9 @@ class JournalWriter:
         """Of the present segment."""
         return self._capacity - self._end if self._file is not None else 0
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, records: Sequence[Record], beat: Callable[[], None] | None = None) -> None:
         """Write ``records``, in the order of their steps, and sync them. When this returns, they survive power loss.
+        ``beat`` is called as the write gets on.
 
         Raises ``DiskFailed``; the next call then begins another segment.
         """
@@ -149,7 +150,7 @@ class JournalWriter:
         try:
             self._make_room(records[0].step, sum(map(len, memory)))
             assert self._file is not None
-            requests = list(_requests(self._file, memory, self._end))
+            requests = list(_requests(self._file, memory, self._end, beat))
             self._queue.submit(requests, **KINDS).result()
             failpoints.reach("after_records_write")
             self._disk.sync(self._file, why="records")
@@ -221,11 +222,13 @@ def _encode(record: Record, timeline: Timeline, previous: str) -> bytes:
         nbytes = round_up(len(text))
 
 
-def _requests(file: OpenFile, memory: Sequence[memoryview], offset: int) -> Iterator[Request]:
+def _requests(
+    file: OpenFile, memory: Sequence[memoryview], offset: int, beat: Callable[[], None] | None
+) -> Iterator[Request]:
     """The writes that put ``memory`` into ``file``, one piece after another."""
     for view in memory:
         for start, stop in block_spans(len(view)):
-            yield Request(file, view[start:stop], offset + start, True)
+            yield Request(file, view[start:stop], offset + start, True, before=beat)
         offset += len(view)
 
 
@@ -267,10 +270,10 @@ def timelines_of_segments(disk: AnyDisk, known: Collection[int]) -> Iterator[Tim
 def trim(disk: AnyDisk, stream: str) -> None:
     """Give back the space that segments of ``stream`` reserve behind what was written. Nobody writes to them."""
     for ref in segments(disk, stream):
-        end, size = _written_bytes(disk, ref.path), disk.size(ref.path)
-        if end < size and (records := read_segment(disk, ref)[0]):
-            end = max(end, records[-1].end)  # whose payload may end with zeros
-        if end < size:
+        records, _ = read_segment(disk, ref)
+        least = records[-1].end if records else 0  # a record may end in pages of zeros
+        end = max(_written_bytes(disk, ref.path), least)
+        if end < disk.size(ref.path):
             disk.cut(ref.path, end)
 
 

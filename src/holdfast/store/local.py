@@ -79,9 +79,9 @@ class LocalStore(RetainedCommits):
         self._units: dict[str, Generations] = {}
         self._scratch: list[Scratch] = []
         self._left: list[Manifest] = []  # retired, with files of units that may be none any more
+        self._following = threading.Lock()
         self._fork: Timeline | None = None
         self._failed: BaseException | None = None
-        self._following = threading.Lock()
         self.dropped: list[CommitRef] = []
         """Retired for want of room, by this writer."""
         self.is_mine: Callable[[str], bool] = lambda unit: True
@@ -180,11 +180,11 @@ class LocalStore(RetainedCommits):
 
     def follow(self) -> None:
         """Take note of what the first rank has published and retired. Any thread may call it."""
-        with self._following:  # what was listed first is not to be noted last
+        with self._following:
             before = self._retained
             self._keep({ref: self._load_or_none(ref) for ref in self.commits()})
             self._drop_files([manifest for ref, manifest in before.items() if ref not in self._retained])
-            for unit in self._units.values():
+            for unit in list(self._units.values()):
                 unit.trim()
 
     def unit(self, name: str, layout: Layout, copies: int) -> Generations:
@@ -400,6 +400,7 @@ class LocalStore(RetainedCommits):
         except PoolExhausted:
             if self.keep is None or not self.make_room(unit.layout.file_bytes):
                 raise
+            self.used_bytes += unit.layout.file_bytes
             return unit.acquire_new()
 
     def names(self) -> set[str]:
@@ -485,7 +486,7 @@ class LocalStore(RetainedCommits):
         """Unlink the manifests of what is not kept; when their names are durably gone, their files are free."""
         assert self.timeline is not None
         copies = min(
-            (unit.copies for unit in self._units.values() if unit.copies > 1), default=self.retain + 1
+            (unit.copies for unit in list(self._units.values()) if unit.copies > 1), default=self.retain + 1
         )
         room = max(self.retain, copies - self.spare)
         drop = dropped(
@@ -510,7 +511,7 @@ class LocalStore(RetainedCommits):
         self._keep({ref: manifest for ref, manifest in self._retained.items() if ref not in drop})
         self._drop_indexes(gone)
         self._drop_files(gone)
-        for unit in self._units.values():
+        for unit in list(self._units.values()):
             unit.trim()
 
     def _drop_orphans(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import Damaged
-from holdfast.store.chain import Journal, chain_of, read_journal
+from holdfast.store.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.journal import streams
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import CommitRef, Manifest
@@ -92,12 +92,19 @@ def prune(root: Path, keep: Keep) -> Pruning:
 
 
 def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:
-    """Raise ``Damaged`` unless every byte of the newest commit that is kept is as it was written."""
+    """Raise ``Damaged`` unless every byte of the newest commit that is kept is as it was written, the records included
+    that bring its parts to one step."""
     newest = next((ref for ref in store.line() if ref in kept), None)
-    damaged = store.verify(store.load(newest)) if newest is not None else []
+    if newest is None:
+        return
+    manifest = store.load(newest)
+    damaged = store.verify(manifest)
+    last, odd = verify_records(store, manifest)
+    if last < manifest.step:
+        damaged += odd
     if damaged:
         raise Damaged(
-            f"nothing was removed, since step {newest.step if newest else 0}, which is kept, is damaged: {damaged[0]}",
+            f"nothing was removed, since step {newest.step}, which is kept, is damaged: {damaged[0]}",
             path=damaged[0].path,
         )
 

@@ -40,8 +40,9 @@ class RetainedCommits(RunReader):
 
     @property
     def for_good_bytes(self) -> int:
-        """Of the bases that are kept for good beside the newest."""
-        alone = [self._retained[ref] for ref in self._for_good() - set(self._newest())]
+        """Of the bases that are kept for good beside the newest. Called also while another thread publishes."""
+        retained = self._retained
+        alone = [retained.get(ref) for ref in self._for_good() - set(self._newest())]
         return sum(manifest.total_bytes for manifest in alone if manifest is not None)
 
     @property
@@ -84,6 +85,7 @@ class RetainedCommits(RunReader):
     def _for_good(self) -> set[CommitRef]:
         if self.keep is None or not self.keep.for_good:
             return set()
-        line = lineage(self._retained, self._timelines, self.timeline or 0)
-        manifests = [self._retained[ref] for ref in line if ref not in self.damaged]
+        retained = self._retained
+        line = lineage(retained, self._timelines, self.timeline or 0)
+        manifests = [retained[ref] for ref in line if ref not in self.damaged]
         return kept_for_good([manifest for manifest in manifests if manifest is not None], self.keep)

@@ -143,7 +143,7 @@ COMPACTED = [*failpoints.NAMES[:-1], *failpoints.LIFECYCLE, "before_segment_unli
 def finished(server, root, keep_last):
     """A run whose bases are of several steps, with records since the oldest, a group in each segment."""
     outcome = server.run(
-        survive=True, root=root, steps=STEPS, base_every=10, keep_last=keep_last, groups_per_segment=1
+        survive=True, root=root, steps=STEPS, base_every=12, keep_last=keep_last, groups_per_segment=1
     )
     assert outcome.finished, outcome.error
     return root

@@ -28,7 +28,8 @@ from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import block_spans
-from holdfast.store.manifest import FORMAT, VERSION, Timeline, seal, unseal
+from holdfast.store.manifest import Timeline
+from holdfast.store.sealing import FORMAT, VERSION, seal, unseal
 from holdfast.units import PAGE, MiB, round_up
 
 SEGMENT_BYTES = 256 * MiB

@@ -72,7 +72,7 @@ class Cheap:
 def record(model: str, folder: Path, lengths: tuple[int, ...]) -> dict[int, str]:
     """A run of the longest length in ``folder``. Returns digests of the state by length."""
     cheap, digests = Cheap(model), {}
-    arm = ARMS["exact"](folder, cheap.training, base_every=10**9)
+    arm = ARMS["exact"](folder, cheap.training, base_every=10**9, storage="1TB")
     arm.resume()
     for step in range(max(lengths) + 1):
         if step in lengths:
@@ -89,7 +89,7 @@ def resume_seconds(model: str, run: Path, length: int, digest: str) -> float:
     copy = run.with_name("copy")
     shutil.copytree(run, copy, copy_function=os.link)
     cheap = Cheap(model)
-    arm = ARMS["exact"](copy, cheap.training, base_every=10**9)
+    arm = ARMS["exact"](copy, cheap.training, base_every=10**9, storage="1TB")
     forget_pages(copy)
     started = time.perf_counter()
     step = arm.resume(step=length) if length else arm.resume(before=1)

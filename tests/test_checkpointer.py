@@ -209,7 +209,7 @@ def test_a_step_is_what_it_was_whatever_happens_to_its_tensors_afterwards(tmp_pa
     """A thousand times on a slow disk: gradients and buffers are overwritten right after ``step``."""
     loop, checkpointer = start(tmp_path, base_every=10_000)
     loop.optimizers[0].zero_grad = lambda: None  # they are still there to be overwritten
-    states = {}
+    states, behind = {}, 0
     with checkpointer:
         checkpointer.resume()
         checkpointer._queue._throttles[True] = Throttle(20_000_000)
@@ -220,7 +220,8 @@ def test_a_step_is_what_it_was_whatever_happens_to_its_tensors_afterwards(tmp_pa
             for p in loop.model.parameters():
                 overwrite[i % 3](p.grad)
                 p.grad = None
-        assert checkpointer.durable_step < 1000
+            behind += checkpointer.durable_step < checkpointer.steps_done
+    assert behind > 500
     for step in sorted(states, reverse=True):
         other, again = start(tmp_path)
         with again:

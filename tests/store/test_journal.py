@@ -11,8 +11,9 @@ from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
 from holdfast.store import journal
 from holdfast.store.files import Disk
-from holdfast.store.journal import JournalWriter, Record, read_payload, read_segment, segments
+from holdfast.store.journal import JournalWriter, Record, read_payload, read_segment, segments, trim
 from holdfast.store.manifest import Timeline
+from holdfast.units import MiB
 
 TIMELINE = Timeline(3, 2, 10, "ab" * 16, "cd" * 16)
 PAGE = 4096
@@ -150,3 +151,23 @@ def test_a_failed_write_ends_the_segment_and_the_next_goes_to_another(tmp_path, 
     first, second = segments(disk, "s")
     assert [s.step for s in read_segment(disk, second)[0]] == [12]
     assert read_segment(disk, second)[0][0].previous == read_segment(disk, first)[0][0].digest
+
+
+def test_the_space_that_killed_writers_reserved_is_given_back(tmp_path):
+    """And not a byte that any of them wrote, whole or torn."""
+    disk = Disk(tmp_path)
+    torn = b"\1" * 100
+    for timeline in range(1, 6):
+        disk.makedirs("journal/s")
+        path = f"journal/s/step-{timeline:012d}.t{timeline:04d}.log"
+        disk.allocate(path, 64 * MiB)
+        with (tmp_path / path).open("r+b") as file:
+            file.seek(timeline * 3 * 4096)
+            file.write(torn)
+    empty = "journal/s/step-000000000009.t0009.log"
+    disk.allocate(empty, 2 * MiB)
+    trim(disk, "s")
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "journal" / "s").iterdir())]
+    assert sizes == [(timeline * 3 + 1) * 4096 for timeline in range(1, 6)] + [0]
+    assert all(torn in path.read_bytes() for path in (tmp_path / "journal" / "s").glob("*[1-5].log"))
+    assert read_segment(disk, segments(disk, "s")[-1]) == ([], None)

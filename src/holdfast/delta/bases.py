@@ -213,7 +213,7 @@ class BaseMaker:
             unit.files = self._store.unit(unit.name, unit.layout, copies=min(self._store.retain, 2) + 1)
         files = [unit.files for unit in units if unit.files is not None]
         nbytes, store = self._store.space_needed(files), self._store
-        if not store.make_room(nbytes):
+        if nbytes and not store.make_room(nbytes):
             raise DoesNotFit(
                 f"storage = {format_bytes(store.cap_bytes or 0)} is too little: {store.root} takes"
                 f" {format_bytes(store.used_bytes)}, and the files for bases of {format_bytes(self.full_bytes)} take"

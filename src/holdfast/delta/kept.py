@@ -6,9 +6,11 @@ of. The replica that kept it listens at ``socket`` until somebody comes, or has 
 
 from __future__ import annotations
 
+import os
 import select
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +87,8 @@ class Door:
         with suppress(FileNotFoundError):
             self._path.unlink()
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._path))
+        with _address(place) as address:
+            self._listener.bind(address)
         self._listener.listen()
 
     def knocked(self, timeout: float = 0.0) -> bool:
@@ -113,12 +116,23 @@ class Door:
             self._path.unlink()
 
 
+@contextmanager
+def _address(place: Path) -> Iterator[str]:
+    """Of the socket in ``place``, whose own path may be longer than an address."""
+    folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{SOCKET}"
+    finally:
+        os.close(folder)
+
+
 def make_earlier_one_leave(place: Path, run: str, deadline_seconds: float) -> None:
     """Return when no replica of ``run`` is there any more; one whose trainer has died finishes first. Raises
     ``RunLocked`` if its trainer lives."""
     with socket.socket(socket.AF_UNIX) as sock:
         try:
-            sock.connect(str(place / SOCKET))
+            with _address(place) as address:
+                sock.connect(address)
         except OSError:  # nobody is there
             return
         with suppress(Gone):

@@ -90,6 +90,9 @@ class SimDisk:
     def allocate(self, path: str, nbytes: int) -> None:
         self._do(Operation("resize", self.open(path, create=True).inode, offset=nbytes))
 
+    def cut(self, path: str, nbytes: int) -> None:
+        self._do(Operation("resize", self.open(path).inode, offset=nbytes))
+
     def sync(self, target: SimFile | str, *, why: str) -> None:
         file = self.open(target) if isinstance(target, str) else target
         self._do(Operation("sync", file.inode, why=why))

@@ -246,6 +246,32 @@ def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]
     return found
 
 
+def trim(disk: AnyDisk, stream: str) -> None:
+    """Give back the space that segments of ``stream`` reserve behind what was written. Nobody writes to them."""
+    for ref in segments(disk, stream):
+        end = _written_bytes(disk, ref.path)
+        if end < disk.size(ref.path):
+            disk.cut(ref.path, end)
+
+
+def _written_bytes(disk: AnyDisk, path: str) -> int:
+    """Of a segment: up to its last page that is not zeros."""
+    end, piece = disk.size(path), bytearray(MiB)
+    file = disk.open(path, write=False, direct=False)
+    try:
+        while end > 0:
+            start = max(0, end - MiB)
+            view = memoryview(piece)[: end - start]
+            file.read(view, start)
+            used = len(bytes(view).rstrip(b"\0"))
+            if used:
+                return start + round_up(used)
+            end = start
+    finally:
+        file.close()
+    return 0
+
+
 def read_segment(disk: AnyDisk, ref: SegmentRef) -> tuple[list[StoredRecord], Damaged | None]:
     """The records of a segment by their headers, and what ended the reading if it was not the clean end.
 

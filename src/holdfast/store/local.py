@@ -24,7 +24,7 @@ from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk, check_place, write_durably
 from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
-from holdfast.store.journal import JournalWriter
+from holdfast.store.journal import JournalWriter, streams, trim
 from holdfast.store.layout import Layout
 from holdfast.store.lock import HeldLock
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Share, Timeline, is_ours, this_writer
@@ -106,6 +106,8 @@ class LocalStore(RetainedCommits):
                 self.disk.makedirs(directory)
             sweep(self.disk)
             self._keep(retained)
+            for stream in streams(self.disk):
+                trim(self.disk, stream)
             sync_all(self.disk, self._retained)
         except BaseException:
             self.close()

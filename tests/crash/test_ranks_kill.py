@@ -9,7 +9,8 @@ import pytest
 from dist.world import World
 from holdfast import failpoints
 
-STEPS = 16
+STEPS = 28
+"""Enough for a base that was begun after the first segment ended: that segment goes then."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,9 @@ def go_on_to_the_end(world, undisturbed, root, kind, said):
 @pytest.mark.parametrize(
     ("rank", "failpoint"),
     [(0, name) for name in (*failpoints.NAMES, *failpoints.JOURNAL)]
-    + [(1, name) for name in ("before_data_sync", "after_data_sync", *failpoints.JOURNAL)],
+    + [  # segments go by rank 0 alone
+        (1, name) for name in ("before_data_sync", "after_data_sync", *failpoints.JOURNAL[:3])
+    ],
 )
 def test_a_rank_is_killed_at_a_failpoint(world, undisturbed, tmp_path, failpoint, rank):
     kind = random.Random(f"{failpoint} {rank}").choice(["ddp", "fsdp"])

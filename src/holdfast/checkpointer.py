@@ -23,10 +23,11 @@ from torch import nn
 from .delta import tier
 from .delta.agreement import Agreement
 from .delta.codecs import Codec, Exact
+from .delta.comm_hook import HookState, hooked
 from .delta.entering import begin, enter, look
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
-from .delta.line import uses_feedback
+from .delta.lossy import Sparse, TopK
 from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_of_several
 from .delta.pace import Means, Pace
 from .delta.ranks import Ranks
@@ -44,7 +45,6 @@ from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
 from .store.files import check_place
-from .store.journal import StoredRecord
 from .store.local import LocalStore
 from .store.manifest import Point
 from .store.retention import Keep
@@ -113,8 +113,16 @@ class Checkpointer:
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
         self._ranks = Ranks.here(deadline_seconds)
-        refuse_of_several(self._ranks, self._codec, when_behind, storage, clip_norm)
-        self._look = partial(look, self._ranks, model, optimizers, averages, {})
+        refuse_of_several(self._ranks, when_behind, storage, clip_norm)
+        residuals: dict[torch.Tensor, torch.Tensor] = {}
+        self._hook: HookState | None = None
+        if isinstance(self._codec, TopK) and not self._ranks.alone:
+            self._hook = hooked(model, self._codec, scaler, residuals)
+            if self._hook is not None:
+                self._codec = Sparse(self._codec, self._ranks.world_size)
+        self._look = partial(
+            look, self._ranks, model, optimizers, averages, residuals, own_residuals=self._hook is not None
+        )
         self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
@@ -156,7 +164,8 @@ class Checkpointer:
         """What ``resume`` reached: tensors bit-equal to those that the run had at that step, and with "continuation"
         also the residuals, so that what follows is bit-equal to a run that was never interrupted."""
         self.stall_seconds = 0.0
-        """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk."""
+        """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk. What a
+        lossy codec does to gradients is training, and not in it."""
 
     @property
     def durable_step(self) -> int:
@@ -256,21 +265,22 @@ class Checkpointer:
             self.steps_done = found.point.step
             for text in found.odd:
                 warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
-            self._judge(found.point)
+            self._judge(found)
+        else:
+            self._state.residuals.clear()  # of what the script did before
         self._now = self._script.now()
         return None if found is None else found.point
 
-    def _judge(self, point: Point) -> None:
-        """Which exactness is reached at ``point``. Without the residuals that it had training goes on otherwise."""
-        residuals = self._state.residuals
+    def _judge(self, found: Recovered) -> None:
+        """Which exactness is reached. Without the residuals that the point had training goes on otherwise."""
         if not self._codec.error_feedback:
-            residuals.clear()
-        elif isinstance(point, StoredRecord) and uses_feedback(point.about):
+            self._state.residuals.clear()
+        elif found.residuals_lost:
             self.exactness = "state"
             warnings.warn(
-                f"resuming after step {point.step}, state-exact and not continuation-exact: the residuals of error"
-                " feedback begin at zero, since records cannot bring those of a base forward. For the newest step from"
-                ' which training goes on as it did, call resume(exactness="continuation").',
+                f"resuming after step {found.point.step}, state-exact and not continuation-exact: the residuals of"
+                " error feedback begin at zero, since records cannot bring those of a base forward. For the newest step"
+                ' from which training goes on as it did, call resume(exactness="continuation").',
                 stacklevel=5,
             )
 
@@ -294,6 +304,8 @@ class Checkpointer:
     def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
         scale = self._scale_now()
+        if self._hook is not None:
+            self._hook.settle()
         if not updates and scale >= self._scale:
             self._scale = scale
             return
@@ -357,6 +369,8 @@ class Checkpointer:
             return
         self._closed = True
         self._tap.detach()
+        if self._hook is not None:
+            self._hook.active = False
         if self._sigterm is not None:
             self._sigterm.restore()
         try:

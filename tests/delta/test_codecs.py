@@ -13,8 +13,8 @@ import holdfast
 from delta.loops import cut_small, make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.codecs import ArrayReader, Exact
-from holdfast.delta.lossy import Int8, Sparse, TopK
-from holdfast.delta.ranks import Ranks, stream_of
+from holdfast.delta.lossy import Int8, TopK
+from holdfast.delta.ranks import stream_of
 from holdfast.errors import BadInput, NoCommit, RunMismatch
 from holdfast.io.queue import Throttle
 from holdfast.store.chain import read_journal
@@ -511,13 +511,6 @@ def test_a_codec_that_cannot_be_is_refused(make_codec, message):
         make_codec()
 
 
-def test_several_ranks_record_exactly(tmp_path, monkeypatch):
-    monkeypatch.setattr(Ranks, "here", lambda *_: Ranks(0, 2, object()))
-    for codec in (TopK(0.2), Int8(), Sparse(TopK(0.2), 2)):
-        with pytest.raises(BadInput, match=r"is for one process so far: .* holdfast.Exact\(\)"):
-            start(tmp_path / "run", codec)
-
-
 def test_what_is_no_codec_is_refused_with_nothing_written(tmp_path):
     for codec in ("topk", TopK):
         with pytest.raises(BadInput, match=r"is not a codec: holdfast.Exact\(\)"):
@@ -528,3 +521,13 @@ def test_what_is_no_codec_is_refused_with_nothing_written(tmp_path):
     checkpointer.close()
     assert not (tmp_path / "run").exists()
     assert (holdfast.TopK, holdfast.Exact, holdfast.Int8) == (TopK, Exact, Int8)
+
+
+def test_a_run_without_a_point_to_go_on_from_says_so(tmp_path, monkeypatch):
+    """As where several ranks copied their residuals at several steps."""
+    monkeypatch.setattr("holdfast.delta.recovery._has_lost_residuals", lambda ref, store: True)
+    with start(tmp_path, TopK(0.3))[1] as checkpointer:
+        checkpointer.resume()
+    _, checkpointer = start(tmp_path, TopK(0.3))
+    with pytest.raises(NoCommit, match="call save\\(\\) now and then"):
+        checkpointer.resume(exactness="continuation")

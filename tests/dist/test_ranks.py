@@ -10,6 +10,7 @@ from dist.world import World
 from holdfast.store.chain import verify_records
 from holdfast.store.files import Disk
 from holdfast.store.journal import read_segment, segments
+from holdfast.store.local import LocalStore
 from holdfast.store.reader import RunReader
 
 
@@ -178,3 +179,18 @@ def test_no_rank_removes_files_that_another_writes(world, tmp_path):
     assert all(sum(name.startswith(f"{unit}.") for name in names) == 2 for unit in frozen), names
     ended(world.run(1, kind="ddp", root=tmp_path, steps=62, keep_last=1, save_at=61))
     assert not [path.name for path in (tmp_path / "data").iterdir() if path.name.startswith("rank-")]
+
+
+@pytest.mark.parametrize("base_every", [1, 2])
+def test_save_at_a_step_of_which_a_base_has_just_been_made_beside_training(world, tmp_path, base_every):
+    """All parts of that one may be of the very step, or of earlier ones; the saved one takes its place."""
+    common = {"kind": "fsdp", "root": tmp_path, "base_every": base_every, "pause": 0.25, "unit_bytes": 1 << 20}
+    ended(world.run(2, steps=9, save_every=3, keep_last=9, **common))
+    with RunReader(tmp_path) as reader:
+        for step in (3, 6, 9):
+            manifest = reader.at(step)
+            assert manifest.oldest_step == step
+            assert reader.verify(manifest) == []
+    with LocalStore.open(tmp_path, retain=9) as store:  # which removes the parts of bases that gave way
+        named = {path for ref in store.commits() for path in store.load(ref).small_paths}
+        assert {f"index/{path.name}" for path in (tmp_path / "index").iterdir()} == named

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
+from holdfast.delta.lossy import Int8, TopK
 from survive_run import digest
 
 OPTIMIZERS = {
@@ -31,10 +32,10 @@ OPTIMIZERS = {
 class Net(nn.Module):
     """Odd shapes, some smaller than the world, a frozen parameter, buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 13) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 3)
-        self.norm, self.dropout = nn.BatchNorm1d(13), nn.Dropout(0.2)
+        self.first, self.second = nn.Linear(7, width), nn.Linear(width, 3)
+        self.norm, self.dropout = nn.BatchNorm1d(width), nn.Dropout(0.2)
         self.scale = nn.Parameter(torch.ones(1))
         self.first.bias.requires_grad_(False)
 
@@ -42,9 +43,9 @@ class Net(nn.Module):
         return self.second(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale
 
 
-def wrapped(kind: str, world_size: int) -> nn.Module:
+def wrapped(kind: str, world_size: int, width: int = 13) -> nn.Module:
     torch.manual_seed(0)
-    model = Net()
+    model = Net(width)
     if kind == "ddp":
         return DistributedDataParallel(model) if world_size > 1 else model
     if kind == "fsdp":
@@ -87,8 +88,11 @@ def train(
     raises: tuple[int, int] | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
+    save_every: int | None = None,
     pause: float = 0.0,
     elsewhere: int | None = None,
+    codec: tuple[str, float] | None = None,
+    width: int = 13,
     keep_last: int = 2,
     **options: Any,
 ) -> None:
@@ -100,7 +104,9 @@ def train(
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     root = f"{root}-{rank}" if rank == elsewhere else root
-    model = wrapped(kind, world_size)
+    if codec is not None:
+        options["codec"] = {"topk": TopK, "int8": lambda block: Int8(int(block))}[codec[0]](codec[1])
+    model = wrapped(kind, world_size, width)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
     torch.manual_seed(100 + rank)
@@ -116,7 +122,7 @@ def train(
         root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last), **options
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
-        say(resumed=done)
+        say(resumed=done, exactness=checkpointer.exactness)
         digests[done] = whole_state(model, chosen)
         for step in range(done + 1, steps + 1):
             loss = model(torch.randn(5, 7)).pow(2).mean()
@@ -137,7 +143,7 @@ def train(
             checkpointer.step()
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
-            if step == save_at:
+            if step == save_at or (save_every is not None and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
     say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses)

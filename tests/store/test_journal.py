@@ -171,3 +171,16 @@ def test_the_space_that_killed_writers_reserved_is_given_back(tmp_path):
     assert sizes == [(timeline * 3 + 1) * 4096 for timeline in range(1, 6)] + [0]
     assert all(torn in path.read_bytes() for path in (tmp_path / "journal" / "s").glob("*[1-5].log"))
     assert read_segment(disk, segments(disk, "s")[-1]) == ([], None)
+
+
+def test_a_record_whose_payload_ends_with_zeros_stays_whole_when_space_is_given_back(tmp_path, queue):
+    disk = Disk(tmp_path)
+    writer = JournalWriter(disk, queue, "s", Timeline(1, key="ab"))
+    zeros = Buffer(3 * PAGE, "test")
+    writer.append([Record(1, {}, (zeros.view,))])
+    writer.close()
+    before, _ = read_segment(disk, segments(disk, "s")[0])
+    trim(disk, "s")
+    found = read_segment(disk, segments(disk, "s")[0])
+    assert found == (before, None) and disk.size(before[0].path) == before[0].end
+    zeros.free()

@@ -36,6 +36,11 @@ class Codec:
         """Whether what a gradient loses is kept, as a residual, for the next one."""
         return False
 
+    @property
+    def changes_training(self) -> bool:
+        """Whether optimizers consume other gradients than without the codec."""
+        return False
+
     def layouts(self, state: LiveState) -> list[Layout]:
         """For each optimizer, the most that its part of a record takes."""
         raise NotImplementedError
@@ -131,7 +136,8 @@ def _width(part: memoryview) -> int:
 def decode(
     update: Mapping[str, Any], part: memoryview, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The gradients that a record's ``update`` consumed, by name; ``parameters`` are those of its optimizer."""
+    """The gradients that a record's ``update`` consumed, by name; ``parameters`` are those of its optimizer that its
+    rank stores."""
     held, without = update.get("codec", {"kind": "exact"}), set(update["without"])
     if held["kind"] == "squeezed":
         part = unsqueeze(part, held["frames"])
@@ -140,7 +146,7 @@ def decode(
         return {name: grad for name, grad in grads.items() if name not in without}
     arrays, found = ArrayReader(tensors_of(part)), {}
     for name in sorted(parameters.keys() - without):
-        like = parameters[name]
+        like = local_of(parameters[name].detach())
         found[name] = expand(held, arrays.take, like.numel(), like.dtype).view(like.shape)
     arrays.check_end()
     return found

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from ..errors import BadInput
 from .lossy import BLOCK, TopK
 from .sparse import Arrays, num_blocks, spread
 
@@ -29,6 +32,8 @@ class HookState:
     residuals: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     scale: float = 1.0
     """Of the gradients that are exchanged now."""
+    active: bool = True
+    """Otherwise gradients are averaged as without the hook, which cannot be taken off a model again."""
     _before: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def settle(self) -> None:
@@ -60,6 +65,8 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     """
     group = state.group or dist.group.WORLD
     assert group is not None
+    if not state.active:
+        return allreduce_hook(group, bucket)
     if bucket.index() == 0:
         state.settle()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
@@ -120,6 +127,27 @@ def _bytes(array: torch.Tensor) -> torch.Tensor:
 
 def _wide(grad: torch.Tensor) -> torch.dtype:
     return torch.promote_types(grad.dtype, torch.float32)
+
+
+def hooked(
+    model: nn.Module, codec: TopK, scaler: Any, residuals: dict[torch.Tensor, torch.Tensor]
+) -> HookState | None:
+    """The hook on ``model``, put there if there was none; None if ``model`` is not ``DistributedDataParallel``, so that
+    gradients are averaged by others and made sparse behind them."""
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        return None
+    there = [given for _, given in model._comm_hooks]
+    if not there:
+        there = [HookState(codec, model.process_group)]
+        model.register_comm_hook(there[0], topk_hook)
+    state = there[0]
+    if not isinstance(state, HookState):
+        raise BadInput(
+            f"the model has a communication hook already, whose state is a {type(state).__name__}, so"
+            f" codec={codec} cannot have one. Leave one of the two out."
+        )
+    state.codec, state.scaler, state.residuals, state.active = codec, scaler, residuals, True
+    return state
 
 
 class Piece(NamedTuple):

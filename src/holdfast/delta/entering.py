@@ -23,6 +23,7 @@ def look(
     optimizers: Sequence[torch.optim.Optimizer],
     averages: nn.Module | Mapping[str, nn.Module] | None,
     residuals: dict[torch.Tensor, torch.Tensor],
+    own_residuals: bool,
 ) -> LiveState:
     """The state as it is now, of which this rank stores its part. Called on all ranks."""
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
@@ -40,6 +41,7 @@ def look(
     [state] = made
     if not ranks.alone:
         state.store_only(owners(parts)[ranks.rank])
+        state.own_residuals = own_residuals
     return state
 
 

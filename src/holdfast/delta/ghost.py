@@ -15,7 +15,7 @@ from torch import nn
 
 from ..state.boxes import Box
 from ..state.capture import CapturedParameter
-from ..state.live import LiveState
+from ..state.live import RESIDUAL, LiveState
 
 
 class Ghost(LiveState):
@@ -40,7 +40,7 @@ class Ghost(LiveState):
         )  # fmt: skip
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
         self._buffers, self._buffers_beside = {}, {}
-        self.residuals = {}  # loaded, and not poured: they are of the writer's cut
+        self.residuals, self.own_residuals = {}, False
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""
 
@@ -61,6 +61,8 @@ class Ghost(LiveState):
                 else:
                     whole[key] = tensor
             state.load(whole)
+            if parameter.parameter in self.residuals:
+                state.load_part(parameter.name, RESIDUAL, self.residuals[parameter.parameter], box)
         state.load_values(self.values())
 
 

@@ -151,14 +151,30 @@ class Line:
         taken = {with_buffers: {BUFFERS}}
         for name, stream in sources.items():
             taken.setdefault(stream, set()).add(name)
-        for stream, names in taken.items():
+        own_last = sorted(taken.items(), key=lambda item: item[0] == with_buffers)
+        for stream, names in own_last:
+            wanted = names | ({RESIDUAL} if stream == with_buffers else set())
             for tensors in _loaded(self.store, self.base.files_of(stream), self.watch):
                 state.load(
-                    {key: tensor for key, tensor in tensors.items() if self._owner(stream, key) in names}
+                    {key: t for key, t in tensors.items() if self._is_wanted(stream, key, wanted, state)}
                 )
             values = self.base.progress_of(stream)["values"]
             state.load_values({name: slots for name, slots in values.items() if name in names})
         self._step_on(state, taken, after_update)
+
+    def _is_wanted(self, stream: str, key: str, wanted: set[str], state: LiveState) -> bool:
+        """Whether a tensor of ``stream`` is of one of the owners ``wanted``, or a residual of this rank's own."""
+        owner, slot = self._owner(stream, key), self.atoms[stream][key]["slot"]
+        return owner in wanted or (slot == RESIDUAL in wanted and owner in state.boxes)
+
+    @property
+    def own_residuals(self) -> bool:
+        """Whether each rank had residuals of its own: some are of parameters that it does not store."""
+        return any(
+            atom["slot"] == RESIDUAL and f"{atom['name']}/param" not in self.atoms[stream]
+            for stream in self.chains
+            for atom in self.atoms[stream].values()
+        )
 
     def _owner(self, stream: str, key: str) -> str:
         atom = self.atoms[stream][key]
@@ -200,6 +216,7 @@ class Line:
                         record.about,
                         parts,
                         {o for o, at in loaded[stream].items() if at >= step or o not in taken[stream]},
+                        self.boxes(stream).keys(),
                     )
                     for stream, record, parts in records
                 ]
@@ -209,6 +226,7 @@ class Line:
                     first.about,
                     first.parts,
                     skipped=first.skipped,
+                    held=first.held,
                     others=others,
                     after_update=after_update,
                 )
@@ -228,15 +246,28 @@ class Line:
         }
 
     def end_before_feedback(self) -> None:
-        """Leave out the records after the base from the first on that changed residuals, which it does not hold."""
-        steps = [
-            record.step
-            for chain in self.chains.values()
-            for record in chain.records
-            if record.step > self.base.step and uses_feedback(record.about)
-        ]
+        """Leave out the records from the first on that changed residuals after the base had copied them."""
+        steps = self._feedback_steps()
         if steps:
-            self._end_at(min(steps) - 1, None)
+            self._end_at(max(min(steps) - 1, self.base.step), None)
+
+    @property
+    def residuals_lost(self) -> bool:
+        """Whether a record changed residuals after the base had copied them."""
+        return bool(self._feedback_steps())
+
+    def _feedback_steps(self) -> list[int]:
+        return [
+            record.step
+            for stream, chain in self.chains.items()
+            for record in chain.records
+            if uses_feedback(record.about) and record.step > self._residual_step(stream)
+        ]
+
+    def _residual_step(self, stream: str) -> int:
+        """Of the residuals that the base has of ``stream``."""
+        units = [a["fragments"][0]["unit"] for a in self.atoms[stream].values() if a["slot"] == RESIDUAL]
+        return min((self.base.files[unit].step or self.base.step for unit in units), default=self.base.step)
 
     def _end_at(self, step: int, why: Damaged | None) -> None:
         self.step, self.odd = step, why

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import BadInput
 from ..state.capture import TO_NAME
+from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..store.layout import Layout
 from .codecs import ArrayReader, Codec, Trained, array_key, expand, trained_of
@@ -31,6 +32,10 @@ BLOCK = 1024
 class Lossy(Codec):
     """``compress`` makes arrays of a flat tensor; ``expand`` says what they stand for."""
 
+    @property
+    def changes_training(self) -> bool:
+        return True
+
     def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:
         """The arrays of what is consumed of ``flat``, whose gradient is of ``dtype``."""
         raise NotImplementedError
@@ -45,7 +50,8 @@ class Lossy(Codec):
             most: dict[str, tuple[torch.dtype, int]] = {}
             for parameter in trained:
                 like = parameter.parameter
-                for name, (dtype, count) in self.sizes(like.numel(), like.dtype).items():
+                elements = state.boxes[parameter.name].elements
+                for name, (dtype, count) in self.sizes(elements, like.dtype).items():
                     key = array_key(name, dtype)
                     most[key] = (dtype, most.get(key, (dtype, 0))[1] + count)
             found.append(_layout_of(most))
@@ -61,7 +67,7 @@ class Lossy(Codec):
         self, parameter: torch.Tensor, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
     ) -> Arrays:
         assert parameter.grad is not None
-        grad = parameter.grad.detach()
+        grad = local_of(parameter.grad.detach())
         wide = torch.promote_types(grad.dtype, torch.float32)
         if skipped:  # the optimizer will change nothing, whatever the gradient
             return self.compress(torch.zeros(grad.numel(), dtype=wide, device=grad.device), grad.dtype)
@@ -202,7 +208,7 @@ class Sparse(Lossy):
     def consume(
         self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
     ) -> dict[str, Arrays]:
-        grads = {name: p.grad.detach().reshape(-1) for name, p in trained if p.grad is not None}
+        grads = {name: local_of(p.grad.detach()).reshape(-1) for name, p in trained if p.grad is not None}
         return {name: self.compress(grad, grad.dtype) for name, grad in grads.items()}
 
     def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:

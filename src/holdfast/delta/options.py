@@ -9,7 +9,7 @@ import torch
 from ..errors import BadInput
 from ..plan.cadence import Limits
 from ..store.retention import Keep
-from .codecs import Codec, Exact
+from .codecs import Codec
 from .pace import POLICIES
 from .ranks import Ranks
 
@@ -35,9 +35,7 @@ def refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) 
         )
 
 
-def refuse_of_several(
-    ranks: Ranks, codec: Codec, when_behind: str, storage: Any, clip_norm: float | None
-) -> None:
+def refuse_of_several(ranks: Ranks, when_behind: str, storage: Any, clip_norm: float | None) -> None:
     """What is for one process."""
     if when_behind != "block" and not ranks.alone:
         raise BadInput(
@@ -45,8 +43,6 @@ def refuse_of_several(
         )
     if storage is not None and not ranks.alone:
         raise BadInput("storage= is for one process: no rank knows what the others are about to write")
-    if not isinstance(codec, Exact) and not ranks.alone:
-        raise BadInput(f"{codec} is for one process so far: several ranks record with holdfast.Exact()")
     if clip_norm is not None and not (clip_norm > 0 and ranks.alone):
         raise BadInput(
             f"clip_norm = {clip_norm} must be more than 0, and of one process: no rank has the norm"

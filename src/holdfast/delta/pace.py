@@ -140,6 +140,8 @@ class Pace:
         ):  # one that was made beside training is of this step
             self.gap = False
             return
+        if self._together is not None:
+            self._together.nothing_else()
         self.bases.give_up()
         self._begin(step)
         while not self.bases.all_staged:

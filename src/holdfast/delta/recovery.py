@@ -28,6 +28,8 @@ class Recovered:
     point: Point
     odd: list[str] = field(default_factory=list)
     same_cut: bool = True
+    residuals_lost: bool = False
+    """Whether steps have changed residuals since those that a base has, so that they begin at zero."""
 
 
 def recover(
@@ -51,7 +53,13 @@ def recover(
     """
     bases = [ref for ref in store.line() if target is None or ref.step <= target]
     odd: list[str] = []
-    for ref in bases:
+    continuing_ones = [ref for ref in bases if not (continuing and _has_lost_residuals(ref, store))]
+    if bases and not continuing_ones:
+        raise NoCommit(
+            f"{store.root} has no step from which training goes on as it did: its ranks copied their residuals at"
+            ' several steps. Resume with exactness="state", and call save() now and then for such a step.'
+        )
+    for ref in continuing_ones:
         line = _line_from(ref, store, state, script, ranks, target, continuing, after_update, odd, watch)
         if line is None:
             store.damaged.add(ref)
@@ -72,15 +80,25 @@ def recover(
         same_cut = len(line.chains) == ranks.world_size and all(
             ranks.everyone(_stores_alike(line, state, ranks))
         )
-        if line.step != line.base.step:
+        lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
+        if lost:
             state.residuals.clear()
         script.restore(line.progress(ranks.rank))
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
-        return Recovered(line.point, odd, same_cut)
+        return Recovered(line.point, odd, same_cut, lost)
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} `holdfast verify {store.root}` says more.")
+
+
+def _has_lost_residuals(ref: CommitRef, store: LocalStore) -> bool:
+    """Whether its own records changed residuals after they were copied: several ranks copy theirs at several steps."""
+    try:
+        base = store.load(ref)
+        return Line.of(store, base, base.step).residuals_lost
+    except Damaged:  # which is told where it is loaded
+        return False
 
 
 def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:

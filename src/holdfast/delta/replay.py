@@ -50,11 +50,13 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Taken(NamedTuple):
-    """A record beside another of the same step, by its JSON and its parts, and what is not taken from it."""
+    """A record beside another of the same step, by its JSON and its parts, what is not taken from it, and the
+    parameters that its rank stores (None: all)."""
 
     about: dict[str, Any]
     parts: Sequence[memoryview]
     skipped: Collection[str]
+    held: Collection[str] | None = None
 
 
 def apply(
@@ -63,6 +65,7 @@ def apply(
     parts: Sequence[memoryview],
     *,
     skipped: Collection[str] = (),
+    held: Collection[str] | None = None,
     others: Sequence[Taken] = (),
     after_update: Callable[[], None] | None = None,
 ) -> None:
@@ -72,9 +75,9 @@ def apply(
         optimizer = state.optimizers[update["optimizer"]]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         by_name = {state.name_of[id(p)]: p for p in parameters}
-        grads = _gradients(update, parts, skipped, by_name)
-        for other in others:
-            grads |= _gradients(other.about["updates"][number], other.parts, other.skipped, by_name)
+        grads: dict[str, torch.Tensor] = {}
+        for each in (Taken(about, parts, skipped, held), *others):
+            grads |= _gradients(each, number, by_name)
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
             group.update({key: decode(value) for key, value in values.items()})
         _step(state, optimizer, grads, update["consumed"])
@@ -88,15 +91,12 @@ def apply(
         state.load(buffers)  # they were recorded after it
 
 
-def _gradients(
-    update: dict[str, Any],
-    parts: Sequence[memoryview],
-    skipped: Collection[str],
-    parameters: Mapping[str, torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """By parameter, those that an update consumed, but for ``skipped``."""
-    grads = codecs.decode(update, parts[update["part"]], parameters)
-    return {name: grad for name, grad in grads.items() if name not in skipped}
+def _gradients(record: Taken, number: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By parameter, those that update ``number`` consumed, as far as they are taken from this record."""
+    update = record.about["updates"][number]
+    stored = {name: p for name, p in parameters.items() if record.held is None or name in record.held}
+    grads = codecs.decode(update, record.parts[update["part"]], stored)
+    return {name: grad for name, grad in grads.items() if name not in record.skipped}
 
 
 def _step(

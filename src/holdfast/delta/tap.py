@@ -130,15 +130,15 @@ class Tap:
                 without.append(name)
             else:
                 _refuse_sparse(name, parameter.grad)
-                if name in self._stored or not name:  # one without a name is new here
-                    trained.append((name, parameter))
+                trained.append((name, parameter))
         self._open[index] += 1
         if self._open[index] > 1:  # a subclass calls the step() it overrides: part of the update that is open
             return
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
         slot = self._slot_for(index)
-        known = _fit(trained, self._places[index]) and len(optimizer.param_groups) == self._num_groups[index]
+        stored = [(name, p) for name, p in trained if name in self._stored or not name]  # else it is new here
+        known = _fit(stored, self._places[index]) and len(optimizer.param_groups) == self._num_groups[index]
         room = slot if known and self._is_last(index) else None
         part, coefficient = self._consume(room, index, trained, scaled.get("found_inf", 0.0) > 0)
         if slot is not None and part is None:
@@ -154,8 +154,14 @@ class Tap:
         """Make the gradients what the optimizer is to consume, and put that into ``slot`` where there is one. Returns
         the part to be written, and what it is still to be multiplied by: nothing here."""
         self._clipped(index, {name: local_of(p.grad) for name, p in trained if p.grad is not None})
-        consumed = self._codec.consume(trained, self._state.residuals, skipped)
-        return None if slot is None else self._codec.write(slot, index, consumed), None
+        started = time.perf_counter()
+        consumed = self._codec.consume(trained, self._state.residuals, skipped)  # alike on all ranks
+        if self._codec.changes_training:
+            self.seconds -= time.perf_counter() - started  # what training asked for, recorded or not
+        if slot is None:
+            return None, None
+        stored = {name: what for name, what in consumed.items() if name in self._stored}
+        return self._codec.write(slot, index, stored), None
 
     def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> Any:
         """Clip ``grads``, if that was asked for. Returns what they were multiplied by, as JSON."""

@@ -47,6 +47,18 @@ class Together:
         assert self.agreement is not None
         self.agreement.share(self._number, share.step, share.ref)
 
+    def nothing_else(self) -> None:
+        """No base begun before becomes a commit any more, and all ranks know of those that did. Called on all."""
+
+        def hold() -> None:
+            assert self.agreement is not None
+            with self.agreement.no_other_base():
+                pass
+
+        self._ranks.first_does(hold)
+        if self._ranks.rank:
+            self._store.follow()
+
     def publish_at_once(self, bases: BaseMaker, share: Callable[[], Share]) -> None:
         """Make the base, which all ranks have at the same step, a commit. Called on all of them."""
         assert self.agreement is not None

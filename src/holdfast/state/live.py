@@ -67,6 +67,8 @@ class LiveState:
         self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
         self.boxes = {p.name: box_of(p.name, p.parameter) for p in self.parameters}
         """By name: the region of the parameter that this process holds."""
+        self.own_residuals = False
+        """Whether the residuals are this rank's alone, and those of a parameter that others hold too are others."""
         self.stored = self.parameters
         """The parameters that this process stores, with what belongs to them."""
 
@@ -91,8 +93,9 @@ class LiveState:
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
 
     def residuals_held(self) -> Held:
-        """The residuals as they are now."""
-        named = [(p, self.residuals.get(p.parameter)) for p in self.parameters]
+        """The residuals of stored parameters as they are now, or of all where each rank has its own."""
+        held = self.parameters if self.own_residuals else self.stored
+        named = [(p, self.residuals.get(p.parameter)) for p in held]
         return dict(_held(p.name, RESIDUAL, tensor) for p, tensor in named if tensor is not None)
 
     def buffers(self, beside: bool = True) -> Held:
@@ -148,17 +151,19 @@ class LiveState:
 
     @torch.no_grad()
     def load_part(self, name: str, slot: str, value: torch.Tensor, box: Box) -> None:
-        """Copy what this process holds of the region ``box`` of a parameter, or of an optimizer's tensor of its
-        shape."""
+        """Copy what this process holds of the region ``box`` of a parameter, or of a tensor of its shape that its
+        optimizer or error feedback has."""
         here, captured = self.boxes[name], self._parameter[name]
+        if slot == RESIDUAL:
+            device = captured.parameter.device
+            held = self.residuals.setdefault(
+                captured.parameter, torch.zeros(here.shape, dtype=value.dtype, device=device)
+            )
+            return _copy_common(held, here, value, box)
         if slot != "param" and slot not in self._state(captured):  # also where it is empty here
             self._load_slot(name, slot, value.new_empty(here.shape))
         held = captured.parameter.detach() if slot == "param" else self._state(captured)[slot]
-        common = here.intersect(box)
-        if common is None:
-            return
-        into, out_of = (common.moved(tuple(-a for a in region.start)) for region in (here, box))
-        local_of(held)[into.slices].copy_(value[out_of.slices])
+        _copy_common(local_of(held), here, value, box)
 
     def load_values(self, values: dict[str, dict[str, Any]]) -> None:
         """Put back what ``values`` gave."""
@@ -182,6 +187,14 @@ class LiveState:
     def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
         index = self._optimizer_of.get(parameter.name)
         return {} if index is None else self.optimizers[index].state.get(parameter.parameter, {})
+
+
+def _copy_common(held: torch.Tensor, here: Box, value: torch.Tensor, box: Box) -> None:
+    """Copy what ``held``, which is the region ``here``, has in common with ``value``, which is ``box``."""
+    common = here.intersect(box)
+    if common is not None:
+        into, out_of = (common.moved(tuple(-a for a in region.start)) for region in (here, box))
+        held[into.slices].copy_(value[out_of.slices])
 
 
 def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:

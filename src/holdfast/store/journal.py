@@ -249,7 +249,8 @@ def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]
 def trim(disk: AnyDisk, stream: str) -> None:
     """Give back the space that segments of ``stream`` reserve behind what was written. Nobody writes to them."""
     for ref in segments(disk, stream):
-        end = _written_bytes(disk, ref.path)
+        records, _ = read_segment(disk, ref)  # whose payloads may end with zeros
+        end = max(_written_bytes(disk, ref.path), records[-1].end if records else 0)
         if end < disk.size(ref.path):
             disk.cut(ref.path, end)
 

@@ -106,6 +106,7 @@ class LocalStore(RetainedCommits):
                 self.disk.makedirs(directory)
             sweep(self.disk)
             self._keep(retained)
+            self._drop_orphans()
             for stream in streams(self.disk):
                 trim(self.disk, stream)
             sync_all(self.disk, self._retained)
@@ -287,15 +288,19 @@ class LocalStore(RetainedCommits):
 
     def publish_shares(self, refs: dict[str, dict[str, Any]]) -> Manifest:
         """Make a commit of what the ranks have, by stream, each in the file that its ``Share.ref`` names: of the newest
-        step among them, up to which every one has records. Otherwise as ``publish``."""
+        step among them, up to which every one has records. One of this step that was made beside training gives way.
+        Otherwise as ``publish``."""
         self._check_writer()
         shares = {
             stream: Share.from_json(ref, read_named(self.disk, ref, f"the share of {stream}"))
             for stream, ref in refs.items()
         }
         step = max(share.step for share in shares.values())
-        manifest = self._manifest(step, {}, {}, {}, {}).with_shares(shares)
-        return self._publish(manifest, {})
+        there = self._retained.get(CommitRef(self.timeline or 0, step))
+        manifest = self._manifest(step, {}, {}, {}, {}, again=there is not None).with_shares(shares)
+        self._publish(manifest, {})
+        self._drop_indexes([there])
+        return manifest
 
     def insert(
         self,
@@ -412,12 +417,13 @@ class LocalStore(RetainedCommits):
         index: dict[str, Any],
         progress: dict[str, Any],
         steps: Mapping[str, int],
+        again: bool = False,
     ) -> Manifest:
         if self._fork is None:
             raise ValueError("begin() opens the timeline that a step is published in; call it first")
         last = max((ref.step for ref in self._retained if ref.timeline == self._fork.id), default=None)
         first = self._fork.fork_step  # a line may begin with a commit of the step that it forks after
-        if (last is not None and step <= last) or (first is not None and step < first):
+        if (last is not None and step <= last - again) or (first is not None and step < first):
             last = first if last is None else last
             raise ValueError(f"step {step} cannot follow step {last}, which this line already has")
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}

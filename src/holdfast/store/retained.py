@@ -14,7 +14,7 @@ from holdfast import failpoints
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk
 from holdfast.store.generations import Generations, remove_generations
-from holdfast.store.manifest import CommitRef, Manifest, Timeline
+from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reader import RunReader
 from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
 from holdfast.store.room import needs, unneeded_segments, used_bytes
@@ -162,6 +162,17 @@ class RetainedCommits(RunReader):
         self._drop_files(gone)
         for unit in self._units.values():
             unit.trim()
+
+    def _drop_orphans(self) -> None:
+        """Remove the index files that no commit names, of bases that never became one. Not beside a commit that cannot
+        be read."""
+        if self._retained and None not in self._retained.values():
+            needed = {
+                path for kept in self._retained.values() if kept is not None for path in kept.small_paths
+            }
+            for name in self.disk.listdir("index"):
+                if is_ours("index", name) and f"index/{name}" not in needed:
+                    self.disk.unlink(f"index/{name}")
 
     def _drop_indexes(self, gone: list[Manifest | None]) -> None:
         """Remove the index files that only retired manifests named."""

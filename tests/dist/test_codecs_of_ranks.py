@@ -1,0 +1,97 @@
+"""Several ranks that train on compressed gradients: DDP by a communication hook, sharded ones each by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist.world import World
+from holdfast.store.files import Disk
+from holdfast.store.journal import read_segment, segments
+from holdfast.store.reader import RunReader
+
+TOPK, INT8 = ("topk", 0.3), ("int8", 16)
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World() as world:
+        yield world
+
+
+def ended(ranks):
+    for said in ranks:
+        assert said.get("finished"), said.get("trace") or said
+    assert all(said["digests"] == ranks[0]["digests"] for said in ranks)
+    return ranks
+
+
+@pytest.mark.parametrize("codec", [TOPK, INT8])
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])
+def test_a_closed_run_goes_on_as_if_it_had_not_been(world, tmp_path, kind, ranks, codec):
+    """Residuals come back, those of each rank to it."""
+    whole = ended(world.run(ranks, kind=kind, root=tmp_path / "whole", steps=9, codec=codec))
+    dense = ended(world.run(ranks, kind=kind, root=tmp_path / "dense", steps=9))
+    assert whole[0]["losses"] != dense[0]["losses"]
+    ended(world.run(ranks, kind=kind, root=tmp_path / "cut", steps=5, codec=codec, base_every=3))
+    rest = ended(world.run(ranks, kind=kind, root=tmp_path / "cut", steps=9, codec=codec))
+    for one, other in zip(whole, rest, strict=True):
+        assert (other["resumed"], other["exactness"]) == (5, "continuation")
+        assert other["losses"] == one["losses"][5:]
+        assert other["digests"].items() <= one["digests"].items()
+
+
+@pytest.mark.parametrize("codec", [TOPK, INT8])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_run_that_died_comes_back_to_its_newest_step_without_residuals(world, tmp_path, kind, codec):
+    died = world.run(
+        2, kind=kind, root=tmp_path, steps=12, codec=codec, base_every=3, pause=0.05, kill=[1, 11]
+    )
+    state = ended(world.run(2, kind=kind, root=tmp_path, steps=12, codec=codec))
+    assert state[0]["resumed"] >= max(said["durable"] for said in died)
+    assert {said["exactness"] for said in state} == {"state"}
+    assert (
+        state[0]["digests"][str(state[0]["resumed"])] == died[0]["digests"][str(state[0]["resumed"])]
+    )
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_newest_point_that_training_goes_on_from_is_one_that_all_ranks_were_at(world, tmp_path, kind):
+    """A base that is made beside training is not: each rank copies its residuals when it can."""
+    steps, common = 30, {"kind": kind, "codec": TOPK}
+    whole = ended(world.run(2, root=tmp_path / "whole", steps=steps, **common))
+    world.run(
+        2, root=tmp_path / "run", steps=steps, save_at=4, keep_last=99, base_every=3, pause=0.06,
+        kill=[0, steps - 1], **common,
+    )  # fmt: skip
+    with RunReader(tmp_path / "run") as reader:
+        newest = reader.line()[0].step
+    rest = world.run(
+        2, root=tmp_path / "run", steps=steps, resume={"exactness": "continuation"}, **common
+    )
+    for one, other in zip(whole, ended(rest), strict=True):
+        assert other["exactness"] == "continuation" and 4 <= other["resumed"] < newest
+        assert other["losses"] == one["losses"][other["resumed"] :]
+
+
+@pytest.mark.parametrize("kinds", [("ddp", 2, "ddp", 3), ("fsdp", 3, "fsdp", 2), ("fsdp", 2, "plain", 1)])
+def test_compressed_records_are_replayed_under_another_parallelism(world, tmp_path, kinds):
+    kind, ranks, other, others = kinds
+    before = world.run(
+        ranks, kind=kind, root=tmp_path, steps=9, codec=TOPK, base_every=3, pause=0.03, kill=[0, 9]
+    )
+    after = ended(world.run(others, kind=other, root=tmp_path, steps=10, codec=TOPK))
+    step = str(after[0]["resumed"])
+    assert int(step) > 0 and after[0]["digests"][step] == before[0]["digests"][step]
+
+
+def test_two_ranks_record_no_more_than_three_halves_of_a_percent(world, tmp_path):
+    """Of Adam's whole state, both together, and neither more than it would by itself."""
+    width = 30_000
+    ended(world.run(2, kind="ddp", root=tmp_path, steps=3, codec=("topk", 0.01), width=width, unit_bytes=1 << 20))
+    state_bytes = 12 * (7 * width + 3 * width + 2 * width)
+    by_rank = []
+    for stream in ("rank-00000", "rank-00001"):
+        records = [r for ref in segments(Disk(tmp_path), stream) for r in read_segment(Disk(tmp_path), ref)[0]]
+        assert len(records) == 3
+        by_rank.append(max(record.parts[0][0] for record in records))
+    assert sum(by_rank) < 0.015 * state_bytes + 2 * 4096, (by_rank, state_bytes)

@@ -11,11 +11,7 @@ whether what comes back is what training had. Bytes, seconds.
 ``Gemini``     a copy in /dev/shm, two slots in turn, which outlives the process but not the machine; on disk seldom
 ``NaiveDiff``  a full state now and then, and between them the largest 1 % of the parameters' differences, with the
                optimizer's state whole; lossy
-``Holdfast``   a record of every step; with other options, a base under way all the time, records of ``TopK``, a replica
-``Sparse``     no way at all, of a training that consumes what ``TopK`` leaves of its gradients
 =============  ========================================================================================================
-
-A ``Checkpointer`` with other options is another line in ``ARMS``.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -38,8 +33,6 @@ import torch.distributed.checkpoint as dcp
 from snapshots import Snapshots, Tensors, put_together, save_durably, sync, take_apart
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from trainings import Training
-
-from holdfast import Checkpointer, TopK
 
 warnings.filterwarnings(
     "ignore", "torch.distributed is disabled"
@@ -343,88 +336,6 @@ class NaiveDiff(Arm):
 
     def close(self) -> None:
         self._snapshots.close()
-
-
-class Holdfast(Arm):
-    """A record of every step, and bases. ``options`` are those of ``Checkpointer``."""
-
-    def __init__(self, folder: Path, training: Training, every: int = 1, **options: Any) -> None:
-        super().__init__(folder, training, every)
-        assert every == 1, "a record is of one step"
-        self._checkpointer = Checkpointer(
-            folder, model=training.model, optimizer=training.optimizer, loader=_Step(training), **options
-        )
-
-    @property
-    def durable_step(self) -> int:  # type: ignore[override]
-        """Of ``Checkpointer``: it survives the machine's death as well."""
-        return self._checkpointer.durable_step
-
-    @durable_step.setter
-    def durable_step(self, step: int) -> None:
-        pass
-
-    @property
-    def lag(self) -> int:
-        return self._checkpointer.steps_done - self._checkpointer.durable_step
-
-    def resume(self, **options: int) -> int:
-        return self._checkpointer.resume(**options)
-
-    def step(self) -> None:
-        self._checkpointer.step()
-        self.stall_seconds = self._checkpointer.stall_seconds
-
-    def close(self) -> None:
-        self._checkpointer.close()
-
-
-class Sparse(Arm):
-    """Training consumes the gradients of a lossy codec, and nothing is kept: what recording them is compared with."""
-
-    def __init__(self, folder: Path, training: Training, every: int = 1, ratio: float = 0.01) -> None:
-        super().__init__(folder, training, every)
-        self._codec, self._residuals = TopK(ratio), {}
-        self._hook = training.optimizer.register_step_pre_hook(self._consume)
-
-    def _consume(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._codec.consume([(str(n), p) for n, p in enumerate(parameters)], self._residuals, False)
-
-    def close(self) -> None:
-        self._hook.remove()
-
-
-class _Step:
-    """A training's place in its data is its step."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._training.steps_done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._training.steps_done = state["step"]
-
-
-ARMS: dict[str, Callable[..., Arm]] = {
-    "none": Arm,
-    "exact": Holdfast,
-    "bases": Holdfast,
-    "replica": partial(Holdfast, replica=True),
-    "sparse": Sparse,
-    "topk": partial(Holdfast, codec=TopK(0.01)),
-    "save": Save,
-    "dcp": Dcp,
-    "checkfreq": CheckFreq,
-    "gemini": Gemini,
-    "naive": NaiveDiff,
-}
-"""By name. One more way to use Holdfast is one more line: ``partial(Holdfast, codec=...)``."""
-
-AGAINST: dict[str, str] = {"topk": "sparse"}
-"""Arms that are compared with another one than "none": a codec with the same training and nothing recorded."""
 
 
 def clear(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -14,6 +15,15 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def options_of(doc: str) -> argparse.ArgumentParser:
+    """A parser with the options that most benchmarks have; ``doc`` is the benchmark's own."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
+    parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
+    parser.add_argument("--small", action="store_true", help="seconds, for the tests")
+    return parser
 
 
 def machine() -> dict:

@@ -39,8 +39,9 @@ import torch
 import torch._dynamo  # what an optimizer imports at its first step
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 import xxhash
-from baselines import ARMS, clear
-from common import RESULTS, finish, table
+from arms import ARMS
+from baselines import clear
+from common import RESULTS, finish, options_of, table
 from plot import bars
 from snapshots import take_apart
 from trainings import TRAININGS
@@ -281,7 +282,7 @@ def on_one_thread() -> None:
 
 def main() -> None:
     on_one_thread()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--model", choices=TRAININGS, default="job")
     parser.add_argument("--steps", type=int, default=240, help="of the job")
     parser.add_argument("--minutes", type=float, nargs="+", default=[1, 3, 10], help="mean between failures")
@@ -293,9 +294,6 @@ def main() -> None:
         choices=[*ARMS][1:],
         default=["exact", "save", "dcp", "checkfreq", "gemini", "naive"],
     )
-    parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
-    parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
-    parser.add_argument("--small", action="store_true", help="seconds, for the tests")
     options = parser.parse_args()
     if options.small:
         options.model, options.steps, options.minutes = "tiny", 60, [1]

@@ -16,7 +16,7 @@ import statistics
 import tempfile
 
 import torch
-from common import finish, interleaved, paired_ratio, table
+from common import finish, interleaved, options_of, paired_ratio, table
 
 import holdfast
 from holdfast.models.decoder import Decoder, DecoderConfig
@@ -24,13 +24,10 @@ from holdfast.units import format_bytes, parse_bytes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--limit", type=parse_bytes, default=parse_bytes("120MB"), help="bytes per second")
-    parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
-    parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
-    parser.add_argument("--small", action="store_true", help="seconds, for the tests")
     options = parser.parse_args()
     blocks, width = (8, 256) if not options.small else (3, 64)
     if options.small:

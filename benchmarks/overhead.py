@@ -16,7 +16,7 @@ import statistics
 import tempfile
 
 import torch
-from common import finish, gpt, interleaved, paired_ratio, spread, table, token_batches
+from common import finish, gpt, interleaved, options_of, paired_ratio, spread, table, token_batches
 
 import holdfast
 
@@ -89,13 +89,10 @@ class Cases:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--model", choices=SIZES, default="46m")
-    parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
-    parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
-    parser.add_argument("--small", action="store_true", help="seconds, for the tests")
     parser.add_argument("--only", nargs="*", help="names of comparisons")
     options = parser.parse_args()
     if options.small:

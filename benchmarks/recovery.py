@@ -14,7 +14,6 @@ line of JSON.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -25,8 +24,8 @@ from pathlib import Path
 
 import torch
 import xxhash
-from baselines import ARMS
-from common import finish, table
+from arms import ARMS
+from common import finish, options_of, table
 from trainings import TRAININGS, Training
 
 from holdfast.delta.ranks import stream_of
@@ -219,13 +218,10 @@ def rows(found: dict) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=LENGTHS, default=["resnet18", "gpt2"])
     parser.add_argument("--lengths", nargs="+", type=int, help="of all models; 0 is among them in any case")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
-    parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
-    parser.add_argument("--small", action="store_true", help="seconds, for the tests")
     options = parser.parse_args()
     if options.small:
         options.models, options.rounds = ["tiny"], 1

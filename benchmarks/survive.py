@@ -1,4 +1,4 @@
-"""What it costs an ordinary training loop to keep every step, in each of the ways of ``baselines.ARMS``.
+"""What it costs an ordinary training loop to keep every step, in each of the ways of ``arms.ARMS``.
 
     python benchmarks/survive.py [--models gpt2 resnet18 vgg11] [--arms none exact save ...] [--rounds 4] [--steps 40]
                                  [--seconds 5] [--folder FOLDER] [--keep] [--small]
@@ -32,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from baselines import AGAINST, ARMS, Arm
-from common import finish, table
+from arms import AGAINST, ARMS
+from baselines import Arm
+from common import finish, options_of, table
 from trainings import TRAININGS, Training
 
 from holdfast.units import format_bytes
@@ -231,7 +232,7 @@ def plan_of(options: argparse.Namespace, model: str) -> Plan:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=PLANS, default=["gpt2", "resnet18", "vgg11"])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument(
@@ -239,9 +240,6 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, help="that count, of each arm in a round")
     parser.add_argument("--seconds", type=float, help="for these")
-    parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
-    parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
-    parser.add_argument("--small", action="store_true", help="seconds, for the tests")
     options = parser.parse_args()
     if options.small:
         options.models = ["tiny"]

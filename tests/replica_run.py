@@ -141,7 +141,7 @@ def train(
         **options,
     ) as checkpointer:
         done = checkpointer.resume(before=before)
-        pid = checkpointer._replica._helper.pid
+        pid = checkpointer._replica._helper._process.pid
         said(resumed=done, replica=pid, durable_step=checkpointer.durable_step)
         if no_memory:
             (checkpointer._replica._place / kept.KEPT).write_bytes(b"in the way")
@@ -151,7 +151,7 @@ def train(
             acknowledge(checkpointer.replica_step)
             if i + 1 == dies_at:
                 if with_child and os.fork() == 0:
-                    stay_with(checkpointer._replica._helper._channel.fileno())
+                    stay_with(checkpointer._replica._helper._channel._socket.fileno())
                 for each in [pid] * with_replica + [os.getpid()]:
                     os.kill(each, signal.SIGKILL)
         checkpointer.wait()

@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 import holdfast
-from delta.loops import make, same
+from delta.loops import cut_small, make, same
 from holdfast.checkpointer import BOUND, Checkpointer
-from holdfast.delta import bases
 from holdfast.errors import (
     BadInput,
     DiskFailed,
@@ -412,8 +411,7 @@ class Orthogonal(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("memory", ["1GiB", "270MB"])
 def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, monkeypatch, memory):
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
-    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    cut_small(monkeypatch)
     loop, states = make(Orthogonal, "batchnorm"), []
     with Checkpointer(
         tmp_path,

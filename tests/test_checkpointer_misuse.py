@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 import holdfast
-from delta.loops import make, same
+from delta.loops import cut_small, make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.diff import diff
-from holdfast.delta import bases
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput, DiskFull, EngineFailed, RunMismatch, WriterHung
@@ -358,8 +357,7 @@ def test_records_of_a_copy_that_went_on_by_itself_are_not_taken(tmp_path):
 
 
 def test_diff_refuses_bases_whose_parts_are_of_several_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
-    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    cut_small(monkeypatch)
     loop, checkpointer = start(tmp_path, "", base_every=2)
     with checkpointer:
         checkpointer.resume()

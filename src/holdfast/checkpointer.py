@@ -9,7 +9,6 @@ replays the records. This module only joins: what is seen is ``delta.tap``, what
 from __future__ import annotations
 
 import signal
-import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,41 +18,37 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-import xxhash
 from torch import nn
 
 from .delta import tier
 from .delta.agreement import Agreement
 from .delta.codecs import Codec, Exact
 from .delta.comm_hook import HookState, hooked
+from .delta.entering import begin, enter, look
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
 from .delta.lossy import Sparse, TopK
-from .delta.pace import POLICIES, Means, Pace
+from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_of_several
+from .delta.pace import Means, Pace
 from .delta.ranks import Ranks
-from .delta.recorder import BOUND, Recorder, Sealed
+from .delta.recorder import BOUND, Recorder
 from .delta.recovery import Recovered, recover
-from .delta.replay import fingerprint
 from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
 from .delta.script import Script
+from .delta.sealer import Sealer
 from .delta.sigterm import SigTerm
-from .delta.slots import SlotPool
-from .delta.tap import Tap, Update, image_of
+from .delta.slots import SlotPool, slots_that_fit
+from .delta.tap import Tap, Update
 from .delta.together import Together
-from .delta.watching import Recovery
-from .errors import BadInput, EngineFailed, RankFailed, RunMismatch
+from .delta.watching import Recovery, announced
+from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
-from .plan.cadence import Limits
-from .state.boxes import Box
-from .state.capture import CapturedParameter
-from .state.cuts import owners
-from .state.live import LiveState
 from .store.files import check_place
 from .store.local import LocalStore
-from .store.manifest import Point, Timeline
+from .store.manifest import Point
 from .store.retention import Keep
-from .units import GiB, MiB, format_bytes, parse_bytes
+from .units import GiB, MiB, parse_bytes
 from .update.optimizer import is_elementwise
 
 BASE_BYTES_PER_STEP = 64 * MiB
@@ -109,38 +104,16 @@ class Checkpointer:
         disk: Any = None,
     ) -> None:
         """Raises ``BadInput`` and its kin with nothing written."""
-        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
-        if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
-            raise BadInput("optimizer is not an optimizer of torch, nor several of them")
-        if base_every is not None and base_every < 1:
-            raise BadInput(
-                f"base_every = {base_every} must be at least 1 step; leave it out to have it chosen"
-            )
-        if when_behind not in POLICIES:
-            raise BadInput(f"when_behind = {when_behind!r} is not one of {', '.join(POLICIES)}")
+        optimizers = optimizers_of(optimizer)
         keep = Keep() if keep is None else keep
-        if not isinstance(keep, Keep):
-            raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
+        self._codec = Exact() if codec is None else codec
+        refuse_bad(base_every, when_behind, keep, self._codec)
         if disk is None:
             check_place(run)
-        if not isinstance(codec, Codec | None):
-            raise BadInput(
-                f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8()"
-            )
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
         self._ranks = Ranks.here(deadline_seconds)
-        if when_behind != "block" and not self._ranks.alone:
-            raise BadInput(
-                f'when_behind="{when_behind}" is for one process: what one of several ranks skips none can have'
-            )
-        if storage is not None and not self._ranks.alone:
-            raise BadInput("storage= is for one process: no rank knows what the others are about to write")
-        self._codec = codec or Exact()
-        if clip_norm is not None and not (clip_norm > 0 and self._ranks.alone):
-            raise BadInput(
-                f"clip_norm = {clip_norm} must be more than 0, and of one process: no rank has the norm"
-            )
+        refuse_of_several(self._ranks, when_behind, storage, clip_norm)
         residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: HookState | None = None
         if isinstance(self._codec, TopK) and not self._ranks.alone:
@@ -148,7 +121,7 @@ class Checkpointer:
             if self._hook is not None:
                 self._codec = Sparse(self._codec, self._ranks.world_size)
         self._look = partial(
-            _look, self._ranks, self._hook is not None, model, optimizers, _by_name(averages), residuals
+            look, self._ranks, model, optimizers, averages, residuals, own_residuals=self._hook is not None
         )
         self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
@@ -156,7 +129,7 @@ class Checkpointer:
         self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
         self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
         self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
-        self._limits = _limits(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
+        self._limits = limits_of(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
         self._num_slots = self._slots_that_fit()
         events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
@@ -173,12 +146,11 @@ class Checkpointer:
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         kind = Tap if replica is False else LayerTap
         self._tap = kind(self._state, self._codec, self._take_slot, clip_norm)
+        self._sealer = Sealer(self._state)
         self._pool: SlotPool | None = None
         self._recorder: Recorder | None = None
         self._agreement: Agreement | None = None
         self._pace: Pace | BesideReplica | None = None
-        self._buffers: dict[str, str] = {}
-        self._buffer_shapes = {key: tensor.shape for key, (_, tensor) in self._state.buffers().items()}
         self._scale = 0.0
         self._stepped_at = 0.0
         self._failure: BaseException | None = None
@@ -237,70 +209,73 @@ class Checkpointer:
         target, exact = step if before is None else before - 1, step is not None
         try:
             if self._replica is not None:
-                return self._resume_beside_replica(target, exact)
-            return self._resume(target, exact, exactness == "continuation", Recovery(self._telling(show)))
+                self._resume_beside(self._replica, target, exact)
+            else:
+                self._resume(target, exact, exactness == "continuation", show)
+            self._scale = self._scale_now()
+            self._tap.attach()
+            self._sigterm = SigTerm.watched()
         except BaseException:
             self.close(save=False)
             raise
+        return self.steps_done
 
-    def _resume(self, target: int | None, exact: bool, continuing: bool, recovery: Recovery) -> int:
-        ranks = self._ranks
+    def _resume(
+        self,
+        target: int | None,
+        exact: bool,
+        continuing: bool,
+        show: Callable[[Recovery], None] | None,
+    ) -> None:
+        store, ranks, found = self._store, self._ranks, None
+        recovery = Recovery(announced(self._events.emit, show))
         asked = ranks.everyone((target, exact, continuing))
         if len(set(asked)) > 1:
             told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(asked))
             raise BadInput(
                 f"resume was called differently on the ranks (to step: {told}); call it alike on all"
             )
-        self._enter()
+        enter(store, ranks)
+        if store.commits():
+            found = recover(
+                store, self._state, self._script, ranks=ranks, target=target, exact=exact, continuing=continuing,
+                after_update=self._after_update, watch=recovery,
+            )  # fmt: skip
+            self._rates = recovery.rates
+            self._events.emit("recovered", step=found.point.step, **recovery.facts())
+        point = self._go_on_after(found, target)
+        begin(store, ranks, point)
+        self._pool = SlotPool(self._codec.layouts(self._state), self._num_slots)
+        self._recorder = Recorder(
+            store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
+            group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline, pack=self._codec.pack,
+        )  # fmt: skip
+        self._pace = self._paced(self._recorder, recovery, same_cut=found is not None and found.same_cut)
+
+    def _resume_beside(self, replica: Replica, target: int | None, exact: bool) -> None:
+        """As ``_resume``; the replica writes the run."""
+        self._recorder = cast(Recorder, replica)  # it has all of one that is used here
+        replica.start()
         found = None
         if self._store.commits():
-            found = recover(
-                self._store, self._state, self._script, ranks=ranks, target=target, exact=exact,
-                continuing=continuing, after_update=self._after_update, watch=recovery,
-            )  # fmt: skip
-            self.steps_done = found.point.step
-            self._rates = recovery.rates
-            self._events.emit("recovered", step=self.steps_done, **recovery.facts())
-            for text in found.odd:
-                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=3)
-            self._judge(found)
-        elif target:
+            found = replica.recover(self._store, self._script, target=target, exact=exact)
+        point = self._go_on_after(found, target)
+        replica.begin(point, self.steps_done, self._progress(), self._num_slots)
+        self._pace = BesideReplica(replica, self._progress, BASE_BYTES_PER_STEP)
+
+    def _go_on_after(self, found: Recovered | None, target: int | None) -> Point | None:
+        """Note where the run goes on, and what was odd; None is a fresh one."""
+        if found is None and target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
+        if found is not None:
+            self.steps_done = found.point.step
+            for text in found.odd:
+                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
+            self._judge(found)
         else:
             self._state.residuals.clear()  # of what the script did before
         self._now = self._script.now()
-        self._begin(None if found is None else found.point)
-        self._pool = SlotPool(self._codec.layouts(self._state), self._num_slots)
-        self._recorder = Recorder(
-            self._store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
-            group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline, pack=self._codec.pack,
-        )  # fmt: skip
-        self._pace = self._paced(recovery, same_cut=found is not None and found.same_cut)
-        self._scale = self._scale_now()
-        self._tap.attach()
-        self._sigterm = SigTerm.watched()
-        return self.steps_done
-
-    def _resume_beside_replica(self, target: int | None, exact: bool) -> int:
-        """As ``_resume``; the replica writes the run."""
-        assert self._replica is not None
-        self._recorder = cast(Recorder, self._replica)  # it has all of one that is used here
-        self._replica.start()
-        point = None
-        if self._store.commits():
-            found = self._replica.recover(self._store, self._script, target=target, exact=exact)
-            point, self.steps_done = found.point, found.point.step
-            for text in found.odd:
-                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
-        elif target:
-            raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
-        self._now = self._script.now()
-        self._replica.begin(point, self.steps_done, self._progress(), self._num_slots)
-        self._pace = BesideReplica(self._replica, self._progress, BASE_BYTES_PER_STEP)
-        self._scale = self._scale_now()
-        self._tap.attach()
-        self._sigterm = SigTerm.watched()
-        return self.steps_done
+        return None if found is None else found.point
 
     def _judge(self, found: Recovered) -> None:
         """Which exactness is reached. Without the residuals that the point had training goes on otherwise."""
@@ -312,37 +287,8 @@ class Checkpointer:
                 f"resuming after step {found.point.step}, state-exact and not continuation-exact: the residuals of"
                 " error feedback begin at zero, since records cannot bring those of a base forward. For the newest step"
                 ' from which training goes on as it did, call resume(exactness="continuation").',
-                stacklevel=4,
+                stacklevel=5,
             )
-
-    def _enter(self) -> None:
-        """On the first rank; the others see that they have its directory."""
-
-        def enter() -> str:
-            self._store.enter()
-            return self._store.writer()
-
-        def see() -> None:
-            if self._store.writer() != writer:
-                raise RunMismatch(
-                    f"{self._store.root} as rank {self._ranks.rank} sees it on {socket.gethostname()} is not the"
-                    f" directory that rank 0 has entered ({writer.strip()}). Give all ranks one directory on a file"
-                    " system that they share."
-                )
-
-        writer = self._ranks.first_does(enter)
-        self._ranks.all_do(see)
-
-    def _begin(self, point: Point | None) -> None:
-        """Open the timeline that continues ``point``, on the first rank; the others join it."""
-
-        def begin() -> Timeline:
-            self._store.begin(point)
-            return self._store.opened
-
-        self._store.is_mine = self._ranks.is_mine
-        timeline = self._ranks.first_does(begin)
-        self._ranks.all_do(lambda: self._store.join(timeline, self._ranks.rank) if self._ranks.rank else None)
 
     def step(self) -> None:
         """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
@@ -401,7 +347,7 @@ class Checkpointer:
         self._stepped_at = now
 
     def _put(self, recorder: Recorder, pace: Pace | BesideReplica, updates: list[Update]) -> None:
-        sealed = self._sealed(updates)
+        sealed = self._sealer.seal(self._state, self.steps_done, updates, self._now, pace.base_step)
         if pace.fits(sum(map(len, sealed.parts))):
             recorder.put(sealed)
         else:
@@ -480,9 +426,8 @@ class Checkpointer:
         until the process ends."""
         self._queue.close()
         self._store.close()
-        pool = self._pool if self._replica is None else self._replica.pool
-        if pool is not None:
-            pool.close()
+        if self._slots is not None:
+            self._slots.close()
         self._events.close()
 
     def __enter__(self) -> Checkpointer:
@@ -519,41 +464,6 @@ class Checkpointer:
         recorder = self._usable()
         return recorder.take_slot(wait=self._when_behind == "block")
 
-    def _sealed(self, updates: list[Update]) -> Sealed:
-        """The step as it is now; nothing of it changes any more."""
-        parts, slots = [], []
-        about: dict[str, Any] = {"base": self._pace.base_step if self._pace else 0, "updates": []}
-        for update in updates:
-            assert update.slot is not None and update.part is not None
-            about["updates"].append({**update.about(), "part": len(parts)})
-            parts.append(update.part)
-            if update.slot not in slots:
-                slots.append(update.slot)
-        changed = self._changed_buffers()
-        about["buffers"] = len(parts) if changed else None
-        if changed:
-            parts.append(image_of(changed))
-        about["progress"] = self._now
-        about["fingerprint"] = fingerprint(self._state.stored, self.steps_done)
-        return Sealed(self.steps_done, about, tuple(parts), tuple(slots))
-
-    def _changed_buffers(self) -> dict[str, torch.Tensor]:
-        """The model's buffers that are not as they were when they were last recorded."""
-        changed = {}
-        for key, (_, tensor) in self._state.buffers(beside=False).items():
-            was = self._buffer_shapes.setdefault(key, tensor.shape)
-            if tensor.shape != was:
-                raise BadInput(
-                    f"buffer {key.rpartition('/')[0]} was {tuple(was)} and is {tuple(tensor.shape)} now, which a resume"
-                    " could not put back. Give it its final shape, or register it with persistent=False."
-                )
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            digest = xxhash.xxh3_64_hexdigest(raw.numpy().data)
-            if self._buffers.get(key) != digest:
-                self._buffers[key] = digest
-                changed[key] = tensor
-        return changed
-
     def _adapt(self, updates: list[Update]) -> None:
         """The step could not be recorded as those before it: a base follows, and then records of what there is now."""
         self._give_back(updates)
@@ -573,50 +483,34 @@ class Checkpointer:
         self._pace.watch(self._state)
         self._pace.whole(self.steps_done)
 
+    @property
+    def _slots(self) -> SlotPool | None:
+        """What updates are copied into."""
+        return self._pool if self._replica is None else self._replica.pool
+
     def _give_back(self, updates: list[Update]) -> None:
-        pool = self._pool if self._replica is None else self._replica.pool
-        assert pool is not None
-        pool.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
+        assert self._slots is not None
+        self._slots.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
 
     def _slots_that_fit(self) -> int:
         """One for each step that may be on its way; fewer, but two at least, where memory is short."""
-        slot_bytes = sum(layout.file_bytes for layout in self._codec.layouts(self._state))
-        room = self._memory - self._staging_bytes
-        if room < 2 * slot_bytes:
-            least = max(2 * slot_bytes + BASE_BYTES_PER_STEP, 8 * slot_bytes // 3 + 4)
-            raise BadInput(
-                f"memory = {format_bytes(self._memory)} is too little: the record of a step takes"
-                f" {format_bytes(slot_bytes)}, of which two must fit beside the copies for a base. Give at least"
-                f" {least} bytes."
-            )
-        return max(2, min(BOUND, room // max(slot_bytes, 1)))
+        return slots_that_fit(
+            self._slot_bytes(), self._memory, self._staging_bytes, BASE_BYTES_PER_STEP, BOUND
+        )
 
-    def _telling(self, show: Callable[[Recovery], None] | None) -> Callable[[Recovery], None]:
-        """Tells ``show``, and the log what is to come when it begins."""
+    def _slot_bytes(self) -> int:
+        return sum(layout.file_bytes for layout in self._codec.layouts(self._state))
 
-        def tell(recovery: Recovery) -> None:
-            if not recovery.loaded_bytes and not recovery.over:
-                self._events.emit(
-                    "recovering", base_step=recovery.base_step, to_step=recovery.to_step, text=recovery.text,
-                    predicted_seconds=recovery.predicted_seconds,
-                )  # fmt: skip
-            if show is not None:
-                show(recovery)
-
-        return tell
-
-    def _paced(self, recovery: Recovery, same_cut: bool) -> Pace:
+    def _paced(self, recorder: Recorder, recovery: Recovery, same_cut: bool) -> Pace:
         """What makes bases. When this returns there is one that records of this cut may follow."""
-        recorder, store = self._recorder, self._store
-        assert recorder is not None
+        store = self._store
         means = Means(
             self._staging_bytes, BASE_BYTES_PER_STEP, self._storage, self._at_once, self._when_behind
         )
         together = None if self._ranks.alone else Together(self._ranks, store, self._events.emit)
         pace = Pace(
             store, self._state, recorder, means, progress=self._progress, emit=self._events.emit,
-            prefix=self._ranks.prefix, together=together,
-            restarted=self._buffers.clear,  # the next record follows a base, whatever was recorded before it
+            restarted=self._sealer.forget, prefix=self._ranks.prefix, together=together,
         )  # fmt: skip
         if together is not None:
             self._agreement = together.agreement = Agreement(
@@ -628,7 +522,7 @@ class Checkpointer:
             pace.go_on_after(newest.step, newest.oldest_step)
         else:
             pace.whole(self.steps_done)
-        pace.tune(self._base_every, self._limits, sum(x.file_bytes for x in self._codec.layouts(self._state)))
+        pace.tune(self._base_every, self._limits, self._slot_bytes())
         if recovery.over:
             pace.recovered(recovery)
         self._stepped_at = time.perf_counter()
@@ -678,41 +572,3 @@ class Checkpointer:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise EngineFailed(f"the checkpointer of {self._store.root} is closed; make another to resume")
-
-
-def _limits(
-    recovery_seconds: float, storage: int | None, memory: int, bandwidth_share: float, keep: Keep
-) -> Limits:
-    """What the cadence keeps to. A write holds as many records as the slots allow, whatever the cadence."""
-    try:
-        return Limits(
-            recovery_seconds=recovery_seconds, storage_bytes=storage, host_bytes=memory,
-            bandwidth_share=bandwidth_share, retain=keep.last, pending_steps=2,
-        )  # fmt: skip
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-
-
-def _look(ranks: Ranks, own_residuals: bool, *given: Any) -> LiveState:
-    """The state as it is now, of which this rank stores its part. Called on all ranks."""
-    made: list[LiveState] = []
-
-    def held() -> dict[str, tuple[Box, int]]:
-        made.append(state := LiveState(*given))
-        return {p.name: (state.boxes[p.name], _bytes_of(p, state)) for p in state.parameters}
-
-    parts = ranks.all_do(held)
-    if not ranks.alone:
-        made[0].store_only(owners(parts)[ranks.rank])
-        made[0].own_residuals = own_residuals
-    return made[0]
-
-
-def _bytes_of(parameter: CapturedParameter, state: LiveState) -> int:
-    return state.boxes[parameter.name].elements * parameter.parameter.element_size()
-
-
-def _by_name(averages: nn.Module | Mapping[str, nn.Module] | None) -> Mapping[str, nn.Module]:
-    if isinstance(averages, nn.Module):
-        return {"average": averages}
-    return averages or {}

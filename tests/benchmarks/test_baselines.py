@@ -13,7 +13,8 @@ import traceback
 import baselines
 import pytest
 import snapshots
-from baselines import ARMS, Arm, Gemini, NaiveDiff, _step_of
+from arms import ARMS
+from baselines import Arm, Gemini, NaiveDiff, _step_of
 from trainings import resnet18, tiny, vgg11
 
 from delta.loops import same

@@ -6,10 +6,8 @@ import json
 
 import pytest
 
-from delta.loops import make
+from delta.loops import cut_small, make
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases
-from holdfast.store import journal
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
 from survive_run import OPTIMIZER
@@ -19,9 +17,7 @@ from tiny_run import TinyRun
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Forty steps; bases of several steps about every ten; a group of records in each segment."""
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
-    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
-    monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 1)
+    cut_small(monkeypatch, 1)
     loop = make(OPTIMIZER)
     with Checkpointer(
         tmp_path / "run", model=loop.model, optimizer=loop.optimizers, base_every=10, keep=Keep(9)

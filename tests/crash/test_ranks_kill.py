@@ -9,7 +9,8 @@ import pytest
 from dist.world import World
 from holdfast import failpoints
 
-STEPS = 16
+STEPS = 28
+"""Enough for a base that was begun after the first segment ended: that segment goes then."""
 
 
 @pytest.fixture(scope="module")

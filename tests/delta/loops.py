@@ -5,11 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from holdfast.delta import bases
+from holdfast.store import journal
+from holdfast.store.local import LocalStore
+from holdfast.store.manifest import Manifest
 
 FEATURES = (
     "schedule", "groups", "clip", "scaler", "accumulate", "unused", "tied", "frozen", "batchnorm",
@@ -159,3 +165,16 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a == b
+
+
+def cut_small(monkeypatch: Any, groups: int = 64) -> None:
+    """A base is of several units, one of them copied in each step; a segment holds so many ``groups`` of records."""
+    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
+    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", groups)
+
+
+def manifests(root: Path) -> list[Manifest]:
+    """Of the bases of a run's line, newest first."""
+    with LocalStore.read(root) as reader:
+        return [reader.load(ref) for ref in reader.line()]

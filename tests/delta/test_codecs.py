@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import holdfast
-from delta.loops import make, same
+from delta.loops import cut_small, make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases
 from holdfast.delta.codecs import ArrayReader, Exact
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.ranks import stream_of
@@ -62,8 +61,7 @@ def uninterrupted(root, codec, feature="batchnorm"):
 @pytest.fixture
 def small_units(monkeypatch):
     """A base is of several units, one of them in each step."""
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
-    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    cut_small(monkeypatch)
 
 
 def records_of(root):

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from delta.loops import make, same
+from delta.loops import cut_small, make, same
 from delta.test_replay import OPTIMIZERS
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases, holder
+from holdfast.delta import holder
 from holdfast.delta.compact import compact
 from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput, Damaged, NoCommit, RunLocked
@@ -65,8 +65,7 @@ ADAMW = OPTIMIZERS["adamw"]
 
 
 def test_of_bases_whose_units_are_of_several_steps_one_of_one_step_is_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
-    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    cut_small(monkeypatch)
     states = trained(tmp_path, ADAMW, "batchnorm", 40, base_every=15, keep=Keep(9))
     before = steps_of(tmp_path)
     done = compact(tmp_path, before[0] + 2)

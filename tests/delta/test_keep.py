@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from delta.loops import same
+from delta.loops import cut_small, manifests, same
 from holdfast.cli.inspect import ls
-from holdfast.delta import bases
 from holdfast.errors import CommitRetired, Damaged, NoCommit
-from holdfast.store import journal
 from holdfast.store.chain import read_journal, verify_records
 from holdfast.store.local import LocalStore
 from holdfast.store.pruning import prune
@@ -20,9 +18,7 @@ from test_checkpointer import go_on, reference, start
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     """A base is of several units, one of them in each step; a segment holds one group."""
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
-    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
-    monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 1)
+    cut_small(monkeypatch, 1)
 
 
 def trained(root, steps, **options):
@@ -32,11 +28,6 @@ def trained(root, steps, **options):
         for i in range(checkpointer.steps_done, steps):
             loop.iteration(i, checkpointer.step)
             checkpointer._recorder.settle()
-
-
-def manifests(root):
-    with LocalStore.read(root) as reader:
-        return [reader.load(ref) for ref in reader.line()]
 
 
 def resumed(root, step=None):

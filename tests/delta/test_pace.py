@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import holdfast
-from delta.loops import make, same
+from delta.loops import cut_small, make, manifests, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
 from holdfast.delta import pace as pace_module
@@ -23,7 +23,6 @@ from holdfast.delta.recorder import Recorder
 from holdfast.errors import BadInput, DoesNotFit, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
-from holdfast.store import journal
 from holdfast.store.local import LocalStore
 from holdfast.store.room import used_bytes
 from test_checkpointer import Orthogonal, go_on, reference, start
@@ -32,18 +31,11 @@ from test_checkpointer import Orthogonal, go_on, reference, start
 @pytest.fixture
 def small_units(monkeypatch):
     """A base is of several units, one of them in each step; a segment holds three groups."""
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
-    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
-    monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 3)
+    cut_small(monkeypatch, 3)
 
 
 def events(root, *names):
     return [event for event in read_events(root / "events.jsonl") if event["event"] in names]
-
-
-def manifests(root):
-    with LocalStore.read(root) as reader:
-        return [reader.load(ref) for ref in reader.line()]
 
 
 def resumed_at(root, step, states, feature="batchnorm", **options):

@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from delta.loops import FEATURES, make, same
+from delta.loops import FEATURES, cut_small, make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.ranks import Ranks
@@ -47,8 +46,7 @@ CODECS = {
 @pytest.fixture
 def small_units(monkeypatch):
     """A base is of several units, one of them in each step."""
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
-    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    cut_small(monkeypatch)
 
 
 def trained(root, optimizer, feature, steps=STEPS, **options):

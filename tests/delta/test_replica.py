@@ -354,7 +354,7 @@ def test_a_signal_to_all_processes_does_not_end_the_replica_before_the_trainer(t
     with checkpointer:
         checkpointer.resume()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            os.kill(checkpointer._replica._helper.pid, number)
+            os.kill(checkpointer._replica._helper._process.pid, number)
         for i in range(3):
             loop.iteration(i, checkpointer.step)
     assert checkpointer.durable_step == 3

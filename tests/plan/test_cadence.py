@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from holdfast.errors import DoesNotFit
-from holdfast.plan.cadence import MOST_STEPS, Limits, bounds, optimum, retuned, storage_cap
+from holdfast.plan.cadence import MOST_STEPS, Limits, bounds, optimum, storage_cap
 from holdfast.plan.estimates import Estimates
 from holdfast.plan.failures import simulate
 from holdfast.plan.waste import (
@@ -94,12 +94,12 @@ def test_after_a_fourfold_drop_of_bandwidth_it_is_the_best_again():
         before, write_bytes_per_second=1.25e8, read_bytes_per_second=2.5e8, base_stall_seconds=1.2
     )
     estimates, noise = Estimates(before), random.Random(0)
-    current = start = optimum(before, FREE)
+    start = optimum(before, FREE)
     for _ in range(30):
         for name in ("write_bytes_per_second", "read_bytes_per_second"):
             estimates.saw(name, 1e7, 1e7 / getattr(after, name) * noise.uniform(0.9, 1.1))
         estimates.saw("base_stall_seconds", 1.2 * noise.uniform(0.9, 1.1))
-        current = retuned(current, estimates.measured)
+    current = optimum(estimates.measured, FREE)
     assert current.cadence.steps > 1.5 * start.cadence.steps
     assert_within_2_percent(after, current.cadence, FREE)
     wasted = [simulate(after, found.cadence).wasted_per_hour for found in (start, current)]
@@ -268,27 +268,6 @@ def test_what_is_said_to_be_needed_is_enough():
     assert optimum(RUN, replace(FREE, storage_bytes=needed)).cadence == (23, 1)
     with pytest.raises(DoesNotFit):
         optimum(RUN, replace(FREE, storage_bytes=needed - 1))
-
-
-def test_small_changes_change_nothing():
-    current = optimum(RUN, FREE)
-    near = replace(RUN, write_bytes_per_second=4.1e8, base_stall_seconds=0.7)
-    assert retuned(current, near) is current
-
-
-@pytest.mark.parametrize("factor, same", [(1.5, True), (1.1, False)])
-def test_how_much_is_small_can_be_said(factor, same):
-    current = optimum(RUN, FREE)
-    found = retuned(current, replace(RUN, base_stall_seconds=0.75), factor)
-    assert (found is current) == same
-
-
-def test_large_changes_are_tuned_for_under_the_same_limits():
-    limits = Limits(recovery_seconds=20.0)
-    worse = replace(RUN, base_stall_seconds=2.4)
-    assert retuned(optimum(RUN, limits), worse) == optimum(worse, limits)
-    better = replace(RUN, base_stall_seconds=0.0)
-    assert retuned(optimum(RUN, limits), better) == optimum(better, limits)
 
 
 @pytest.mark.parametrize(

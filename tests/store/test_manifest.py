@@ -8,7 +8,8 @@ import pytest
 import xxhash
 
 from holdfast.errors import ManifestCorrupt, RunMismatch
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, seal, timeline_of_name, unseal
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name
+from holdfast.store.sealing import seal, unseal
 
 MANIFEST = Manifest(
     step=12,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -28,13 +28,11 @@ from ..store.layout import Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Share
 from ..units import MiB, format_bytes
-from .image import Image, write_tensor
+from .image import METADATA, Image, write_tensor
 from .recorder import Inline, Recorder, Task
 
 UNIT_BYTES = 64 * MiB
 """About how large a unit is; a parameter with its optimizer state is not divided."""
-
-METADATA = {"format": "holdfast", "version": "1"}
 
 
 @dataclass
@@ -46,6 +44,10 @@ class Unit:
     """Not there before the recorder has made them."""
     late: bool = False
     """What is in it no record brings forward: it is copied last, at the commit's own step."""
+
+    def tensors_of(self, owned: Mapping[str, Held]) -> dict[str, torch.Tensor]:
+        """By key, what is in it of all that is ``owned``."""
+        return {key: tensor for owner in self.owners for key, (_, tensor) in owned[owner].items()}
 
 
 @dataclass
@@ -139,9 +141,8 @@ class BaseMaker:
             unit = self._left.pop(0)
             most_bytes -= unit.layout.file_bytes
             buffer = self._buffer(unit.layout.file_bytes)
-            for owner in unit.owners:
-                for key, (_, tensor) in owned[owner].items():
-                    write_tensor(buffer.view, unit.layout, key, tensor)
+            for key, tensor in unit.tensors_of(owned).items():
+                write_tensor(buffer.view, unit.layout, key, tensor)
             self._staged.append(staged := _Staged(unit, step))
             self._recorder.put(Task(partial(self._write, staged, buffer), at_once=True))
         return True
@@ -154,7 +155,7 @@ class BaseMaker:
             return
         unit = self._left.pop(0)
         self._staged.append(staged := _Staged(unit, step))
-        tensors = {key: tensor for owner in unit.owners for key, (_, tensor) in owned[owner].items()}
+        tensors = unit.tensors_of(owned)
         _settle_devices(tensors.values())
         self._recorder.do(partial(self._write_through, staged, tensors))
 

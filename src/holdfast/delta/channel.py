@@ -62,9 +62,6 @@ class Channel:
         self._socket, self._received = sock, bytearray()
         sock.settimeout(deadline_seconds)
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
     def send(self, about: dict[str, Any], data: memoryview | bytes = b"") -> None:
         """Raises ``OSError`` if the other end is gone."""
         text = json.dumps(about).encode()

@@ -18,12 +18,11 @@ from ..state.capture import TO_NAME, CapturedParameter
 from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..store.layout import Layout
+from .image import METADATA
 from .quantise import scaled
 from .slots import Slot, tensors_of
 from .sparse import Arrays, spread
 from .squeeze import squeeze, unsqueeze
-
-METADATA = {"format": "holdfast", "version": "1"}
 
 Trained = Sequence[tuple[str, torch.Tensor]]
 """The parameters that have a gradient now, with their names."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from .. import failpoints
 from ..errors import BadInput, Damaged, NoCommit
 from ..state.live import LiveState
 from ..store.chain import chain_of, read_journal
 from ..store.journal import StoredRecord, streams
-from ..store.local import LocalStore
+from ..store.local import LocalStore, Written
 from ..store.manifest import Manifest, Point
 from ..store.pruning import reach_needs
 from ..store.retention import Keep
@@ -23,7 +23,7 @@ from .holder import rebuilt
 from .image import Image
 from .ranks import Ranks
 from .recovery import recover
-from .script import Script
+from .script import NoScript
 from .watching import Recovery
 
 EVERYTHING = Keep(last=2**62)
@@ -37,19 +37,6 @@ class Compacted:
     from_step: int
     dropped: bool
     """Whether the one that it was made from is gone, with what led from it to ``base``."""
-
-
-class _AnyScript(Script):
-    """Stands for the script, of which a base holds the progress as it is in the record."""
-
-    def __init__(self) -> None:
-        super().__init__((), {})
-
-    def check(self, progress: dict[str, Any]) -> None:
-        pass
-
-    def restore(self, progress: dict[str, Any]) -> None:
-        pass
 
 
 def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compacted:
@@ -67,7 +54,7 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
             raise NoCommit(f"{root}: {_nothing_to_do(old, to, target)}")
         _refuse_damaged(store, old)
         state = rebuilt(old, store.atoms(old))
-        found = recover(store, state, _AnyScript(), ranks=Ranks(), target=target, watch=watch)
+        found = recover(store, state, NoScript(), ranks=Ranks(), target=target, watch=watch)
         point, odd = found.point, found.odd
         if point.step != target:
             raise BadInput(
@@ -127,11 +114,11 @@ def _write(store: LocalStore, state: LiveState, point: Point, old: Manifest) -> 
     """A base of ``point``, which ``state`` is at. Durable when this returns."""
     owned = owned_by(state)
     units, index = divided(owned, state)
-    files: dict[str, tuple[int, tuple[str, ...]]] = {}
+    files: Written = {}
     for unit in units:
         unit.files = made = store.unit(unit.name, unit.layout, copies=1)
         made.create()
-        tensors = {key: tensor for owner in unit.owners for key, (_, tensor) in owned[owner].items()}
+        tensors = unit.tensors_of(owned)
         generation = store.free_generation(made)
         fill = Image(unit.layout, tensors).fill
         files[unit.name] = (

@@ -17,7 +17,7 @@ def owners(state: LiveState) -> list[str]:
 
 def digests(state: LiveState, owner: str) -> dict[str, str]:
     """Of all tensors of ``owner``."""
-    return {key: _digest(tensor) for key, (_, tensor) in _held(state, owner).items()}
+    return {key: digest(tensor) for key, (_, tensor) in _held(state, owner).items()}
 
 
 def take(state: LiveState, left: list[str], most_bytes: int) -> Digests:
@@ -45,6 +45,7 @@ def _held(state: LiveState, owner: str) -> Held:
     return state.buffers() if owner == BUFFERS else state.owned(state.parameter(owner))
 
 
-def _digest(tensor: torch.Tensor) -> str:
+def digest(tensor: torch.Tensor) -> str:
+    """The xxh3_128 of all its bytes, in C order."""
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_128_hexdigest(raw.numpy().data)

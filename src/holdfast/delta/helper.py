@@ -28,8 +28,6 @@ LAST_WORD = "closed"
 class Process(Protocol):
     """What is needed of a process that was started."""
 
-    @property
-    def pid(self) -> int: ...
     def wait(self, timeout: float | None = None) -> int: ...
     def kill(self) -> None: ...
 
@@ -66,11 +64,6 @@ class Helper:
     def is_alive(self) -> bool:
         """Whether it may still use what it was given."""
         return self._thread.is_alive()
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     def start(self) -> None:
         ours, theirs = socket.socketpair()

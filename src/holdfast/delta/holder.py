@@ -14,9 +14,9 @@ from torch import nn
 from ..errors import BadInput
 from ..state.capture import FROM_NAME
 from ..state.live import RESIDUAL, LiveState
-from ..state.progress import decode
 from ..store.manifest import Manifest
 from ..update.optimizer import ELEMENTWISE
+from .shell import members_of, module_of, optimizer_of
 
 
 def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
@@ -24,10 +24,7 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
     parameters = [captured.parameter for captured in state.parameters]
     return {
         "classes": [f"{type(o).__module__}.{type(o).__qualname__}" for o in state.optimizers],
-        "parameters": [
-            [[state.name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-            for optimizer in state.optimizers
-        ],
+        "parameters": [members_of(state, optimizer) for optimizer in state.optimizers],
         "after_update": after_update,
         "devices": sorted({parameter.device.type for parameter in parameters}),
         "strides": {
@@ -52,15 +49,16 @@ def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
         raise _refused("it has residuals of error feedback, which records cannot bring forward")
     _refuse(about, atoms)
     [device] = about["devices"]
-    parameters, model = _holder(atoms, about["strides"], device)
-    optimizers = [
-        _optimizer(kind, [[parameters[name] for name in names] for names in members], groups)
-        for kind, members, groups in zip(
-            about["classes"], about["parameters"], base.progress["groups"], strict=True
-        )
-    ]
+    held = {
+        atom["name"]: _empty(atom, about["strides"], device)
+        for atom in atoms.values()
+        if atom["slot"] in ("param", "buffer")
+    }
+    kinds = [getattr(torch.optim, _class_name(kind)) for kind in about["classes"]]
+    described = zip(kinds, about["parameters"], base.progress["groups"], strict=True)
+    optimizers = [optimizer_of(kind, members, groups, held) for kind, members, groups in described]
     torch.set_num_threads(about["threads"])
-    return LiveState(model, optimizers)
+    return LiveState(module_of(held), optimizers)
 
 
 def _refuse(about: dict[str, Any], atoms: dict[str, dict[str, Any]]) -> None:
@@ -95,43 +93,13 @@ def _class_name(kind: str) -> str:
     return kind.rpartition(".")[2]
 
 
-def _optimizer(
-    kind: str, members: list[list[nn.Parameter]], groups: list[dict[str, Any]]
-) -> torch.optim.Optimizer:
-    """With the hyper-parameters of the base; each record brings its own."""
-    hyper = [{key: decode(value) for key, value in group.items()} for group in groups]
-    return getattr(torch.optim, _class_name(kind))(
-        [{"params": params, **values} for params, values in zip(members, hyper, strict=True)]
+def _empty(atom: dict[str, Any], strides: dict[str, list[int]], device: str) -> torch.Tensor:
+    """A parameter or a buffer of the form of ``atom``."""
+    shape, dtype = tuple(atom["shape"]), FROM_NAME[atom["dtype"]]
+    layout = strides.get(atom["name"])
+    data = (
+        torch.empty(shape, dtype=dtype, device=device)
+        if layout is None
+        else torch.empty_strided(shape, layout, dtype=dtype, device=device)
     )
-
-
-def _holder(
-    atoms: dict[str, dict[str, Any]], strides: dict[str, list[int]], device: str
-) -> tuple[dict[str, nn.Parameter], nn.Module]:
-    """A tree of modules with nothing in it but parameters and buffers of the names and forms of ``atoms``."""
-    root, parameters = nn.Module(), {}
-    for atom in atoms.values():
-        name, shape, dtype = atom["name"], tuple(atom["shape"]), FROM_NAME[atom["dtype"]]
-        path, _, last = name.rpartition(".")
-        if atom["slot"] == "param":
-            layout = strides.get(name)
-            data = (
-                torch.empty(shape, dtype=dtype, device=device)
-                if layout is None
-                else torch.empty_strided(shape, layout, dtype=dtype, device=device)
-            )
-            trained = dtype.is_floating_point
-            parameters[name] = _at(root, path)._parameters[last] = nn.Parameter(data, requires_grad=trained)
-        elif atom["slot"] == "buffer":
-            _at(root, path)._buffers[last] = torch.empty(shape, dtype=dtype, device=device)
-    return parameters, root
-
-
-def _at(root: nn.Module, path: str) -> nn.Module:
-    module = root
-    for part in path.split(".") if path else ():
-        child = module._modules.get(part)
-        if child is None:
-            child = module._modules[part] = nn.Module()
-        module = child
-    return module
+    return data if atom["slot"] == "buffer" else nn.Parameter(data, requires_grad=dtype.is_floating_point)

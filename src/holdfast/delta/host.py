@@ -41,7 +41,7 @@ from .recovery import recover
 from .replay import apply, fingerprint
 from .replica import SYNC, Terms
 from .ring import Ring
-from .script import Script
+from .script import NoScript
 from .slots import tensors_of
 from .tap import scale
 
@@ -50,13 +50,6 @@ PATIENCE_SECONDS = 5.0
 
 LOOK_SECONDS = 0.5
 """How often it is asked whether the trainer still lives, where a child of the trainer keeps its end open."""
-
-
-class _NoScript(Script):
-    """A replica has no script: nothing to check, and nothing to restore."""
-
-    def check(self, progress: dict[str, Any]) -> None: ...
-    def restore(self, progress: dict[str, Any]) -> None: ...
 
 
 class Host:
@@ -157,7 +150,7 @@ class Host:
         state = rebuild(about["sync"])
         with tier.opened(self._place / SYNC) as store:
             self._progress = store.load(store.line()[0]).progress
-            recover(store, state, _NoScript(state.optimizers, {}), ranks=Ranks())
+            recover(store, state, NoScript(), ranks=Ranks())
         if self._ring is not None:
             self._ring.close()
         self._ring = Ring(self._place, about["ring"]["part_bytes"], about["ring"]["count"])

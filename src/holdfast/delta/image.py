@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from ..io.buffers import Buffer
+from ..state.capture import TO_NAME
 from ..store.layout import Layout
+
+METADATA = {"format": "holdfast", "version": "1"}
+"""In the header of every image."""
 
 
 class Image:
@@ -40,3 +45,13 @@ def write_tensor(image: memoryview, layout: Layout, key: str, tensor: torch.Tens
     if entry.nbytes:
         place = torch.frombuffer(image[entry.offset : entry.end], dtype=tensor.dtype).view(tensor.shape)
         place.copy_(tensor)
+
+
+def image_of(tensors: dict[str, torch.Tensor]) -> memoryview:
+    """The image of a file with copies of ``tensors``, in memory of its own."""
+    layout = Layout.build([(key, TO_NAME[t.dtype], tuple(t.shape)) for key, t in tensors.items()], METADATA)
+    view = Buffer(layout.file_bytes, "records").view
+    view[: len(layout.header)] = layout.header
+    for key, tensor in tensors.items():
+        write_tensor(view, layout, key, tensor.detach())
+    return view

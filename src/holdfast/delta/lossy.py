@@ -16,7 +16,8 @@ from ..state.capture import TO_NAME
 from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..store.layout import Layout
-from .codecs import METADATA, ArrayReader, Codec, Trained, array_key, expand, trained_of
+from .codecs import ArrayReader, Codec, Trained, array_key, expand, trained_of
+from .image import METADATA
 from .quantise import quantise
 from .slots import Slot
 from .sparse import BITS, Arrays, num_blocks, pick

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
 from importlib import import_module
 from typing import Any
 
@@ -18,7 +17,8 @@ from torch import nn
 from ..errors import BadInput
 from ..state.capture import FROM_NAME, TO_NAME
 from ..state.live import LiveState
-from ..state.progress import decode, encode
+from ..state.progress import encode, hyper_parameters
+from .shell import members_of, module_of, optimizer_of
 
 _KNOWN = {
     "defaults", "state", "param_groups", "step", "grad_scale", "found_inf", "_opt_called", "_step_supports_amp_scaling",
@@ -76,13 +76,8 @@ def _described(state: LiveState, optimizer: torch.optim.Optimizer) -> dict[str, 
     return {
         "class": [type(optimizer).__module__, type(optimizer).__qualname__],
         "defaults": encode(optimizer.defaults, "defaults"),
-        "groups": [
-            {
-                **{k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"},
-                "params": [state.name_of[id(p)] for p in group["params"]],
-            }
-            for i, group in enumerate(optimizer.param_groups)
-        ],
+        "members": members_of(state, optimizer),
+        "groups": hyper_parameters(optimizer.param_groups),
     }
 
 
@@ -93,14 +88,12 @@ def rebuild(about: dict[str, Any]) -> LiveState:
     torch.set_float32_matmul_precision(about["precision"])
     sys.path[:] = about["path"]
     parameters = {item["name"]: _parameter(item) for item in about["parameters"]}
-    model = nn.Module()
-    for name, parameter in parameters.items():
-        holder, leaf = _holder(model, name)
-        holder._parameters[leaf] = parameter
-    for name, dtype, shape in about["buffers"]:
-        holder, leaf = _holder(model, name)
-        holder._buffers[leaf] = torch.zeros(shape, dtype=FROM_NAME[dtype])
-    state = LiveState(model, [_optimizer(item, parameters) for item in about["optimizers"]])
+    buffers = {name: torch.zeros(shape, dtype=FROM_NAME[dtype]) for name, dtype, shape in about["buffers"]}
+    optimizers = [
+        optimizer_of(_class_of(item), item["members"], item["groups"], parameters, item["defaults"])
+        for item in about["optimizers"]
+    ]
+    state = LiveState(module_of({**parameters, **buffers}), optimizers)
     there, here = json.dumps(list(parameters)), json.dumps([p.name for p in state.parameters])
     if there != here:
         raise BadInput(f"the names of the model's parameters cannot be kept in a replica. {_INSTEAD}")
@@ -114,31 +107,14 @@ def _parameter(item: dict[str, Any]) -> nn.Parameter:
     return nn.Parameter(tensor.zero_(), requires_grad=item["requires_grad"])
 
 
-def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds ``name``, made with those on the way to it."""
-    *path, leaf = name.split(".")
-    for part in path:
-        model = model._modules.setdefault(part, nn.Module())  # type: ignore[assignment]
-    return model, leaf
-
-
-def _optimizer(item: dict[str, Any], parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    """As ``copy.deepcopy`` makes one: the class's own ``__setstate__`` instead of ``__init__``."""
+def _class_of(item: dict[str, Any]) -> Any:
     module, qualname = item["class"]
     try:
-        kind: Any = import_module(module)
+        found: Any = import_module(module)
         for part in qualname.split("."):
-            kind = getattr(kind, part)
+            found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise BadInput(
             f"another process cannot import the optimizer {qualname} of {module}: {error}. {_INSTEAD}"
         ) from error
-    groups = [
-        {k: [parameters[name] for name in v] if k == "params" else decode(v) for k, v in group.items()}
-        for group in item["groups"]
-    ]
-    optimizer = kind.__new__(kind)
-    optimizer.__setstate__(
-        {"defaults": decode(item["defaults"]), "state": defaultdict(dict), "param_groups": groups}
-    )
-    return optimizer
+    return found

@@ -24,7 +24,6 @@ class SharedPool(SlotPool):
 
     def __init__(self, place: Path, layouts: Sequence[Layout], count: int) -> None:
         super().__init__(layouts, 0)
-        self.place = place
         self.part_bytes = [layout.file_bytes for layout in layouts]
         disk = Disk(place)
         disk.allocate(

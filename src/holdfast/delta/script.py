@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from ..errors import BadInput, RunMismatch
-from ..state.progress import decode, encode, random_state, restore_random_state
+from ..state.progress import decode, encode, hyper_parameters, random_state, restore_random_state
 
 Stateful = Mapping[str, Any]
 """By name: objects with ``state_dict`` and ``load_state_dict``."""
@@ -38,13 +38,7 @@ class Script:
         return {
             "random": encode(random_state()),
             "optimizers": [type(optimizer).__name__ for optimizer in self._optimizers],
-            "groups": [
-                [
-                    {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
-                    for i, group in enumerate(optimizer.param_groups)
-                ]
-                for optimizer in self._optimizers
-            ],
+            "groups": [hyper_parameters(optimizer.param_groups) for optimizer in self._optimizers],
             "things": {name: encode(thing.state_dict(), name) for name, thing in self._things.items()},
         }
 
@@ -89,3 +83,13 @@ class Script:
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update({key: decode(value) for key, value in saved.items()})
         restore_random_state(decode(progress["random"]))
+
+
+class NoScript(Script):
+    """Stands where there is no script: nothing is checked, and nothing put anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__((), {})
+
+    def check(self, progress: dict[str, Any]) -> None: ...
+    def restore(self, progress: dict[str, Any]) -> None: ...

@@ -16,13 +16,10 @@ from typing import Any
 import torch
 
 from ..errors import BadInput
-from ..io.buffers import Buffer
-from ..state.capture import TO_NAME
 from ..state.cuts import local_of
 from ..state.live import LiveState
-from ..state.progress import encode
-from ..store.layout import Layout
-from .codecs import METADATA, Codec, Trained, trained_of
+from ..state.progress import encode, hyper_parameters
+from .codecs import Codec, Trained, trained_of
 from .slots import Slot
 
 CONSUMED = ("grad_scale", "found_inf")
@@ -49,10 +46,7 @@ class Update:
         """As JSON."""
         return {
             "optimizer": self.optimizer,
-            "groups": [
-                {key: encode(value, f"param_groups[{index}][{key!r}]") for key, value in group.items()}
-                for index, group in enumerate(self.groups)
-            ],
+            "groups": hyper_parameters(self.groups),
             "without": self.without,
             "consumed": self.consumed,
             "codec": self.codec,
@@ -266,16 +260,3 @@ def _by_value(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def _consumed(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     found = {name: getattr(optimizer, name, None) for name in CONSUMED}
     return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def image_of(tensors: dict[str, torch.Tensor]) -> memoryview:
-    """The image of a safetensors file with copies of ``tensors``, in memory of its own."""
-    layout = Layout.build([(key, TO_NAME[t.dtype], tuple(t.shape)) for key, t in tensors.items()], METADATA)
-    view = Buffer(layout.file_bytes, "records").view
-    view[: len(layout.header)] = layout.header
-    for key, tensor in tensors.items():
-        entry = layout[key]
-        if entry.nbytes:
-            place = torch.frombuffer(view[entry.offset : entry.end], dtype=tensor.dtype).view(tensor.shape)
-            place.copy_(tensor.detach())
-    return view

@@ -114,3 +114,20 @@ class Recovery:
     def _told(self) -> None:
         if self._tell is not None:
             self._tell(self)
+
+
+def announced(
+    emit: Callable[..., None], show: Callable[[Recovery], None] | None = None
+) -> Callable[[Recovery], None]:
+    """Tells ``show``, and the log, by ``emit``, what is to come when it begins."""
+
+    def tell(recovery: Recovery) -> None:
+        if not recovery.loaded_bytes and not recovery.over:
+            emit(
+                "recovering", base_step=recovery.base_step, to_step=recovery.to_step, text=recovery.text,
+                predicted_seconds=recovery.predicted_seconds,
+            )  # fmt: skip
+        if show is not None:
+            show(recovery)
+
+    return tell

@@ -19,6 +19,7 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..io.queue import IOQueue
 from ..plan.work import StepShape
+from ..state.progress import hyper_parameters
 from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
 from ..store.local import LocalStore
@@ -31,7 +32,7 @@ from .parts import Parts
 from .planning import Budget, Plan, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
-from .progress import UserState, hyper_parameters
+from .progress import UserState
 from .resume import newest_commit, same_files
 from .steps import Rules
 from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
@@ -122,7 +123,7 @@ def offload(
     rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
     refuse_held(parts.captured)
     settings = {"seed": seed, "dtype": dtype, "clip_norm": clip_norm, "normalize": rules.normalize_name}
-    given, budget = hyper_parameters(optimizer), budget or Budget()
+    given, budget = hyper_parameters(optimizer.param_groups), budget or Budget()
     user = UserState(parts.captured, optimizer, scheduler, loader, settings, given)
     target = open_device(device)
     plan = make_plan(

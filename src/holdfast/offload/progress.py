@@ -11,7 +11,7 @@ import torch
 
 from ..errors import RunMismatch
 from ..state.capture import Captured
-from ..state.progress import decode, encode, random_state
+from ..state.progress import decode, encode, hyper_parameters, random_state
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class UserState:
         progress = {
             "random": encode(random_state()),
             "optimizer": type(self.optimizer).__name__,
-            "groups": hyper_parameters(self.optimizer),
+            "groups": hyper_parameters(self.optimizer.param_groups),
             "given": self.given,
             "group_parameters": self._group_parameters(),
             "settings": self.settings,
@@ -136,11 +136,3 @@ class UserState:
             raise RunMismatch(
                 f"the run was made with {theirs}, this optimizer is {ours}. Use {theirs}, or another directory."
             )
-
-
-def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """By parameter group, as JSON. Raises ``BadInput`` naming the first that cannot be stored by value."""
-    return [
-        {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
-        for i, group in enumerate(optimizer.param_groups)
-    ]

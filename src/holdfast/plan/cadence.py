@@ -8,7 +8,7 @@ numbers, so that which of them binds can be said. Seconds, bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import ceil, floor, inf
 from typing import NamedTuple
 
@@ -124,18 +124,6 @@ def optimum(measured: Measured, limits: Limits | None = None) -> Optimum:
     )
     binding = tuple(dict.fromkeys(_binding(measured, best, found, int(low), int(high), int(most))))
     return Optimum(best, waste(measured, best), binding, measured, limits)
-
-
-def retuned(current: Optimum, measured: Measured, factor: float = 1.25) -> Optimum:
-    """``current`` as long as each quantity is within ``factor`` of what it was found with, else a new one.
-
-    Raises ``DoesNotFit`` if nothing keeps to the limits any more.
-    """
-    changed = any(
-        max(old, new) > factor * min(old, new)
-        for old, new in zip(astuple(current.measured), astuple(measured))
-    )
-    return optimum(measured, current.limits) if changed else current
 
 
 # -- helpers ----------------------------------------------------------------------------------------

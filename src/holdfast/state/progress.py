@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,15 @@ def decode(value: Any) -> Any:
     if "__dict__" in value:
         return {decode(key): decode(item) for key, item in value["__dict__"]}
     return {key: decode(item) for key, item in value.items()}
+
+
+def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of an optimizer's parameter ``groups``, as JSON. Raises ``BadInput`` naming the first that cannot be stored by
+    value."""
+    return [
+        {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
+        for i, group in enumerate(groups)
+    ]
 
 
 def random_state() -> dict[str, Any]:

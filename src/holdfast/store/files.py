@@ -14,13 +14,13 @@ import os
 import stat
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.errors import BadInput, DiskFailed, RunLocked, RunMismatch, StaleCommit
+from holdfast.errors import BadInput, DiskFailed, RunLocked
 from holdfast.io.threads import NO_SPACE, File, disk_full, open_file
+from holdfast.store.lock import HeldLock, Lock, is_file_of, locked_text, refuse_other_content
 
 TEMPORARY = ".tmp"
 """What a file's name ends with until its content is durable."""
@@ -69,15 +69,6 @@ class AnyDisk(Protocol):
     def write_bytes(self, path: str, data: bytes) -> None: ...
     def free_bytes(self) -> int: ...
     def lock(self, path: str, owner: dict) -> HeldLock: ...
-
-
-class HeldLock(Protocol):
-    """A lock that was taken, of any disk."""
-
-    @property
-    def held(self) -> bool: ...
-    def check(self) -> None: ...
-    def release(self) -> None: ...
 
 
 class Disk:
@@ -190,7 +181,7 @@ class Disk:
 
     def is_named(self, path: str, file: File) -> bool:
         """Whether the open ``file`` is the one that ``path`` names now."""
-        return _is_file_of(self.root / path, file.fd)
+        return is_file_of(self.root / path, file.fd)
 
     def size(self, path: str) -> int:
         """Bytes of ``path``; ``FileNotFoundError`` if it is absent."""
@@ -240,12 +231,12 @@ class Disk:
             os.close(fd)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise _failure("lock", self.root / path, error, 0) from error
-            raise RunLocked(_locked_text(self.root, holder)) from None
+            raise RunLocked(locked_text(self.root, holder)) from None
         text = json.dumps(owner).encode() + b"\n"
         lock = Lock(self.root / path, fd)
         try:
             lock.check()
-            _refuse_other_content(self.root / path, os.pread(fd, 4096, 0))
+            refuse_other_content(self.root / path, os.pread(fd, 4096, 0))
             os.ftruncate(fd, 0)
             os.pwrite(fd, text, 0)
         except OSError as error:
@@ -255,80 +246,6 @@ class Disk:
             lock.release(emptied=False)
             raise
         return lock
-
-
-class Lock:
-    """A lock file that this process holds."""
-
-    def __init__(self, path: Path, fd: int) -> None:
-        self.path, self._fd = path, fd
-        _held_locks.add(self)
-
-    @property
-    def held(self) -> bool:
-        """Whether it was neither released nor left with the parent of a forked process."""
-        return self._fd >= 0
-
-    def check(self) -> None:
-        """Raise ``StaleCommit`` unless the file of that name is still the one that is locked.
-
-        Nobody may write to the directory otherwise: it is another one, or another writer may have locked it.
-        """
-        if not self.held:
-            raise StaleCommit(
-                f"{self.path.parent} is not open for writing in this process, which let go of its lock or was forked"
-                f" from the one that has it. Nothing was written: go on in the process that opened the run."
-            )
-        if not _is_file_of(self.path, self._fd):
-            raise StaleCommit(
-                f"{self.path.parent} was moved, removed or replaced, or its lock was removed, while this process had"
-                f" the run open: {self.path} is not the file that it locked. Nothing more is written; what was"
-                f" acknowledged stays where it was. Stop this process, see that no other writes to the run, and"
-                f" resume it from the directory in which it is now."
-            )
-
-    def release(self, emptied: bool = True) -> None:
-        """Let go, whatever the disk says. A second call does nothing, nor does one in a forked child."""
-        fd, self._fd = self._fd, -1
-        _held_locks.discard(self)
-        if fd >= 0:
-            with suppress(OSError):  # what a lock that nobody holds contains means nothing
-                if emptied:
-                    os.ftruncate(fd, 0)
-            with suppress(OSError):
-                os.close(fd)
-
-    def leave_to_parent(self) -> None:
-        """Forget it in a forked child (a data loader's worker), which must not keep its dead parent's lock."""
-        fd, self._fd = self._fd, -1
-        os.close(fd)
-
-
-def _let_go_in_child() -> None:
-    for lock in _held_locks:
-        lock.leave_to_parent()
-    _held_locks.clear()
-
-
-_held_locks: set[Lock] = set()
-os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-def _refuse_other_content(path: Path, content: bytes) -> None:
-    """Raise ``RunMismatch`` if a lock file holds what no writer of a run leaves in it, even through a power cut."""
-    if content.strip(b"\0") and not content.startswith(b'{"pid"'):
-        raise RunMismatch(
-            f"{path} is not a lock of this library: it holds {content[:40]!r}. Nothing was changed: move it away,"
-            f" or give the run another directory."
-        )
-
-
-def _is_file_of(path: Path, fd: int) -> bool:
-    """Whether ``path`` is the name of the file that is open as ``fd``."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(fd))
-    except OSError:
-        return False
 
 
 def check_place(root: str | Path) -> None:
@@ -409,18 +326,6 @@ def _sync_fd(fd: int, path: Path, call: Callable[[int], None]) -> None:
             fcntl.fcntl(fd, _F_FULLFSYNC)
     except OSError as error:
         raise _failure("sync", path, error, 0) from error
-
-
-def _locked_text(root: Path, holder: bytes) -> str:
-    try:
-        owner = json.loads(holder)
-        who = f"process {owner['pid']} on {owner['host']}"
-    except (ValueError, KeyError, TypeError):
-        who = "another process"
-    return (
-        f"{root} is being written by {who}. Wait for it or stop it; `holdfast ls`, `show` and `verify`"
-        f" read a run that is being written."
-    )
 
 
 def _failure(verb: str, path: Path, error: OSError, nbytes: int) -> DiskFailed:

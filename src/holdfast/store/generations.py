@@ -66,7 +66,7 @@ class Generations:
         self._surplus: set[int] = set()
 
     def path(self, generation: int) -> str:
-        return f"data/{self.name}.{generation}.safetensors"
+        return _path(self.name, generation)
 
     def generation_of(self, path: str) -> int:
         """The generation that lies at ``path``, as a manifest names it."""
@@ -113,9 +113,7 @@ class Generations:
 
     def _others(self) -> set[int]:
         """Generations beyond ``copies`` that are there, in whatever order they were made."""
-        pattern = re.compile(rf"{re.escape(self.name)}\.(0|[1-9]\d*)\.safetensors")
-        matches = [pattern.fullmatch(name) for name in self._disk.listdir("data")]
-        found = {int(match[1]) for match in matches if match}
+        found = generations_there(self._disk, self.name)
         return {k for k in found if k >= self.copies and self._usable(self.path(k))}
 
     def missing_bytes(self) -> int:
@@ -323,11 +321,21 @@ class Generations:
 
 def remove_generations(disk: AnyDisk, unit: str, nbytes: int, retained: Collection[str]) -> None:
     """Remove the files of ``unit``, of ``nbytes`` each, that are not ``retained``."""
-    for name in disk.listdir("data"):
-        path = f"data/{name}"
-        match = re.fullmatch(rf"{re.escape(unit)}\.(0|[1-9]\d*)\.safetensors", name)
-        if match and path not in retained and disk.size(path) == nbytes:
+    for generation in generations_there(disk, unit):
+        path = _path(unit, generation)
+        if path not in retained and disk.size(path) == nbytes:
             disk.unlink(path)
+
+
+def generations_there(disk: AnyDisk, unit: str) -> list[int]:
+    """The generations of ``unit`` that have a file, by the names alone."""
+    pattern = re.compile(rf"{re.escape(unit)}\.(0|[1-9]\d*)\.safetensors")
+    matches = map(pattern.fullmatch, disk.listdir("data"))
+    return [int(match[1]) for match in matches if match]
+
+
+def _path(unit: str, generation: int) -> str:
+    return f"data/{unit}.{generation}.safetensors"
 
 
 def corrupt(

@@ -28,7 +28,8 @@ from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import block_spans
-from holdfast.store.manifest import FORMAT, VERSION, Timeline, seal, unseal
+from holdfast.store.manifest import Timeline
+from holdfast.store.sealing import FORMAT, VERSION, seal, unseal
 from holdfast.units import PAGE, MiB, round_up
 
 SEGMENT_BYTES = 256 * MiB
@@ -270,9 +271,8 @@ def timelines_of_segments(disk: AnyDisk, known: Collection[int]) -> Iterator[Tim
 def trim(disk: AnyDisk, stream: str) -> None:
     """Give back the space that segments of ``stream`` reserve behind what was written. Nobody writes to them."""
     for ref in segments(disk, stream):
-        records, _ = read_segment(disk, ref)
-        least = records[-1].end if records else 0  # a record may end in pages of zeros
-        end = max(_written_bytes(disk, ref.path), least)
+        records, _ = read_segment(disk, ref)  # whose payloads may end with zeros
+        end = max(_written_bytes(disk, ref.path), records[-1].end if records else 0)
         if end < disk.size(ref.path):
             disk.cut(ref.path, end)
 

@@ -11,7 +11,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,21 +22,25 @@ import xxhash
 from holdfast import failpoints
 from holdfast.errors import DiskFailed, EngineFailed, NoCommit, PoolExhausted, StaleCommit
 from holdfast.io.queue import IOQueue
-from holdfast.store.files import AnyDisk, HeldLock, check_place, write_durably
+from holdfast.store.files import AnyDisk, check_place, write_durably
 from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
 from holdfast.store.journal import JournalWriter, segments, streams, trim
 from holdfast.store.layout import Layout
+from holdfast.store.lock import HeldLock
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Share, Timeline, is_ours, this_writer
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import encode_index, read_named
 from holdfast.store.retained import RetainedCommits
-from holdfast.store.retention import Keep, dropped, lineage
-from holdfast.store.room import Need, needs, unneeded_segments
+from holdfast.store.retention import Keep
+from holdfast.store.room import Need, unneeded_segments
 from holdfast.store.scratch import Scratch
 
 LOCK = "lock"
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
+
+Written = dict[str, tuple[int, tuple[str, ...]]]
+"""By unit the generation that was written, and the checksums of its blocks."""
 
 
 class LocalStore(RetainedCommits):
@@ -70,22 +74,13 @@ class LocalStore(RetainedCommits):
             check_place(root)
         self.queue, self._own_queue = queue or IOQueue(), queue is None
         super().__init__(
-            root, retain=retain, keep=keep, disk=disk, queue=self.queue, direct=direct
-        )  # fmt: skip
-        self.spare = spare
-        self.cap_bytes: int | None = None
-        """Most that the run may take of the disk."""
+            root, retain=retain, spare=spare, keep=keep, disk=disk, queue=self.queue, direct=direct
+        )
         self._lock: HeldLock | None = None
-        self._units: dict[str, Generations] = {}
         self._scratch: list[Scratch] = []
-        self._left: list[Manifest] = []  # retired, with files of units that may be none any more
         self._following = threading.Lock()
         self._fork: Timeline | None = None
         self._failed: BaseException | None = None
-        self.dropped: list[CommitRef] = []
-        """Retired for want of room, by this writer."""
-        self.is_mine: Callable[[str], bool] = lambda unit: True
-        """Whether files of a unit of this name are this writer's to remove, and no other rank's."""
 
     @classmethod
     def open(cls, root: str | Path, **options: Any) -> LocalStore:
@@ -262,7 +257,7 @@ class LocalStore(RetainedCommits):
     def publish(
         self,
         step: int,
-        files: dict[str, tuple[int, tuple[str, ...]]],
+        files: Written,
         index: dict[str, Any],
         progress: dict[str, Any],
         steps: Mapping[str, int] | None = None,
@@ -281,7 +276,7 @@ class LocalStore(RetainedCommits):
     def share(
         self,
         step: int,
-        files: dict[str, tuple[int, tuple[str, ...]]],
+        files: Written,
         index: dict[str, Any],
         progress: dict[str, Any],
         steps: Mapping[str, int],
@@ -312,25 +307,10 @@ class LocalStore(RetainedCommits):
         self._drop_indexes([there])
         return manifest
 
-    def _publish(self, manifest: Manifest, files: dict[str, tuple[int, tuple[str, ...]]]) -> Manifest:
-        data = manifest.encode()
-        self._check_fence()
-        with self._failing():
-            for unit, (generation, _) in files.items():
-                self._units[unit].check_there(generation)
-            write_durably(self.disk, manifest.path, data, why="manifest", after=_reach)
-            failpoints.reach("after_directory_sync")
-            self._check_writer()
-            self._keep({**self._retained, manifest.ref: manifest})
-            for unit, (generation, _) in files.items():
-                self._units[unit].release(generation)
-            self._retire()
-        return manifest
-
     def insert(
         self,
         point: Point,
-        files: dict[str, tuple[int, tuple[str, ...]]],
+        files: Written,
         index: dict[str, Any],
         progress: dict[str, Any],
     ) -> Manifest:
@@ -339,43 +319,30 @@ class LocalStore(RetainedCommits):
         self._check_writer()
         timeline = self.timelines()[0][point.timeline]
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}
-        manifest = Manifest(
-            point.step, timeline.id, timeline.parent, timeline.fork_step, timeline.key, timeline.parent_key, refs,
-            index, progress, time.time(), this_writer(),
-        )  # fmt: skip
+        manifest = _manifest_of(timeline, point.step, refs, index, progress)
+        data = manifest.encode()
         with self._failing():
-            write_durably(self.disk, manifest.path, manifest.encode(), why="manifest", after=_reach)
-            failpoints.reach("after_directory_sync")
-            self._keep({**self._retained, manifest.ref: manifest})
+            self._write(manifest, data)
         return manifest
 
-    def prune_journal(self) -> None:
-        """Remove the segments of which no retained commit needs a record, but the one that is appended to. Called after
-        ``publish``."""
-        manifests = list(self._retained.values())
-        if None in manifests:  # one that cannot be read may need any
-            return
-        alone = self._for_good() - set(self._newest())
-        for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
-            failpoints.reach("before_segment_unlink")
-            self.disk.unlink(path)
-        self.measure()
+    def _publish(self, manifest: Manifest, files: Written) -> Manifest:
+        data = manifest.encode()
+        self._check_fence()
+        with self._failing():
+            for unit, (generation, _) in files.items():
+                self._units[unit].check_there(generation)
+            self._write(manifest, data)
+            for unit, (generation, _) in files.items():
+                self._units[unit].release(generation)
+            self._retire()
+        return manifest
 
-    def make_room(self, nbytes: int) -> bool:
-        """Retire the oldest commits until ``nbytes`` more are within the cap; whether they are. The two newest that are
-        whole stay, and what is retired is in ``dropped``."""
-        self.measure()
-        while self.cap_bytes is not None and self.used_bytes + nbytes > self.cap_bytes:
-            droppable = sorted(set(self._retained) - set(self._newest(2)))
-            line = set(lineage(self._retained, self._timelines, self.timeline or 0))
-            off = [ref for ref in droppable if ref not in line or ref in self.damaged]
-            if not droppable:
-                return False
-            victim = (off or droppable)[0]
-            self._drop([victim])
-            self.dropped.append(victim)
-            self.prune_journal()
-        return True
+    def _write(self, manifest: Manifest, data: bytes) -> None:
+        """Make ``manifest``, encoded, a commit."""
+        write_durably(self.disk, manifest.path, data, why="manifest", after=_reach)
+        failpoints.reach("after_directory_sync")
+        self._check_writer()
+        self._keep({**self._retained, manifest.ref: manifest})
 
     def retire(self, refs: Collection[CommitRef], needed: Collection[Need]) -> None:
         """Remove the commits ``refs``, which somebody has asked for, then the files that only they named, then the
@@ -452,7 +419,7 @@ class LocalStore(RetainedCommits):
     def _manifest(
         self,
         step: int,
-        files: dict[str, tuple[int, tuple[str, ...]]],
+        files: Written,
         index: dict[str, Any],
         progress: dict[str, Any],
         steps: Mapping[str, int],
@@ -467,11 +434,7 @@ class LocalStore(RetainedCommits):
             raise ValueError(f"step {step} cannot follow step {last}, which this line already has")
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}
         refs |= {name: replace(refs[name], step=of) for name, of in steps.items() if of != step}
-        fork = self._fork
-        return Manifest(
-            step, fork.id, fork.parent, fork.fork_step, fork.key, fork.parent_key, refs, index, progress,
-            time.time(), this_writer(),
-        )  # fmt: skip
+        return _manifest_of(self._fork, step, refs, index, progress)
 
     def _file_ref(self, name: str, generation: int, checksums: tuple[str, ...]) -> FileRef:
         unit = self._units[name]
@@ -481,68 +444,6 @@ class LocalStore(RetainedCommits):
         if not unit.is_synced(generation, ref.checksums) and ref not in known:
             raise ValueError(f"{ref.path} was not written and synced with these checksums; await the write")
         return ref
-
-    def _retire(self) -> None:
-        """Unlink the manifests of what is not kept; when their names are durably gone, their files are free."""
-        assert self.timeline is not None
-        copies = min(
-            (unit.copies for unit in list(self._units.values()) if unit.copies > 1), default=self.retain + 1
-        )
-        room = max(self.retain, copies - self.spare)
-        drop = dropped(
-            self._retained, self._timelines, self.timeline, retain=self.retain, room=room,
-            for_good=self._for_good(), damaged=self._damaged() if self.keep is not None else (),
-        )  # fmt: skip
-        if (
-            max(self._retained, default=CommitRef(0, 0)).timeline < self.timeline
-        ):  # nothing is in its place yet
-            drop = [ref for ref in drop if self.keep is None or ref not in self._damaged()]
-        if drop:
-            self._drop(drop)
-
-    def _drop(self, drop: list[CommitRef]) -> None:
-        failpoints.reach("before_retire")
-        for ref in drop:
-            self.disk.unlink(ref.path)
-        failpoints.reach("after_retire_unlink")
-        self.disk.sync_dir("commits", why="retire")
-        failpoints.reach("after_retire_sync")
-        gone = [self._retained[ref] for ref in drop]
-        self._keep({ref: manifest for ref, manifest in self._retained.items() if ref not in drop})
-        self._drop_indexes(gone)
-        self._drop_files(gone)
-        for unit in list(self._units.values()):
-            unit.trim()
-
-    def _drop_orphans(self) -> None:
-        """Remove the index files that no commit names, of bases that never became one. Not beside a commit that cannot
-        be read."""
-        if self._retained and None not in self._retained.values():
-            needed = {
-                path for kept in self._retained.values() if kept is not None for path in kept.small_paths
-            }
-            for name in self.disk.listdir("index"):
-                if is_ours("index", name) and f"index/{name}" not in needed:
-                    self.disk.unlink(f"index/{name}")
-
-    def _drop_indexes(self, gone: list[Manifest | None]) -> None:
-        """Remove the index files that only retired manifests named."""
-        needed = {path for kept in self._retained.values() if kept is not None for path in kept.small_paths}
-        named = {path for manifest in gone if manifest is not None for path in manifest.small_paths}
-        for path in sorted(named - needed):
-            self.disk.unlink(path)
-
-    def _drop_files(self, gone: list[Manifest | None]) -> None:
-        """Remove the files of units that retired manifests named, and that are none of this run's any more. Waits
-        until its units are known."""
-        self._left += [manifest for manifest in gone if manifest is not None]
-        if not self._units:
-            return
-        for manifest in self._left:
-            for name, ref in manifest.files.items():
-                if name not in self._units and self.is_mine(name):
-                    remove_generations(self.disk, name, ref.bytes, self._retained_files)
-        self._left = []
 
     def _check_writer(self) -> None:
         if self._lock is None:
@@ -574,3 +475,17 @@ class LocalStore(RetainedCommits):
 
 def _reach(done: str) -> None:
     failpoints.reach(f"after_manifest_{done}")
+
+
+def _manifest_of(
+    timeline: Timeline,
+    step: int,
+    files: dict[str, FileRef],
+    index: dict[str, Any],
+    progress: dict[str, Any],
+) -> Manifest:
+    """That of ``step`` of ``timeline``, made by this process now."""
+    return Manifest(
+        step, timeline.id, timeline.parent, timeline.fork_step, timeline.key, timeline.parent_key, files, index,
+        progress, time.time(), this_writer(),
+    )  # fmt: skip

@@ -1,32 +1,22 @@
 """Manifests: the small JSON files that say what a commit is. No manifest, no commit.
 
-Sizes are bytes, times are unix seconds. A manifest, a timeline record and nothing else are *sealed*: the
-last line holds the xxh3_128 of every byte before it, so that a flip of any bit of the file is found
-without agreeing on a canonical JSON, and the file is still one that a person reads.
+Sizes are bytes, times are unix seconds. A manifest and a timeline record are sealed (``store.sealing``).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
-import xxhash
+from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unreadable, unseal
 
-from holdfast.errors import HoldfastError, ManifestCorrupt, RunMismatch
-
-FORMAT, VERSION = "holdfast", 1
 ALONE = "rank-00000"
 """The journal of a process that trains by itself, and of the first of several."""
-_SEAL = ',\n "digest": "{}"\n}}\n'
-_SEAL_BYTES = len(_SEAL.format("0" * 32))
 _COMMIT_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.json")
 _INDEX_NAME = re.compile(r"[0-9a-f]{32}\.json")
 _TIMELINE_NAME = re.compile(r"t(\d{4,})\.json")
@@ -143,11 +133,11 @@ class Timeline:
     @classmethod
     def decode(cls, data: bytes, path: str) -> Timeline:
         table = unseal(data, path)
-        with _reading(path):
+        with reading(path):
             names = ("parent", "fork_step", "key", "parent_key", "created", "writer")
             record = cls(table["timeline"], **{name: table[name] for name in names})
         if record.path != path:
-            raise _corrupt(path, f"it is the record of timeline {record.id}", len(data))
+            raise unreadable(path, f"it is the record of timeline {record.id}", len(data))
         return record
 
 
@@ -263,7 +253,7 @@ class Manifest:
         """The manifest in ``data``, the content of ``path``; what its ``shares`` hold is in their files. Raises
         ``ManifestCorrupt``."""
         table = unseal(data, path)
-        with _reading(path):
+        with reading(path):
             names = ("step", "timeline", "parent", "fork_step", "key", "parent_key", "created", "writer")
             if "shares" in table:
                 table |= {"index": {}, "progress": {}, "files": {}}
@@ -275,7 +265,7 @@ class Manifest:
             fields = {name: table[name] for name in (*names, "index", "progress")}
             manifest = cls(files=files, shares=shares, **fields)
         if manifest.path != path:
-            raise _corrupt(path, f"it is the manifest of {manifest.path}", len(data))
+            raise unreadable(path, f"it is the manifest of {manifest.path}", len(data))
         return manifest
 
 
@@ -307,56 +297,3 @@ def library_version() -> str:
         return f"holdfast {version('holdfast')}"
     except PackageNotFoundError:  # run from a source tree
         return "holdfast from its source tree"
-
-
-def seal(table: dict[str, Any], nbytes: int = 0) -> bytes:
-    """``table`` as JSON, one line per key (and per item of "files"), its digest in the last line; filled up with
-    spaces to ``nbytes`` if it is shorter."""
-    lines = ",\n".join(f" {json.dumps(key)}: {_value(key, value)}" for key, value in table.items())
-    body = f"{{\n{lines}".encode().ljust(nbytes - _SEAL_BYTES)
-    return body + _SEAL.format(xxhash.xxh3_128_hexdigest(body)).encode()
-
-
-def unseal(data: bytes, path: str) -> dict[str, Any]:
-    """The table sealed in ``data``. Raises ``ManifestCorrupt`` if any byte is not as it was written."""
-    body = data[:-_SEAL_BYTES]
-    digest = xxhash.xxh3_128_hexdigest(body)
-    if data[-_SEAL_BYTES:] != _SEAL.format(digest).encode():
-        raise _corrupt(path, "it fails its own digest", len(data))
-    with _reading(path):
-        table = json.loads(data)
-        if table["format"] == FORMAT and table["version"] != VERSION:
-            raise RunMismatch(
-                f"{path} has format version {table['version']}; this library reads {VERSION}: use a newer one"
-            )
-        if table["format"] != FORMAT:
-            raise ValueError(f"its format is {table['format']!r}")
-    return table
-
-
-def _value(key: str, value: Any) -> str:
-    if key != "files" or not value:
-        return json.dumps(value)
-    return (
-        "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items()) + "}"
-    )
-
-
-@contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Turns what parsing raises into ``ManifestCorrupt``."""
-    try:
-        yield
-    except HoldfastError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise _corrupt(path, f"it does not read as one ({error!r})", 0) from error
-
-
-def _corrupt(path: str, what: str, nbytes: int) -> ManifestCorrupt:
-    return ManifestCorrupt(
-        f"{path} is damaged: {what}. The step it stands for cannot be used; the older ones can:"
-        f" run again to resume from the newest whole one, or list them with `holdfast ls`.",
-        path=path,
-        nbytes=nbytes,
-    )

@@ -1,16 +1,23 @@
-"""RetainedCommits: what a writer remembers of the commits there are, and which of them its policy is to keep."""
+"""RetainedCommits: what a writer remembers of the commits there are, which its policy keeps, and how others go.
+
+A commit goes by its manifest. Only when that is durably gone do the files go that nothing names any more; then the
+records that nothing needs. Sizes are bytes.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from holdfast import failpoints
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk
-from holdfast.store.manifest import CommitRef, Manifest, Timeline
+from holdfast.store.generations import Generations, remove_generations
+from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reader import RunReader
-from holdfast.store.retention import Keep, kept_for_good, lineage
-from holdfast.store.room import used_bytes
+from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
+from holdfast.store.room import needs, unneeded_segments, used_bytes
 
 
 class RetainedCommits(RunReader):
@@ -21,22 +28,31 @@ class RetainedCommits(RunReader):
         root: str | Path,
         *,
         retain: int,
+        spare: int,
         keep: Keep | None,
         disk: AnyDisk | None,
         queue: IOQueue,
         direct: bool,
     ) -> None:
         super().__init__(root, disk=disk, queue=queue, direct=direct)
-        self.retain, self.keep = retain, keep
+        self.retain, self.spare, self.keep = retain, spare, keep
         self.timeline: int | None = None
         """The one that is open for writing."""
         self.damaged: set[CommitRef] = set()
         """Commits that somebody has found not to be whole."""
         self.used_bytes = 0
         """That the run took of the disk when ``measure`` was called last."""
+        self.cap_bytes: int | None = None
+        """Most that the run may take of the disk."""
+        self.dropped: list[CommitRef] = []
+        """Retired for want of room, by this writer."""
+        self.is_mine: Callable[[str], bool] = lambda unit: True
+        """Whether files of a unit of this name are this writer's to remove, and no other rank's."""
         self._retained: dict[CommitRef, Manifest | None] = {}
         self._retained_files: dict[str, int] = {}
         self._timelines: dict[int, Timeline] = {}
+        self._units: dict[str, Generations] = {}
+        self._left: list[Manifest] = []  # retired, with files of units that may be none any more
 
     @property
     def for_good_bytes(self) -> int:
@@ -67,6 +83,34 @@ class RetainedCommits(RunReader):
         self.used_bytes = used_bytes(self.disk)
         return self.used_bytes
 
+    def prune_journal(self) -> None:
+        """Remove the segments of which no retained commit needs a record, but the one that is appended to. Called after
+        ``publish``."""
+        manifests = list(self._retained.values())
+        if None in manifests:  # one that cannot be read may need any
+            return
+        alone = self._for_good() - set(self._newest())
+        for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
+            failpoints.reach("before_segment_unlink")
+            self.disk.unlink(path)
+        self.measure()
+
+    def make_room(self, nbytes: int) -> bool:
+        """Retire the oldest commits until ``nbytes`` more are within the cap; whether they are. The two newest that are
+        whole stay, and what is retired is in ``dropped``."""
+        self.measure()
+        while self.cap_bytes is not None and self.used_bytes + nbytes > self.cap_bytes:
+            droppable = sorted(set(self._retained) - set(self._newest(2)))
+            line = set(lineage(self._retained, self._timelines, self.timeline or 0))
+            off = [ref for ref in droppable if ref not in line or ref in self.damaged]
+            if not droppable:
+                return False
+            victim = (off or droppable)[0]
+            self._drop([victim])
+            self.dropped.append(victim)
+            self.prune_journal()
+        return True
+
     def _keep(self, retained: dict[CommitRef, Manifest | None]) -> None:
         """From now on these commits are retained (None: a manifest that cannot be read), with their files."""
         self._retained = retained
@@ -89,3 +133,64 @@ class RetainedCommits(RunReader):
         line = lineage(retained, self._timelines, self.timeline or 0)
         manifests = [retained[ref] for ref in line if ref not in self.damaged]
         return kept_for_good([manifest for manifest in manifests if manifest is not None], self.keep)
+
+    def _retire(self) -> None:
+        """Unlink the manifests of what is not kept; when their names are durably gone, their files are free."""
+        assert self.timeline is not None
+        copies = min(
+            (unit.copies for unit in list(self._units.values()) if unit.copies > 1), default=self.retain + 1
+        )
+        room = max(self.retain, copies - self.spare)
+        drop = dropped(
+            self._retained, self._timelines, self.timeline, retain=self.retain, room=room,
+            for_good=self._for_good(), damaged=self._damaged() if self.keep is not None else (),
+        )  # fmt: skip
+        newest = max(self._retained, default=CommitRef(0, 0))
+        if newest.timeline < self.timeline:  # nothing is in its place yet
+            drop = [ref for ref in drop if self.keep is None or ref not in self._damaged()]
+        if drop:
+            self._drop(drop)
+
+    def _drop(self, drop: list[CommitRef]) -> None:
+        failpoints.reach("before_retire")
+        for ref in drop:
+            self.disk.unlink(ref.path)
+        failpoints.reach("after_retire_unlink")
+        self.disk.sync_dir("commits", why="retire")
+        failpoints.reach("after_retire_sync")
+        gone = [self._retained[ref] for ref in drop]
+        self._keep({ref: manifest for ref, manifest in self._retained.items() if ref not in drop})
+        self._drop_indexes(gone)
+        self._drop_files(gone)
+        for unit in list(self._units.values()):
+            unit.trim()
+
+    def _drop_orphans(self) -> None:
+        """Remove the index files that no commit names, of bases that never became one. Not beside a commit that cannot
+        be read."""
+        if self._retained and None not in self._retained.values():
+            needed = {
+                path for kept in self._retained.values() if kept is not None for path in kept.small_paths
+            }
+            for name in self.disk.listdir("index"):
+                if is_ours("index", name) and f"index/{name}" not in needed:
+                    self.disk.unlink(f"index/{name}")
+
+    def _drop_indexes(self, gone: list[Manifest | None]) -> None:
+        """Remove the index files that only retired manifests named."""
+        needed = {path for kept in self._retained.values() if kept is not None for path in kept.small_paths}
+        named = {path for manifest in gone if manifest is not None for path in manifest.small_paths}
+        for path in sorted(named - needed):
+            self.disk.unlink(path)
+
+    def _drop_files(self, gone: list[Manifest | None]) -> None:
+        """Remove the files of units that retired manifests named, and that are none of this run's any more. Waits
+        until its units are known."""
+        self._left += [manifest for manifest in gone if manifest is not None]
+        if not self._units:
+            return
+        for manifest in self._left:
+            for name, ref in manifest.files.items():
+                if name not in self._units and self.is_mine(name):
+                    remove_generations(self.disk, name, ref.bytes, self._retained_files)
+        self._left = []

@@ -1,0 +1,97 @@
+"""Arms: the ways to keep a training's state that benchmarks compare, by name. Those that are not Holdfast's are in
+``baselines.py``. One more way to use Holdfast is one more line: ``partial(Holdfast, codec=...)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from baselines import Arm, CheckFreq, Dcp, Gemini, NaiveDiff, Save
+from trainings import Training
+
+from holdfast import Checkpointer, TopK
+
+
+class Holdfast(Arm):
+    """A record of every step, and bases. ``options`` are those of ``Checkpointer``."""
+
+    def __init__(self, folder: Path, training: Training, every: int = 1, **options: Any) -> None:
+        super().__init__(folder, training, every)
+        assert every == 1, "a record is of one step"
+        self._checkpointer = Checkpointer(
+            folder, model=training.model, optimizer=training.optimizer, loader=_Step(training), **options
+        )
+
+    @property
+    def durable_step(self) -> int:  # type: ignore[override]
+        """Of ``Checkpointer``: it survives the machine's death as well."""
+        return self._checkpointer.durable_step
+
+    @durable_step.setter
+    def durable_step(self, step: int) -> None:
+        pass
+
+    @property
+    def lag(self) -> int:
+        return self._checkpointer.steps_done - self._checkpointer.durable_step
+
+    def resume(self, **options: int) -> int:
+        return self._checkpointer.resume(**options)
+
+    def step(self) -> None:
+        self._checkpointer.step()
+        self.stall_seconds = self._checkpointer.stall_seconds
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class Sparse(Arm):
+    """Training consumes the gradients of a lossy codec, and nothing is kept: what recording them is compared with."""
+
+    def __init__(self, folder: Path, training: Training, every: int = 1, ratio: float = 0.01) -> None:
+        super().__init__(folder, training, every)
+        self._codec, self._residuals = TopK(ratio), {}
+        self._hook = training.optimizer.register_step_pre_hook(self._consume)
+
+    def _consume(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._codec.consume([(str(n), p) for n, p in enumerate(parameters)], self._residuals, False)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+
+class _Step:
+    """A training's place in its data is its step."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._training.steps_done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._training.steps_done = state["step"]
+
+
+ARMS: dict[str, Callable[..., Arm]] = {
+    "none": Arm,
+    "exact": Holdfast,
+    "bases": Holdfast,
+    "replica": partial(Holdfast, replica=True),
+    "sparse": Sparse,
+    "topk": partial(Holdfast, codec=TopK(0.01)),
+    "save": Save,
+    "dcp": Dcp,
+    "checkfreq": CheckFreq,
+    "gemini": Gemini,
+    "naive": NaiveDiff,
+}
+
+AGAINST: dict[str, str] = {"topk": "sparse"}
+"""Arms that are compared with another one than "none": a codec with the same training and nothing recorded."""

@@ -1,0 +1,75 @@
+"""Entering: what all ranks do together before the first step. Each sees what it holds; the first opens the run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ..errors import RunMismatch
+from ..state.boxes import Box
+from ..state.cuts import owners
+from ..state.live import LiveState
+from ..store.local import LocalStore
+from ..store.manifest import Point, Timeline
+from .ranks import Ranks
+
+
+def look(
+    ranks: Ranks,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    averages: nn.Module | Mapping[str, nn.Module] | None,
+    residuals: dict[torch.Tensor, torch.Tensor],
+    own_residuals: bool,
+) -> LiveState:
+    """The state as it is now, of which this rank stores its part. Called on all ranks."""
+    beside = {"average": averages} if isinstance(averages, nn.Module) else averages
+    made: list[LiveState] = []
+
+    def held() -> dict[str, tuple[Box, int]]:
+        made.append(state := LiveState(model, optimizers, beside, residuals))
+        boxes = state.boxes
+        return {
+            p.name: (boxes[p.name], boxes[p.name].elements * p.parameter.element_size())
+            for p in state.parameters
+        }
+
+    parts = ranks.all_do(held)
+    [state] = made
+    if not ranks.alone:
+        state.store_only(owners(parts)[ranks.rank])
+        state.own_residuals = own_residuals
+    return state
+
+
+def enter(store: LocalStore, ranks: Ranks) -> None:
+    """Lock the run on the first rank; the others see that they have its directory. Called on all ranks."""
+
+    def lock() -> str:
+        store.enter()
+        return store.writer()
+
+    def see() -> None:
+        if store.writer() != writer:
+            raise RunMismatch(
+                f"{store.root} as rank {ranks.rank} sees it on {socket.gethostname()} is not the directory that rank 0"
+                f" has entered ({writer.strip()}). Give all ranks one directory on a file system that they share."
+            )
+
+    writer = ranks.first_does(lock)
+    ranks.all_do(see)
+
+
+def begin(store: LocalStore, ranks: Ranks, point: Point | None) -> None:
+    """Open the timeline that continues ``point``, on the first rank; the others join it. Called on all ranks."""
+
+    def opened() -> Timeline:
+        store.begin(point)
+        return store.opened
+
+    store.is_mine = ranks.is_mine
+    timeline = ranks.first_does(opened)
+    ranks.all_do(lambda: store.join(timeline, ranks.rank) if ranks.rank else None)

@@ -1,0 +1,55 @@
+"""Shells: a model of nothing but parameters and buffers, and optimizers of a class, made without the script.
+
+For who knows a run's tensors by name and its optimizers by class, and does not have the code that made them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..state.live import LiveState
+from ..state.progress import decode
+
+
+def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A tree of modules that has ``tensors`` at their names: parameters as such, others as buffers."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        module: Any = root
+        for part in path:
+            module = module._modules.setdefault(part, nn.Module())
+        held = module._parameters if isinstance(tensor, nn.Parameter) else module._buffers
+        held[leaf] = tensor
+    return root
+
+
+def members_of(state: LiveState, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names of the parameters of each group."""
+    return [[state.name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def optimizer_of(
+    kind: Any,
+    members: Sequence[Sequence[str]],
+    groups: Sequence[Mapping[str, Any]],
+    parameters: Mapping[str, torch.Tensor],
+    defaults: Any = None,
+) -> torch.optim.Optimizer:
+    """An optimizer of the class ``kind`` without state, made as ``copy.deepcopy`` makes one: by its ``__setstate__``
+    instead of ``__init__``. ``groups`` and ``defaults`` are hyper-parameters, as JSON."""
+    made = kind.__new__(kind)
+    made.__setstate__({
+        "defaults": decode(defaults or {}),
+        "state": defaultdict(dict),
+        "param_groups": [
+            {"params": [parameters[name] for name in names], **{k: decode(v) for k, v in group.items()}}
+            for names, group in zip(members, groups, strict=True)
+        ],
+    })  # fmt: skip
+    return made

@@ -12,7 +12,6 @@ import torch
 
 import hook_run
 from holdfast.delta.codecs import ArrayReader, expand
-from holdfast.delta.comm_hook import Piece, share_of
 from holdfast.delta.lossy import Sparse, TopK
 from holdfast.delta.sparse import pick, spread
 from holdfast.state.capture import TO_NAME
@@ -102,29 +101,3 @@ def test_a_gradient_that_was_changed_off_the_support_is_recorded_dense(ranks):
     given = ranks[0][0]["given"]["first.weight"].reshape(-1) + 1e-3
     arrays = Sparse(hook_run.CODEC, len(ranks)).compress(given, given.dtype)
     assert arrays["indices"].numel() == 0 and same_bits(arrays["values"], given)
-
-
-def test_the_shares_of_all_ranks_are_everything_once_and_none_grows_with_the_ranks(ranks):
-    given = {name: g for name, g in ranks[0][0]["given"].items()}
-    elements = {name: g.numel() for name, g in given.items()}
-    world, joined = len(ranks), {name: torch.full((n,), torch.nan, dtype=given[name].dtype) for name, n in elements.items()}
-    for rank in range(world):
-        for name, start, stop in share_of(elements, rank, world, BLOCK):
-            part = given[name].reshape(-1)[start:stop]
-            arrays = pick(part, part != 0, BLOCK)
-            joined[name][start:stop] = spread(lambda key, *_, a=arrays: a[key], stop - start, part.dtype, BLOCK)
-    assert all(same_bits(joined[name].view(given[name].shape), given[name]) for name in given)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 64])
-def test_blocks_are_shared_evenly(world):
-    elements = {"big": 1_000_003, "empty": 0, "scalar": 1, "small": 5000}
-    shares = [share_of(elements, rank, world) for rank in range(world)]
-    counts = [sum(-(-(p.stop - p.start) // 1024) for p in share) for share in shares]
-    assert sum(counts) == 977 + 1 + 5 and max(counts) - min(counts) <= 1
-    for name, total in elements.items():
-        pieces = sorted(p for share in shares for p in share if p.name == name)
-        assert [p.start for p in pieces] + [total] == ([0] + [p.stop for p in pieces] if total else [0])
-    kept = TopK(0.01).kept(1024)
-    assert max(counts) * kept * world <= (983 + world) * kept
-    assert Piece("scalar", 0, 1) in sum(shares, [])

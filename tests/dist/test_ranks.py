@@ -88,10 +88,12 @@ def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_pa
         assert other["digests"].items() <= one["digests"].items()
 
 
-def test_a_mistake_of_one_rank_is_told_to_the_others_by_its_number(world, tmp_path):
-    cut = world.run(2, kind="plain", root=tmp_path, steps=5000, raises=[1, 3])
-    assert cut[1]["error"] == "ValueError: a mistake of the script"
-    assert "RankFailed: rank 1 failed: ValueError: a mistake of the script" in cut[0]["error"]
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_mistake_of_one_rank_is_told_to_the_others_by_its_number(world, tmp_path, who):
+    """Also where it is the first one, with which the board goes."""
+    cut = world.run(2, kind="plain", root=tmp_path, steps=5000, raises=[who, 3])
+    assert cut[who]["error"] == "ValueError: a mistake of the script"
+    assert f"RankFailed: rank {who} failed: ValueError: a mistake of the script" in cut[1 - who]["error"]
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -9,7 +9,6 @@ import pytest
 from holdfast.errors import DoesNotFit
 from holdfast.plan.cadence import MOST_STEPS, Limits, bounds, optimum, storage_cap
 from holdfast.plan.estimates import Estimates
-from holdfast.plan.failures import simulate
 from holdfast.plan.waste import (
     Cadence,
     Measured,
@@ -20,6 +19,7 @@ from holdfast.plan.waste import (
     waste,
 )
 from plan.test_waste import LOWDIFF, RUN
+from plan_failures import simulate
 
 FREE = Limits(
     recovery_seconds=1e9,

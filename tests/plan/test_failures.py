@@ -5,9 +5,9 @@ from math import inf
 
 import pytest
 
-from holdfast.plan.failures import _Run, simulate
 from holdfast.plan.waste import HOUR, Cadence, Measured, waste
 from plan.test_waste import RUN
+from plan_failures import _Run, simulate
 
 BY_HAND = Measured(
     step_seconds=1.0,

@@ -142,9 +142,9 @@ class Agreement:
         with self._lock:
             self._closing = True
             self._lock.notify_all()
-        if not orderly and self._ranks.rank == 0 and self._say:
-            time.sleep(2 * IDLE_SECONDS)  # the board goes with this process, and the others are to see why
         self._thread.join(self._deadline)
+        if self._ranks.rank == 0 and "failed" in self._said:
+            time.sleep(2 * IDLE_SECONDS)  # the board goes with this process, and the others are to see why
 
     def _may_leave(self) -> bool:
         return self._ranks.rank != 0 or self._all_closed

@@ -7,9 +7,8 @@ zero where no rank selected, and which ``lossy.Sparse`` records as the optimizer
 
 # Annotations are evaluated here: torch looks at those of a hook.
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ..errors import BadInput
-from .lossy import BLOCK, TopK
-from .sparse import Arrays, num_blocks, spread
+from .lossy import TopK
+from .sparse import Arrays, spread
 
 
 @dataclass
@@ -148,31 +147,3 @@ def hooked(
         )
     state.codec, state.scaler, state.residuals, state.active = codec, scaler, residuals, True
     return state
-
-
-class Piece(NamedTuple):
-    """Elements ``start`` to ``stop`` of the parameter ``name``, flat."""
-
-    name: str
-    start: int
-    stop: int
-
-
-def share_of(elements: Mapping[str, int], rank: int, world_size: int, block: int = BLOCK) -> list[Piece]:
-    """What ``rank`` records of gradients that all ranks hold alike: whole blocks, as many as any other rank or one
-    less. Together the shares are everything once. A block has at most W times what one of W ranks selects of it, so a
-    W-th of the blocks has no more than one rank selects of all, however many ranks there are.
-
-    >>> share_of({"a": 3000, "b": 1000}, 1, 2)
-    [Piece(name='a', start=2048, stop=3000), Piece(name='b', start=0, stop=1000)]
-    """
-    total = sum(num_blocks(count, block) for count in elements.values())
-    first, last = rank * total // world_size, (rank + 1) * total // world_size
-    pieces, before = [], 0
-    for name in sorted(elements):
-        blocks = num_blocks(elements[name], block)
-        start, stop = max(first - before, 0), min(last - before, blocks)
-        if start < stop:
-            pieces.append(Piece(name, start * block, min(stop * block, elements[name])))
-        before += blocks
-    return pieces

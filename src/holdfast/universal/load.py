@@ -1,0 +1,134 @@
+"""Load: what is wanted of a source, read in long runs by several threads, with bounded memory beside it.
+
+A target is a box of an atom and the array that it shall fill. What lies in it is cut into runs: spans of one part of at
+most ``WINDOW`` bytes, with holes of at most ``GAP`` bytes, which are read and left out. Runs are read in the order in which
+they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import Damaged
+from ..state.atoms import DTYPE_BYTES
+from ..state.boxes import Box
+from ..state.pieces import Piece, row_major
+from ..units import KiB, MiB
+from .source import Source, Stored
+
+WINDOW, GAP = 8 * MiB, 64 * KiB
+THREADS = 4
+
+
+class Target(NamedTuple):
+    """``box`` of ``stored`` goes to ``array``, of the box's shape and of elements of the atom's size (opaque ones)."""
+
+    stored: Stored
+    box: Box
+    array: np.ndarray
+
+
+class Run(NamedTuple):
+    """Elements ``start`` to ``start + count`` of a part, of which those at ``offset`` and ``strides`` from the start are
+    the region ``box`` of the array of the target."""
+
+    part: int
+    start: int
+    count: int
+    target: int
+    box: Box
+    strides: tuple[int, ...]
+
+
+def read_all(source: Source, targets: list[Target], told: Callable[[int], None] | None = None) -> None:
+    """Fill the arrays of ``targets``. ``told`` is told the bytes of each run that was read, holes included.
+
+    Raises ``Damaged`` where the source is, or does not cover what is wanted. Arrays may be half filled then.
+    """
+    runs = plan(source, targets)
+
+    def read(run: Run) -> int:
+        _read(source, run, targets[run.target].array)
+        return run.count * source.parts[run.part].itemsize
+
+    with ThreadPoolExecutor(THREADS, "load") as pool:
+        futures = []
+        try:
+            futures = [pool.submit(read, run) for run in runs]
+            for future in futures:
+                nbytes = future.result()
+                if told is not None:
+                    told(nbytes)
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def plan(source: Source, targets: Iterable[Target]) -> list[Run]:
+    """The runs that fill ``targets``, in the order in which they lie. Raises ``Damaged`` if there are too few."""
+    runs: list[Run] = []
+    for number, (stored, box, _) in enumerate(targets):
+        pieces = stored.pieces.within(box)
+        if (found := int(pieces.elements.sum())) != box.elements:
+            raise Damaged(
+                f"{source.path}: of the region {box.to_json()} of {stored.atom.key} {list(stored.atom.shape)}, {found}"
+                f" of {box.elements} elements are stored",
+                path=source.path,
+            )
+        back = [-start for start in box.start]
+        itemsize = DTYPE_BYTES[stored.atom.dtype]
+        for piece in pieces.moved(back):
+            runs.extend(
+                Run(part.part, part.offset, _span(part), number, part.box, part.strides)
+                for part in _readable(piece, itemsize)
+            )
+    runs.sort(key=lambda run: (source.parts[run.part].path, source.parts[run.part].offset, run.start))
+    return runs
+
+
+def _span(piece: Piece) -> int:
+    """From its first element to its last, in the part."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
+
+
+def _readable(piece: Piece, itemsize: int) -> Iterator[Piece]:
+    """The piece in parts whose spans are short enough and have small holes alone."""
+    axes = [axis for axis, n in enumerate(piece.box.shape) if n > 1]
+    axes.sort(key=lambda axis: piece.strides[axis])
+    inner, widest_hole = 1, 0
+    for axis in axes:
+        widest_hole = max(widest_hole, piece.strides[axis] - inner)
+        inner += (piece.box.shape[axis] - 1) * piece.strides[axis]
+    if not axes or (widest_hole * itemsize <= GAP and inner * itemsize <= WINDOW):
+        yield piece
+        return
+    outer = axes[-1]
+    stride = piece.strides[outer]
+    row = inner - (piece.box.shape[outer] - 1) * stride
+    rows = 1 if widest_hole * itemsize > GAP else max(1, (WINDOW // itemsize - row) // stride + 1)
+    for first in range(piece.box.start[outer], piece.box.stop[outer], rows):
+        yield from _readable(_between(piece, outer, first, first + rows), itemsize)
+
+
+def _between(piece: Piece, axis: int, start: int, stop: int) -> Piece:
+    """Its rows ``start`` to ``stop`` along ``axis``, as far as it has them."""
+    low, high = list(piece.box.start), list(piece.box.stop)
+    offset = piece.offset + (start - low[axis]) * piece.strides[axis]
+    low[axis], high[axis] = start, min(stop, high[axis])
+    return piece._replace(box=Box(tuple(low), tuple(high)), offset=offset)
+
+
+def _read(source: Source, run: Run, array: np.ndarray) -> None:
+    region = array[(*run.box.slices, ...)]  # a view, also of a scalar
+    first = run.start * array.itemsize
+    if run.strides == row_major(run.box.shape) and region.flags.c_contiguous:
+        source.read(run.part, first, memoryview(region.reshape(-1).view(np.uint8)))
+        return
+    read = np.empty(run.count, dtype=array.dtype)
+    source.read(run.part, first, memoryview(read.view(np.uint8)))
+    strides = tuple(stride * array.itemsize for stride in run.strides)
+    region[...] = np.lib.stride_tricks.as_strided(read, run.box.shape, strides)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -49,7 +51,7 @@ def test_flat_ranges_are_at_most_two_boxes_per_axis_but_one_and_hold_each_elemen
     shape, ends = case
     tensor = numbered(shape)
     parts, pieces = [], []
-    for rank, (start, stop) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for rank, (start, stop) in enumerate(pairwise(ends)):
         boxes = flat_boxes(shape, start, stop)
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         parts.append(np.concatenate([np.full(3, -7), tensor.reshape(-1)[start:stop]]))  # 3 of something else
@@ -99,7 +101,7 @@ def test_flat_partitions_of_local_tensors_are_pieces_of_the_whole(shape, chance)
     found, parts = [], []
     for rank in range(2):
         cut, rows, local_row = [], [], 0
-        for start, stop in list(zip(ends[:-1], ends[1:], strict=True))[rank::2]:
+        for start, stop in list(pairwise(ends))[rank::2]:
             whole = Box((start, *[0] * (len(shape) - 1)), (stop, *shape[1:]))
             local = whole.moved((local_row - start, *[0] * (len(shape) - 1)))
             cut.append((whole, local))
@@ -125,7 +127,10 @@ def test_boxes_that_meet_are_found_and_only_those(chance, rank):
         start = [chance.randint(0, 6) for _ in range(rank)]
         boxes.append(Box(tuple(start), tuple(a + chance.randint(0, 3) for a in start)))
     meeting = {
-        (a, b) for i, a in enumerate(boxes) for b in boxes[i + 1 :] if a.elements and b.elements and a.intersect(b)
+        (a, b)
+        for i, a in enumerate(boxes)
+        for b in boxes[i + 1 :]
+        if a.elements and b.elements and a.intersect(b)
     }
     found = Pieces.of([Piece(box, 0, 0, row_major(box.shape)) for box in boxes], rank).overlap()
     assert (found is None) == (not meeting)

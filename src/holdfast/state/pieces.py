@@ -2,8 +2,8 @@
 
 A *part* is one stored array: the local tensor of a rank, a flat partition, an entry of somebody's file. A piece says of
 one box of the tensor in which part it lies, and how: its element at ``index`` is at ``offset + sum((index[d] -
-start[d]) * strides[d])`` of the part, in elements. Every layout is a list of pieces: shards, flat partitions of ZeRO and
-FSDP, fused and interleaved projections, transposes (spec: Universal Checkpointing, section 2).
+start[d]) * strides[d])`` of the part, in elements. Every layout is a list of pieces: shards, flat partitions of ZeRO
+and FSDP, fused and interleaved projections, transposes.
 
 A tensor may have a million of them, so they are columns of arrays, and all that is done to them is done to all at once.
 """
@@ -31,8 +31,8 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Of one tensor of ``rank`` axes: ``start``, ``stop`` and ``strides`` of shape (n, rank), ``part`` and ``offset`` of
-    shape (n), all int64."""
+    """Of one tensor of ``rank`` axes: ``start``, ``stop`` and ``strides`` of shape (n, rank), ``part`` and ``offset``
+    of shape (n), all int64."""
 
     start: np.ndarray
     stop: np.ndarray
@@ -89,7 +89,9 @@ class Pieces:
             group = groups.pop()
             if len(group) < 2:
                 continue
-            parts = next((found for axis in range(self.rank) if len(found := self._apart(group, axis)) > 1), None)
+            parts = next(
+                (found for axis in range(self.rank) if len(found := self._apart(group, axis)) > 1), None
+            )
             if parts is not None:
                 groups += parts
             elif (pair := self._meeting(group)) is not None:
@@ -105,7 +107,10 @@ class Pieces:
     def _meeting(self, group: np.ndarray) -> tuple[Box, Box] | None:
         for number, one in enumerate(group[:-1]):
             others = group[number + 1 :]
-            low, high = np.maximum(self.start[one], self.start[others]), np.minimum(self.stop[one], self.stop[others])
+            low, high = (
+                np.maximum(self.start[one], self.start[others]),
+                np.minimum(self.stop[one], self.stop[others]),
+            )
             meeting = others[(low < high).all(axis=1)]
             if len(meeting):
                 return self._box(int(one)), self._box(int(meeting[0]))
@@ -136,7 +141,9 @@ class Pieces:
 
     def sliced(self, index: int) -> Pieces:
         """Those of the tensor that is slice ``index`` along the first axis."""
-        box = Box((index, *[0] * (self.rank - 1)), (index + 1, *self.stop[:, 1:].max(axis=0, initial=0).tolist()))
+        box = Box(
+            (index, *[0] * (self.rank - 1)), (index + 1, *self.stop[:, 1:].max(axis=0, initial=0).tolist())
+        )
         inside = self.within(box)
         return Pieces(
             inside.start[:, 1:], inside.stop[:, 1:], inside.part, inside.offset, inside.strides[:, 1:]
@@ -178,7 +185,7 @@ def dense(box: Box, part: int, offset: int = 0) -> Piece:
 
 def flat(shape: Sequence[int], start: int, stop: int, part: int, offset: int = 0) -> list[Piece]:
     """The elements ``start`` to ``stop`` of a flattened tensor, which lie in the part from ``offset`` on: at most 2 r -
-    1 boxes for r axes (spec 2.0)."""
+    1 boxes for r axes."""
     strides = row_major(shape)
     return [
         Piece(box, part, offset - start + sum(map(int.__mul__, box.start, strides)), strides)

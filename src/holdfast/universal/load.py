@@ -1,8 +1,8 @@
 """Load: what is wanted of a source, read in long runs by several threads, with bounded memory beside it.
 
 A target is a box of an atom and the array that it shall fill. What lies in it is cut into runs: spans of one part of at
-most ``WINDOW`` bytes, with holes of at most ``GAP`` bytes, which are read and left out. Runs are read in the order in which
-they lie.
+most ``WINDOW`` bytes, with holes of at most ``GAP`` bytes, which are read and left out. Runs are read in the order in
+which they lie.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..state.pieces import Piece, row_major
 from ..units import KiB, MiB
 from .source import Source, Stored
 
-WINDOW, GAP = 8 * MiB, 64 * KiB
+WINDOW, GAP = 32 * MiB, 64 * KiB
 THREADS = 4
 
 
@@ -33,8 +33,8 @@ class Target(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Elements ``start`` to ``start + count`` of a part, of which those at ``offset`` and ``strides`` from the start are
-    the region ``box`` of the array of the target."""
+    """Elements ``start`` to ``start + count`` of a part, of which those at ``strides`` from the first on are the region
+    ``box`` of the array of the target."""
 
     part: int
     start: int
@@ -126,9 +126,9 @@ def _read(source: Source, run: Run, array: np.ndarray) -> None:
     region = array[(*run.box.slices, ...)]  # a view, also of a scalar
     first = run.start * array.itemsize
     if run.strides == row_major(run.box.shape) and region.flags.c_contiguous:
-        source.read(run.part, first, memoryview(region.reshape(-1).view(np.uint8)))
+        source.read(run.part, first, region.reshape(-1).view(np.uint8).data)
         return
     read = np.empty(run.count, dtype=array.dtype)
-    source.read(run.part, first, memoryview(read.view(np.uint8)))
+    source.read(run.part, first, read.view(np.uint8).data)
     strides = tuple(stride * array.itemsize for stride in run.strides)
     region[...] = np.lib.stride_tricks.as_strided(read, run.box.shape, strides)

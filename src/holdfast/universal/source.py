@@ -58,8 +58,6 @@ class Source(Protocol):
         checksum over them that does not agree. Called from several threads."""
         ...
 
-    def close(self) -> None: ...
-
 
 @dataclass
 class Contents:

@@ -1,0 +1,1 @@
+"""The formats: one reader each, of what the format says, as a ``Source``."""

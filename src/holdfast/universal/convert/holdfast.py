@@ -1,0 +1,64 @@
+"""This library's own commits as sources: every byte that is read has been verified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import BadInput, Damaged
+from ...state.atoms import Atom
+from ...state.boxes import Box
+from ...state.pieces import Piece, Pieces, row_major
+from ...store.manifest import FileRef, Manifest
+from ...store.ranges import VerifiedFiles
+from ...store.reader import RunReader
+from ...store.reading import INSPECT
+from ..source import Contents, Part, Stored
+
+
+class Commit(Contents):
+    """The commit that ``manifest`` is of, of the run that ``reader`` reads."""
+
+    def __init__(self, reader: RunReader, manifest: Manifest) -> None:
+        """Raises ``BadInput`` if the parts of the commit are of several steps, ``Damaged`` if files of it are."""
+        super().__init__(f"{reader.root}@{manifest.step}", "holdfast")
+        if manifest.oldest_step < manifest.step:
+            raise BadInput(
+                f"{self.path} is a base whose parts are of steps {manifest.oldest_step} to {manifest.step}, and only"
+                " its records bring them to one"
+            )
+        self._files = VerifiedFiles(reader.disk)
+        self._of_part: list[FileRef] = []
+        self._numbers: dict[tuple[str, str], int] = {}
+        self.progress = manifest.progress
+        for key, atom in reader.atoms(manifest).items():
+            self.atoms[key] = self._stored(atom, manifest.files)
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
+
+    @property
+    def bytes_read(self) -> int:
+        """That were verified."""
+        return self._files.bytes_read
+
+    def _stored(self, atom: dict[str, Any], files: dict[str, FileRef]) -> Stored:
+        shape = tuple(atom["shape"])
+        pieces = []
+        for fragment in atom["fragments"]:
+            part, held = self._part(files[fragment["unit"]], fragment["key"])
+            local, strides = Box.from_json(fragment["local"]), row_major(held)
+            offset = sum(a * stride for a, stride in zip(local.start, strides, strict=True))
+            pieces.append(Piece(Box.from_json(fragment["global"]), part, offset, strides))
+        return Stored(Atom(atom["name"], atom["slot"], shape, atom["dtype"]), Pieces.of(pieces, len(shape)))
+
+    def _part(self, ref: FileRef, key: str) -> tuple[int, tuple[int, ...]]:
+        """The part that is the tensor ``key`` of a file, and the shape of that."""
+        layout = self._files.layout(ref)
+        if key not in layout:
+            raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
+        entry = layout[key]
+        number = self._numbers.setdefault((ref.path, key), len(self.parts))
+        if number == len(self.parts):
+            self.parts.append(Part(ref.path, entry.offset, entry.nbytes, entry.dtype))
+            self._of_part.append(ref)
+        return number, entry.shape

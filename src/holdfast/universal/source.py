@@ -7,12 +7,19 @@ against the sizes of its files.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
+from ..errors import ChunkCorrupt, Damaged, FileMissing
+from ..io.threads import open_file
 from ..state.atoms import DTYPE_BYTES, Atom
 from ..state.pieces import Pieces
+from ..units import MiB
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,19 @@ class Source(Protocol):
         checksum over them that does not agree. Called from several threads."""
         ...
 
+    def check(self, part: int) -> None:
+        """Raise ``Damaged`` if a part is not as it was written, as far as its format can tell."""
+        ...
+
 
 @dataclass
 class Contents:
-    """What the reader of a format found: all of a source but the reading."""
+    """What the reader of a format found: all of a source but the reading.
+
+    Of ``progress`` these mean the same in all formats: ``step``, ``optimizer`` (its class), ``groups``
+    (hyper-parameters by parameter group), ``group_parameters`` (the names of each), ``scheduler``; ``extra`` is what
+    else there was.
+    """
 
     path: str
     format: str
@@ -69,3 +85,86 @@ class Contents:
     parts: list[Part] = field(default_factory=list)
     progress: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+
+    def add_part(self, part: Part) -> int:
+        """Its number."""
+        self.parts.append(part)
+        return len(self.parts) - 1
+
+    def add(self, stored: Stored) -> None:
+        """Raises ``Damaged`` if there is one of that name and slot, or if its pieces do not cover it once, inside."""
+        key = stored.atom.key
+        if key in self.atoms:
+            raise Damaged(f"{self.path} has {key} twice, under one name", path=self.path)
+        for pieces in (stored.pieces, *stored.copies):
+            self._check(key, stored.atom, pieces)
+        self.atoms[key] = stored
+
+    def _check(self, key: str, atom: Atom, pieces: Pieces) -> None:
+        outside = (
+            (pieces.stop > np.array(atom.shape, dtype=np.int64)).any(axis=1)
+            if pieces.rank
+            else np.zeros(1, bool)
+        )
+        last = pieces.offset + ((pieces.stop - pieces.start - 1) * pieces.strides).sum(axis=1)
+        sizes = np.array(
+            [self.parts[number].nbytes // atom.itemsize for number in pieces.part.tolist()], dtype=np.int64
+        )
+        if outside.any() or ((last >= sizes) | (pieces.offset < 0))[pieces.elements > 0].any():
+            raise Damaged(
+                f"{self.path}: of {key} {list(atom.shape)} something lies outside of it, or of what is stored"
+            )
+        if (found := int(pieces.elements.sum())) != atom.elements:
+            raise Damaged(
+                f"{self.path}: of {key} {list(atom.shape)} there are {found} elements stored, not {atom.elements}: a"
+                " shard is missing, or is there twice",
+                path=self.path,
+            )
+        if (pair := pieces.overlap()) is not None:
+            raise Damaged(
+                f"{self.path}: two shards of {key} meet: {pair[0].to_json()} and {pair[1].to_json()}",
+                path=self.path,
+            )
+
+
+class Files(Contents):
+    """A source whose parts are stretches of files as they are."""
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        where = self.parts[part]
+        if not 0 <= offset <= offset + len(into) <= where.nbytes:
+            raise Damaged(
+                f"{where.path}: {offset} to {offset + len(into)} of {where.nbytes} bytes", path=where.path
+            )
+        try:
+            with open_file(Path(where.path), write=False, create=False, direct=False) as file:
+                file.read(into, where.offset + offset)
+        except FileNotFoundError:
+            raise FileMissing(f"{where.path} is missing", path=where.path) from None
+        if where.crc32 is not None and len(into) == where.nbytes:
+            check_sum(where, zlib.crc32(into))
+
+    def check(self, part: int) -> None:
+        """Raise ``Damaged`` if a part is not as it was written, as far as its format can tell."""
+        where = self.parts[part]
+        if where.crc32 is None:
+            return
+        found, buffer = 0, memoryview(bytearray(min(where.nbytes, 4 * MiB)))
+        with open_file(Path(where.path), write=False, create=False, direct=False) as file:
+            for start in range(0, where.nbytes, 4 * MiB):
+                piece = buffer[: min(4 * MiB, where.nbytes - start)]
+                file.read(piece, where.offset + start)
+                found = zlib.crc32(piece, found)
+        check_sum(where, found)
+
+
+def check_sum(part: Part, found: int) -> None:
+    """Raise ``ChunkCorrupt`` if ``found`` is not the CRC-32 of ``part``."""
+    if found != part.crc32:
+        raise ChunkCorrupt(
+            f"{part.path} at offset {part.offset}, {part.nbytes} bytes, fails its CRC-32: expected {part.crc32:08x},"
+            f" read {found:08x}. The file is damaged; take another copy of it.",
+            path=part.path,
+            offset=part.offset,
+            nbytes=part.nbytes,
+        )

@@ -8,6 +8,7 @@ from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
 from ...state.boxes import Box
 from ...state.pieces import Piece, Pieces, row_major
+from ...store.layout import CHECKSUM_BLOCK
 from ...store.manifest import FileRef, Manifest
 from ...store.ranges import VerifiedFiles
 from ...store.reader import RunReader
@@ -30,11 +31,17 @@ class Commit(Contents):
         self._of_part: list[FileRef] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self.progress = manifest.progress
-        for key, atom in reader.atoms(manifest).items():
-            self.atoms[key] = self._stored(atom, manifest.files)
+        for atom in reader.atoms(manifest).values():
+            self.add(self._stored(atom, manifest.files))
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
+
+    def check(self, part: int) -> None:
+        where = self.parts[part]
+        buffer = memoryview(bytearray(min(where.nbytes, CHECKSUM_BLOCK)))
+        for start in range(0, where.nbytes, CHECKSUM_BLOCK):
+            self.read(part, start, buffer[: min(CHECKSUM_BLOCK, where.nbytes - start)])
 
     @property
     def bytes_read(self) -> int:
@@ -57,8 +64,9 @@ class Commit(Contents):
         if key not in layout:
             raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
         entry = layout[key]
-        number = self._numbers.setdefault((ref.path, key), len(self.parts))
-        if number == len(self.parts):
-            self.parts.append(Part(ref.path, entry.offset, entry.nbytes, entry.dtype))
+        number = self._numbers.get((ref.path, key))
+        if number is None:
+            number = self.add_part(Part(ref.path, entry.offset, entry.nbytes, entry.dtype))
+            self._numbers[ref.path, key] = number
             self._of_part.append(ref)
         return number, entry.shape

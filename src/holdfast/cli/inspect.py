@@ -34,7 +34,7 @@ def ls(run: Path, *, as_json: bool) -> None:
         try:
             manifest = reader.load(ref)
             entry |= summary(manifest) | {
-                "records_to": _records_to(reader, manifest) if ref in line else ref.step
+                "records_to": records_to(reader, manifest) if ref in line else ref.step
             }
         except CommitRetired:  # since it was listed
             continue
@@ -56,7 +56,7 @@ def ls(run: Path, *, as_json: bool) -> None:
     print_table(console(), table)
 
 
-def _records_to(reader: RunReader, manifest: Manifest) -> int:
+def records_to(reader: RunReader, manifest: Manifest) -> int:
     """The last step that records after a commit lead to, by their headers."""
     chains = [chain_of(manifest, stream, read_journal(reader, stream), None) for stream in manifest.streams]
     return min((chain.last.step for chain in chains), default=manifest.step)

@@ -30,7 +30,7 @@ class Commit(Contents):
         self._files = VerifiedFiles(reader.disk)
         self._of_part: list[FileRef] = []
         self._numbers: dict[tuple[str, str], int] = {}
-        self.progress = manifest.progress
+        self.progress = {"step": manifest.step, **manifest.progress}
         for atom in reader.atoms(manifest).values():
             self.add(self._stored(atom, manifest.files))
 

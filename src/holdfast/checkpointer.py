@@ -33,7 +33,7 @@ from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_of_sever
 from .delta.pace import Means, Pace
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
-from .delta.recovery import Recovered, recover
+from .delta.recovery import Recovered, recover, refuse_unless_one_is_whole
 from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
 from .delta.script import Script
 from .delta.sealer import Sealer
@@ -45,11 +45,12 @@ from .delta.watching import Recovery, announced
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
-from .sources import source_of
+from .sources import has_records, source_of
 from .store.files import check_place
 from .store.local import LocalStore
 from .store.manifest import Point
 from .store.retention import Keep
+from .store.target import Target
 from .units import GiB, MiB, parse_bytes
 from .universal.restore import From, restore, told
 from .update.optimizer import is_elementwise
@@ -276,20 +277,27 @@ class Checkpointer:
         """Note where the run goes on, and what was odd; None is a fresh one."""
         if found is None and target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
-        if found is None and self._source is not None:
-            self._begin_from(self._source)
-        if found is not None:
-            self.steps_done = found.point.step
-            for text in found.odd:
-                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
-            self._judge(found)
-        else:
+        if found is None:
             self._state.residuals.clear()  # of what the script did before
+            if self._source is not None:
+                self._begin_from(self._source)
+        if found is not None:
+            self._note(found)
         self._now = self._script.now()
         return None if found is None else found.point
 
     def _begin_from(self, start: From) -> None:
         """Bring everything to where ``start`` is, as far as it says; what it does not say is told."""
+        target = Target.parse(str(start.path))
+        if start == From(start.path) and has_records(target.run):
+            with LocalStore(target.run) as store:
+                self._ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step))
+                found = recover(
+                    store, self._state, self._script, ranks=self._ranks, target=target.step,
+                    exact=target.step is not None, after_update=self._after_update,
+                )  # fmt: skip
+            self._note(found)
+            return
         source = source_of(str(start.path))
         restored = self._ranks.all_do(lambda: restore(self._state, source, start))[0]
         self.steps_done = restored.step
@@ -300,6 +308,12 @@ class Checkpointer:
             *(f"it has no {name}: that of the script goes on as it is" for name in left),
         ]:
             warnings.warn(f"beginning from {source.path} ({source.format}): {text}", stacklevel=5)
+
+    def _note(self, found: Recovered) -> None:
+        self.steps_done = found.point.step
+        for text in found.odd:
+            warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=5)
+        self._judge(found)
 
     def _judge(self, found: Recovered) -> None:
         """Which exactness is reached. Without the residuals that the point had training goes on otherwise."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from .delta.holder import replay_info
 from .delta.standing import state_at
 from .errors import NoCommit
 from .store.chain import last_step
@@ -21,6 +22,14 @@ from .universal.source import Source
 def is_run(path: Path) -> bool:
     """Whether there is a run in ``path``, or the configuration of one."""
     return (path / "commits").is_dir() or (path / "config.toml").is_file()
+
+
+def has_records(path: Path) -> bool:
+    """Whether in ``path`` there is a run of a Checkpointer."""
+    if not (path / "commits").is_dir():
+        return False
+    head = LocalStore.read(path).head()
+    return head is not None and "optimizers" in head.progress_of(head.streams[0])
 
 
 def source_of(text: str, open_run: Callable[[Path], RunReader] = LocalStore.read) -> Source:
@@ -49,8 +58,8 @@ def _replayed(reader: RunReader, step: int) -> Source:
     state, point = state_at(reader.root, step)
     owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
     progress = point.about["progress"] if isinstance(point, StoredRecord) else {}
-    source = InMemory(
-        f"{reader.root}@{step}", owned + list(state.buffers().values()), {**progress, "step": step}
-    )
+    progress = {**progress, "step": step, "values": state.values()}
+    progress["replay"] = replay_info(state, after_update=False)
+    source = InMemory(f"{reader.root}@{step}", owned + list(state.buffers().values()), progress)
     source.format = "holdfast"
     return source

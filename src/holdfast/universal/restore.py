@@ -85,6 +85,10 @@ def restore(state: LiveState, source: Source, options: From) -> Restored:
             optimizer.state.update(held)
         state.residuals.update(before[1])
         raise
+    values = source.progress.get("values", {})
+    state.load_values(
+        {p.name: values[p.name] for p in state.parameters if state.is_trained(p) and p.name in values}
+    )
     _load(state, source, live)
     found.hyper_parameters = _set_hyper_parameters(state, source.progress)
     return found
@@ -121,6 +125,7 @@ def _matched(state: LiveState, source: Source, options: From, found: Restored) -
         )
     wanted: list[_Wanted] = []
     used: set[str] = set()
+    is_training = bool(source.progress.get("groups"))
     weights_only = not any(each.keys() - {"param", "buffer"} for each in by_name.values())
     for parameter in state.parameters:
         there = _there(parameter.names, by_name, options)
@@ -133,7 +138,7 @@ def _matched(state: LiveState, source: Source, options: From, found: Restored) -
         wanted.append(
             _like(parameter.name, "param", slots["param"], box, parameter.parameter, options, found)
         )
-        if not parameter.trained:
+        if not state.is_trained(parameter):
             found.unused += [f"{there}/{slot}" for slot in slots if slot != "param"]
             continue
         if slots.keys() == {"param"}:
@@ -155,6 +160,8 @@ def _matched(state: LiveState, source: Source, options: From, found: Restored) -
     odd = [f"it has no {name}" for name in found.missing] + [
         f"nothing here wants its {n}" for n in found.unused
     ]
+    if weights_only and is_training:  # its optimizers had none yet
+        found.without_state = []
     if not weights_only:
         odd += [f"it has no optimizer state of {name}" for name in found.without_state]
     if odd and not options.partial:

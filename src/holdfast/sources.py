@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,19 @@ class Beginning:
         for part in range(len(self._source.parts)):
             self._source.check(part)
 
-    def tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """What there is of a parameter or buffer, whole, by slot. Raises ``Damaged``."""
-        there = self._match.found.get(name, {})
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """Whole; None if there is none. Raises ``Damaged``."""
+        return self._read(name, {"param"}).get("param")
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """What the optimizer held for a parameter, whole, by slot."""
+        return self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"})
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        return self._read(name, {"buffer"}).get("buffer")
+
+    def _read(self, name: str, slots: Collection[str]) -> dict[str, torch.Tensor]:
+        there = {slot: each for slot, each in self._match.found.get(name, {}).items() if slot in slots}
         wanted = [(stored, Box.whole(stored.atom.shape)) for stored in there.values()]
         return dict(zip(there, read_tensors(self._source, wanted), strict=True))
 

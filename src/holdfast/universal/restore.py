@@ -136,24 +136,25 @@ def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch
 
 def _set_hyper_parameters(state: LiveState, progress: Mapping[str, Any]) -> bool:
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
-    return set_hyper_parameters(
-        groups, [[state.name_of[id(p)] for p in g["params"]] for g in groups], progress
-    )
+    names = [[state.name_of[id(p)] for p in group["params"] if p.requires_grad] for group in groups]
+    return set_hyper_parameters(groups, names, progress)
 
 
 def set_hyper_parameters(
     groups: list[dict[str, Any]], names: list[list[str]], progress: Mapping[str, Any]
 ) -> bool:
-    """Give each parameter group, of the parameters ``names``, the hyper-parameters that a source has for these, where
-    it has the same for all; whether it had them for all groups."""
+    """Give each parameter group, of the trained parameters ``names``, the hyper-parameters that a source has for these,
+    where it has the same for all; whether it had them for all groups."""
     of_name: dict[str, dict[str, Any]] = {}
     for group, members in groups_of(progress):
         of_name |= dict.fromkeys(members, group)
     complete = True
     for group, members in zip(groups, names, strict=True):
         theirs = [of_name.get(name) for name in members]
-        if not theirs or theirs[0] is None or any(each != theirs[0] for each in theirs):
+        if None in theirs or any(each != theirs[0] for each in theirs):
             complete = False
-            continue
-        group.update({k: decode(v) for k, v in theirs[0].items() if k in group and k not in IMPLEMENTATION})
+        elif theirs and theirs[0] is not None:
+            group.update(
+                {k: decode(v) for k, v in theirs[0].items() if k in group and k not in IMPLEMENTATION}
+            )
     return complete

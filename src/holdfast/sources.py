@@ -18,7 +18,7 @@ from .store.chain import last_step
 from .store.journal import StoredRecord
 from .store.local import LocalStore
 from .store.reader import RunReader
-from .store.target import Target
+from .store.target import Target, holds_run
 from .universal.convert import open_source
 from .universal.convert.holdfast import Commit
 from .universal.matching import Allowed, Form, Match, match
@@ -101,11 +101,6 @@ class Beginning:
         return set_hyper_parameters(groups, names, self.progress)
 
 
-def is_run(path: Path) -> bool:
-    """Whether there is a run in ``path``, or the configuration of one."""
-    return (path / "commits").is_dir() or (path / "config.toml").is_file()
-
-
 def has_records(path: Path) -> bool:
     """Whether in ``path`` there is a run of a Checkpointer."""
     if not (path / "commits").is_dir():
@@ -121,7 +116,7 @@ def source_of(text: str, open_run: Callable[[Path], RunReader] = LocalStore.read
     Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``.
     """
     target = Target.parse(text)
-    if not is_run(target.run):
+    if not holds_run(target.run):
         return open_source(Path(text))
     reader = open_run(target.run)
     if target.step is not None and target.timeline is not None:
@@ -133,6 +128,8 @@ def source_of(text: str, open_run: Callable[[Path], RunReader] = LocalStore.read
     for ref in reader.line():
         if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
             return Commit(reader, manifest)
+    if all(ref.step > step for ref in reader.line()):
+        return Commit(reader, reader.at(step))  # of another line, or nowhere
     return _replayed(reader, step)
 
 

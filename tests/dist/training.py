@@ -89,6 +89,11 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn
 
 
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
+    if "topology" in order:
+        from dist import awkward
+
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+        return awkward.train(rank, world_size, say, **order)
     if world_size > 1 or order["kind"] == "fsdp":
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     train(rank, world_size, say, **order)

@@ -22,12 +22,9 @@ class Ghost(LiveState):
     """Of the parameters of ``state`` those in ``boxes``, each as large as its box."""
 
     def __init__(self, state: LiveState, boxes: Mapping[str, Box]) -> None:
-        self.boxes = dict(boxes)
-        self.parameters = self.stored = tuple(
-            _like(parameter, boxes[parameter.name])
-            for parameter in state.parameters
-            if parameter.name in boxes
-        )
+        held = [parameter for parameter in state.parameters if parameter.name in boxes]
+        self.boxes = {parameter.name: boxes[parameter.name] for parameter in held}
+        self.parameters = self.stored = tuple(_like(each, self.boxes[each.name]) for each in held)
         self._parameter = {parameter.name: parameter for parameter in self.parameters}
         self._optimizer_of = state._optimizer_of
         self.optimizers = tuple(
@@ -39,7 +36,7 @@ class Ghost(LiveState):
             for optimizer in state.optimizers
         )  # fmt: skip
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
-        self._buffers, self._buffers_beside = {}, {}
+        self._buffers, self._buffers_beside, self.elsewhere = {}, {}, state.elsewhere
         self.residuals, self.own_residuals = {}, False
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""

@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast import From, offload
+from holdfast.checkpointer import Checkpointer
+from holdfast.store.local import LocalStore
 from survive_run import digest
 
 VOCABULARY, HEAD, ROWS, LENGTH, BLOCKS, EXPERTS = 37, 4, 12, 6, 4, 4
@@ -130,17 +133,18 @@ class Awkward(nn.Module):
         self.head = nn.Linear(heads * HEAD, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         kept = range(BLOCKS) if blocks is None else blocks
-        self.blocks = nn.ModuleDict({str(n): made[str(n)] for n in kept})
+        alone = blocks is None  # then they are a list, as out-of-core training takes them
+        self.blocks = nn.ModuleList(made.values()) if alone else nn.ModuleDict({str(n): made[str(n)] for n in kept})
         if 0 not in kept and BLOCKS - 1 not in kept:
             del self.embed, self.head
         self.register_buffer("scalar", torch.tensor(1.5))
         self.register_buffer("empty", torch.empty(0, 3))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(tokens)
-        for block in self.blocks.values():
+        for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(x) if targets is None else loss_of(self.head(x), targets)
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,7 +200,7 @@ def ddp(rank: int, size: int, heads: int, kv_heads: int) -> Training:
 
 def fsdp(rank: int, size: int, heads: int, kv_heads: int) -> Training:
     model, mesh = Awkward(heads, kv_heads), init_device_mesh("cpu", (size,))
-    for block in model.blocks.values():
+    for block in model.blocks:
         fully_shard(block, mesh=mesh)
     return _data_parallel(fully_shard(model, mesh=mesh), rank, size)
 
@@ -210,7 +214,7 @@ def _tensor_parallel(model: Awkward, mesh: Any) -> Awkward:
     plan: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate()),
     }  # fmt: skip
-    for n in model.blocks:
+    for n in range(BLOCKS):
         plan |= {f"blocks.{n}.attention.{part}": ColwiseParallel() for part in "qkv"}
         plan[f"blocks.{n}.attention.o"] = RowwiseParallel()
         if isinstance(model.blocks[n].mlp, Mlp):
@@ -233,7 +237,7 @@ def fsdp_tp(rank: int, size: int, heads: int, kv_heads: int) -> Training:
 
 def experts(rank: int, size: int, heads: int, kv_heads: int) -> Training:
     model, mesh = Awkward(heads, kv_heads), init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    for block in model.blocks.values():
+    for block in model.blocks:
         if isinstance(block.mlp, Experts):
             block.mlp.weight = nn.Parameter(distribute_tensor(block.mlp.weight.detach(), mesh, [Shard(0)]))
             block.mlp.over_ranks = True
@@ -313,6 +317,36 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str
     return {key: digest({key: tensor}) for key, tensor in state_of(model, optimizer).items()}
 
 
+def out_of_core(
+    say: Callable[..., None], *, steps: int, sizes: tuple[int, int], root: str, source: str | None
+) -> None:
+    """As ``train``, by the engine, from the state of ``source``, or of the run in ``root`` if there is one."""
+    model = Awkward(*sizes)
+    optimizer = Training(model, lambda number: 0.0).optimizer()
+    losses, found = [], {}
+
+    def note() -> None:
+        reader = LocalStore.read(root)
+        manifest = reader.at(engine.steps_done)
+        tensors = {}
+        for key, atom in reader.atoms(manifest).items():
+            raw = reader.read_atom(manifest, atom)
+            flat = torch.frombuffer(raw, dtype=torch.float32) if raw else torch.empty(0)
+            tensors[key.removesuffix("/buffer")] = flat.view(atom["shape"])
+        found[engine.steps_done] = {key: digest({key: tensor}) for key, tensor in tensors.items()}
+
+    start = None if source is None else From(source)
+    with offload(model, optimizer, root, dtype="fp32", source=start) as engine:
+        note()
+        say(resumed=engine.steps_done)
+        for number in range(engine.steps_done, steps):
+            tokens, targets = batch_of(number)
+            losses.append(engine.step([{"tokens": tokens, "targets": targets}]))
+            engine.wait()
+            note()
+    say(finished=True, losses=losses, digests=found)
+
+
 def train(
     rank: int,
     world_size: int,
@@ -326,8 +360,9 @@ def train(
     **options: Any,
 ) -> None:
     """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step."""
-    from holdfast.checkpointer import Checkpointer
-
+    if topology == "engine":
+        assert root is not None
+        return out_of_core(say, steps=steps, sizes=sizes, root=root, source=source)
     training = TOPOLOGIES[topology][1](rank, world_size, *sizes)
     model, optimizer = training.model, training.optimizer()
     losses, found = [], {}

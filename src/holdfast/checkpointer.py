@@ -28,7 +28,7 @@ from .delta.entering import begin, enter, look
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
 from .delta.lossy import Sparse, TopK
-from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_of_several
+from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_bad_resume, refuse_of_several
 from .delta.pace import Means, Pace
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
@@ -104,16 +104,26 @@ class Checkpointer:
         disk: Any = None,
     ) -> None:
         """Raises ``BadInput`` and its kin with nothing written."""
-        optimizers = optimizers_of(optimizer)
         keep = Keep() if keep is None else keep
         self._codec = Exact() if codec is None else codec
-        refuse_bad(base_every, when_behind, keep, self._codec)
-        if disk is None:
-            check_place(run)
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
-        self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
-        self._ranks = Ranks.here(deadline_seconds)
-        refuse_of_several(self._ranks, when_behind, storage, clip_norm)
+        self._ranks = ranks = Ranks.here(deadline_seconds)
+        optimizers: list[torch.optim.Optimizer] = []
+
+        def check() -> None:
+            optimizers.extend(optimizers_of(optimizer))
+            refuse_bad(base_every, when_behind, keep, self._codec)
+            if disk is None:
+                check_place(run)
+            self._script = Script(
+                optimizers, {name: thing for name, thing in given.items() if thing is not None}
+            )
+            refuse_of_several(ranks, when_behind, storage, clip_norm)
+            self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
+            self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
+            self._limits = limits_of(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
+
+        ranks.or_close(lambda: ranks.all_do(check))  # what is wrong on one rank is an error on all
         residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: HookState | None = None
         if isinstance(self._codec, TopK) and not self._ranks.alone:
@@ -123,13 +133,10 @@ class Checkpointer:
         self._look = partial(
             look, self._ranks, model, optimizers, averages, residuals, own_residuals=self._hook is not None
         )
-        self._state = self._look()
+        self._state = ranks.or_close(self._look)
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
-        self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
         self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
-        self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
-        self._limits = limits_of(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
         self._num_slots = self._slots_that_fit()
         events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
@@ -202,10 +209,7 @@ class Checkpointer:
             raise BadInput(
                 "resume is called once, before the first step; make another Checkpointer to go back"
             )
-        if step is not None and before is not None:
-            raise BadInput("resume takes step= or before=, not both")
-        if exactness not in ("state", "continuation"):
-            raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
+        self._ranks.all_do(partial(refuse_bad_resume, step, before, exactness))
         target, exact = step if before is None else before - 1, step is not None
         try:
             if self._replica is not None:
@@ -358,14 +362,17 @@ class Checkpointer:
         """A base of the present step, which stands alone. Durable when this returns. Called after ``step``, before the
         next iteration begins."""
         self._usable()
-        self._refuse_between()
         pace = self._pace
         assert pace is not None
-        if any(
-            self._ranks.everyone(pace.base_step < self.steps_done)
-        ):  # each may know of another newest base
+        if any(self._ranks.all_do(self._base_lacks)):  # each may know of another newest base
             with self._ending_on_error():  # parameters may be read by the writer still
                 pace.whole(self.steps_done)
+
+    def _base_lacks(self) -> bool:
+        """Whether there is no base of the present step."""
+        self._refuse_between()
+        assert self._pace is not None
+        return self._pace.base_step < self.steps_done
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
@@ -401,6 +408,7 @@ class Checkpointer:
                 self._sigterm.restore()
             if self._agreement is not None:
                 self._agreement.close(orderly=save)
+            self._ranks.close()
             if self._recorder is None or not self._recorder.is_alive:
                 self._let_go()
         if save and self._sigterm is not None and self._sigterm.arrived:
@@ -515,7 +523,8 @@ class Checkpointer:
         if together is not None:
             self._agreement = together.agreement = Agreement(
                 self._ranks, recorder=recorder, steps_done=lambda: self.steps_done,
-                publish=together.publish_shares, follow=store.follow, deadline_seconds=self._deadline,
+                publish=together.publish_shares, follow=store.follow, is_there=store.has_writer,
+                deadline_seconds=self._deadline,
             )  # fmt: skip
         newest = store.newest_base
         if same_cut and newest is not None:

@@ -88,6 +88,11 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn
     return digest(dict(sorted(found.items())))
 
 
+def left_here() -> list[int]:
+    """Threads and groups of this process."""
+    return [len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)]
+
+
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
     if world_size > 1 or order["kind"] == "fsdp":
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
@@ -121,6 +126,8 @@ def train(
     keep_last: int = 2,
     tiny: bool = False,
     unfreeze_at: int | None = None,
+    between: int | None = None,
+    options_of: dict[str, dict[str, Any]] | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
@@ -136,6 +143,7 @@ def train(
     model = wrapped(kind, world_size, width, tiny)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     resume = (resume_of or {}).get(str(rank), resume)
+    options |= (options_of or {}).get(str(rank), {})
     plain = getattr(model, "module", model)
     averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
     if averages is not None:
@@ -153,6 +161,7 @@ def train(
     if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
+    say(before=left_here())
     with Checkpointer(
         root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last), **options
     ) as checkpointer:
@@ -184,9 +193,12 @@ def train(
                 digests[step] = whole_state(model, chosen, averages)
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
+            if step == save_at and rank == between:  # of two steps
+                model(torch.ones(5, 7)).sum().backward()
+                chosen.step()
             if step == save_at or (save_every is not None and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
-    say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses)
+    say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses, after=left_here())
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -15,14 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
-
 from ..errors import RankFailed
 from .ranks import Ranks
 from .recorder import Recorder
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.2
 """Between two looks at the board, while something is expected and otherwise."""
+
+PROBE_SECONDS = 1.0
+"""Between two looks of the first rank whether the others are there."""
 
 GRACE_SECONDS = 20.0
 """How long a rank that is to stop waits for the others to say where they are."""
@@ -46,7 +47,8 @@ class Standing:
 
 class Agreement:
     """``recorder`` knows how far this rank is durable. ``publish`` is called on the first rank, with where the shares
-    of a base are by rank; ``follow`` on the others when it has returned there. Both run on the thread of this object.
+    of a base are by rank; ``follow`` on the others when it has returned there; ``is_there`` says on the first whether
+    the process of another rank still writes the run. All run on the thread of this object.
     """
 
     def __init__(
@@ -57,11 +59,15 @@ class Agreement:
         steps_done: Callable[[], int],
         publish: Callable[[list[dict[str, Any]]], None],
         follow: Callable[[], None],
+        is_there: Callable[[int], bool] = lambda rank: True,
         deadline_seconds: float,
     ) -> None:
         """Called on all ranks, and waits for them."""
         self._ranks, self._recorder, self._steps_done = ranks, recorder, steps_done
         self._publish, self._follow, self._deadline = publish, follow, deadline_seconds
+        self._is_there, self._probe_at = is_there, 0.0
+        self._seen: set[int] = set()
+        ranks.tell_lost = self._tell_lost
         start = recorder.durable_step
         common = {
             "durable": f"{start} 0",
@@ -74,7 +80,7 @@ class Agreement:
         own = {"own": str(start), "share": "", "at": "", "closed": ""}
         every = {f"{name}/{rank}": own[name] for name in own for rank in range(ranks.world_size)}
         self._keys = [*common, *every] if ranks.rank == 0 else list(common)
-        self._board: dist.TCPStore = ranks.board(common | every, deadline_seconds)
+        self._board: Any = ranks.board(common | every, deadline_seconds)
         self._said: dict[str, str] = {}
         self._say: dict[str, str] = {}
         self._lock = threading.Condition()
@@ -143,8 +149,18 @@ class Agreement:
             self._closing = True
             self._lock.notify_all()
         self._thread.join(self._deadline)
-        if self._ranks.rank == 0 and "failed" in self._said:
-            time.sleep(2 * IDLE_SECONDS)  # the board goes with this process, and the others are to see why
+        if self._ranks.rank == 0 and ("failed" in self._said or self.failure is not None):
+            time.sleep(2 * IDLE_SECONDS)  # the board goes now, and the others are to see why
+        if not self._thread.is_alive():
+            self._board = None
+
+    def _tell_lost(self) -> None:
+        """Raise why another rank did not come, if that is heard of soon."""
+        end = time.monotonic() + 2 * PROBE_SECONDS
+        with self._lock:
+            while self.failure is None and time.monotonic() < end:
+                self._lock.wait(BUSY_SECONDS)
+        self.check()
 
     def _may_leave(self) -> bool:
         return self._ranks.rank != 0 or self._all_closed
@@ -191,7 +207,7 @@ class Agreement:
 
     def _look(self) -> bool:
         """Tell what is new here, read what is new elsewhere. Whether more is expected soon."""
-        own = self._recorder.durable_step
+        own, lost = self._recorder.durable_step, self._lost()
         with self._lock:
             say, self._say = self._say, {}
         say[f"own/{self._ranks.rank}"] = str(own)
@@ -203,6 +219,7 @@ class Agreement:
         found = {key: value.decode() for key, value in zip(self._keys, values, strict=True)}
         if self._ranks.rank == 0:
             self._lead(found)
+            self._report(lost, found)
         self._note(found)
         return own < self._steps_done() or self.standing.durable_step < own or self.stopping
 
@@ -229,6 +246,24 @@ class Agreement:
         if not found["stop_at"] and None not in places:
             settle("stop_at", str(max(step if waits else step + 1 for step, waits in places)))
         self._all_closed = all(found[f"closed/{r}"] for r in range(self._ranks.world_size))
+
+    def _lost(self) -> list[int]:
+        """On the first rank: those of which the process is there no more. Asked before the board is, on which they may
+        have said that they are done. Where locks of another host are not seen, nobody is missed."""
+        now = time.monotonic()
+        if self._ranks.rank or now < self._probe_at:
+            return []
+        self._probe_at = now + PROBE_SECONDS
+        there = set(filter(self._is_there, range(1, self._ranks.world_size)))
+        self._seen |= there
+        return sorted(self._seen - there)
+
+    def _report(self, lost: list[int], found: dict[str, str]) -> None:
+        """Tell all of a rank that is not there and has said nothing."""
+        silent = [rank for rank in lost if not found[f"closed/{rank}"]]
+        if silent and not found["failed"]:
+            found["failed"] = f"rank {silent[0]} has ended without a word, or closed without saving."
+            self._board.set("failed", found["failed"])
 
     def _note(self, found: dict[str, str]) -> None:
         published = int(found["published"])

@@ -35,6 +35,13 @@ def refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) 
         )
 
 
+def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> None:
+    if step is not None and before is not None:
+        raise BadInput("resume takes step= or before=, not both")
+    if exactness not in ("state", "continuation"):
+        raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
+
+
 def refuse_of_several(ranks: Ranks, when_behind: str, storage: Any, clip_norm: float | None) -> None:
     """What is for one process."""
     if when_behind != "block" and not ranks.alone:

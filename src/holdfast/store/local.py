@@ -173,6 +173,10 @@ class LocalStore(RetainedCommits):
         self._timelines = self.timelines()[0]
         self.follow()
 
+    def has_writer(self, rank: int) -> bool:
+        """Whether a process writes as ``rank``, which has joined."""
+        return self.disk.is_locked(f"{LOCK}.rank-{rank:05d}")
+
     def follow(self) -> None:
         """Take note of what the first rank has published and retired. Any thread may call it."""
         with self._following:

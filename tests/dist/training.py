@@ -21,6 +21,7 @@ from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.together import Together
+from holdfast.errors import BadInput
 from survive_run import digest
 
 
@@ -196,6 +197,12 @@ def train(
             if step == save_at and rank == between:  # of two steps
                 model(torch.ones(5, 7)).sum().backward()
                 chosen.step()
+                try:
+                    checkpointer.save()
+                except BadInput as error:
+                    say(refused=f"BadInput: {error}")
+                    time.sleep(1)  # a script that does not end at once
+                    raise ValueError("a mistake that is told later") from error
             if step == save_at or (save_every is not None and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)

@@ -89,7 +89,7 @@ class RetainedCommits(RunReader):
         manifests = list(self._retained.values())
         if None in manifests:  # one that cannot be read may need any
             return
-        alone = self._for_good() - set(self._newest())
+        alone = self._for_good() & set(self._line()) - set(self._newest())
         for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
             failpoints.reach("before_segment_unlink")
             self.disk.unlink(path)
@@ -101,7 +101,7 @@ class RetainedCommits(RunReader):
         self.measure()
         while self.cap_bytes is not None and self.used_bytes + nbytes > self.cap_bytes:
             droppable = sorted(set(self._retained) - set(self._newest(2)))
-            line = set(lineage(self._retained, self._timelines, self.timeline or 0))
+            line = set(self._line())
             off = [ref for ref in droppable if ref not in line or ref in self.damaged]
             if not droppable:
                 return False
@@ -126,13 +126,25 @@ class RetainedCommits(RunReader):
         whole = set(self._retained) - self._damaged()
         return lineage(whole, self._timelines, self.timeline or 0)[: count or self.retain]
 
+    def _line(self, timeline: int | None = None) -> list[CommitRef]:
+        """What led to the newest step of ``timeline`` (None: the one that is open), newest first."""
+        tip = self.timeline if timeline is None else timeline
+        return lineage(self._retained, self._timelines, tip or 0)
+
     def _for_good(self) -> set[CommitRef]:
+        """Of the line, and of lines that were left what it has not come to again."""
         if self.keep is None or not self.keep.for_good:
             return set()
-        retained = self._retained
-        line = lineage(retained, self._timelines, self.timeline or 0)
-        manifests = [retained[ref] for ref in line if ref not in self.damaged]
-        return kept_for_good([manifest for manifest in manifests if manifest is not None], self.keep)
+        retained, keep = self._retained, self.keep
+
+        def kept(line: list[CommitRef]) -> set[CommitRef]:
+            manifests = [retained.get(ref) for ref in line if ref not in self.damaged]
+            return kept_for_good([manifest for manifest in manifests if manifest is not None], keep)
+
+        line = self._line()
+        reached = line[0].step if line else 0
+        left = set().union(*(kept(self._line(other)) for other in self._timelines if other != self.timeline))
+        return kept(line) | {ref for ref in left if ref.step > reached}
 
     def _retire(self) -> None:
         """Unlink the manifests of what is not kept; when their names are durably gone, their files are free."""
@@ -140,7 +152,7 @@ class RetainedCommits(RunReader):
         copies = min(
             (unit.copies for unit in list(self._units.values()) if unit.copies > 1), default=self.retain + 1
         )
-        room = max(self.retain, copies - self.spare)
+        room = max(self.retain, copies - self.spare) if self.keep is None else 2 * self.retain
         drop = dropped(
             self._retained, self._timelines, self.timeline, retain=self.retain, room=room,
             for_good=self._for_good(), damaged=self._damaged() if self.keep is not None else (),

@@ -89,7 +89,7 @@ class RetainedCommits(RunReader):
         manifests = list(self._retained.values())
         if None in manifests:  # one that cannot be read may need any
             return
-        alone = self._for_good() & set(self._line()) - set(self._newest())
+        alone = self._for_good() - set(self._newest())
         for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
             failpoints.reach("before_segment_unlink")
             self.disk.unlink(path)

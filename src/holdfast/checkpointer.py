@@ -22,6 +22,8 @@ from torch import nn
 
 from .delta import tier
 from .delta.agreement import Agreement
+from .delta.bases import owned_by
+from .delta.allotment import Allotment
 from .delta.codecs import Codec, Exact
 from .delta.comm_hook import HookState, hooked
 from .delta.entering import begin, enter, look
@@ -118,7 +120,7 @@ class Checkpointer:
             self._script = Script(
                 optimizers, {name: thing for name, thing in given.items() if thing is not None}
             )
-            refuse_of_several(ranks, when_behind, storage, clip_norm)
+            refuse_of_several(ranks, when_behind, clip_norm)
             self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
             self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
             self._limits = limits_of(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
@@ -304,10 +306,8 @@ class Checkpointer:
         before = self.steps_done
         with self._ending_on_error():  # of this step there may be no record, so none can follow
             self._step(recorder)
-        others_stop = self._agreement is not None and self._agreement.stopping
-        told = others_stop or (self._sigterm is not None and self._sigterm.arrived)
-        if told and self.steps_done > before:  # in mid-accumulation buffers are of no step
-            self._stop()
+        if self.steps_done > before:  # in mid-accumulation buffers are of no step
+            self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:
@@ -449,13 +449,24 @@ class Checkpointer:
             with suppress(Exception):
                 self.close(save=False)
 
-    def _stop(self) -> None:
-        """After a SIGTERM to any rank: end at the step at which all can."""
-        if self._agreement is not None:
-            self._agreement.tell("stop", "yes")
-            if self._agreement.wait_for_stop() > self.steps_done:
-                return
-        self._leave()
+    def _meet(self, stop: bool) -> None:
+        """Do what all ranks do at once: end after a SIGTERM to any, or make a base."""
+        agreement = self._agreement
+        if agreement is None:
+            if stop:
+                self._leave()
+            return
+        if stop:
+            agreement.call(stop=True)
+        what = ""
+        with self._ending_on_error():
+            if agreement.called:
+                what = agreement.meet()
+            if what == "base":
+                assert self._pace is not None
+                self._pace.whole(self.steps_done)
+        if what == "stop":
+            self._leave()
 
     def _tell(self, error: BaseException) -> None:
         """Every rank of what keeps this one from going on."""
@@ -509,6 +520,10 @@ class Checkpointer:
     def _slot_bytes(self) -> int:
         return sum(layout.file_bytes for layout in self._codec.layouts(self._state))
 
+    def _stored_bytes(self) -> int:
+        """Of what this rank stores of the state."""
+        return sum(atom.nbytes for held in owned_by(self._state).values() for atom, _ in held.values())
+
     def _paced(self, recorder: Recorder, recovery: Recovery, same_cut: bool) -> Pace:
         """What makes bases. When this returns there is one that records of this cut may follow."""
         store = self._store
@@ -521,6 +536,9 @@ class Checkpointer:
             restarted=self._sealer.forget, prefix=self._ranks.prefix, together=together,
         )  # fmt: skip
         if together is not None:
+            together.room = Allotment(
+                self._ranks, store, recorder, self._storage, self._stored_bytes, together.call
+            )
             self._agreement = together.agreement = Agreement(
                 self._ranks, recorder=recorder, steps_done=lambda: self.steps_done,
                 publish=together.publish_shares, follow=store.follow, is_there=store.has_writer,

@@ -125,6 +125,8 @@ def train(
     codec: tuple[str, float] | None = None,
     width: int = 13,
     keep_last: int = 2,
+    keep_every: int | None = None,
+    least_storage: int | None = None,
     tiny: bool = False,
     unfreeze_at: int | None = None,
     between: int | None = None,
@@ -133,11 +135,12 @@ def train(
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
     from holdfast import checkpointer as module
-    from holdfast.delta import bases
+    from holdfast.delta import allotment, bases
     from holdfast.store import journal
     from holdfast.store.retention import Keep
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    allotment.LEAST_STORAGE = least_storage or allotment.LEAST_STORAGE
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
         options["codec"] = {"topk": TopK, "int8": lambda block: Int8(int(block))}[codec[0]](codec[1])
@@ -164,7 +167,7 @@ def train(
         model.zero_grad()
     say(before=left_here())
     with Checkpointer(
-        root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last), **options
+        root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last, keep_every), **options
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness)
@@ -194,6 +197,9 @@ def train(
                 digests[step] = whole_state(model, chosen, averages)
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
+            if world_size > 1:
+                store = checkpointer._store
+                say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._pace.bases.full_bytes)
             if step == save_at and rank == between:  # of two steps
                 model(torch.ones(5, 7)).sum().backward()
                 chosen.step()

@@ -42,14 +42,12 @@ def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> N
         raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
 
 
-def refuse_of_several(ranks: Ranks, when_behind: str, storage: Any, clip_norm: float | None) -> None:
+def refuse_of_several(ranks: Ranks, when_behind: str, clip_norm: float | None) -> None:
     """What is for one process."""
     if when_behind != "block" and not ranks.alone:
         raise BadInput(
             f'when_behind="{when_behind}" is for one process: what one of several ranks skips none can have'
         )
-    if storage is not None and not ranks.alone:
-        raise BadInput("storage= is for one process: no rank knows what the others are about to write")
     if clip_norm is not None and not (clip_norm > 0 and ranks.alone):
         raise BadInput(
             f"clip_norm = {clip_norm} must be more than 0, and of one process: no rank has the norm"

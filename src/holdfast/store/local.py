@@ -169,7 +169,7 @@ class LocalStore(RetainedCommits):
         writes as this rank.
         """
         self._lock = self.disk.lock(f"{LOCK}.rank-{rank:05d}", {**this_writer(), "started": time.time()})
-        self.timeline, self._fork = timeline.id, timeline
+        self.timeline, self._fork, self._small = timeline.id, timeline, set()
         self._timelines = self.timelines()[0]
         self.follow()
 
@@ -255,6 +255,8 @@ class LocalStore(RetainedCommits):
         self._check_writer()
         digest = xxhash.xxh3_128_hexdigest(text)
         with self._failing():
+            if self._small is not None:
+                self._small.add(f"index/{digest}.json")
             write_durably(self.disk, f"index/{digest}.json", text, why="index")
         return {"path": f"index/{digest}.json", "bytes": len(text), "xxh3_128": digest}
 

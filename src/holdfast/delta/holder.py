@@ -40,7 +40,8 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
 def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
     """A state of the form of ``base``, of which ``atoms`` are, with values that mean nothing yet. Raises ``BadInput``,
     with the reason, where it could not be replayed in."""
-    about = base.progress.get("replay")
+    progress = base.progress_of(base.streams[0])  # hyper-parameters and flags are alike on all ranks
+    about = progress.get("replay")
     if about is None:
         raise _refused(
             "its base does not say what optimizer it had: it was made by an older version, or by offload"
@@ -55,7 +56,7 @@ def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
         if atom["slot"] in ("param", "buffer")
     }
     kinds = [getattr(torch.optim, _class_name(kind)) for kind in about["classes"]]
-    described = zip(kinds, about["parameters"], base.progress["groups"], strict=True)
+    described = zip(kinds, about["parameters"], progress["groups"], strict=True)
     optimizers = [optimizer_of(kind, members, groups, held) for kind, members, groups in described]
     torch.set_num_threads(about["threads"])
     return LiveState(module_of(held), optimizers)

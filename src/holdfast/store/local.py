@@ -325,7 +325,15 @@ class LocalStore(RetainedCommits):
         self._check_writer()
         timeline = self.timelines()[0][point.timeline]
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}
-        manifest = _manifest_of(timeline, point.step, refs, index, progress)
+        return self._insert(_manifest_of(timeline, point.step, refs, index, progress))
+
+    def insert_shares(self, point: Point, shares: dict[str, Share]) -> Manifest:
+        """As ``insert``, of what several ranks would have, by stream."""
+        self._check_writer()
+        timeline = self.timelines()[0][point.timeline]
+        return self._insert(_manifest_of(timeline, point.step, {}, {}, {}).with_shares(shares))
+
+    def _insert(self, manifest: Manifest) -> Manifest:
         data = manifest.encode()
         with self._failing():
             self._write(manifest, data)

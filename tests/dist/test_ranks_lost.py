@@ -51,3 +51,19 @@ def test_what_one_rank_is_refused_every_rank_is_told_at_once(world, tmp_path, wr
     said = world.run(2, kind="plain", root=tmp_path, steps=5, save_at=3, deadline_seconds=40, **{wrong: given[wrong]})
     assert message in said[who].get("refused", said[who]["error"])
     assert f"RankFailed: rank {who} failed" in said[1 - who]["error"] and message in said[1 - who]["error"]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("kind", ["ddp", "plain"])
+def test_a_rank_that_cannot_write_any_more_is_told_to_the_others_with_the_reason(world, tmp_path, kind, who):
+    """Its file system has become read-only. Nothing that was durable is lost."""
+    whole = world.run(2, kind=kind, root=tmp_path / "whole", steps=12)
+    cut = world.run(2, kind=kind, root=tmp_path / "cut", steps=5000, read_only=[who, 9], deadline_seconds=40)
+    assert "DiskFailed" in cut[who]["error"] and "Read-only file system" in cut[who]["error"]
+    if kind == "plain":  # else the collective of the training has ended it
+        assert f"RankFailed: rank {who} failed: DiskFailed: " in cut[1 - who]["error"]
+    rest = world.run(2, kind=kind, root=tmp_path / "cut", steps=12)
+    for one, other in zip(whole, rest, strict=True):
+        assert max(8, *(said["durable"] for said in cut)) <= other["resumed"] <= 12 and other["finished"]
+        if kind == "ddp":
+            assert other["digests"].items() <= one["digests"].items()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput
+from read_only import make_read_only
 from survive_run import digest
 
 
@@ -114,6 +116,7 @@ def train(
     signal_at: tuple[int, int] | None = None,
     failpoint: tuple[int, str] | None = None,
     raises: tuple[int, int] | None = None,
+    read_only: tuple[int, int] | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
     save_every: int | None = None,
@@ -190,6 +193,9 @@ def train(
                 os.kill(os.getpid(), signal.SIGTERM)
             if raises is not None and (rank, step) == tuple(raises):
                 raise ValueError("a mistake of the script")
+            if read_only is not None and (rank, step) == tuple(read_only):
+                checkpointer.wait(step - 1)
+                make_read_only(Path(root))
             digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()

@@ -376,18 +376,25 @@ class Checkpointer:
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
-        recorder = self._usable()
-        if step is not None and step > self.steps_done:
-            raise BadInput(f"step {step} has not been done yet: {self.steps_done} have")
-        assert self._pace is not None
-        step = self.steps_done if step is None else step
-        if not self._pace.complete and recorder.durable_step < step:
+        recorder, pace = self._usable(), self._pace
+        assert pace is not None
+        until = self.steps_done if step is None else step
+
+        def lacks() -> bool:
+            """Whether only a base makes the step durable."""
+            if until > self.steps_done:
+                raise BadInput(f"step {until} has not been done yet: {self.steps_done} have")
+            if pace.complete or recorder.durable_step >= until:
+                return False
             self._refuse_between()
+            return True
+
+        if any(self._ranks.all_do(lacks)):
             with self._ending_on_error():
-                self._pace.whole(self.steps_done)
-        recorder.wait(step)
+                pace.whole(self.steps_done)
+        recorder.wait(until)
         if self._agreement is not None:
-            self._agreement.wait(step)
+            self._agreement.wait(until)
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a base, and leave nothing behind: no hook, no thread, no lock. A second
@@ -563,9 +570,7 @@ class Checkpointer:
         if residuals and self._recorder is not None:
             self._recorder.settle()  # a base that is under way may be of this very step
         needed = not pace.complete or bool(residuals and pace.base_step < self.steps_done)
-        if self._codec.error_feedback:  # of several ranks each may know of another newest base
-            needed = any(self._ranks.everyone(needed))
-        if needed:
+        if any(self._ranks.everyone(needed)):  # of several ranks each may know of another newest base
             pace.whole(self.steps_done)
 
     def _progress(self) -> dict[str, Any]:

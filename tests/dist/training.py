@@ -23,6 +23,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput
+from holdfast.io.queue import Throttle
 from read_only import make_read_only
 from survive_run import digest
 
@@ -117,6 +118,7 @@ def train(
     failpoint: tuple[int, str] | None = None,
     raises: tuple[int, int] | None = None,
     read_only: tuple[int, int] | None = None,
+    slow: tuple[int, int, int] | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
     save_every: int | None = None,
@@ -194,8 +196,11 @@ def train(
             if raises is not None and (rank, step) == tuple(raises):
                 raise ValueError("a mistake of the script")
             if read_only is not None and (rank, step) == tuple(read_only):
-                checkpointer.wait(step - 1)
+                checkpointer._recorder.wait(step - 1)
                 make_read_only(Path(root))
+            if slow is not None and rank == slow[0] and step in slow[1:]:
+                rate = 300_000 if step == slow[1] else None
+                checkpointer._queue._throttles[True] = Throttle(rate)
             digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
@@ -205,6 +210,7 @@ def train(
             say(durable=checkpointer.durable_step)
             if world_size > 1:
                 store = checkpointer._store
+                say(lost=checkpointer._pace._losses, recording=checkpointer._pace.recording)
                 say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._pace.bases.full_bytes)
             if step == save_at and rank == between:  # of two steps
                 model(torch.ones(5, 7)).sum().backward()

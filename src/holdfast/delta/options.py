@@ -44,9 +44,10 @@ def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> N
 
 def refuse_of_several(ranks: Ranks, when_behind: str, clip_norm: float | None) -> None:
     """What is for one process."""
-    if when_behind != "block" and not ranks.alone:
+    if when_behind == "skip" and not ranks.alone:
         raise BadInput(
-            f'when_behind="{when_behind}" is for one process: what one of several ranks skips none can have'
+            'when_behind="skip" is for one process: a base beside training cannot end the gap of one of several ranks,'
+            ' whose parts are of other steps. Give "commit", and all ranks make one at once.'
         )
     if clip_norm is not None and not (clip_norm > 0 and ranks.alone):
         raise BadInput(

@@ -119,7 +119,7 @@ class Pace:
         self._see_published()
         if self._again:
             self.whole(step)
-        elif self.gap and not bases.under_way:
+        elif self.gap and (self._together is not None or not bases.under_way):
             self._end_gap(step)
         elif self._at_once:
             if self._is_time(step):

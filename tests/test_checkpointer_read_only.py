@@ -1,4 +1,4 @@
-"""A run's file system becomes read-only in the middle of training: an error that says so, nothing lost, nobody waits."""
+"""A run's file system becomes read-only in the middle of training: an error that says so, nothing lost, no hang."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_read_only_file_system_is_an_error_that_says_so_and_loses_nothing(
 
 
 def test_a_run_is_not_begun_on_a_file_system_that_is_read_only(tmp_path, monkeypatch):
-    loop, checkpointer = start(tmp_path)
+    _, checkpointer = start(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(BadInput, match="Read-only file system"):
         make_read_only(tmp_path, patch.setattr)
         checkpointer.resume()

@@ -22,8 +22,8 @@ from torch import nn
 
 from .delta import tier
 from .delta.agreement import Agreement
-from .delta.bases import owned_by
 from .delta.allotment import Allotment
+from .delta.bases import owned_by
 from .delta.codecs import Codec, Exact
 from .delta.comm_hook import HookState, hooked
 from .delta.entering import begin, enter, look

@@ -4,9 +4,9 @@ A thread in each rank tells the board how far its records are durable, and reads
 when it is on every rank. The first rank makes bases commits when every rank has its share. A rank that fails says so,
 and every other raises ``RankFailed`` with its name and its text.
 
-Ranks *meet* at the end of a step where all must do something at once: make a base, or stop. Any of them calls, each says
-at which step it is, and asks at the end of every step from then on; the greatest step that any can still finish is where
-they meet. So nobody waits in a collective of the training for one that waits here.
+Ranks *meet* at the end of a step where all must do something at once: make a base, or stop. Any of them calls, each
+says at which step it is, and asks at the end of every step from then on; the greatest step that any can still finish
+is where they meet. So nobody waits in a collective of the training for one that waits here.
 """
 
 from __future__ import annotations
@@ -152,15 +152,17 @@ class Agreement:
             self.tell("called", str(self.standing.called))
 
     def meet(self) -> str:
-        """Asked at the end of a step, once ``called``: what all ranks do now, "stop" or "base"; empty if that is after a
-        later step. Raises ``RankFailed`` if that does not become known; who is to stop does so by itself then."""
+        """Asked at the end of a step, once ``called``: what all ranks do now, "stop" or "base"; empty if that is after
+        a later step. Raises ``RankFailed`` if that does not become known; who is to stop does so by itself then."""
         number, step = self.standing.called, self._steps_done()
         with self._lock:
             self._answered = number
             self.tell(f"at/{self._ranks.rank}", json.dumps([number, step, True]))
         try:
             seconds = GRACE_SECONDS if self.stopping else None
-            self._until(lambda: self.standing.settled[0] >= number, "the others to say where they are", seconds)
+            self._until(
+                lambda: self.standing.settled[0] >= number, "the others to say where they are", seconds
+            )
         except RankFailed:
             if self.stopping:
                 return "stop"

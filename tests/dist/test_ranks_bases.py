@@ -107,3 +107,16 @@ def test_what_was_durable_before_a_gap_of_one_rank_is_there_after_a_kill_in_it(w
     after = world.run(2, root=tmp_path, steps=60, **options)
     durable = max(each["durable"] for each in cut)
     assert all(durable <= each["resumed"] < 14 and each["finished"] for each in after)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("more", [{}, {"wait_at": 9}, {"save_at": 9}])
+def test_a_step_that_one_rank_lost_is_made_durable_by_what_all_wait_for(world, tmp_path, who, more):
+    """In ``close``, ``wait`` and ``save``, which the others call knowing nothing of it."""
+    options = {"kind": "ddp", "when_behind": "commit", "base_every": 1000, "deadline_seconds": 40}
+    said = ended(world.run(2, root=tmp_path, steps=9, lose_at=[who, 9], **options, **more))
+    assert [each["durable"] for each in said] == [9, 9]
+    with RunReader(tmp_path) as reader:
+        assert reader.head().step == 9 and reader.verify(reader.head()) == []
+    after = ended(world.run(2, root=tmp_path, steps=10, **options))
+    assert after[0]["resumed"] == 9 and after[0]["digests"]["9"] == said[0]["digests"]["9"]

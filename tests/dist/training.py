@@ -119,6 +119,8 @@ def train(
     raises: tuple[int, int] | None = None,
     read_only: tuple[int, int] | None = None,
     slow: tuple[int, int, int] | None = None,
+    lose_at: tuple[int, int] | None = None,
+    wait_at: int | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
     save_every: int | None = None,
@@ -206,6 +208,10 @@ def train(
             checkpointer.step()
             if average:  # which has been updated now
                 digests[step] = whole_state(model, chosen, averages)
+            if lose_at is not None and (rank, step) == tuple(lose_at):
+                checkpointer._pace.lose(step)
+            if step == wait_at:
+                checkpointer.wait()
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
             if world_size > 1:

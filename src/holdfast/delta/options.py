@@ -46,8 +46,8 @@ def refuse_of_several(ranks: Ranks, when_behind: str, clip_norm: float | None) -
     """What is for one process."""
     if when_behind == "skip" and not ranks.alone:
         raise BadInput(
-            'when_behind="skip" is for one process: a base beside training cannot end the gap of one of several ranks,'
-            ' whose parts are of other steps. Give "commit", and all ranks make one at once.'
+            'when_behind="skip" is for one process. Give "commit": after steps that one of several ranks could not'
+            " record, all make a base at once."
         )
     if clip_norm is not None and not (clip_norm > 0 and ranks.alone):
         raise BadInput(

@@ -190,7 +190,9 @@ def test_a_step_lost_while_the_base_that_ends_a_gap_is_published_begins_another_
 
 
 @pytest.mark.parametrize("lost_when_shared, gap", [(1, True), (2, False)])
-def test_a_base_of_several_ranks_of_which_all_was_copied_before_a_loss_does_not_end_the_gap(lost_when_shared, gap):
+def test_a_base_of_several_ranks_of_which_all_was_copied_before_a_loss_does_not_end_the_gap(
+    lost_when_shared, gap
+):
     """One that the first rank publishes after the step was lost."""
     pace = SimpleNamespace(
         _together=SimpleNamespace(see_published=lambda bases: 7), _recorder=SimpleNamespace(put=lambda task: None),

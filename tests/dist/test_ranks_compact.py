@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 
 import pytest
 
 from dist.test_ranks import ended, flip
 from dist.world import World
+from holdfast import failpoints
 from holdfast.delta.compact import compact
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, NoCommit
 from holdfast.store.files import Disk
 from holdfast.store.journal import read_segment, segments
 from holdfast.store.reader import RunReader
@@ -19,6 +21,14 @@ from holdfast.store.reader import RunReader
 def world():
     with World() as world:
         yield world
+
+
+class Ended(BaseException):
+    """In place of the death of the process, which would do no more than this."""
+
+
+def end():
+    raise Ended
 
 
 def content(root, step):
@@ -95,3 +105,30 @@ def test_a_damaged_record_of_one_rank_is_no_reason_to_remove_anything(world, tmp
         compact(tmp_path, 9)
     after = ended(world.run(2, kind="fsdp", root=tmp_path, steps=8))
     assert after[0]["digests"] == {"8": before[0]["digests"]["8"]}
+
+
+@pytest.fixture(scope="module")
+def run(world, tmp_path_factory):
+    """Of two ranks, and what they had by step."""
+    root = tmp_path_factory.mktemp("compacted") / "run"
+    return root, ended(world.run(2, kind="fsdp", root=root, steps=9, base_every=100))[0]["digests"]
+
+
+@pytest.mark.parametrize("failpoint", [
+    "before_data_sync", "after_data_sync:2", "after_manifest_write", "after_manifest_rename", "after_compacted",
+    "after_retire_unlink", "before_retired_unlink", "before_segment_unlink",
+])  # fmt: skip
+def test_ended_while_it_compacts_it_has_lost_no_more_than_what_was_to_go(world, run, tmp_path, monkeypatch, failpoint):
+    root, digests = run
+    shutil.copytree(root, copy := tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(Ended):
+        for name, value in {"armed": failpoint, "action": end, "_arrivals": {}}.items():
+            patch.setattr(failpoints, name, value)
+        compact(copy, 6)
+    shutil.copytree(copy, tmp_path / "again")
+    found = ended(world.run(2, kind="fsdp", root=copy, steps=9))
+    assert found[0]["digests"] == {"9": digests["9"]}
+    with suppress(NoCommit):  # step 6 is a base already
+        compact(tmp_path / "again", 6)
+    found = ended(world.run(2, kind="fsdp", root=tmp_path / "again", steps=6, resume={"step": 6}))
+    assert found[0]["digests"] == {"6": digests["6"]}

@@ -154,12 +154,17 @@ class Line:
 
     def _pour(self, state: LiveState) -> None:
         buffers: dict[str, torch.Tensor] = {}
-        for stream in self.chains:
-            ghost = Ghost(state, self.boxes(stream))
-            self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
+        for _, ghost in self.parts(state):
             ghost.pour_into(state)
             buffers = {**ghost.loaded_buffers, **buffers}
         state.load(buffers)
+
+    def parts(self, state: LiveState) -> Iterator[tuple[str, Ghost]]:
+        """Of each stream, in its writer's cut, what was stored after the last step; ``state`` says how it is held."""
+        for stream in self.chains:
+            ghost = Ghost(state, self.boxes(stream))
+            self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
+            yield stream, ghost
 
     def _replay(
         self,

@@ -213,7 +213,7 @@ class Line:
         """Do the steps; ``taken`` says by stream of which owners. The first stream's records tell of the rest."""
         loaded = {stream: self._steps_loaded(stream) for stream in taken}
         stored = {  # a stream of which not all is taken has no fingerprint that could be compared here
-            stream: [p for p in state.parameters if p.name in self.boxes(stream)]
+            stream: [state.parameter(name) for name in self.boxes(stream)]  # as their writer had them
             for stream, names in taken.items()
             if self.boxes(stream).keys() <= names
         }

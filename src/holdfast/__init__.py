@@ -24,6 +24,7 @@ _HOME = {
     "Exact": ".delta.codecs",
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
+    "PowerSGD": ".delta.powersgd",
     "Preflight": ".offload.preflight",
     "TopK": ".delta.lossy",
     "empty_parameters": ".offload.blocks",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .data.loader import loader
     from .delta.codecs import Exact
     from .delta.lossy import Int8, TopK
+    from .delta.powersgd import PowerSGD
     from .errors import HoldfastError
     from .offload.blocks import empty_parameters
     from .offload.engine import Engine
@@ -56,6 +58,7 @@ __all__ = [
     "HoldfastError",
     "Int8",
     "Keep",
+    "PowerSGD",
     "Preflight",
     "TopK",
     "empty_parameters",

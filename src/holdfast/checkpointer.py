@@ -30,6 +30,7 @@ from .delta.layers import LayerTap
 from .delta.lossy import Sparse, TopK
 from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_of_several
 from .delta.pace import Means, Pace
+from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
 from .delta.recovery import Recovered, recover
@@ -71,7 +72,7 @@ class Checkpointer:
     A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
-    consumes.
+    consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
 
     With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script.
     ``replica`` has a second process do every step as well, in host memory that outlives this one, instead of recording
@@ -115,13 +116,24 @@ class Checkpointer:
         self._ranks = Ranks.here(deadline_seconds)
         refuse_of_several(self._ranks, when_behind, storage, clip_norm)
         residuals: dict[torch.Tensor, torch.Tensor] = {}
-        self._hook: HookState | None = None
+        subspaces: dict[torch.Tensor, torch.Tensor] = {}
+        self._hook: HookState | PowerState | None = None
         if isinstance(self._codec, TopK) and not self._ranks.alone:
             self._hook = hooked(model, self._codec, scaler, residuals)
             if self._hook is not None:
                 self._codec = Sparse(self._codec, self._ranks.world_size)
+        elif isinstance(self._codec, PowerSGD):
+            self._hook = approximated(self._ranks, model, self._codec, scaler, residuals, subspaces)
+            self._codec = LowRank(self._hook)
         self._look = partial(
-            look, self._ranks, model, optimizers, averages, residuals, own_residuals=self._hook is not None
+            look,
+            self._ranks,
+            model,
+            optimizers,
+            averages,
+            residuals,
+            subspaces,
+            own_residuals=self._hook is not None,
         )
         self._state = self._look()
         self._scaler, self._after_update = scaler, after_update
@@ -273,14 +285,16 @@ class Checkpointer:
                 warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
             self._judge(found)
         else:
-            self._state.residuals.clear()  # of what the script did before
+            self._state.forget_residuals()  # of what the script did before
+        if isinstance(self._hook, PowerState):
+            self._hook.steps_done = self.steps_done
         self._now = self._script.now()
         return None if found is None else found.point
 
     def _judge(self, found: Recovered) -> None:
         """Which exactness is reached. Without the residuals that the point had training goes on otherwise."""
         if not self._codec.error_feedback:
-            self._state.residuals.clear()
+            self._state.forget_residuals()
         elif found.residuals_lost:
             self.exactness = "state"
             warnings.warn(
@@ -318,7 +332,7 @@ class Checkpointer:
     def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
         scale = self._scale_now()
-        if self._hook is not None:
+        if isinstance(self._hook, HookState):
             self._hook.settle()
         if not updates and scale >= self._scale:
             self._scale = scale
@@ -328,6 +342,8 @@ class Checkpointer:
             self._after_update()
         started = time.perf_counter()
         self.steps_done += 1
+        if isinstance(self._hook, PowerState):
+            self._hook.steps_done = self.steps_done
         self._now = self._script.now()
         pace = self._pace
         assert pace is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.lossy import Int8, TopK
+from holdfast.delta.powersgd import PowerSGD
 from holdfast.delta.together import Together
 from survive_run import digest
 
@@ -46,6 +49,21 @@ OPTIMIZERS = {
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "global": lambda p: Global(p, lr=0.01),
 }
+
+
+CODECS = {
+    "topk": TopK,
+    "int8": lambda block: Int8(int(block)),
+    "powersgd": lambda rank: PowerSGD(int(rank), start_step=2),
+}
+
+
+SPOILT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "by a scaler": lambda model: {"scaler": torch.amp.GradScaler("cpu")},
+    "by a hook": lambda model: model.register_comm_hook(None, allreduce_hook) or {},
+    "by a scalar": lambda model: setattr(model.module, "scale", nn.Parameter(torch.ones(()))) or {},
+}
+"""What keeps a codec from being used."""
 
 
 class Net(nn.Module):
@@ -121,6 +139,8 @@ def train(
     keep_last: int = 2,
     tiny: bool = False,
     unfreeze_at: int | None = None,
+    edit_at: int | None = None,
+    spoilt: str | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
@@ -132,8 +152,10 @@ def train(
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
-        options["codec"] = {"topk": TopK, "int8": lambda block: Int8(int(block))}[codec[0]](codec[1])
+        options["codec"] = CODECS[codec[0]](codec[1])
     model = wrapped(kind, world_size, width, tiny)
+    if spoilt is not None:
+        options |= SPOILT[spoilt](model)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     resume = (resume_of or {}).get(str(rank), resume)
     plain = getattr(model, "module", model)
@@ -143,6 +165,8 @@ def train(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
     torch.manual_seed(100 + rank)
     losses: list[float] = []
+    warned: list[str] = []
+    warnings.showwarning = lambda message, *_, **__: (warned.append(str(message)), say(warned=warned))[0]
     digests: dict[int, str] = {}
     if slow_publish:
         real = Together.publish_shares
@@ -168,6 +192,8 @@ def train(
             if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
                 dist.all_reduce(plain.first.bias.grad)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if step == edit_at:
+                plain.first.weight.grad[2, 3] += 1e-3
             chosen.step()
             schedule.step()
             chosen.zero_grad()

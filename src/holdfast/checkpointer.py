@@ -27,6 +27,7 @@ from .delta.comm_hook import HookState, hooked
 from .delta.entering import begin, enter, look
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
+from .delta.leaving import devices_of
 from .delta.lossy import Sparse, TopK
 from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_of_several
 from .delta.pace import Means, Pace
@@ -257,7 +258,7 @@ class Checkpointer:
             self._events.emit("recovered", step=found.point.step, **recovery.facts())
         point = self._go_on_after(found, target)
         begin(store, ranks, point)
-        self._pool = SlotPool(self._codec.layouts(self._state), self._num_slots)
+        self._pool = self._slot_pool(self._num_slots)
         self._recorder = Recorder(
             store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
             group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline, pack=self._codec.pack,
@@ -364,7 +365,7 @@ class Checkpointer:
 
     def _put(self, recorder: Recorder, pace: Pace | BesideReplica, updates: list[Update]) -> None:
         sealed = self._sealer.seal(self._state, self.steps_done, updates, self._now, pace.base_step)
-        if pace.fits(sum(map(len, sealed.parts))):
+        if pace.fits(sealed.nbytes):
             recorder.put(sealed)
         else:
             self._give_back(updates)
@@ -494,7 +495,7 @@ class Checkpointer:
         self._pool.close()
         self._state = self._look()
         self._tap.watch(self._state)
-        self._pool = SlotPool(self._codec.layouts(self._state), self._slots_that_fit())
+        self._pool = self._slot_pool(self._slots_that_fit())
         self._recorder.use(self._pool)
         self._pace.watch(self._state)
         self._pace.whole(self.steps_done)
@@ -513,6 +514,10 @@ class Checkpointer:
         return slots_that_fit(
             self._slot_bytes(), self._memory, self._staging_bytes, BASE_BYTES_PER_STEP, BOUND
         )
+
+    def _slot_pool(self, count: int) -> SlotPool:
+        devices = devices_of(p.parameter for p in self._state.parameters)
+        return SlotPool(self._codec.layouts(self._state), count, devices)
 
     def _slot_bytes(self) -> int:
         return sum(layout.file_bytes for layout in self._codec.layouts(self._state))

@@ -96,9 +96,8 @@ class Exact(Codec):
         part = slot.parts[index]
         if consumed:
             with torch.no_grad():
-                torch._foreach_copy_(
-                    [slot.tensors[index][name] for name in consumed], list(consumed.values())
-                )
+                targets = [slot.tensors[index][name] for name in consumed]
+                torch._foreach_copy_(targets, list(consumed.values()), non_blocking=slot.non_blocking)
         if self.compress:  # squeezing was done in place
             part[: len(slot.layouts[index].header)] = slot.layouts[index].header
         return part

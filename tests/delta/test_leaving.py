@@ -20,11 +20,12 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 
 
 class Device:
-    """Copies take what their sources are when they are begun, and arrive when a later mark is waited for."""
+    """Copies take what their sources are when they are begun, and arrive when a later mark is waited for. Those into
+    slots are on another stream than the others, as where a script steps its optimizer on one."""
 
     def __init__(self, monkeypatch):
-        self.under_way, self.waiters, self.pinned = [], set(), []
-        real_each, real_one = torch._foreach_copy_, torch.Tensor.copy_
+        self.under_way, self.waiters, self.pinned = {leaving: [], slots: []}, set(), []
+        real_one = torch.Tensor.copy_
 
         def copy_each(targets, sources, non_blocking=False):
             for target, source in zip(targets, sources, strict=True):
@@ -33,35 +34,37 @@ class Device:
         def copy_one(target, source, non_blocking=False):
             if not non_blocking:
                 return real_one(target, source)
-            self.begin(target, source, real_one)
+            self.begin(slots, target, source, real_one)
             return target
 
         def copied(tensor):
             made = torch.empty_like(tensor)
-            self.begin(made, tensor.detach(), real_one)
+            self.begin(leaving, made, tensor.detach(), real_one)
             return made
 
-        assert real_each is not copy_each
         monkeypatch.setattr(torch, "_foreach_copy_", copy_each)
         monkeypatch.setattr(torch.Tensor, "copy_", copy_one)
         monkeypatch.setattr(leaving, "copied", copied)
         for module in (leaving, sealer, checkpointer_module()):
             monkeypatch.setattr(module, "devices_of", lambda tensors: ["a device"])
         for module in (leaving, slots):
-            monkeypatch.setattr(module, "marks", lambda devices: [Mark(self)] if devices else [])
+            monkeypatch.setattr(module, "marks", partial(self.marks, module))
         monkeypatch.setattr(slots, "pin", lambda view: self.pinned.append(id(view)) or True)
         monkeypatch.setattr(slots, "unpin", lambda view: self.pinned.remove(id(view)))
 
-    def begin(self, target, source, copy):
+    def marks(self, stream, devices):
+        return [Mark(self, stream)] if devices else []
+
+    def begin(self, stream, target, source, copy):
         now = source.clone()
         copy(target.view(torch.uint8) if target.dim() else target, torch.tensor(85, dtype=torch.uint8))
-        self.under_way.append(lambda: copy(target, now))
+        self.under_way[stream].append(lambda: copy(target, now))
 
 
 class Mark:
-    def __init__(self, device):
-        self.device, self.before = device, device.under_way
-        device.under_way = []
+    def __init__(self, device, stream):
+        self.device, self.before = device, device.under_way[stream]
+        device.under_way[stream] = []
 
     def synchronize(self):
         self.device.waiters.add(threading.current_thread().name)

@@ -37,14 +37,14 @@ def arrays_of(root, ranks=2):
     return found
 
 
-@pytest.mark.parametrize("codec", [ONE, TWO])
-def test_a_closed_run_goes_on_as_if_it_had_not_been(world, tmp_path, codec):
+@pytest.mark.parametrize("ranks, codec", [(2, ONE), (2, TWO), (4, ONE)])
+def test_a_closed_run_goes_on_as_if_it_had_not_been(world, tmp_path, ranks, codec):
     """What torch's hook keeps comes back: residuals of each rank to it, and what the next exchange begins with."""
-    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=12, codec=codec))
-    dense = ended(world.run(2, kind="ddp", root=tmp_path / "dense", steps=12))
+    whole = ended(world.run(ranks, kind="ddp", root=tmp_path / "whole", steps=12, codec=codec))
+    dense = ended(world.run(ranks, kind="ddp", root=tmp_path / "dense", steps=12))
     assert whole[0]["losses"] != dense[0]["losses"]
-    ended(world.run(2, kind="ddp", root=tmp_path / "cut", steps=6, codec=codec, base_every=3))
-    rest = ended(world.run(2, kind="ddp", root=tmp_path / "cut", steps=12, codec=codec))
+    ended(world.run(ranks, kind="ddp", root=tmp_path / "cut", steps=6, codec=codec, base_every=3))
+    rest = ended(world.run(ranks, kind="ddp", root=tmp_path / "cut", steps=12, codec=codec))
     for one, other in zip(whole, rest, strict=True):
         assert (other["resumed"], other["exactness"]) == (6, "continuation")
         assert other["losses"] == one["losses"][6:]
@@ -74,6 +74,16 @@ def digests_of(world, folder, step):
     found = ended(world.run(1, kind="plain", root=folder / "copy", steps=step, resume={"step": step}))
     shutil.rmtree(folder / "copy")
     return found[0]["digests"]
+
+
+def test_another_number_of_ranks_goes_on_from_the_same_step_without_residuals(world, tmp_path):
+    before = ended(world.run(2, kind="ddp", root=tmp_path, steps=6, codec=ONE))
+    after = ended(world.run(3, kind="ddp", root=tmp_path, steps=9, codec=ONE))
+    assert {(said["resumed"], said["exactness"]) for said in after} == {(6, "state")}
+    assert after[0]["digests"]["6"] == before[0]["digests"]["6"]
+    again = ended(world.run(3, kind="ddp", root=tmp_path, steps=10, codec=ONE))
+    assert {(said["resumed"], said["exactness"]) for said in again} == {(9, "continuation")}
+    assert again[0]["digests"]["9"] == after[0]["digests"]["9"]
 
 
 def test_the_newest_point_that_training_goes_on_from_is_one_that_all_ranks_were_at(world, tmp_path):

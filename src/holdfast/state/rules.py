@@ -28,6 +28,7 @@ OPTIONS: dict[str, set[str]] = {
     "grid": {"dims", "widths"}, "blocks": {"dim", "sizes", "widths", "count"}, "boxes": {"at"},
     "flat": {"shape", "tensors", "buckets", "align", "tensor_align"},
 }  # fmt: skip
+TEXTS = ("rename", "slot", "alias_of")
 LAYOUTS = ("block", "interleaved")
 
 
@@ -201,9 +202,9 @@ def _rule(table: Table, *, axes: Mapping[str, Cut]) -> Rule:
         split=next((_split(each) for each in table.inner("split", 1)), None),
         stacked=next((_stacked(each) for each in table.inner("stacked", 1)), None),
         transpose=_transpose(table),
-        **{key: table.template(key) for key in ("rename", "slot", "alias_of") if key in table},
+        **{key: table.template(key) for key in TEXTS if key in table},
     )
-    table.done()
+    table.done((*KINDS, *TEXTS, "slots", "dtype"))
     return rule
 
 

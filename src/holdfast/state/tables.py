@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -43,12 +43,12 @@ class Table:
                 raise
             raise RuleError(f"{self.place}, {key}: {error}") from None
 
-    def done(self) -> None:
-        """Raises ``RuleError`` if there are keys that nothing asked for."""
+    def done(self, known: Iterable[str] = ()) -> None:
+        """Raises ``RuleError`` if there are keys that nothing asked for. ``known`` are others that there may be."""
         odd = [key for key in self._content if key not in self._asked]
         if odd:
             self.wrong(f"has {', '.join(map(repr, odd))}, which nothing reads here. It may have:"
-                       f" {', '.join(sorted(self._asked))}")  # fmt: skip
+                       f" {', '.join(sorted(self._asked | set(known)))}")  # fmt: skip
 
     def get(self, key: str, kind: type, default: Any) -> Any:
         self._asked.add(key)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from .boxes import Box
 from .expressions import Expression, Value
 from .layouts import Span, along, repeated, spans, widths_of
-from .pieces import Pieces, flat, joined
+from .pieces import Pieces, dense, flat, joined
 
 Shape = tuple[int, ...]
 Names = Mapping[str, Value]
@@ -217,6 +217,10 @@ class Boxes(Cut):
             if box is not None:
                 cells.setdefault(box, []).extend(parts[number].held([(box, Box.whole(box.shape))]))
         shape = tuple(max(ends) for ends in zip(*(box.stop for box in cells), strict=True))
+        covered = sum(box.elements for box in cells)
+        meeting = Pieces.of([dense(box, 0) for box in cells], len(shape)).overlap()
+        if covered != Box.whole(shape).elements or meeting is not None:
+            raise ValueError(f"its boxes do not cover {list(shape)} once")
         return _tiled(first, shape, list(cells.values()))
 
 

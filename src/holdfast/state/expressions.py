@@ -2,7 +2,8 @@
 
 ``+ - * // %``, parentheses, numbers and names; read by the little parser below, so that the text of a rule is never
 executed. ``$1`` is what the first group of the rule's regex captured; in the braces of a template a number that comes
-first is a capture too, so ``layers.{1 + 12}`` is layer 17 where the group captured a 5.
+first is a capture too, so ``layers.{1 + 12}`` is layer 17 where the group captured a 5. Where it captured nothing it is
+0.
 """
 
 from __future__ import annotations
@@ -165,9 +166,9 @@ def _value(tree: Tree, names: Mapping[str, Value], text: str) -> int:
         return tree
     if isinstance(tree, str):
         found = _look_up(tree, names)
-        if isinstance(found, str) and not re.fullmatch(r"[0-9]{1,18}", found):
+        if isinstance(found, str) and not re.fullmatch(r"[0-9]{0,18}", found):
             raise ValueError(f"{text!r} works with {tree}, which is {found!r} and no number")
-        return int(found)
+        return int(found or 0)
     sign, left, right = tree[0], _value(tree[1], names, text), _value(tree[2], names, text)
     if sign in ("//", "%") and not right:
         raise ValueError(f"{text!r} divides by zero")

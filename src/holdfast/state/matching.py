@@ -64,7 +64,8 @@ class Matcher:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules.rules
-        self._values = rules.values
+        absent = {name: n for axis in rules.axes for name, n in ((axis, 0), (f"{axis}_count", 1))}
+        self._values = {**absent, **rules.values}
         self._known: dict[tuple[str, str], list[tuple[int, dict[str, Value]]]] = {}
         self.used: set[int] = set()
         self.ambiguous: dict[str, tuple[int, ...]] = {}
@@ -115,8 +116,8 @@ class Matcher:
         for number, rule in enumerate(self._rules, 1):
             match = rule.match.fullmatch(name)
             if match and (rule.slots is None or rule.slots.fullmatch(slot)):
-                captures = {f"${n}": text for n, text in enumerate(match.groups(), 1)} | match.groupdict()
-                yield number, {name: text for name, text in captures.items() if text is not None}
+                numbered = {f"${n}": text for n, text in enumerate(match.groups(""), 1)}
+                yield number, {**numbered, **match.groupdict("")}
 
     def _rule(self, number: int) -> Rule:
         return self._rules[number - 1]

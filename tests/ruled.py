@@ -24,8 +24,11 @@ class Ranks:
         self.rows.append(StoredTensor(len(self.parts), name, array.shape, "F64", slot, at))
         self.parts.append(np.array(array, dtype=np.float64, order="C").reshape(-1))
 
+    def assembled(self, rules):
+        return assemble(rules, self.rows)
+
     def by(self, text, **values):
-        return assemble(Rules.parse(text, "rules.toml", values), self.rows)
+        return self.assembled(Rules.parse(text, "rules.toml", values))
 
     def tensor(self, ruled):
         """What the pieces say, and each of the copies; the mean of all where it is to be averaged."""
@@ -37,8 +40,10 @@ class Ranks:
         return found[0]
 
     def tensors(self, text, **values):
-        made = self.by(text, **values)
-        return {key: self.tensor(ruled) for key, ruled in made.atoms.items()}
+        return self.tensors_by(Rules.parse(text, "rules.toml", values))
+
+    def tensors_by(self, rules):
+        return {key: self.tensor(ruled) for key, ruled in self.assembled(rules).atoms.items()}
 
     def _gathered(self, pieces, shape):
         result, times = np.full(shape, NAN), np.zeros(shape, dtype=int)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ruled import NAN, Ranks, numbered, rule_of, toml
+
+
+class Case:
+    """What is drawn together: arrays, which are too long to be printed."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
 
 SHAPES = st.lists(st.integers(0, 17), max_size=4).map(tuple)
 
@@ -86,12 +94,13 @@ def nested(draw):
         locals_ = [
             ({**at, axis: (index, count)}, part) for at, array in locals_ for index, part in enumerate(cut(array))
         ]  # fmt: skip
-    return tensor, {"cut": tables, "pad": pads}, locals_
+    return Case(tensor, {"cut": tables, "pad": pads}, locals_)
 
 
+@settings(deadline=None)
 @given(nested(), st.randoms())
 def test_nested_cuts_of_padded_tensors_are_put_together(case, chance):
-    tensor, keys, locals_ = case
+    tensor, keys, locals_ = case.parts
     ranks = Ranks()
     chance.shuffle(locals_)
     for at, array in locals_:
@@ -101,6 +110,7 @@ def test_nested_cuts_of_padded_tensors_are_put_together(case, chance):
     np.testing.assert_array_equal(found, tensor)
 
 
+@settings(deadline=None)
 @given(SHAPES, st.integers(1, 9), st.integers(0, 8), st.sampled_from([1, 2, 3]))
 def test_flat_parts_of_one_tensor_are_put_together(shape, world, padding, replicas):
     tensor, ranks = numbered(shape), Ranks()
@@ -139,12 +149,13 @@ def flat_group(draw):
         stored = [part[~np.isnan(part)] for part in stored]
     listed = [{"name": f"t{n}.w", "shape": list(shape)} for n, shape in enumerate(shapes)]
     keys = {"tensors": listed, "buckets": buckets, "align": align, "tensor_align": tensor_align}
-    return tensors, keys, stored
+    return Case(tensors, keys, stored)
 
 
+@settings(deadline=None)
 @given(flat_group(), st.integers(1, 3))
 def test_tensors_are_found_in_flat_partitions_whose_tensor_parallel_parts_are_put_together(case, tp):
-    tensors, keys, stored = case
+    tensors, keys, stored = case.parts
     ranks = Ranks()
     for number, part in enumerate(stored):
         for at in range(tp):
@@ -179,6 +190,7 @@ def interleaved(qkv, heads, kv_heads, head_dim):
     return np.concatenate(groups, axis=1).reshape(qkv.shape)
 
 
+@settings(deadline=None)
 @given(HEADS, st.integers(1, 3), st.booleans())
 def test_both_layouts_of_fused_projections_are_permutations_and_inverse_to_each_other(sizes, width, bias):
     queries, kv_heads, head_dim = sizes
@@ -196,6 +208,7 @@ def test_both_layouts_of_fused_projections_are_permutations_and_inverse_to_each_
         np.testing.assert_array_equal(found, wanted)
 
 
+@settings(deadline=None)
 @given(HEADS, st.sampled_from([1, 2, 3, 4]), st.integers(1, 3))
 def test_fused_projections_of_tensor_parallel_ranks_become_separate_ones_and_back(sizes, tp, width):
     queries, kv_heads, head_dim = sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import RuleError
@@ -14,6 +14,7 @@ from holdfast.state.rules import Rules
 from ruled import NAN, Ranks, numbered, rule_of
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_key_value_heads_that_ranks_share_are_copies(kv_heads, repeats, head_dim):
     tp = kv_heads * repeats
@@ -56,6 +57,7 @@ def test_the_mean_of_what_ranks_hold_is_the_value_and_says_so():
     np.testing.assert_array_equal(ranks.tensor(made), numbered((4,)))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 def test_the_four_dimensions_of_axonn_are_put_together(x, y, z):
     """A weight lies on a grid of x by y; its blocks are divided over z, flat; each data rank has all of it."""
@@ -72,6 +74,7 @@ def test_the_four_dimensions_of_axonn_are_put_together(x, y, z):
     assert len(made.copies) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
 def test_experts_are_stacked_and_taken_apart_wherever_they_were(ep, each, tp):
     """Of Mixtral: experts of their own on one side, fused gate and up in one stack on the other."""

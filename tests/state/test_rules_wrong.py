@@ -58,6 +58,9 @@ TWO_RULES = rule_of(match="w") + "\n[[rule]]\nmatch = 'u'\nrename = 'w'"
         (rule_of(rename="x"), [*ONE, ("v", (2,), {})], "2 stored tensors (w, v) are at one place"),
         (rule_of(rename="{1}"), ONE, "nothing says what $1 is: the regex has no such group"),
         (rule_of(rename="{layers + 1}"), ONE, "nothing says what layers is: give it under [values]"),
+        (rule_of(rename="{1 // 0 + 1}", match="w(.*)"), ONE, "'$1 // 0 + 1' divides by zero"),
+        (rule_of(rename=f"{{{'9' * 18} * 999 + pp}}", match="w"), ONE, "nothing says what $999999999999999999 is"),
+        (rule_of(rename=f"{{(0 + {'9' * 18}) * 999}}", match="w"), ONE, "is 9.990e+20, which no tensor is as large as"),
         (rule_of(match="(w)", rename="{1 + 1}"), ONE, "works with $1, which is 'w' and no number"),
         (rule_of(alias_of="v"), ONE, "an alias of v/param, which is made by no rule"),
         (TWO_RULES, [*ONE, ("u", (2,), {})], "would be w/param, which rule 1 has made of another"),
@@ -85,6 +88,7 @@ def test_of_many_tensors_without_a_rule_some_are_named_and_the_rest_counted():
 
 HEAD = "version = 1\n[[rule]]\nmatch = 'w'\n"
 SHARD = HEAD + "shard = 'tp'\ndim = 0\n"
+VALUES = "version = 1\nrule = [{match = 'w'}]\n[values]\n"
 FLAT = "flat = 'dp', tensors = [{name = 'a', shape = [1]}]"
 
 
@@ -136,10 +140,11 @@ FLAT = "flat = 'dp', tensors = [{name = 'a', shape = [1]}]"
         (HEAD + "where = {pp = 'x'}", "pp = 'x', which should be numbers"),
         (HEAD + "drop = 'yes'", "drop = 'yes', which should be true or false"),
         ("version = 1\n[axes]\ndp = 'shard'\n[[rule]]\nmatch = 'w'", "[axes] has dp = 'shard'"),
-        ("version = 1\n[values]\na = 'b'\nb = 1\n[[rule]]\nmatch = 'w'", "[values], a: nothing says what b is"),
-        ("version = 1\n[values]\na = '1 // 0'\n[[rule]]\nmatch = 'w'", "divides by zero"),
-        (f"version = 1\n[values]\na = '{'9' * 18} * 999'\n[[rule]]\nmatch = 'w'", "no tensor is as large"),
-        (f"version = 1\n[values]\na = '{'(' * 300}'\n[[rule]]\nmatch = 'w'", "has 300 characters"),
+        (VALUES + "a = 'b'\nb = 1", "[values] has a = 'b', which names b before it is given"),
+        (VALUES + f"a = '{'(' * 300}'", "'... has 300 characters, and 200 are the most"),
+        (VALUES + f"a = '{' + '.join('x' * 40)}'\nb = '{' + '.join('a' * 20)}'", "is too long with its values put in"),
+        (VALUES + "a = 1.5", "[values] has a = 1.5, which should be a number"),
+        ("version = 1\n[patterns]\na = '('\n[[rule]]\nmatch = 'w'", "[patterns] has a = '(', which is no regex"),
     ],
 )  # fmt: skip
 def test_a_rule_file_that_is_wrong_is_one_clear_error_that_says_where(text, says):

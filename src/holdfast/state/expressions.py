@@ -19,6 +19,10 @@ Value = int | str
 Tree = int | str | tuple[str, "Tree", "Tree"]
 """A number, a name, or an operator with what it is applied to."""
 
+Values = Mapping[str, "Expression"]
+"""What a text may name, and what that is."""
+
+NONE: Values = {}
 TOKEN = re.compile(r"\s*(?:(\d{1,18})(?!\w)|(\$\d+|[A-Za-z_]\w*)|(//|[-+*%()]))")
 OPERATORS = {
     "+": operator.add,
@@ -27,7 +31,7 @@ OPERATORS = {
     "//": operator.floordiv,
     "%": operator.mod,
 }
-LONGEST_TEXT, LARGEST = 200, 1 << 62
+LONGEST_TEXT, MOST_NODES, LARGEST = 200, 1000, 1 << 62
 
 
 @dataclass(frozen=True)
@@ -42,12 +46,13 @@ class Expression:
     tree: Tree
 
     @classmethod
-    def parse(cls, text: str) -> Expression:
+    def parse(cls, text: str, values: Values = NONE) -> Expression:
+        """``values`` are put in where they are named."""
         if len(text) > LONGEST_TEXT:
             raise ValueError(
                 f"{text[:40]!r}... has {len(text)} characters, and {LONGEST_TEXT} are the most that are read"
             )
-        return cls(text, _Parser(text).parse())
+        return cls(text, _expanded(_Parser(text).parse(), values, text))
 
     @property
     def names(self) -> frozenset[str]:
@@ -72,11 +77,11 @@ class Template:
     pieces: tuple[str | Expression, ...]
 
     @classmethod
-    def parse(cls, text: str) -> Template:
+    def parse(cls, text: str, values: Values = NONE) -> Template:
         pieces: list[str | Expression] = []
         for number, piece in enumerate(re.split(r"\{([^{}]*)\}", text)):
             if number % 2:
-                pieces.append(Expression.parse(re.sub(r"^\s*(\d+)", r"$\1", piece)))
+                pieces.append(Expression.parse(re.sub(r"^\s*(\d+)", r"$\1", piece), values))
             elif "{" in piece or "}" in piece:
                 raise ValueError(f"{text!r} has a brace without its other one")
             elif piece:
@@ -153,6 +158,23 @@ class _Parser:
             raise ValueError(f"{self._text!r} lacks a number or a name")
         token = self._tokens.pop(0)
         return int(token[1]) if token[1] else token[2]
+
+
+def _expanded(tree: Tree, values: Values, text: str) -> Tree:
+    """With the values in place of their names."""
+    if isinstance(tree, str):
+        found = values.get(tree)
+        return tree if found is None else found.tree
+    if isinstance(tree, int):
+        return tree
+    expanded = (tree[0], _expanded(tree[1], values, text), _expanded(tree[2], values, text))
+    if _nodes(expanded) > MOST_NODES:
+        raise ValueError(f"{text!r} is too long with its values put in")
+    return expanded
+
+
+def _nodes(tree: Tree) -> int:
+    return 1 + _nodes(tree[1]) + _nodes(tree[2]) if isinstance(tree, tuple) else 1
 
 
 def _names(tree: Tree) -> set[str]:

@@ -64,8 +64,7 @@ class Matcher:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules.rules
-        absent = {name: n for axis in rules.axes for name, n in ((axis, 0), (f"{axis}_count", 1))}
-        self._values = {**absent, **rules.values}
+        self._absent = {name: n for axis in rules.axes for name, n in ((axis, 0), (f"{axis}_count", 1))}
         self._known: dict[tuple[str, str], list[tuple[int, dict[str, Value]]]] = {}
         self.used: set[int] = set()
         self.ambiguous: dict[str, tuple[int, ...]] = {}
@@ -101,7 +100,7 @@ class Matcher:
         self.used.add(number)
         coordinates = {axis: index for axis, (index, _) in row.at.items()}
         counts = {f"{axis}_count": count for axis, (_, count) in row.at.items()}
-        return replace(row, number=number, names={**self._values, **coordinates, **counts, **captures})
+        return replace(row, number=number, names={**self._absent, **coordinates, **counts, **captures})
 
     def _matches(self, row: Row) -> Iterator[tuple[int, dict[str, Value]]]:
         key = row.name, row.slot

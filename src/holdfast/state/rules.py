@@ -17,7 +17,7 @@ from ..errors import RuleError
 from .atoms import DTYPE_BYTES
 from .boxes import Box
 from .cutting import Average, Blocks, Boxes, Cut, Flat, Repeated, Replicate, Shard, Unique, Widths
-from .expressions import Expression, Template, Value
+from .expressions import Expression, Template
 from .layouts import WIDTHS
 from .tables import Table
 
@@ -29,6 +29,9 @@ OPTIONS: dict[str, set[str]] = {
     "flat": {"shape", "tensors", "buckets", "align", "tensor_align"},
 }  # fmt: skip
 TEXTS = ("rename", "slot", "alias_of")
+RESERVED = ("size", "part", "index")
+"""What expressions may name that no value is called."""
+
 LAYOUTS = ("block", "interleaved")
 
 
@@ -113,7 +116,6 @@ class Rules:
     """Of one text. ``axes``: what is true of an axis that a rule says nothing of."""
 
     rules: tuple[Rule, ...]
-    values: Mapping[str, Value] = field(default_factory=dict)
     axes: Mapping[str, Cut] = field(default_factory=dict)
 
     @classmethod
@@ -140,18 +142,19 @@ class Rules:
         version = top.required("version", int)
         if version != VERSION:
             top.wrong(f"has version {version}, and {VERSION} is the one that is known: take a newer holdfast")
-        tables = top.tables("rule")
+        tables = top.get("rule", list, [])
         if not tables:
             top.wrong("has no rule: a table [[rule]] with a regex, `match`, is one")
         known = _values(Table(top.get("values", dict, {}), f"{source}, [values]"), values or {})
+        patterns = _patterns(Table(top.get("patterns", dict, {}), f"{source}, [patterns]"))
         axes = _axes(Table(top.get("axes", dict, {}), f"{source}, [axes]"))
         lines = _lines(text, len(tables))
         rules = tuple(
-            _rule(Table(table, f"{source}, rule {number}{lines[number - 1]}"), axes=axes)
+            _rule(Table(table, f"{source}, rule {number}{lines[number - 1]}", known, patterns))
             for number, table in enumerate(tables, 1)
         )
         top.done()
-        return cls(rules, known, axes)
+        return cls(rules, axes)
 
 
 def _lines(text: str, count: int) -> list[str]:
@@ -160,13 +163,24 @@ def _lines(text: str, count: int) -> list[str]:
     return [f" (line {line})" for line in found] if len(found) == count else [""] * count
 
 
-def _values(table: Table, given: Mapping[str, int]) -> dict[str, Value]:
-    found: dict[str, Value] = dict(given)
+def _values(table: Table, given: Mapping[str, int]) -> dict[str, Expression]:
+    """Each may name those before it, and what is known where it is used."""
+    found = {name: Expression(str(n), n) for name, n in given.items() if name not in RESERVED}
+    for number, name in enumerate(table.names):
+        expression = Table({name: table.get(name, object, 0)}, table.place, found).expression(name)
+        later = sorted(expression.names & set(table.names[number:]) - set(given))
+        if later:
+            table.wrong(f"has {name} = {expression.text!r}, which names {later[0]} before it is given")
+        found.setdefault(name, expression)
+    return found
+
+
+def _patterns(table: Table) -> dict[str, str]:
+    """Each may name those before it."""
+    found: dict[str, str] = {}
     for name in table.names:
-        expression = table.expression(name)
-        if name not in given:
-            with table.named(name):
-                found[name] = expression.value(found)
+        inner = Table({name: table.get(name, object, "")}, table.place, patterns=found)
+        found[name] = f"(?:{inner.regex(name).pattern})"
     return found
 
 
@@ -175,10 +189,10 @@ def _axes(table: Table) -> dict[str, Cut]:
     return {name: kinds[table.one_of(name, tuple(kinds))]((name,)) for name in table.names}
 
 
-def _rule(table: Table, *, axes: Mapping[str, Cut]) -> Rule:
+def _rule(table: Table) -> Rule:
     pattern = table.required("match", str)
     table.place += f" (match {pattern!r})"
-    where = Table(table.get("where", dict, {}), f"{table.place}, where")
+    where = table.of(table.get("where", dict, {}), "where")
     inline = [kind for kind in KINDS if kind in table]
     cuts = [_cut(each) for each in table.inner("cut")] + ([_cut(table)] if inline else [])
     if inline and "cut" in table:
@@ -251,7 +265,7 @@ def _blocks(table: Table, axes: tuple[str, ...]) -> Blocks:
 
 
 def _tensors(table: Table, axes: tuple[str, ...]) -> Tensors:
-    listed = [Table(one, f"{table.place}, tensors") for one in table.required("tensors", list)]
+    listed = [table.of(one, "tensors") for one in table.required("tensors", list)]
     names = tuple(one.template("name") for one in listed)
     shapes = tuple(one.expressions("shape") for one in listed)
     for one in listed:

@@ -8,16 +8,21 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from ..errors import RuleError
-from .expressions import Expression, Template
+from .expressions import NONE, Expression, Template, Values
 
+NO_TEXTS: Mapping[str, str] = {}
 TYPES = {int: "a number", str: "text", bool: "true or false", list: "a list", dict: "a table"}
 
 
 class Table:
     """One table, called ``place`` in errors. Keys that nothing asked for are refused by ``done``."""
 
-    def __init__(self, content: Any, place: str) -> None:
+    def __init__(
+        self, content: Any, place: str, values: Values = NONE, patterns: Mapping[str, str] = NO_TEXTS
+    ) -> None:
+        """``values`` may be named in expressions, ``patterns`` in regexes."""
         self.place = place
+        self._values, self._patterns = values, patterns
         self._asked: set[str] = set()
         if not isinstance(content, dict):
             self.wrong(f"is {content!r}, which should be a table: {{key = value}}")
@@ -64,9 +69,6 @@ class Table:
             self.wrong(f"lacks `{key}`")
         return self.get(key, kind, None)
 
-    def tables(self, key: str) -> list[Any]:
-        return self.get(key, list, [])
-
     def inner(self, key: str, most: int = 100) -> Iterator[Table]:
         """The table of that key, or each of the list of them; each is done when the next one is asked for."""
         value = self.get(key, object, [])
@@ -74,9 +76,13 @@ class Table:
         if len(several) > most:
             self.wrong(f"has {len(several)} of `{key}`, and {most} can be")
         for one in several:
-            table = Table(one, f"{self.place}, {key}")
+            table = self.of(one, key)
             yield table
             table.done()
+
+    def of(self, content: Any, key: str) -> Table:
+        """A table within this one."""
+        return Table(content, f"{self.place}, {key}", self._values, self._patterns)
 
     def one_of(self, key: str, choices: tuple[str, ...]) -> str:
         value = self.required(key, str)
@@ -87,7 +93,7 @@ class Table:
     def regex(self, key: str) -> re.Pattern[str]:
         text = self.required(key, str)
         try:
-            return re.compile(text)
+            return re.compile(re.sub(r"\{([A-Za-z_]\w*)\}", lambda m: self._patterns.get(m[1], m[0]), text))
         except re.error as error:
             self.wrong(f"has {key} = {text!r}, which is no regex: {error}")
 
@@ -116,7 +122,7 @@ class Table:
     def template(self, key: str) -> Template:
         text = self.required(key, str)
         with self.named(key):
-            return Template.parse(text)
+            return Template.parse(text, self._values)
 
     def expression(self, key: str) -> Expression:
         return self.as_expression(key, self.required(key, object))
@@ -135,4 +141,4 @@ class Table:
         if not isinstance(value, str):
             self.wrong(f"has {key} = {value!r}, which should be a number, or text that works one out")
         with self.named(key):
-            return Expression.parse(value)
+            return Expression.parse(value, self._values)

@@ -36,7 +36,7 @@ def inferred(atoms: Iterable[tuple[Atom, Sequence[Held]]], world: int) -> str:
     >>> print(inferred([(Atom("h.0.w", "param", (5, 4), "F32"), halves)], 2).partition("version = 1")[2].strip())
     # 1 tensor: h.0.w [5, 4]
     [[rule]]
-    match = 'h\\\\.(\\\\d+)\\\\.w'
+    match = 'h\\.(\\d+)\\.w'
     shard = "rank"
     dim = 0
     widths = [3, 2]

@@ -13,7 +13,8 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -297,6 +298,19 @@ def write_durably(
     after("sync")
     disk.rename(temporary, path)
     after("rename")
+    disk.sync_dir(path.rpartition("/")[0], why=f"{why} directory")
+
+
+@contextmanager
+def written_durably(disk: AnyDisk, path: str, nbytes: int, *, why: str) -> Iterator[Any]:
+    """A file of ``nbytes`` to write, at any places and from any threads, in the block; it has the name ``path`` and
+    survives power loss when the block ends, and is not there if the block raises."""
+    temporary = path + TEMPORARY
+    disk.allocate(temporary, nbytes)
+    with closing(disk.open(temporary, direct=False)) as file:
+        yield file
+        disk.sync(file, why=why)
+    disk.rename(temporary, path)
     disk.sync_dir(path.rpartition("/")[0], why=f"{why} directory")
 
 

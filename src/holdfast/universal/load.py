@@ -7,16 +7,20 @@ which they lie.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from ..errors import Damaged
 from ..state.atoms import DTYPE_BYTES
 from ..state.boxes import Box
-from ..state.pieces import Piece, row_major
+from ..state.capture import FROM_NAME
+from ..state.pieces import Piece, flat_boxes, row_major
 from ..units import KiB, MiB
 from .source import Source, Stored
 
@@ -45,26 +49,63 @@ class Run(NamedTuple):
 
 
 def read_all(source: Source, targets: list[Target], told: Callable[[int], None] | None = None) -> None:
-    """Fill the arrays of ``targets``. ``told`` is told the bytes of each run that was read, holes included.
+    """Fill the arrays of ``targets``, with several threads. ``told`` is told the bytes of each run that was read, holes
+    included.
 
     Raises ``Damaged`` where the source is, or does not cover what is wanted. Arrays may be half filled then.
     """
-    runs = plan(source, targets)
 
     def read(run: Run) -> int:
         _read(source, run, targets[run.target].array)
         return run.count * source.parts[run.part].itemsize
 
+    in_threads((partial(read, run) for run in plan(source, targets)), told or (lambda nbytes: None))
+
+
+def read(source: Source, targets: list[Target]) -> None:
+    """As ``read_all``, with this thread alone."""
+    for run in plan(source, targets):
+        _read(source, run, targets[run.target].array)
+
+
+def read_flat(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
+    """The elements ``start`` to ``stop`` of an atom in C order, as opaque ones of its size; where copies are to be
+    averaged, their mean."""
+    if stored.average:
+        return _mean_of(source, stored, start, stop)
+    result = np.empty(stop - start, dtype=f"V{stored.atom.itemsize}")
+    targets, at = [], 0
+    for box in flat_boxes(stored.atom.shape, start, stop):
+        targets.append(Target(stored, box, result[at : at + box.elements].reshape(box.shape)))
+        at += box.elements
+    read(source, targets)
+    return result
+
+
+def _mean_of(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
+    """In float64, rounded once."""
+    dtype = FROM_NAME[stored.atom.dtype]
+    each = [Stored(stored.atom, pieces) for pieces in (stored.pieces, *stored.copies)]
+    values = [
+        torch.from_numpy(read_flat(source, one, start, stop).view(np.uint8)).view(dtype) for one in each
+    ]
+    mean = torch.stack([value.double() for value in values]).mean(0).to(dtype)
+    return mean.view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
+
+
+def in_threads(jobs: Iterable[Callable[[], int]], told: Callable[[int], None]) -> None:
+    """Do ``jobs``, a few at once and begun in order; ``told`` is told what each returns. The first error ends it."""
+    waiting: deque[Future[int]] = deque()
     with ThreadPoolExecutor(THREADS, "load") as pool:
-        futures = []
         try:
-            futures = [pool.submit(read, run) for run in runs]
-            for future in futures:
-                nbytes = future.result()
-                if told is not None:
-                    told(nbytes)
+            for job in jobs:
+                waiting.append(pool.submit(job))
+                if len(waiting) > 2 * THREADS:
+                    told(waiting.popleft().result())
+            while waiting:
+                told(waiting.popleft().result())
         finally:
-            for future in futures:
+            for future in waiting:
                 future.cancel()
 
 

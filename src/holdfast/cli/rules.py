@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
 from ..errors import BadInput
-from ..state.rules import Rules
+from ..state.rules import Rules, numbers_of
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import counted
@@ -40,7 +39,10 @@ def show_packs(name: str | None) -> None:
 
 def load(rules: str, values: Path | None) -> Rules:
     """Those of a file, or of a pack of that name; ``values`` is a JSON file with numbers, such as a config.json."""
-    numbers = {} if values is None else _numbers(values)
+    try:
+        numbers = {} if values is None else numbers_of(_text(values))
+    except ValueError as error:
+        raise BadInput(f"{values} gives no values: {error}") from None
     path = Path(rules)
     if not path.is_file() and rules in packs.names():
         return packs.load(rules, numbers)
@@ -74,13 +76,3 @@ def _text(path: Path) -> str:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read as a text file: {error}") from None
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    try:
-        found = json.loads(_text(path))
-    except ValueError as error:
-        raise BadInput(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise BadInput(f"{path} holds no table of names and numbers")
-    return {name: value for name, value in found.items() if type(value) is int and value >= 0}

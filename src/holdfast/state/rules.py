@@ -7,6 +7,7 @@ examples, in docs/moves.md; here is its grammar, in ``state/assembly.py`` what i
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -113,10 +114,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """Of one text. ``axes``: what is true of an axis that a rule says nothing of."""
+    """Of one text. ``axes``: what is true of an axis that a rule says nothing of; ``files``: regexes over the names of
+    files, whose groups are axes; ``mesh``: how long those are."""
 
     rules: tuple[Rule, ...]
     axes: Mapping[str, Cut] = field(default_factory=dict)
+    files: tuple[re.Pattern[str], ...] = ()
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    source: str = "rules"
 
     @classmethod
     def parse(cls, text: str, source: str = "rules", values: Mapping[str, int] | None = None) -> Rules:
@@ -153,8 +158,50 @@ class Rules:
             _rule(Table(table, f"{source}, rule {number}{lines[number - 1]}", known, patterns))
             for number, table in enumerate(tables, 1)
         )
+        mesh = Table(top.get("mesh", dict, {}), f"{source}, [mesh]")
+        lengths = {axis: mesh.required(axis, int) for axis in mesh.names}
+        files = tuple(_file(each, lengths) for each in top.inner("files"))
         top.done()
-        return cls(rules, axes)
+        return cls(rules, axes, files, lengths, source)
+
+    def place_of_file(self, name: str) -> dict[str, tuple[int, int]]:
+        """Where on the mesh the rank was that wrote a file, and how long that is, by axis. Raises ``RuleError`` if no
+        regex of ``files`` matches, or several do."""
+        found = [match for match in (regex.fullmatch(name) for regex in self.files) if match]
+        if len(found) != 1:
+            raise RuleError(
+                f"{self.source}: {len(found)} of {len(self.files)} [[files]] match {name!r}, and one has to: it says"
+                " with (?P<tp>\\d+) where on the axis tp the rank was that wrote it"
+            )
+        groups = {axis: text for axis, text in found[0].groupdict().items() if text is not None}
+        return {axis: (int(text), self.mesh[axis]) for axis, text in groups.items()}
+
+
+def numbers_of(text: str) -> dict[str, int]:
+    """The whole numbers of a JSON table, as values: of a model's config.json. Raises ``ValueError``.
+
+    >>> numbers_of('{"vocab_size": 37, "tied": true}')
+    {'vocab_size': 37}
+    """
+    table = json.loads(text)
+    if not isinstance(table, dict):
+        raise ValueError("it holds no table of names and numbers")
+    return {name: value for name, value in table.items() if type(value) is int and value >= 0}
+
+
+def _file(table: Table, mesh: Mapping[str, int]) -> re.Pattern[str]:
+    regex = table.regex("match")
+    unknown = [axis for axis in regex.groupindex if axis not in mesh]
+    if unknown:
+        table.wrong(
+            f"names the axis {unknown[0]!r}, and [mesh] does not say how long it is: {unknown[0]} = 2"
+        )
+    odd = [name for name in regex.groupindex if re.search(rf"\(\?P<{name}>\\d[+*]?\)", regex.pattern) is None]
+    if odd:
+        table.wrong(
+            f"has a group {odd[0]!r} that is not (?P<{odd[0]}>\\d+): it should be where on an axis a rank is"
+        )
+    return regex
 
 
 def _lines(text: str, count: int) -> list[str]:

@@ -45,10 +45,15 @@ def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assemble
 
 
 def add_to(contents: Contents, found: Assembled) -> None:
-    """What rules made, as the atoms of a source. Raises ``Damaged`` if they are not whole."""
+    """What rules made, as the atoms of a source; what they lost is said in its progress. Raises ``Damaged`` if they are
+    not whole."""
     for ruled in found.atoms.values():
         contents.add(Stored(ruled.atom, ruled.pieces, ruled.copies, ruled.average))
     contents.aliases |= found.aliases
+    averaged = [key for key, ruled in found.atoms.items() if ruled.average]
+    lost = {name: some for name, some in (("averaged", averaged), ("dropped", list(found.dropped))) if some}
+    if lost:
+        contents.progress.setdefault("extra", {}).update(lost)
 
 
 def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:

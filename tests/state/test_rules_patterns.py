@@ -270,3 +270,42 @@ def test_a_rule_may_be_of_some_ranks_or_slots_alone():
         "w/exp_avg_sq": (3, 2), "w/row": (2,), "first/param": (2, 2), "second/param": (3,), "third/param": (),
     }  # fmt: skip
     assert found["third/param"] == 4
+
+
+@pytest.mark.parametrize("buckets", ["each", [7]])
+def test_groups_of_zero_are_as_deepspeed_divides_them(buckets):
+    """Sizes that DeepSpeed had on four ranks: 222 elements each under ZeRO-3, 220 and at last 217 under ZeRO-1."""
+    sizes, ranks = [370, 130, 13, 91, 7, 7, 259], Ranks()
+    tensors = [numbered((n,)) + 1000 * number for number, n in enumerate(sizes)]
+    parts = [[], [], [], []]
+    if buckets == "each":
+        for tensor in tensors:
+            padded = np.concatenate([tensor, np.full(-len(tensor) % 4, NAN)])
+            for part, share in zip(parts, np.split(padded, 4)):
+                part.append(share)
+    else:
+        flat = np.concatenate(tensors)
+        parts = [[flat[220 * n : 220 * n + 220]] for n in range(4)]
+    for number, part in enumerate(parts):
+        ranks.store("group", np.concatenate(part), dp=(number, 4))
+    assert [row.shape for row in ranks.rows] == [(222,)] * 4 if buckets == "each" else [(220,)] * 3 + [(217,)]
+    listed = [{"name": f"t{n}", "shape": [size]} for n, size in enumerate(sizes)]
+    align = "dp_count" if buckets == "each" else "2 * dp_count"
+    text = rule_of(match="group", flat="dp", tensors=listed, buckets=buckets, align=align)
+    found = ranks.tensors(text + "\n[[rule]]\nmatch = '.*'")
+    for number, tensor in enumerate(tensors):
+        np.testing.assert_array_equal(found[f"t{number}/param"], tensor)
+
+
+def test_experts_that_ranks_number_alike_need_a_rule_and_do_not_take_each_others_place():
+    ranks = Ranks()
+    for rank in range(2):
+        ranks.store("experts.0.w", numbered((2,)) + rank, ep=(rank, 2))
+    with pytest.raises(RuleError, match="axis 'ep', and nothing says"):
+        ranks.by(rule_of())
+    with pytest.raises(RuleError, match="2 of 2 have it"):
+        ranks.by(rule_of(unique="ep"))
+    with pytest.raises(AssertionError):
+        ranks.tensors(rule_of(replicate="ep"))
+    found = ranks.tensors(rule_of(match=r"experts\.(\d+)\.w", rename="experts.{1 + ep}.w"))
+    assert found["experts.1.w/param"].tolist() == [1, 2]

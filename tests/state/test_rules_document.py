@@ -14,7 +14,19 @@ from holdfast.universal import packs
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "moves.md").read_text()
 EXAMPLES = re.findall(r"```toml\n(.*?)```", DOCUMENT, re.DOTALL)
-MODIFIERS = "cut pad join split stacked unstack permute transpose rename alias_of dtype".split()
+MODIFIERS = [
+    "cut",
+    "pad",
+    "join",
+    "split",
+    "stacked",
+    "unstack",
+    "permute",
+    "transpose",
+    "rename",
+    "alias_of",
+    "dtype",
+]
 LINES = [
     line for line in DOCUMENT.splitlines() if line.startswith("|") and " = " in line and "..." not in line
 ]

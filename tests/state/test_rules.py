@@ -105,9 +105,12 @@ def test_nested_cuts_of_padded_tensors_are_put_together(case, chance):
     chance.shuffle(locals_)
     for at, array in locals_:
         ranks.store("w", array, **at)
-    [(key, found)] = ranks.tensors(rule_of(**keys)).items()
-    assert key == "w/param"
-    np.testing.assert_array_equal(found, tensor)
+    made = ranks.by(rule_of(**keys))
+    assert list(made.atoms) == ["w/param"]
+    np.testing.assert_array_equal(ranks.tensor(made.atoms["w/param"]), tensor)
+    counts = {axis: count for axis, (_, count) in locals_[0][0].items()}
+    replicas = [counts[table["replicate"]] for table in keys["cut"] if "replicate" in table]
+    assert len(made.atoms["w/param"].copies) == np.prod(replicas, dtype=int) - 1
 
 
 @settings(deadline=None)

@@ -310,3 +310,36 @@ def test_experts_that_ranks_number_alike_need_a_rule_and_do_not_take_each_others
         ranks.tensors(rule_of(replicate="ep"))
     found = ranks.tensors(rule_of(match=r"experts\.(\d+)\.w", rename="experts.{1 + ep}.w"))
     assert found["experts.1.w/param"].tolist() == [1, 2]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
+def test_stacks_may_be_along_any_dim_and_cuts_over_several_axes(a, b, dim):
+    """The last of the axes runs fastest. A stack is taken apart along a dim, and put together along it."""
+    shape = [2, 3, 2]
+    shape[dim] = 5
+    whole, ranks = numbered(shape), Ranks()
+    rows = np.array_split(whole, a * b, axis=1)
+    for i in range(a):
+        for j in range(b):
+            ranks.store("stack", rows[i * b + j], a=(i, a), b=(j, b))
+    for n in range(5):
+        ranks.store(f"{n}.slice", np.take(whole, n, axis=dim))
+    text = f"""
+        version = 1
+        [[rule]]
+        match = 'stack'
+        shard = ["a", "b"]
+        dim = 1
+        widths = "balanced"
+        unstack = {{dim = {dim}}}
+        rename = "slice.{{index}}"
+        [[rule]]
+        match = '(.)[.]slice'
+        stacked = {{dim = {dim}, index = "{{1}}"}}
+        rename = "whole"
+    """
+    found = ranks.tensors(text)
+    np.testing.assert_array_equal(found["whole/param"], whole)
+    for n in range(5):
+        np.testing.assert_array_equal(found[f"slice.{n}/param"], np.take(whole, n, axis=dim))

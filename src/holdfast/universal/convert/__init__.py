@@ -8,8 +8,10 @@ from pathlib import Path
 from ...errors import BadInput
 from ..source import Source
 from .huggingface import SafetensorsFiles, is_safetensors
+from .ruled import RuledFolder, is_ruled
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
+    ("rules", is_ruled, RuledFolder),
     ("safetensors", is_safetensors, SafetensorsFiles),
 ]
 """Of others: the name, whether a path is of that format, and what opens it."""

@@ -44,7 +44,10 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
             unit.create()
             generation = unit.acquire()
             fill = partial(_fill, source, layout, told)
-            files[name] = generation, unit.write_through(generation, fill, kind="state", phase="save", priority=2)
+            files[name] = (
+                generation,
+                unit.write_through(generation, fill, kind="state", phase="save", priority=2),
+            )
         index = store.put_index({"version": 1, "atoms": dict(_index(units))})
         origin = {"converted_from": {"path": source.path, "format": source.format}}
         return store.publish(source.progress.get("step") or 0, files, index, {**source.progress, **origin})

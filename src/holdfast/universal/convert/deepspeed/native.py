@@ -1,0 +1,182 @@
+"""Checkpoints as ZeRO saves them, one optimizer file for each rank, read in place.
+
+``param`` is the fp32 master; of parameters that the optimizer does not have, and of buffers, what the model has.
+Buffers that every rank keeps for itself are those of rank 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ....errors import BadInput, Damaged
+from ....state.atoms import Atom
+from ....state.pieces import Piece, Pieces, flat
+from ...pickles import Record, Tensor
+from ...source import Stored
+from . import zero3, zero12
+from .common import ModelStates, Names, add_parameter, progress_of
+from .folder import Folder, check_ranks, files_of, need, opened
+from .local import Local, Rank, Shape, WithNumbers, elements, shapes_of
+
+_SAME = (
+    "param_groups",
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    "clip_grad",
+    "zero_stage",
+    "ds_version",
+)
+"""What every rank's optimizer has to say alike."""
+
+
+class Native(WithNumbers):
+    """The checkpoint in ``path``, the folder of a tag."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ``FileMissing`` and ``Damaged`` naming the file that is not as it should be, ``BadInput`` for what is
+        not read."""
+        folder = files_of(path)
+        models, ranks = _files(folder)
+        super().__init__(str(path), f"deepspeed zero-{_stage(folder, ranks)}")
+        first = models[0]
+        shapes = shapes_of(need(first.content, "param_shapes", first.archive.path), first.archive.path)
+        zero = zero3 if folder.partitioned else zero12
+        locals_ = zero.locals_of(self, shapes, ranks)
+        names = Names({*locals_, *first.module, *first.aliases})
+        groups = _groups(ranks[0])
+        self.progress = progress_of(first, _others(ranks[0]), groups)
+        count = max([len(groups), *(local.group + 1 for local in locals_.values())])
+        self.progress["group_parameters"] = [
+            [names[name] for name, local in locals_.items() if local.group == group] for group in range(count)
+        ]
+        for name, local in locals_.items():
+            add_parameter(self, names[name], local)
+        self.aliases = {names[alias]: names[name] for alias, name in first.aliases.items()}
+        self._add_model(models, locals_, names, folder.partitioned)
+
+    def _add_model(
+        self, models: list[ModelStates], trained: dict[str, Local], names: Names, partitioned: bool
+    ) -> None:
+        """Buffers and frozen parameters."""
+        first = models[0]
+        frozen = shapes_of([first.content.get("frozen_param_shapes") or {}], first.archive.path)[0]
+        for key, tensor in first.module.items():
+            if not isinstance(tensor, Tensor) or key in trained or key in first.aliases:
+                continue
+            if key in first.buffers:
+                first.add(self, key, names[key], "buffer")
+            elif not partitioned:
+                first.add(self, key, names[key], "param")
+            elif key not in frozen:
+                raise Damaged(
+                    f"{first.archive.path}: the model has {key}, of which it says neither that it is trained nor that"
+                    " it is frozen",
+                    path=str(first.archive.path),
+                )
+        if partitioned:
+            for name, shape in frozen.items():
+                self._add_frozen(models, name, names[name], shape)
+
+    def _add_frozen(self, models: list[ModelStates], key: str, name: str, shape: Shape) -> None:
+        """A frozen parameter of ZeRO-3, cut as those that are trained."""
+        pieces: list[Piece] = []
+        dtype = ""
+        for rank, model in enumerate(models):
+            fragment = (model.content.get("frozen_param_fragments") or {}).get(key)
+            low, high = zero3.cut(elements(shape), rank, len(models))
+            if not isinstance(fragment, Tensor) or fragment.strides != (1,) or fragment.shape[0] < high - low:
+                raise Damaged(
+                    f"{model.archive.path} has no fragment of {high - low} elements of the frozen parameter {key}",
+                    path=str(model.archive.path),
+                )
+            dtype = fragment.storage.dtype
+            pieces += flat(shape, low, high, model.part(self, fragment), fragment.offset)
+        self.add(Stored(Atom(name, "param", shape, dtype), Pieces.of(pieces, len(shape))))
+
+
+def _files(folder: Folder) -> tuple[list[ModelStates], list[Rank]]:
+    """Opened, in the order of their ranks, and checked to be of one checkpoint."""
+    (mp, dp), path = min(folder.models.items())
+    first = ModelStates(opened(path))
+    world, parallel = (need(first.content, key, path) for key in ("dp_world_size", "mp_world_size"))
+    if parallel != 1 or any(mp for mp, _ in folder.models):
+        raise BadInput(
+            f"{folder.path} is of {parallel} tensor- or pipeline-parallel ranks, which are not read here yet"
+        )
+    if not folder.optimizers:
+        raise BadInput(
+            f"{folder.path} has no *_optim_states.pt: ZeRO was off (stage 0), or only the model was saved. The module"
+            f" in {path.name} is a state dict of torch."
+        )
+    check_ranks(folder.optimizers, parallel, world, "the optimizer's file", folder.path)
+    models = [first]
+    if folder.partitioned:
+        check_ranks(folder.models, parallel, world, "the file of model states", folder.path)
+        models += [ModelStates(opened(folder.models[0, rank])) for rank in range(1, world)]
+        _check_models(models)
+    ranks = []
+    for rank in range(world):
+        archive = opened(folder.optimizers[0, rank])
+        ranks.append(Rank(archive, need(archive.content, "optimizer_state_dict", archive.path)))
+    _check_same(ranks)
+    return models, ranks
+
+
+def _check_models(models: list[ModelStates]) -> None:
+    for key in (
+        "global_steps",
+        "skipped_steps",
+        "dp_world_size",
+        "param_shapes",
+        "frozen_param_shapes",
+        "ds_version",
+    ):
+        for model in models[1:]:
+            if model.content.get(key) != models[0].content.get(key):
+                raise Damaged(
+                    f"{model.archive.path}: {key} is not what it is in {models[0].archive.path.name}: the files are of"
+                    " two checkpoints. Take all of them from one.",
+                    path=str(model.archive.path),
+                )
+
+
+def _check_same(ranks: list[Rank]) -> None:
+    def said(rank: Rank) -> dict[str, Any]:
+        return {"param_groups": _groups(rank)} | {key: rank.state[key] for key in _SAME if key in rank.state}
+
+    first = said(ranks[0])
+    for rank in ranks[1:]:
+        for key, value in said(rank).items():
+            if value != first.get(key):
+                raise Damaged(
+                    f"{rank.path}: {key} is not what it is in {ranks[0].path.name}: the files are of two checkpoints."
+                    " Take all of them from one.",
+                    path=str(rank.path),
+                )
+
+
+def _groups(rank: Rank) -> list[dict[str, Any]]:
+    """The optimizer's groups, with their hyper-parameters; none where the format does not have them."""
+    base = rank.state.get("base_optimizer_state") or rank.state.get("optimizer_state_dict")
+    return list(base.get("param_groups") or ()) if isinstance(base, dict) else []
+
+
+def _others(rank: Rank) -> dict[str, Any]:
+    """What the optimizer says beside its tensors."""
+    known = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+    return {key: rank.state[key] for key in known if key in rank.state}
+
+
+def _stage(folder: Folder, ranks: list[Rank]) -> int:
+    stage = ranks[0].state.get("zero_stage")
+    if isinstance(stage, Record) and stage.args and isinstance(stage.args[0], int):
+        stage = stage.args[0]
+    found = stage if isinstance(stage, int) else (3 if folder.partitioned else 1)
+    if (found == 3) != folder.partitioned:
+        raise Damaged(
+            f"{ranks[0].path} is of ZeRO-{found}, and the model states are not: two checkpoints in one folder",
+            path=str(ranks[0].path),
+        )
+    return found

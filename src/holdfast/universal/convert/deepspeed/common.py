@@ -1,24 +1,25 @@
-"""What ZeRO's checkpoints and universal folders have alike: names, the tensors of the model states, and progress."""
+"""What ZeRO's checkpoints and universal folders have alike: names, the atoms of a parameter, and progress."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ....errors import BadInput, Damaged
+from ....errors import BadInput
 from ....state.atoms import Atom
+from ....state.boxes import Box
 from ....state.capture import FROM_NAME, WRAPPED
 from ....state.pieces import Pieces, dense
-from ....state.boxes import Box
 from ....state.progress import encode
 from ....units import MiB
-from ...archives import Archive, piece_of
+from ...archives import Archive
 from ...pickles import Record, Tensor
 from ...source import Files, Stored
 from .local import Local, WithNumbers
+from .model import ModelStates
 
 LARGEST_EXTRA = 1 * MiB
 """Tensors of the client's state that are longer are not carried along, and named."""
@@ -29,7 +30,7 @@ _OWN = frozenset({
 """Of the model states: what is read as something else than ``extra``."""
 
 
-class Names:
+class Names(Mapping[str, str]):
     """Names without those of wrappers. Raises ``BadInput`` where two become one."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -43,7 +44,13 @@ class Names:
                 raise BadInput(f"{kept[plain]} and {name} are both {plain} without the names of wrappers")
 
     def __getitem__(self, name: str) -> str:
-        return self._plain.get(name, name)
+        return self._plain[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plain)
+
+    def __len__(self) -> int:
+        return len(self._plain)
 
 
 def add_parameter(contents: WithNumbers, name: str, local: Local) -> None:
@@ -61,36 +68,6 @@ def add_parameter(contents: WithNumbers, name: str, local: Local) -> None:
             contents.progress.setdefault("values", {}).setdefault(name, {})[slot] = value.number
             continue
         contents.add(Stored(atom, Pieces.of([piece], 0)))
-
-
-class ModelStates:
-    """The file of a rank's model states: its tensors are in ``module``."""
-
-    def __init__(self, archive: Archive) -> None:
-        self.archive = archive
-        self.content: dict[str, Any] = archive.content
-        module = self.content.get("module")
-        if not isinstance(module, dict):
-            raise Damaged(f"{archive.path} has no module", path=str(archive.path))
-        self.module: dict[str, Any] = module
-        self.buffers = set(self.content.get("buffer_names") or ())
-        self.aliases: dict[str, str] = dict(self.content.get("shared_params") or {})
-        self._parts: dict[str, int] = {}
-
-    def add(self, contents: Files, key: str, name: str, slot: str) -> None:
-        """The tensor ``key`` of the module, as the atom ``name``."""
-        self.add_tensor(contents, self.module[key], name, slot)
-
-    def add_tensor(self, contents: Files, tensor: Tensor, name: str, slot: str) -> None:
-        part = self.part(contents, tensor)
-        atom = Atom(name, slot, tensor.shape, tensor.storage.dtype)
-        contents.add(Stored(atom, Pieces.of([piece_of(tensor, part)], len(tensor.shape))))
-
-    def part(self, contents: Files, tensor: Tensor) -> int:
-        key = tensor.storage.key
-        if key not in self._parts:
-            self._parts[key] = contents.add_part(self.archive.part(tensor.storage))
-        return self._parts[key]
 
 
 def progress_of(

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import BadInput, Damaged
-from ....state.atoms import Atom
-from ....state.pieces import Piece, Pieces, flat
-from ...pickles import Record, Tensor
-from ...source import Stored
+from ...pickles import Record
 from . import zero3, zero12
-from .common import ModelStates, Names, add_parameter, progress_of
+from .common import Names, add_parameter, progress_of
 from .folder import Folder, check_ranks, files_of, need, opened
-from .local import Local, Rank, Shape, WithNumbers, elements, shapes_of
+from .local import Rank, WithNumbers, shapes_of
+from .model import ModelStates, add_model, check_models
 
 _SAME = (
     "param_groups",
@@ -44,7 +42,7 @@ class Native(WithNumbers):
         shapes = shapes_of(need(first.content, "param_shapes", first.archive.path), first.archive.path)
         zero = zero3 if folder.partitioned else zero12
         locals_ = zero.locals_of(self, shapes, ranks)
-        names = Names({*locals_, *first.module, *first.aliases})
+        names = Names({*locals_, *first.names})
         groups = _groups(ranks[0])
         self.progress = progress_of(first, _others(ranks[0]), groups)
         count = max([len(groups), *(local.group + 1 for local in locals_.values())])
@@ -54,46 +52,7 @@ class Native(WithNumbers):
         for name, local in locals_.items():
             add_parameter(self, names[name], local)
         self.aliases = {names[alias]: names[name] for alias, name in first.aliases.items()}
-        self._add_model(models, locals_, names, folder.partitioned)
-
-    def _add_model(
-        self, models: list[ModelStates], trained: dict[str, Local], names: Names, partitioned: bool
-    ) -> None:
-        """Buffers and frozen parameters."""
-        first = models[0]
-        frozen = shapes_of([first.content.get("frozen_param_shapes") or {}], first.archive.path)[0]
-        for key, tensor in first.module.items():
-            if not isinstance(tensor, Tensor) or key in trained or key in first.aliases:
-                continue
-            if key in first.buffers:
-                first.add(self, key, names[key], "buffer")
-            elif not partitioned:
-                first.add(self, key, names[key], "param")
-            elif key not in frozen:
-                raise Damaged(
-                    f"{first.archive.path}: the model has {key}, of which it says neither that it is trained nor that"
-                    " it is frozen",
-                    path=str(first.archive.path),
-                )
-        if partitioned:
-            for name, shape in frozen.items():
-                self._add_frozen(models, name, names[name], shape)
-
-    def _add_frozen(self, models: list[ModelStates], key: str, name: str, shape: Shape) -> None:
-        """A frozen parameter of ZeRO-3, cut as those that are trained."""
-        pieces: list[Piece] = []
-        dtype = ""
-        for rank, model in enumerate(models):
-            fragment = (model.content.get("frozen_param_fragments") or {}).get(key)
-            low, high = zero3.cut(elements(shape), rank, len(models))
-            if not isinstance(fragment, Tensor) or fragment.strides != (1,) or fragment.shape[0] < high - low:
-                raise Damaged(
-                    f"{model.archive.path} has no fragment of {high - low} elements of the frozen parameter {key}",
-                    path=str(model.archive.path),
-                )
-            dtype = fragment.storage.dtype
-            pieces += flat(shape, low, high, model.part(self, fragment), fragment.offset)
-        self.add(Stored(Atom(name, "param", shape, dtype), Pieces.of(pieces, len(shape))))
+        add_model(self, models, set(locals_), names, folder.partitioned)
 
 
 def _files(folder: Folder) -> tuple[list[ModelStates], list[Rank]]:
@@ -115,31 +74,13 @@ def _files(folder: Folder) -> tuple[list[ModelStates], list[Rank]]:
     if folder.partitioned:
         check_ranks(folder.models, parallel, world, "the file of model states", folder.path)
         models += [ModelStates(opened(folder.models[0, rank])) for rank in range(1, world)]
-        _check_models(models)
+        check_models(models)
     ranks = []
     for rank in range(world):
         archive = opened(folder.optimizers[0, rank])
         ranks.append(Rank(archive, need(archive.content, "optimizer_state_dict", archive.path)))
     _check_same(ranks)
     return models, ranks
-
-
-def _check_models(models: list[ModelStates]) -> None:
-    for key in (
-        "global_steps",
-        "skipped_steps",
-        "dp_world_size",
-        "param_shapes",
-        "frozen_param_shapes",
-        "ds_version",
-    ):
-        for model in models[1:]:
-            if model.content.get(key) != models[0].content.get(key):
-                raise Damaged(
-                    f"{model.archive.path}: {key} is not what it is in {models[0].archive.path.name}: the files are of"
-                    " two checkpoints. Take all of them from one.",
-                    path=str(model.archive.path),
-                )
 
 
 def _check_same(ranks: list[Rank]) -> None:

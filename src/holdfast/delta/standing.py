@@ -33,9 +33,7 @@ def state_at(root: Path, step: int | None, watch: Recovery | None = None) -> tup
             raise NoCommit(f"{root} has no base of step {step} or before it: `holdfast ls {root}` lists them")
         base = store.load(bases[0])
         state = rebuilt(base, store.atoms(base))
-        found = recover(
-            store, state, NoScript(), ranks=Ranks(), target=step, exact=step is not None, watch=watch
-        )
+        found = recover(store, state, NoScript(), ranks=Ranks(), target=step, exact=step is not None, watch=watch)
         if found.residuals_lost:
             raise BadInput(
                 f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"

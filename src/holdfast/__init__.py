@@ -22,6 +22,7 @@ _HOME = {
     "Checkpointer": ".checkpointer",
     "Engine": ".offload.engine",
     "Exact": ".delta.codecs",
+    "From": ".universal.restore",
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
     "Preflight": ".offload.preflight",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
     from .store.retention import Keep
+    from .universal.restore import From
     from .watch.recovery import progress_bar
 
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "Checkpointer",
     "Engine",
     "Exact",
+    "From",
     "HoldfastError",
     "Int8",
     "Keep",

@@ -11,14 +11,22 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from ..errors import BadInput
+from ..sources import source_of
 from ..units import counted, format_bytes, parse_bytes
 from ..universal.convert.huggingface import write_huggingface, write_single
 from ..universal.save import write_run
 from ..universal.source import Source
 from .output import print_json
-from .sources import source_of
+from .runs import open_run
 
-DTYPES = {"fp32": "F32", "float32": "F32", "bf16": "BF16", "bfloat16": "BF16", "fp16": "F16", "float16": "F16"}
+DTYPES = {
+    "fp32": "F32",
+    "float32": "F32",
+    "bf16": "BF16",
+    "bfloat16": "BF16",
+    "fp16": "F16",
+    "float16": "F16",
+}
 FORMATS = ("holdfast", "huggingface", "safetensors")
 
 Told = Callable[[int], None]
@@ -30,13 +38,21 @@ def convert(
     """Write ``source`` to ``destination`` in the format ``to``, and say what that took."""
     _refuse(destination, to, dtype)
     began = time.perf_counter()
-    opened = source_of(source)
+    opened = source_of(source, open_run)
     total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
-    columns = "writing", BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    columns = (
+        "writing",
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     out = Console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=as_json or not out.is_terminal) as bar:
         task = bar.add_task("writing", total=total)
-        about = _write(opened, destination, to, DTYPES.get(dtype or ""), file_size, lambda n: bar.advance(task, n))
+        about = _write(
+            opened, destination, to, DTYPES.get(dtype or ""), file_size, lambda n: bar.advance(task, n)
+        )
     seconds = time.perf_counter() - began
     about |= {"format": to, "from": opened.format, "bytes": total, "seconds": seconds}
     if as_json:
@@ -47,7 +63,8 @@ def convert(
         f" {format_bytes(total)} in {counted(len(about['files']), 'file')}, {seconds:.1f} s"
     )
     if about["left_out"]:
-        print(f"Not in it, as {to} holds parameters and buffers alone: {counted(about['left_out'], 'tensor')} of the optimizer")
+        left = counted(about["left_out"], "tensor")
+        print(f"Not in it, since {to} holds parameters and buffers alone: {left} of the optimizer")
 
 
 def _refuse(destination: Path, to: str, dtype: str | None) -> None:
@@ -70,7 +87,9 @@ def _write(
 ) -> dict[str, Any]:
     left_out = [key for key, each in source.atoms.items() if not _goes_along(each.atom.slot, to)]
     if to == "huggingface":
-        files = write_huggingface(source, destination, dtype=dtype, file_bytes=parse_bytes(file_size), told=told)
+        files = write_huggingface(
+            source, destination, dtype=dtype, file_bytes=parse_bytes(file_size), told=told
+        )
     elif to == "safetensors":
         files = [write_single(source, destination, dtype=dtype, told=told)]
     else:

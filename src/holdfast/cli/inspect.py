@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 
 from ..errors import CommitRetired, Damaged
-from ..store.chain import chain_of, read_journal, verify_records
+from ..store.chain import last_step, verify_records
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import counted, format_bytes
@@ -34,7 +34,7 @@ def ls(run: Path, *, as_json: bool) -> None:
         try:
             manifest = reader.load(ref)
             entry |= summary(manifest) | {
-                "records_to": records_to(reader, manifest) if ref in line else ref.step
+                "records_to": last_step(reader, manifest) if ref in line else ref.step
             }
         except CommitRetired:  # since it was listed
             continue
@@ -54,12 +54,6 @@ def ls(run: Path, *, as_json: bool) -> None:
     for entry in commits:
         table.add_row(*_row(entry, newest=entry is newest))
     print_table(console(), table)
-
-
-def records_to(reader: RunReader, manifest: Manifest) -> int:
-    """The last step that records after a commit lead to, by their headers."""
-    chains = [chain_of(manifest, stream, read_journal(reader, stream), None) for stream in manifest.streams]
-    return min((chain.last.step for chain in chains), default=manifest.step)
 
 
 def show(commit: str, *, as_json: bool) -> None:

@@ -176,7 +176,9 @@ def compact(
 def convert(
     source: Annotated[
         str,
-        typer.Argument(metavar="SRC", help="RUN, RUN@STEP, or a state of another library: `holdfast show` says."),
+        typer.Argument(
+            metavar="SRC", help="RUN, RUN@STEP, or a state of another library: `holdfast show` says."
+        ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="What is made; not there yet.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface or safetensors.")],

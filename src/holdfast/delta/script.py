@@ -67,6 +67,23 @@ class Script:
                 f"the run has a {lost[0]}, and none was passed, so its position would be lost. Pass {lost[0]}=."
             )
 
+    def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
+        """Put what there is in the progress of some other run, of any format, where it belongs; what is not there is
+        named in what is returned. A rank that is not the first has random numbers of its own."""
+        there = progress.get("things", progress)
+        left = []
+        for name, thing in self._things.items():
+            saved = decode(there[name]) if isinstance(there.get(name), dict) else None
+            if saved is not None and saved.keys() == thing.state_dict().keys():
+                thing.load_state_dict(saved)
+            else:
+                left.append(name)
+        if "random" in progress:
+            restore_random_state(decode(progress["random"]))
+            if rank:
+                self.scatter(rank)
+        return left
+
     def scatter(self, rank: int) -> None:
         """Give a rank that the run did not have random numbers of its own, by those restored and its number."""
         seed = xxhash.xxh3_64_intdigest(torch.get_rng_state().numpy().data, seed=rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import deepspeed
 import torch
@@ -107,7 +108,7 @@ def report(engine, job, losses):
 
 def main():
     deepspeed.init_distributed("gloo")
-    for job in json.load(open(sys.argv[1])):
+    for job in json.loads(Path(sys.argv[1]).read_text()):
         engine = engine_of(job)
         if job["do"] == "save":
             losses = train(engine, 0, 3)

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import BadInput
 from ..state.atoms import DTYPE_BYTES
-from ..state.capture import TO_NAME
+from ..state.capture import FROM_NAME, TO_NAME
 from ..state.pieces import row_major
 from ..units import MiB
 from .load import read_flat
@@ -53,18 +53,18 @@ def streamed(source: Source, stored: Stored, cast: str | None = None) -> Streame
     def chunks() -> Iterator[Any]:
         for start in range(0, atom.elements, step):
             values = read_flat(source, stored, start, min(start + step, atom.elements)).view("u1")
-            if cast in (None, atom.dtype):
+            if cast is None or cast == atom.dtype:
                 yield values.data
             else:
-                there, here = (_dtype(name) for name in (cast, atom.dtype))
-                yield torch.from_numpy(values).view(here).to(there).view(torch.uint8).numpy().data
+                tensor = torch.from_numpy(values).view(FROM_NAME[atom.dtype])
+                yield tensor.to(FROM_NAME[cast]).view(torch.uint8).numpy().data
 
     return Streamed(cast or atom.dtype, atom.shape, chunks)
 
 
 def write_torch(file: IO[bytes], name: str, content: Any) -> None:
-    """Put ``content`` into ``file``: dictionaries, lists and numbers, with tensors and ``Streamed`` ones in them. ``name``
-    is that of the file, without its ending. Raises ``BadInput`` for what is none of these."""
+    """Put ``content`` into ``file``: dictionaries, lists and numbers, with tensors and ``Streamed`` ones in them.
+    ``name`` is that of the file, without its ending. Raises ``BadInput`` for what is none of these."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     try:
@@ -122,10 +122,6 @@ class _Pickler(pickle.Pickler):
 def _streamed_tensor(tensor: torch.Tensor) -> Streamed:
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return Streamed(TO_NAME[tensor.dtype], tuple(tensor.shape), lambda: iter([flat.data]))
-
-
-def _dtype(name: str) -> torch.dtype:
-    return next(dtype for dtype, known in TO_NAME.items() if known == name)
 
 
 def _put(archive: zipfile.ZipFile, name: str, chunks: Any, nbytes: int) -> None:

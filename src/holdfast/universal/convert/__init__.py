@@ -7,9 +7,11 @@ from pathlib import Path
 
 from ...errors import BadInput
 from ..source import Source
+from .deepspeed import is_deepspeed, open_deepspeed
 from .huggingface import SafetensorsFiles, is_safetensors
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
+    ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others put beside it
     ("safetensors", is_safetensors, SafetensorsFiles),
 ]
 """Of others: the name, whether a path is of that format, and what opens it."""

@@ -9,8 +9,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ....errors import BadInput, Damaged
 from ....state.atoms import DTYPE_BYTES
+from ....state.capture import FROM_NAME
 from ....state.pieces import Piece, flat
 from ...archives import Archive
 from ...pickles import Record, Tensor
@@ -63,6 +66,14 @@ class Local:
     pieces: dict[str, list[Piece]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> float | None:
+        """The optimizer's count of steps, where it has one."""
+        value = self.values.get("step")
+        if value is None or not value.dtype:
+            return None if value is None else value.number
+        return torch.frombuffer(bytearray(value.data), dtype=FROM_NAME[value.dtype]).item()
 
     def add(self, slot: str, dtype: str, pieces: list[Piece], path: Path) -> None:
         """``pieces`` of a rank. Raises ``Damaged`` if the other ranks have another dtype."""

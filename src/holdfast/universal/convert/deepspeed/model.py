@@ -29,6 +29,11 @@ class ModelStates:
         self.aliases: dict[str, str] = dict(self.content.get("shared_params") or {})
         self._parts: dict[str, int] = {}
 
+    def holds(self, key: str) -> bool:
+        """Whether the module has all of the parameter: ZeRO-3 leaves it empty."""
+        tensor = self.module.get(key)
+        return isinstance(tensor, Tensor) and elements(tensor.shape) > 0
+
     @property
     def names(self) -> set[str]:
         """Of all that is in the model, under each of its names."""

@@ -9,12 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ....errors import BadInput, Damaged
+from ....state.atoms import DTYPE_BYTES
+from ....state.capture import FROM_NAME
+from ...load import read_flat
 from ...pickles import Record
 from . import zero3, zero12
 from .common import Names, add_parameter, progress_of
 from .folder import Folder, check_ranks, files_of, need, opened
-from .local import Rank, WithNumbers, shapes_of
+from .local import Local, Rank, WithNumbers, elements, shapes_of
 from .model import ModelStates, add_model, check_models
 
 _SAME = (
@@ -27,6 +32,8 @@ _SAME = (
     "ds_version",
 )
 """What every rank's optimizer has to say alike."""
+SAMPLED = 64
+"""Parameters that are looked at, to tell whether the model is that of the optimizer."""
 
 
 class Native(WithNumbers):
@@ -53,11 +60,42 @@ class Native(WithNumbers):
             add_parameter(self, names[name], local)
         self.aliases = {names[alias]: names[name] for alias, name in first.aliases.items()}
         add_model(self, models, set(locals_), names, folder.partitioned)
+        self._check_steps(first, locals_, names)
+
+    def _check_steps(self, model: ModelStates, trained: dict[str, Local], names: Names) -> None:
+        """Raise ``Damaged`` if the optimizer's files are of another step than the model states.
+
+        An optimizer may have done fewer steps than the model, if it was begun anew; then the model's parameters tell.
+        """
+        counts = [value for local in trained.values() if (value := local.steps) is not None]
+        steps = model.content.get("global_steps", 0) - (model.content.get("skipped_steps") or 0)
+        if not counts or max(counts) == steps:
+            return
+        mixed = max(counts) > steps
+        if not mixed and (
+            held := [key for key in trained if elements(trained[key].shape) and model.holds(key)]
+        ):
+            mixed = not any(self._is_copy(model, key, names[key]) for key in held[:SAMPLED])
+        if mixed:
+            raise Damaged(
+                f"{model.archive.path} is of {steps} steps, and the optimizer's files of {max(counts):g}: two"
+                " checkpoints are mixed. Take all files from one.",
+                path=str(model.archive.path),
+            )
+
+    def _is_copy(self, model: ModelStates, key: str, name: str) -> bool:
+        """Whether the first element of the model's parameter is that of the master."""
+        tensor, master = model.module[key], self.atoms[f"{name}/param"]
+        here, dtype = FROM_NAME[master.atom.dtype], FROM_NAME[tensor.storage.dtype]
+        data = bytearray(DTYPE_BYTES[tensor.storage.dtype])
+        self.read(model.part(self, tensor), tensor.offset * len(data), memoryview(data))
+        first = torch.from_numpy(read_flat(self, master, 0, 1).view("u1")).view(here)
+        return torch.equal(first.to(dtype), torch.frombuffer(data, dtype=dtype))
 
 
 def _files(folder: Folder) -> tuple[list[ModelStates], list[Rank]]:
     """Opened, in the order of their ranks, and checked to be of one checkpoint."""
-    (mp, dp), path = min(folder.models.items())
+    path = folder.models[min(folder.models)]
     first = ModelStates(opened(path))
     world, parallel = (need(first.content, key, path) for key in ("dp_world_size", "mp_world_size"))
     if parallel != 1 or any(mp for mp, _ in folder.models):

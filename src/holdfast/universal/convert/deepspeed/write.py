@@ -1,8 +1,8 @@
 """Universal folders written: what DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, at any world size.
 
-It reads those of its own family alone, so the stage is the target's. Its loader takes parameters that are trained, with
-their optimizer state, hyper-parameters, the schedule and counts; frozen parameters and buffers are in the folder, and it
-leaves them as the script made them. Files are pickles, since the format is; nothing of ours is.
+It reads those of its own family alone, so the stage is the target's. Its loader takes parameters that are trained,
+with their optimizer state, hyper-parameters, the schedule and counts; frozen parameters and buffers are in the folder,
+and it leaves them as the script made them. Files are pickles, since the format is; nothing of ours is.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_deepspeed(
     disk.unlink(f"{tag}/{_MARK}")
     disk.sync_dir(tag, why="universal")
     write_durably(disk, "latest_universal", tag.encode(), why="universal")
-    return [path for path in sorted((folder / tag).rglob("*.pt"))]
+    return sorted((folder / tag).rglob("*.pt"))
 
 
 def _groups(source: Source) -> list[tuple[dict[str, Any], list[str]]]:
@@ -171,7 +171,7 @@ def _write(disk: Disk, path: str, content: Any) -> None:
 def _common(source: Source, groups: list[tuple[dict[str, Any], list[str]]], stage: int) -> dict[str, Any]:
     """``optimizer_state.pt``: what is not of one parameter."""
     params = [{**group, "params": [number]} for number, (group, _) in enumerate(groups)]
-    common = {
+    common: dict[str, Any] = {
         "zero_stage": stage, "ds_version": VERSION, "overflow": False, "param_groups": params,
         "partition_count": 1 if stage == 3 else [1] * len(groups),
     }  # fmt: skip

@@ -5,6 +5,7 @@ Paddings are NaN, so that none can come to anywhere unseen. ``tests/peers`` comp
 
 from __future__ import annotations
 
+import shutil
 import sys
 import types
 from collections import OrderedDict
@@ -113,16 +114,25 @@ def write(root, state, stage, world, *, tag="global_step7", **options):
     return folder
 
 
-def _write_12(folder, state, stage, world, *, alignment=1, deal=False, stripped=True, mappings=True, elastic=False):
+def _write_12(
+    folder, state, stage, world, *, alignment=1, deal=False, stripped=True, mappings=True, elastic=False
+):
     groups = [_dealt(group, world) if deal else dict(group) for group in state.groups]
     own = [{name: (start, t.numel()) for name, start, t in _placed(group, 1)} for group in state.groups]
-    flats = {slot: [_flat(group, named, world, alignment) for group in groups] for slot, named in _named(state)}
+    flats = {
+        slot: [_flat(group, named, world, alignment) for group in groups] for slot, named in _named(state)
+    }
     paddings = [_paddings(group, alignment) for group in groups]
     for rank in range(world):
         cut = {slot: [_part(flat, rank, world) for flat, _ in each] for slot, each in flats.items()}
-        over = [max(0, (rank + 1) * len(flat) // world - max(n, rank * len(flat) // world)) for flat, n in flats["param"]]
+        over = [
+            max(0, (rank + 1) * len(flat) // world - max(n, rank * len(flat) // world))
+            for flat, n in flats["param"]
+        ]
         placed = [
-            own[g] if deal and not any(paddings[g]) else {n: (s, t.numel()) for n, s, t in _placed(group, alignment)}
+            own[g]
+            if deal and not any(paddings[g])
+            else {n: (s, t.numel()) for n, s, t in _placed(group, alignment)}
             for g, group in enumerate(groups)
         ]
         base = _states(state, cut, [[i] for i in range(len(groups))])
@@ -141,7 +151,10 @@ def _write_12(folder, state, stage, world, *, alignment=1, deal=False, stripped=
         if not mappings:  # of versions before there were any
             del about["param_slice_mappings"], about["param_alignment_paddings"]
         name = f"{'bf16_' if state.dtype == torch.bfloat16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        save({"optimizer_state_dict": about, "ds_config": _config(stage), "ds_version": "0.19.8"}, folder / name)
+        save(
+            {"optimizer_state_dict": about, "ds_config": _config(stage), "ds_version": "0.19.8"},
+            folder / name,
+        )
     module = {name: t.to(state.dtype) for group in state.groups for name, t in group.items()}
     module |= {name: t.to(state.dtype) for name, t in state.frozen.items()} | state.buffers
     module |= {alias: module[name] for alias, name in state.shared.items()}
@@ -165,7 +178,10 @@ def _write_3(folder, state, stage, world, *, sub_group=10**9):
                 pending = {}
     for rank in range(world):
         cut = {
-            slot: [torch.cat([_own(named[name], rank, world) for name in sub] or [torch.empty(0)]) for sub in subs]
+            slot: [
+                torch.cat([_own(named[name], rank, world) for name in sub] or [torch.empty(0)])
+                for sub in subs
+            ]
             for slot, named in _named(state)
         }
         about = {
@@ -180,7 +196,9 @@ def _write_3(folder, state, stage, world, *, sub_group=10**9):
             folder / f"{bf16}{prefix}_optim_states.pt",
         )
         empty = torch.empty(0, dtype=state.dtype)
-        module = {name: empty for group in state.groups for name in group} | dict.fromkeys(state.frozen, empty)
+        module = {name: empty for group in state.groups for name in group} | dict.fromkeys(
+            state.frozen, empty
+        )
         module |= dict.fromkeys(state.shared, empty) | state.buffers
         frozen = {name: _own(t.to(state.dtype), rank, world) for name, t in state.frozen.items()}
         content = _model_states(state, 3, world, module, [_shapes(sub) for sub in subs], frozen)
@@ -283,3 +301,33 @@ def _own(tensor, rank, world):
 
 def _shapes(group):
     return OrderedDict((name, t.shape) for name, t in group.items())
+
+
+def write_universal(root, state, stage, world=2, *, tag="global_step7"):
+    """What DeepSpeed's converter makes of the checkpoint of ``state``. Returns the folder of the tag."""
+    folder = Path(root) / tag
+    source = write(Path(root) / "source", state, stage, world)
+    (folder / "zero").mkdir(parents=True)
+    (Path(root) / "latest_universal").write_text(tag)
+    for path in source.glob("*model_states.pt"):
+        shutil.copy(path, folder)
+    common = load(sorted(source.glob("*optim_states.pt"))[0])["optimizer_state_dict"]
+    if stage == 3:
+        common["param_groups"] = common["optimizer_state_dict"]["param_groups"]
+    else:
+        common["param_groups"] = common.pop("base_optimizer_state")["param_groups"]
+        del common["single_partition_of_fp32_groups"], common["param_slice_mappings"]
+    save(common, folder / "zero" / "optimizer_state.pt")
+    for slot, named in _named(state):
+        for name, tensor in named.items():
+            (folder / "zero" / name).mkdir(exist_ok=True)
+            content = tensor.reshape(-1) if stage == 3 else {"param": tensor, "cat_dim": 0}
+            save(content, folder / "zero" / name / f"{'fp32' if slot == 'param' else slot}.pt")
+            if stage < 3:
+                step = torch.tensor(float(state.step)) if state.step_is_tensor else state.step
+                save(step, folder / "zero" / name / "step.pt")
+    if stage < 3:  # what has no optimizer state is there as well, as fp32
+        for name, tensor in (state.frozen | state.buffers).items():
+            (folder / "zero" / name).mkdir()
+            save({"param": tensor.to(state.dtype).float()}, folder / "zero" / name / "fp32.pt")
+    return folder

@@ -14,15 +14,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from universal.deepspeed_files import load, random_state, save, write
 
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.state.progress import decode
 from holdfast.universal.convert import open_source
 from holdfast.universal.convert.deepspeed import is_deepspeed
 from holdfast.universal.load import read_flat
+from universal.deepspeed_files import load, random_state, save, write
 
-SHAPES = [{"embed.weight": (37, 10), "up.weight": (13, 10), "down.weight": (7, 13)}, {"up.bias": (13,), "s": (1,)}]
+SHAPES = [
+    {"embed.weight": (37, 10), "up.weight": (13, 10), "down.weight": (7, 13)},
+    {"up.bias": (13,), "s": (1,)},
+]
 
 
 def state_of(groups=SHAPES, **about):
@@ -141,7 +144,11 @@ def test_folders_are_known_by_their_files(tmp_path):
     assert is_deepspeed(folder) and is_deepspeed(tmp_path / "run")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "latest").write_text("../run/global_step7")
-    assert not is_deepspeed(tmp_path / "other") and not is_deepspeed(tmp_path) and not is_deepspeed(tmp_path / "no")
+    assert (
+        not is_deepspeed(tmp_path / "other")
+        and not is_deepspeed(tmp_path)
+        and not is_deepspeed(tmp_path / "no")
+    )
     (tmp_path / "run" / "latest").write_text("global_step8")
     with pytest.raises(FileMissing, match="names 'global_step8', which is no folder"):
         open_source_at(tmp_path / "run")
@@ -175,7 +182,9 @@ def test_two_shards_that_changed_places_are_refused(tmp_path, stage):
     one.rename(tmp_path / "x")
     two.rename(one)
     (tmp_path / "x").rename(two)
-    with pytest.raises(Damaged, match="rank_1_mp_rank_00_optim_states.pt was zero_pp_rank_2_mp_rank_00_optim"):
+    with pytest.raises(
+        Damaged, match="rank_1_mp_rank_00_optim_states.pt was zero_pp_rank_2_mp_rank_00_optim"
+    ):
         open_source(folder)
 
 
@@ -201,7 +210,11 @@ def test_files_of_two_checkpoints_are_refused_by_name(tmp_path, stage):
     (tmp_path / "kept").rename(folder / name)
     model = "mp_rank_00_model_states.pt" if stage < 3 else "zero_pp_rank_1_mp_rank_00_model_states.pt"
     shutil.copy(other / model, folder / model)
-    said = "is of 8 steps, and the optimizer's files of 7" if stage < 3 else "rank_1_.*global_steps is not what it is"
+    said = (
+        "is of 8 steps, and the optimizer's files of 7"
+        if stage < 3
+        else "rank_1_.*global_steps is not what it is"
+    )
     with pytest.raises(Damaged, match=said):
         open_source(folder)
 
@@ -226,9 +239,7 @@ def change(path, how):
     save(content, path)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("clip_grad", 2.0), ("overflow", True), ("ds_version", "0.18.0")]
-)
+@pytest.mark.parametrize(("key", "value"), [("clip_grad", 2.0), ("overflow", True), ("ds_version", "0.18.0")])
 def test_ranks_that_say_otherwise_are_refused(tmp_path, key, value):
     folder = write(tmp_path, state_of(), 2, 3)
     path = folder / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
@@ -242,7 +253,9 @@ def test_another_learning_rate_in_one_rank_is_refused(tmp_path):
     path = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     change(
         path,
-        lambda content: content["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0].update(lr=5),
+        lambda content: content["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0].update(
+            lr=5
+        ),
     )
     with pytest.raises(Damaged, match="rank_1_.*param_groups is not what it is in"):
         open_source(folder)
@@ -253,7 +266,9 @@ def test_another_world_size_than_the_model_states_say_is_refused(tmp_path, stage
     folder = write(tmp_path, state_of(), stage, 3)
     extra = write(tmp_path / "4", state_of(), stage, 4) / "zero_pp_rank_3_mp_rank_00_optim_states.pt"
     shutil.copy(extra, folder)
-    with pytest.raises(Damaged, match=r"zero_pp_rank_3_mp_rank_00_optim_states\.pt is of data-parallel rank 3"):
+    with pytest.raises(
+        Damaged, match=r"zero_pp_rank_3_mp_rank_00_optim_states\.pt is of data-parallel rank 3"
+    ):
         open_source(folder)
     (folder / extra.name).unlink()
     for path in folder.glob("*model_states.pt"):
@@ -325,7 +340,9 @@ def test_state_that_is_not_by_element_is_refused_by_name(tmp_path, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_groups_of_experts_are_refused(tmp_path, stage):
     folder = write(tmp_path, state_of(), stage, 2)
-    key, value = ("partition_count", [2, 1]) if stage == 1 else ("ds_zero_partition_groups", [{"partition_count": 1}])
+    key, value = (
+        ("partition_count", [2, 1]) if stage == 1 else ("ds_zero_partition_groups", [{"partition_count": 1}])
+    )
     for path in folder.glob("*optim_states.pt"):
         change(path, lambda content: content["optimizer_state_dict"].update({key: value}))
     with pytest.raises(BadInput, match="experts"):

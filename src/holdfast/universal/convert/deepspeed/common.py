@@ -34,7 +34,9 @@ class Names(Mapping[str, str]):
     """Names without those of wrappers. Raises ``BadInput`` where two become one."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        found = {name: ".".join(part for part in name.split(".") if part not in WRAPPED) for name in sorted(names)}
+        found = {
+            name: ".".join(part for part in name.split(".") if part not in WRAPPED) for name in sorted(names)
+        }
         while found and all(name.startswith("module.") for name in found.values()):
             found = {name: plain.removeprefix("module.") for name, plain in found.items()}
         self._plain = found

@@ -16,6 +16,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
+SAVED = 3
+"""The step of checkpoints."""
+
 
 class Model(nn.Module):
     """Odd sizes, tied embeddings, a buffer, a frozen layer."""
@@ -79,12 +82,13 @@ def train(engine, first, steps):
         engine.backward(loss)
         engine.step()
         mean = loss.detach().clone()
-        deepspeed.comm.all_reduce(mean)
+        torch.distributed.all_reduce(mean)
         losses.append(float(mean) / world)
     return losses
 
 
-def report(engine, job, losses):
+def about(engine, job):
+    """What DeepSpeed says of the state, and what of it there is beside."""
     if hasattr(
         engine.optimizer, "_hp_optimizer_states_linked"
     ):  # 0.19.8 links those of the first group alone
@@ -96,27 +100,48 @@ def report(engine, job, losses):
             held[f"{name}/param"] = safe_get_full_fp32_param(parameter)
             for slot in ["momentum_buffer"] if job.get("sgd") else ["exp_avg", "exp_avg_sq"]:
                 held[f"{name}/{slot}"] = safe_get_full_optimizer_state(parameter, slot)
-    if deepspeed.comm.get_rank() == 0:
-        tensors = {key: value.detach().float().cpu().clone().contiguous() for key, value in held.items()}
-        groups = [
-            {k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups
-        ]
-        plain = {"losses": losses, "global_steps": engine.global_steps, "groups": groups,
-                 "scheduler": engine.lr_scheduler.state_dict(), "seen": engine.module.seen.tolist()}  # fmt: skip
-        torch.save({"tensors": tensors, "plain": plain}, job["report"])
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    module = (
+        {n: p.detach().clone() for n, p in engine.module.state_dict().items()} if job["stage"] < 3 else {}
+    )
+    return {
+        "tensors": {key: value.detach().float().cpu().clone().contiguous() for key, value in held.items()},
+        "module": module,
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "groups": groups,
+        "scheduler": engine.lr_scheduler.state_dict(),
+    }
+
+
+def amend(engine, own):
+    """What 0.19.8 does wrong when it loads a universal folder into ZeRO-3, whoever wrote that: all groups have the
+    hyper-parameters of the first, and all sub-groups one count of steps, which each of them counts up."""
+    for group, weight_decay in zip(engine.optimizer.param_groups, own, strict=True):
+        group["weight_decay"] = weight_decay
+    states = list(engine.optimizer.optimizer.state.values())
+    assert states[0]["step"] is states[-1]["step"], "not so by now: leave this out"
+    for state in states:
+        state["step"] = state["step"].clone()
 
 
 def main():
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
     deepspeed.init_distributed("gloo")
     for job in json.loads(Path(sys.argv[1]).read_text()):
         engine = engine_of(job)
+        own = [group["weight_decay"] for group in engine.optimizer.param_groups]
         if job["do"] == "save":
-            losses = train(engine, 0, 3)
+            train(engine, 0, SAVED)
             engine.save_checkpoint(job["folder"], client_state={"epoch": 4})
-            report(engine, job, losses)
         else:
             engine.load_checkpoint(job["folder"])
-            report(engine, job, [])
+        told = about(engine, job)
+        if job["do"] == "load" and job["stage"] == 3:
+            amend(engine, own)
+        losses = train(engine, SAVED, 3)
+        if deepspeed.comm.get_rank() == 0:
+            torch.save({**told, "losses": losses}, job["report"])
         engine.destroy()
     print("done", flush=True)
 

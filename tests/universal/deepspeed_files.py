@@ -158,7 +158,7 @@ def _write_12(
     module = {name: t.to(state.dtype) for group in state.groups for name, t in group.items()}
     module |= {name: t.to(state.dtype) for name, t in state.frozen.items()} | state.buffers
     module |= {alias: module[name] for alias, name in state.shared.items()}
-    frozen = {name: t.to(state.dtype) for name, t in state.frozen.items()} if stage == 2 else None
+    frozen = OrderedDict((n, t.to(state.dtype)) for n, t in state.frozen.items()) if stage == 2 else None
     save(
         _model_states(state, stage, world, module, [_shapes(group) for group in groups], frozen),
         folder / "mp_rank_00_model_states.pt",
@@ -200,7 +200,7 @@ def _write_3(folder, state, stage, world, *, sub_group=10**9):
             state.frozen, empty
         )
         module |= dict.fromkeys(state.shared, empty) | state.buffers
-        frozen = {name: _own(t.to(state.dtype), rank, world) for name, t in state.frozen.items()}
+        frozen = OrderedDict((n, _own(t.to(state.dtype), rank, world)) for n, t in state.frozen.items())
         content = _model_states(state, 3, world, module, [_shapes(sub) for sub in subs], frozen)
         if rank:
             content["shared_params"] = {}
@@ -210,7 +210,7 @@ def _write_3(folder, state, stage, world, *, sub_group=10**9):
 def _model_states(state, stage, world, module, shapes, frozen):
     return {
         "module": OrderedDict(module), "buffer_names": list(state.buffers), "optimizer": None, "param_shapes": shapes,
-        "frozen_param_shapes": None if frozen is None else {n: t.shape for n, t in state.frozen.items()},
+        "frozen_param_shapes": None if frozen is None else _shapes(state.frozen),
         "shared_params": state.shared, "frozen_param_fragments": frozen,
         "lr_scheduler": {"last_batch_iteration": 6}, "data_sampler": None, "random_ltd": None, "skipped_steps": 2,
         "global_steps": (state.step or 0) + 2, "global_samples": 108, "dp_world_size": world, "mp_world_size": 1,

@@ -22,7 +22,7 @@ _HOME = {
     "Checkpointer": ".checkpointer",
     "Engine": ".offload.engine",
     "Exact": ".delta.codecs",
-    "From": ".universal.restore",
+    "From": ".sources",
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
     "Preflight": ".offload.preflight",
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from .offload.planning import Budget
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
+    from .sources import From
     from .store.retention import Keep
-    from .universal.restore import From
     from .watch.recovery import progress_bar
 
 __all__ = [

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -45,14 +44,14 @@ from .delta.watching import Recovery, announced
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
-from .sources import has_records, source_of
+from .sources import From, has_records, source_of
 from .store.files import check_place
 from .store.local import LocalStore
 from .store.manifest import Point
 from .store.retention import Keep
 from .store.target import Target
 from .units import GiB, MiB, parse_bytes
-from .universal.restore import From, restore, told
+from .universal.restore import restore
 from .update.optimizer import is_elementwise
 
 BASE_BYTES_PER_STEP = 64 * MiB
@@ -289,7 +288,7 @@ class Checkpointer:
     def _begin_from(self, start: From) -> None:
         """Bring everything to where ``start`` is, as far as it says; what it does not say is told."""
         target = Target.parse(str(start.path))
-        if start == From(start.path) and has_records(target.run):
+        if start.plain and has_records(target.run):
             with LocalStore(target.run) as store:
                 self._ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step))
                 found = recover(
@@ -298,16 +297,23 @@ class Checkpointer:
                 )  # fmt: skip
             self._note(found)
             return
-        source = source_of(str(start.path))
-        restored = self._ranks.all_do(lambda: restore(self._state, source, start))[0]
-        self.steps_done = restored.step
-        left = self._script.adopt(source.progress, self._ranks.rank)
-        self._events.emit("began_from", path=source.path, format=source.format, **asdict(restored))
-        for text in [
-            *told(restored),
-            *(f"it has no {name}: that of the script goes on as it is" for name in left),
-        ]:
-            warnings.warn(f"beginning from {source.path} ({source.format}): {text}", stacklevel=5)
+
+        def bring() -> tuple[int, list[str]]:
+            source = source_of(str(start.path))
+            found, complete = restore(self._state, source, start.allowed)
+            about = found.told()
+            for name in self._script.adopt(source.progress, self._ranks.rank):
+                about.append(f"it has no {name}; that of the script goes on as it is")
+            if not complete:
+                about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
+            return source.progress.get("step") or 0, [
+                f"{source.path} ({source.format}): {text}" for text in about
+            ]
+
+        self.steps_done, told = self._ranks.all_do(bring)[self._ranks.rank]
+        self._events.emit("began_from", path=str(start.path), step=self.steps_done, told=told)
+        for text in told:
+            warnings.warn(f"beginning from {text}", stacklevel=5)
 
     def _note(self, found: Recovered) -> None:
         self.steps_done = found.point.step

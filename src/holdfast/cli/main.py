@@ -184,7 +184,7 @@ def convert(
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface or safetensors.")],
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", metavar="bf16", help="Of floating-point tensors; else as they are."),
+        typer.Option("--dtype", metavar="bf16", help="Of floating-point parameters; else as they are."),
     ] = None,
     file_size: Annotated[
         str, typer.Option("--file-size", metavar="5GB", help="Limit of one file, for huggingface.")

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from ..errors import BadInput, RunMismatch
-from ..state.progress import decode, encode, hyper_parameters, random_state, restore_random_state
+from ..state.progress import adopt, decode, encode, hyper_parameters, random_state, restore_random_state
 
 Stateful = Mapping[str, Any]
 """By name: objects with ``state_dict`` and ``load_state_dict``."""
@@ -70,14 +70,7 @@ class Script:
     def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
         """Put what there is in the progress of some other run, of any format, where it belongs; what is not there is
         named in what is returned. A rank that is not the first has random numbers of its own."""
-        there = progress.get("things", progress)
-        left = []
-        for name, thing in self._things.items():
-            saved = decode(there[name]) if isinstance(there.get(name), dict) else None
-            if saved is not None and saved.keys() == thing.state_dict().keys():
-                thing.load_state_dict(saved)
-            else:
-                left.append(name)
+        left = adopt(self._things, progress)
         if "random" in progress:
             restore_random_state(decode(progress["random"]))
             if rank:

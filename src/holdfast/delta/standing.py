@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import BadInput, NoCommit
+from ..errors import BadInput
 from ..state.live import LiveState
 from ..store.local import LocalStore
 from ..store.manifest import Point
@@ -15,21 +15,16 @@ from .script import NoScript
 from .watching import Recovery
 
 
-def state_at(root: Path, step: int | None, watch: Recovery | None = None) -> tuple[LiveState, Point]:
-    """What the run in ``root`` has at ``step`` (None: at its newest), from a base and the records after it.
+def state_at(root: Path, step: int, watch: Recovery | None = None) -> tuple[LiveState, Point]:
+    """What the run in ``root`` has at ``step``, from the base before it and the records after that.
 
-    Takes no lock and changes nothing. Raises ``NoCommit`` if there is no such step, ``BadInput`` if it takes the script
+    Takes no lock and changes nothing. Raises ``NoCommit`` if no records lead there, ``BadInput`` if it takes the script
     to bring the state there.
     """
     with LocalStore(root) as store:
-        bases = [ref for ref in store.line() if step is None or ref.step <= step]
-        if not bases:
-            raise NoCommit(f"{root} has no base of step {step} or before it: `holdfast ls {root}` lists them")
-        base = store.load(bases[0])
+        base = store.load(next(ref for ref in store.line() if ref.step <= step))
         state = rebuilt(base, store.atoms(base))
-        found = recover(
-            store, state, NoScript(), ranks=Ranks(), target=step, exact=step is not None, watch=watch
-        )
+        found = recover(store, state, NoScript(), ranks=Ranks(), target=step, exact=True, watch=watch)
         if found.residuals_lost:
             raise BadInput(
                 f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"

@@ -25,3 +25,8 @@ class Target:
         if match is None or Path(text).is_dir():
             return cls(Path(text))
         return cls(Path(match[1]), int(match[2]), int(match[3]) if match[3] else None)
+
+
+def holds_run(path: Path) -> bool:
+    """Whether there is a run in ``path``, or the configuration of one."""
+    return (path / "commits").is_dir() or (path / "config.toml").is_file()

@@ -17,6 +17,11 @@ FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
 """Of others: the name, whether a path is of that format, and what opens it."""
 
 
+def format_of(path: Path) -> str | None:
+    """Of a path; None if it is of none that is known."""
+    return next((name for name, is_it, _ in FORMATS if path.exists() and is_it(path)), None)
+
+
 def open_source(path: Path) -> Source:
     """The training state at ``path``, of whatever foreign format it is.
 

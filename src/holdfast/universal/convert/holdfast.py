@@ -17,7 +17,10 @@ from ..source import Contents, Part, Stored
 
 
 class Commit(Contents):
-    """The commit that ``manifest`` is of, of the run that ``reader`` reads."""
+    """The commit that ``manifest`` is of, of the run that ``reader`` reads.
+
+    Raises ``CommitRetired`` wherever its writer has retired it meanwhile.
+    """
 
     def __init__(self, reader: RunReader, manifest: Manifest) -> None:
         """Raises ``BadInput`` if the parts of the commit are of several steps, ``Damaged`` if files of it are."""
@@ -27,15 +30,18 @@ class Commit(Contents):
                 f"{self.path} is a base whose parts are of steps {manifest.oldest_step} to {manifest.step}, and only"
                 " its records bring them to one"
             )
-        self._files = VerifiedFiles(reader.disk)
+        self.manifest = manifest
+        self.reader, self._files = reader, VerifiedFiles(reader.disk)
         self._of_part: list[FileRef] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self.progress = {"step": manifest.step, **manifest.progress}
-        for atom in reader.atoms(manifest).values():
-            self.add(self._stored(atom, manifest.files))
+        with reader.listed(manifest):
+            for atom in reader.atoms(manifest).values():
+                self.add(self._stored(atom, manifest.files))
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
-        self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
+        with self.reader.listed(self.manifest):
+            self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
 
     def check(self, part: int) -> None:
         where = self.parts[part]

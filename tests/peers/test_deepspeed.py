@@ -173,14 +173,20 @@ def test_deepspeed_loads_what_was_written_for_any_stage_and_world(saved, loaded,
 def test_what_deepspeeds_own_converter_made_is_read_as_its_source(saved, tmp_path, name, world):
     folder, told = saved[name, world]
     inject = [] if name.startswith("z3") else ["--inject_missing_state"]
+    options = [
+        "--input_folder",
+        str(folder / "global_step3"),
+        "--output_folder",
+        str(tmp_path / "global_step3"),
+    ]
+    options += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     subprocess.run(
-        [
-            sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder / "global_step3"),
-            "--output_folder", str(tmp_path / "global_step3"), "--num_extract_workers", "1", "--num_merge_workers", "1",
-            *inject,
-        ],
-        env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=True, capture_output=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *options, *inject],
+        env={**os.environ, "DS_ACCELERATOR": "cpu"},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
     converted, source = open_source(tmp_path), open_source(folder)
     assert converted.format == "deepspeed universal"
     found = tensors(converted)

@@ -146,7 +146,9 @@ def _write_12(
             ],
             "zero_stage": made(STAGE, number=stage), "group_paddings": over, "param_alignment_paddings": paddings,
             "partition_count": [world] * len(groups), "ds_version": "0.19.8",
-            "param_slice_mappings": [_mapping(each, rank, len(flats["param"][g][0]) // world) for g, each in enumerate(placed)],
+            "param_slice_mappings": [
+                _mapping(each, rank, len(flats["param"][g][0]) // world) for g, each in enumerate(placed)
+            ],
         }  # fmt: skip
         if not mappings:  # of versions before there were any
             del about["param_slice_mappings"], about["param_alignment_paddings"]

@@ -183,7 +183,7 @@ def test_two_shards_that_changed_places_are_refused(tmp_path, stage):
     two.rename(one)
     (tmp_path / "x").rename(two)
     with pytest.raises(
-        Damaged, match="rank_1_mp_rank_00_optim_states.pt was zero_pp_rank_2_mp_rank_00_optim"
+        Damaged, match=r"rank_1_mp_rank_00_optim_states\.pt was zero_pp_rank_2_mp_rank_00_optim"
     ):
         open_source(folder)
 
@@ -257,7 +257,7 @@ def test_another_learning_rate_in_one_rank_is_refused(tmp_path):
             lr=5
         ),
     )
-    with pytest.raises(Damaged, match="rank_1_.*param_groups is not what it is in"):
+    with pytest.raises(Damaged, match=r"rank_1_.*param_groups is not what it is in"):
         open_source(folder)
 
 
@@ -283,7 +283,7 @@ def test_shards_of_another_world_are_refused(tmp_path, stage):
     other = write(tmp_path / "4", state_of(), stage, 4)
     name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(other / name, folder / name)
-    with pytest.raises((Damaged, BadInput), match="rank_1_mp_rank_00_optim_states.pt"):
+    with pytest.raises((Damaged, BadInput), match=r"rank_1_mp_rank_00_optim_states\.pt"):
         open_source(folder)
 
 

@@ -8,8 +8,9 @@ from ...source import Source
 from .folder import is_deepspeed, is_universal, tag_folder
 from .native import Native
 from .ucp import Universal
+from .write import write_deepspeed
 
-__all__ = ["is_deepspeed", "open_deepspeed"]
+__all__ = ["is_deepspeed", "open_deepspeed", "write_deepspeed"]
 
 
 def open_deepspeed(path: Path) -> Source:

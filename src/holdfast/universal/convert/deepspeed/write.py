@@ -8,6 +8,7 @@ and it leaves them as the script made them. Files are pickles, since the format 
 from __future__ import annotations
 
 import json
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +19,12 @@ import torch
 import xxhash
 
 from ....errors import BadInput
+from ....state.atoms import Atom
+from ....state.live import RESIDUAL
 from ....state.progress import decode
 from ....store.files import Disk, write_durably
 from ...load import in_threads
+from ...matching import groups_of
 from ...source import Source, Stored
 from ...torchfile import Streamed, save_torch, streamed
 
@@ -28,6 +32,10 @@ STAGES = (1, 2, 3)
 VERSION = "0.19.8"
 """Of DeepSpeed, whose format this is."""
 ADAM = {"param", "exp_avg", "exp_avg_sq", "step"}
+Group = tuple[dict[str, Any], list[str]]
+"""Of the optimizer: hyper-parameters, and the names of its parameters."""
+Slots = dict[str, dict[str, Stored]]
+"""What there is, by name and slot."""
 _MARK = ".holdfast-conversion"
 _RESERVED = frozenset({
     "dp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "skipped_steps", "global_samples",
@@ -46,12 +54,13 @@ def write_deepspeed(
     """
     if stage not in STAGES:
         raise BadInput(f"stage {stage} is not one of {', '.join(map(str, STAGES))}")
-    groups = _groups(source)
-    _refuse(source, groups, stage)
+    slots = _slots(source)
+    groups = _groups(source, slots)
+    _refuse(source, groups, slots, stage)
     disk, tag = Disk(folder), f"global_step{source.progress.get('step') or 0}"
     _begin(disk, tag, [source.path, source.progress.get("step"), stage, sorted(source.atoms)])
     jobs = (
-        partial(_write_parameter, source, disk, f"{tag}/zero", name, told)
+        partial(_write_parameter, source, disk, f"{tag}/zero/{name}", slots[name], told)
         for _, names in groups
         for name in names
     )
@@ -66,64 +75,67 @@ def write_deepspeed(
     return sorted((folder / tag).rglob("*.pt"))
 
 
-def _groups(source: Source) -> list[tuple[dict[str, Any], list[str]]]:
-    """The optimizer's groups: hyper-parameters and names."""
-    groups, names = source.progress.get("groups") or [], source.progress.get("group_parameters")
-    if names is None and "replay" in source.progress:  # of a Checkpointer: by optimizer
-        each = [
-            zip(*pair, strict=True)
-            for pair in zip(groups, source.progress["replay"]["parameters"], strict=True)
-        ]
-        pairs = [pair for group in each for pair in group]
-    else:
-        pairs = list(zip(groups, names or [], strict=False))
-    pairs = [
-        ({key: decode(value) for key, value in group.items()}, list(members)) for group, members in pairs
+def _slots(source: Source) -> Slots:
+    found: Slots = {}
+    for stored in source.atoms.values():
+        if stored.atom.slot == RESIDUAL:
+            warnings.warn(
+                f"{stored.atom.key} is not written: DeepSpeed has no residuals of error feedback",
+                stacklevel=4,
+            )
+        else:
+            found.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
+    return found
+
+
+def _groups(source: Source, slots: Slots) -> list[Group]:
+    """With the names that are trained: those without state are frozen where others have it."""
+    groups = [
+        ({k: decode(v) for k, v in group.items()}, names) for group, names in groups_of(source.progress)
     ]
-    if not any(members for _, members in pairs):
+    if not any(names for _, names in groups):
         raise BadInput(
             f"{source.path} does not say which parameters are in which group of the optimizer, and DeepSpeed reads a"
             " state by groups. Resume it with holdfast and save it, or write --to huggingface."
         )
-    return pairs
-
-
-def _refuse(source: Source, groups: list[tuple[dict[str, Any], list[str]]], stage: int) -> None:
-    trained = {name for _, names in groups for name in names}
-    slots = _slots(source)
-    for name in trained:
+    for name in (name for _, names in groups for name in names):
         if "param" not in slots.get(name, {}):
             raise BadInput(f"{source.path} has no parameter {name}, which a group of the optimizer has")
+    stateless = not any(len(slots[name]) > 1 for _, names in groups for name in names)
+    return [(group, [n for n in names if stateless or len(slots[n]) > 1]) for group, names in groups]
+
+
+def _refuse(source: Source, groups: list[Group], slots: Slots, stage: int) -> None:
+    """Raise ``BadInput`` for what DeepSpeed's loader would not take."""
+    trained = {name for _, names in groups for name in names}
     for name, held in slots.items():
-        shape = held["param"].atom.shape if "param" in held else ()
-        for slot, stored in held.items():
-            atom = stored.atom
-            if name not in trained and slot not in ("param", "buffer"):
-                raise BadInput(f"{atom.key} is of a parameter that no group of the optimizer has")
-            if slot == "param" and name in trained and atom.dtype not in ("F32", "BF16", "F16"):
-                raise BadInput(f"{atom.key} is {atom.dtype}, and DeepSpeed's master parameters are fp32")
-            if slot not in ("param", "buffer", "step") and atom.shape != shape:
-                raise BadInput(
-                    f"{atom.key} is {list(atom.shape)} and the parameter {list(shape)}: DeepSpeed's loader takes state"
-                    " of each element, and a count of steps. Use an optimizer with such, or write --to huggingface."
-                )
-            if slot != "step" and "/" in name:
-                raise BadInput(f"{name} cannot be the name of a folder")
-        if stage == 3 and name in trained and set(held) != ADAM:
-            raise BadInput(
-                f"{name} has {sorted(set(held) - {'param'})}: DeepSpeed's ZeRO-3 loader reads exp_avg, exp_avg_sq and"
-                " step of every parameter, and nothing else. Write --stage 1 or 2, or train a step with Adam."
-            )
-    if values := source.progress.get("values"):
+        if "/" in name or name in (".", ".."):
+            raise BadInput(f"{name} cannot be the name of a folder")
+        if name in trained:
+            _refuse_state(name, {slot: stored.atom for slot, stored in held.items()}, stage)
+        elif not held.keys() <= {"param", "buffer"}:
+            key = next(stored.atom.key for slot, stored in held.items() if slot not in ("param", "buffer"))
+            raise BadInput(f"{key} is of a parameter that no group of the optimizer has")
+    if values := {name: held for name, held in (source.progress.get("values") or {}).items() if held}:
         name, held = next(iter(values.items()))
         raise BadInput(f"{sorted(held)} of {name} are no tensors, which DeepSpeed's loader cannot take")
 
 
-def _slots(source: Source) -> dict[str, dict[str, Stored]]:
-    found: dict[str, dict[str, Stored]] = {}
-    for stored in source.atoms.values():
-        found.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
-    return found
+def _refuse_state(name: str, held: dict[str, Atom], stage: int) -> None:
+    master = held["param"]
+    if master.dtype not in ("F32", "BF16", "F16"):
+        raise BadInput(f"{master.key} is {master.dtype}, and DeepSpeed's master parameters are fp32")
+    for slot, atom in held.items():
+        if slot not in ("buffer", "step") and atom.shape != master.shape:
+            raise BadInput(
+                f"{atom.key} is {list(atom.shape)} and the parameter {list(master.shape)}: DeepSpeed's loader takes"
+                " state of each element, and a count of steps. Use an optimizer with such, or write --to huggingface."
+            )
+    if stage == 3 and held.keys() != ADAM:
+        raise BadInput(
+            f"{name} has {sorted(held.keys() - {'param'})}: DeepSpeed's ZeRO-3 loader reads exp_avg, exp_avg_sq and"
+            " step of every parameter, and nothing else. Write --stage 1 or 2, or train a step with Adam."
+        )
 
 
 def _begin(disk: Disk, tag: str, what: list[Any]) -> None:
@@ -137,30 +149,21 @@ def _begin(disk: Disk, tag: str, what: list[Any]) -> None:
     write_durably(disk, f"{tag}/{_MARK}", mark, why="universal")
 
 
-def _write_parameter(source: Source, disk: Disk, root: str, name: str, told: Callable[[int], None]) -> int:
+def _write_parameter(
+    source: Source, disk: Disk, folder: str, held: dict[str, Stored], told: Callable[[int], None]
+) -> int:
     """The folder of one parameter; it has its name when it is whole."""
-    held = {
-        slot: stored for slot in _all_slots(source, name) if (stored := source.atoms.get(f"{name}/{slot}"))
-    }
-    folder, nbytes = f"{root}/{name}", sum(stored.atom.nbytes for stored in held.values())
     if not disk.exists(folder):
         (disk.root / f"{folder}.part").mkdir(exist_ok=True)
         for slot, stored in held.items():
-            cast = "F32" if slot == "param" else None
-            tensor = streamed(source, stored, cast)
+            tensor = streamed(source, stored, "F32" if slot == "param" else None)
             content = tensor if slot == "step" else {"param": tensor, "cat_dim": 0}
-            file = f"{folder}.part/{'fp32' if slot == 'param' else slot}.pt"
-            save_torch(disk.root / file, content)
-            disk.sync(file, why="universal")
+            _write(disk, f"{folder}.part/{'fp32' if slot == 'param' else slot}.pt", content)
         disk.sync_dir(f"{folder}.part", why="universal")
         disk.rename(f"{folder}.part", folder)
+    nbytes = sum(stored.atom.nbytes for stored in held.values())
     told(nbytes)
     return nbytes
-
-
-def _all_slots(source: Source, name: str) -> list[str]:
-    start = f"{name}/"
-    return [key.removeprefix(start) for key in source.atoms if key.startswith(start)]
 
 
 def _write(disk: Disk, path: str, content: Any) -> None:
@@ -168,7 +171,7 @@ def _write(disk: Disk, path: str, content: Any) -> None:
     disk.sync(path, why="universal")
 
 
-def _common(source: Source, groups: list[tuple[dict[str, Any], list[str]]], stage: int) -> dict[str, Any]:
+def _common(source: Source, groups: list[Group], stage: int) -> dict[str, Any]:
     """``optimizer_state.pt``: what is not of one parameter."""
     params = [{**group, "params": [number]} for number, (group, _) in enumerate(groups)]
     common: dict[str, Any] = {
@@ -184,9 +187,7 @@ def _common(source: Source, groups: list[tuple[dict[str, Any], list[str]]], stag
     return common
 
 
-def _model_states(
-    source: Source, groups: list[tuple[dict[str, Any], list[str]]], stage: int
-) -> dict[str, Any]:
+def _model_states(source: Source, groups: list[Group], stage: int) -> dict[str, Any]:
     """What a checkpoint of one rank says of the model."""
     trained = {name for _, names in groups for name in names}
     extra = source.progress.get("extra") or {}

@@ -106,17 +106,21 @@ def random_state(groups, slots=("exp_avg", "exp_avg_sq"), seed=0, **about):
 
 
 def write(root, state, stage, world, *, tag="global_step7", **options):
-    """The checkpoint of ``state``, with ``latest``. Returns the folder of the tag."""
+    """The checkpoint of ``state``, with ``latest``. Returns the folder of the tag.
+
+    ``mp`` is the model-parallel rank that ``state`` is of; ``beside`` goes to the model states.
+    """
     folder = Path(root) / tag
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=options.get("mp", 0) > 0)
     (Path(root) / "latest").write_text(tag)
     (_write_3 if stage == 3 else _write_12)(folder, state, stage, world, **options)
     return folder
 
 
 def _write_12(
-    folder, state, stage, world, *, alignment=1, deal=False, stripped=True, mappings=True, elastic=False
-):
+    folder, state, stage, world, *,
+    alignment=1, deal=False, stripped=True, mappings=True, elastic=False, mp=0, beside=None,
+):  # fmt: skip
     groups = [_dealt(group, world) if deal else dict(group) for group in state.groups]
     own = [{name: (start, t.numel()) for name, start, t in _placed(group, 1)} for group in state.groups]
     flats = {
@@ -152,7 +156,8 @@ def _write_12(
         }  # fmt: skip
         if not mappings:  # of versions before there were any
             del about["param_slice_mappings"], about["param_alignment_paddings"]
-        name = f"{'bf16_' if state.dtype == torch.bfloat16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        name = f"zero_pp_rank_{rank}_mp_rank_{mp:02d}_optim_states.pt"
+        name = f"bf16_{name}" if state.dtype == torch.bfloat16 else name
         save(
             {"optimizer_state_dict": about, "ds_config": _config(stage), "ds_version": "0.19.8"},
             folder / name,
@@ -161,13 +166,11 @@ def _write_12(
     module |= {name: t.to(state.dtype) for name, t in state.frozen.items()} | state.buffers
     module |= {alias: module[name] for alias, name in state.shared.items()}
     frozen = OrderedDict((n, t.to(state.dtype)) for n, t in state.frozen.items()) if stage == 2 else None
-    save(
-        _model_states(state, stage, world, module, [_shapes(group) for group in groups], frozen),
-        folder / "mp_rank_00_model_states.pt",
-    )
+    content = _model_states(state, stage, world, module, [_shapes(group) for group in groups], frozen)
+    save(content | (beside or {}), folder / f"mp_rank_{mp:02d}_model_states.pt")
 
 
-def _write_3(folder, state, stage, world, *, sub_group=10**9):
+def _write_3(folder, state, stage, world, *, sub_group=10**9, mp=0, beside=None):
     subs, members = [], []
     for group in state.groups:
         members.append([])
@@ -191,7 +194,7 @@ def _write_3(folder, state, stage, world, *, sub_group=10**9):
             "dynamic_loss_scale": False, "overflow": False, "partition_count": world,
             "optimizer_state_dict": _states(state, cut, members), "fp32_flat_groups": cut["param"],
         }  # fmt: skip
-        prefix = f"zero_pp_rank_{rank}_mp_rank_00"
+        prefix = f"zero_pp_rank_{rank}_mp_rank_{mp:02d}"
         bf16 = "bf16_" if state.dtype == torch.bfloat16 else ""
         save(
             {"optimizer_state_dict": about, "ds_config": _config(3), "ds_version": "0.19.8"},
@@ -206,7 +209,7 @@ def _write_3(folder, state, stage, world, *, sub_group=10**9):
         content = _model_states(state, 3, world, module, [_shapes(sub) for sub in subs], frozen)
         if rank:
             content["shared_params"] = {}
-        save(content, folder / f"{prefix}_model_states.pt")
+        save(content | (beside or {}), folder / f"{prefix}_model_states.pt")
 
 
 def _model_states(state, stage, world, module, shapes, frozen):

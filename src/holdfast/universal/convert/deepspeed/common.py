@@ -18,8 +18,9 @@ from ....units import MiB
 from ...archives import Archive
 from ...pickles import Record, Tensor
 from ...source import Files, Stored
-from .local import Local, WithNumbers
+from .local import WithNumbers
 from .model import ModelStates
+from .parallel import Whole
 
 LARGEST_EXTRA = 1 * MiB
 """Tensors of the client's state that are longer are not carried along, and named."""
@@ -55,13 +56,12 @@ class Names(Mapping[str, str]):
         return len(self._plain)
 
 
-def add_parameter(contents: WithNumbers, name: str, local: Local) -> None:
-    """The atoms of a trained parameter."""
-    rank = len(local.shape)
-    for slot, pieces in local.pieces.items():
-        atom = Atom(name, slot, local.shape, local.dtypes[slot])
-        contents.add(Stored(atom, Pieces.of(pieces, rank)))
-    for slot, value in local.values.items():
+def add_parameter(contents: WithNumbers, name: str, whole: Whole) -> None:
+    """The atoms of a parameter."""
+    for slot, (dtype, pieces) in whole.slots.items():
+        copies = tuple(whole.copies.get(slot, ()))
+        contents.add(Stored(Atom(name, slot, whole.shape, dtype), pieces, copies, whole.average))
+    for slot, value in whole.values.items():
         if value.dtype:
             atom, piece = Atom(name, slot, (), value.dtype), dense(Box((), ()), value.part, value.offset)
         elif slot == "step":

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from ....errors import Damaged
-from ....state.atoms import Atom
-from ....state.pieces import Piece, Pieces, flat
+from ....state.pieces import flat
 from ...archives import Archive, piece_of
 from ...pickles import Tensor
-from ...source import Files, Stored
+from ...source import Files
 from . import zero3
-from .local import Shape, elements, shapes_of
+from .folder import need
+from .local import Local, Shape, elements, shapes_of
 
 
 class ModelStates:
@@ -21,10 +20,9 @@ class ModelStates:
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
         self.content: dict[str, Any] = archive.content
-        module = self.content.get("module")
-        if not isinstance(module, dict):
-            raise Damaged(f"{archive.path} has no module", path=str(archive.path))
-        self.module: dict[str, Any] = module
+        need(self.content, "global_steps", archive.path)
+        self.module: dict[str, Any] = self.content.get("module") or {}
+        """Nothing of a pipeline, whose layers have files of their own."""
         self.buffers = set(self.content.get("buffer_names") or ())
         self.aliases: dict[str, str] = dict(self.content.get("shared_params") or {})
         self._parts: dict[str, int] = {}
@@ -39,12 +37,14 @@ class ModelStates:
         """Of all that is in the model, under each of its names."""
         return {*self.module, *self.aliases, *(self.content.get("frozen_param_shapes") or ())}
 
-    def add(self, contents: Files, key: str, name: str, slot: str) -> None:
-        """The tensor ``key`` of the module, as the atom ``name``."""
+    def local(self, contents: Files, key: str, slot: str) -> Local:
+        """The tensor ``key`` of the module."""
         tensor = self.module[key]
-        part = self.part(contents, tensor)
-        atom = Atom(name, slot, tensor.shape, tensor.storage.dtype)
-        contents.add(Stored(atom, Pieces.of([piece_of(tensor, part)], len(tensor.shape))))
+        local = Local(tensor.shape, -1)
+        local.add(
+            slot, tensor.storage.dtype, [piece_of(tensor, self.part(contents, tensor))], self.archive.path
+        )
+        return local
 
     def part(self, contents: Files, tensor: Tensor) -> int:
         key = tensor.storage.key
@@ -53,34 +53,30 @@ class ModelStates:
         return self._parts[key]
 
 
-def add_model(
-    contents: Files, models: list[ModelStates], trained: set[str], names: Mapping[str, str], partitioned: bool
-) -> None:
-    """Buffers, and parameters that are not ``trained``, of which ZeRO-3 has given each rank's file (``partitioned``) a
-    part. ``names`` are those of the atoms."""
-    first = models[0]
+def beside(
+    contents: Files, models: list[ModelStates], trained: set[str], partitioned: bool
+) -> dict[str, Local]:
+    """Buffers, and parameters that are not ``trained``, of which ZeRO-3 has given each data-parallel rank's file a part
+    (``partitioned``)."""
+    first, found = models[0], dict[str, Local]()
     frozen = shapes_of([first.content.get("frozen_param_shapes") or {}], first.archive.path)[0]
     for key, tensor in first.module.items():
         if not isinstance(tensor, Tensor) or key in trained or key in first.aliases:
             continue
-        if key in first.buffers:
-            first.add(contents, key, names[key], "buffer")
-        elif not partitioned:
-            first.add(contents, key, names[key], "param")
+        if key in first.buffers or not partitioned:
+            found[key] = first.local(contents, key, "buffer" if key in first.buffers else "param")
         elif key not in frozen:
             raise Damaged(
                 f"{first.archive.path}: the model has {key}, of which it says neither that it is trained nor that it"
                 " is frozen",
                 path=str(first.archive.path),
             )
-    for name, shape in frozen.items() if partitioned else ():
-        _add_frozen(contents, models, name, names[name], shape)
+    return found | {key: _frozen(contents, models, key, frozen[key]) for key in frozen if partitioned}
 
 
-def _add_frozen(contents: Files, models: list[ModelStates], key: str, name: str, shape: Shape) -> None:
+def _frozen(contents: Files, models: list[ModelStates], key: str, shape: Shape) -> Local:
     """A frozen parameter of ZeRO-3, cut as those that are trained."""
-    pieces: list[Piece] = []
-    dtype = ""
+    local = Local(shape, -1)
     for rank, model in enumerate(models):
         fragment = (model.content.get("frozen_param_fragments") or {}).get(key)
         low, high = zero3.cut(elements(shape), rank, len(models))
@@ -89,20 +85,17 @@ def _add_frozen(contents: Files, models: list[ModelStates], key: str, name: str,
                 f"{model.archive.path} has no fragment of {high - low} elements of the frozen parameter {key}",
                 path=str(model.archive.path),
             )
-        dtype = fragment.storage.dtype
-        pieces += flat(shape, low, high, model.part(contents, fragment), fragment.offset)
-    contents.add(Stored(Atom(name, "param", shape, dtype), Pieces.of(pieces, len(shape))))
+        pieces = flat(shape, low, high, model.part(contents, fragment), fragment.offset)
+        local.add("param", fragment.storage.dtype, pieces, model.archive.path)
+    return local
 
 
-def check_models(models: list[ModelStates]) -> None:
-    for key in (
-        "global_steps",
-        "skipped_steps",
-        "dp_world_size",
-        "param_shapes",
-        "frozen_param_shapes",
-        "ds_version",
-    ):
+SAME = ("global_steps", "skipped_steps", "dp_world_size", "mp_world_size", "ds_version")
+
+
+def check_models(models: list[ModelStates], beside: tuple[str, ...] = ()) -> None:
+    """Raise ``Damaged`` unless all say the same of ``SAME``, and of what is ``beside`` that."""
+    for key in (*SAME, *beside):
         for model in models[1:]:
             if model.content.get(key) != models[0].content.get(key):
                 raise Damaged(

@@ -20,7 +20,8 @@ from . import zero3, zero12
 from .common import Names, add_parameter, progress_of
 from .folder import Folder, check_ranks, files_of, need, opened
 from .local import Local, Rank, WithNumbers, elements, shapes_of
-from .model import ModelStates, add_model, check_models
+from .model import ModelStates, beside, check_models
+from .parallel import Info, Whole
 
 _SAME = (
     "param_groups",
@@ -44,23 +45,57 @@ class Native(WithNumbers):
         not read."""
         folder = files_of(path)
         models, ranks = _files(folder)
-        super().__init__(str(path), f"deepspeed zero-{_stage(folder, ranks)}")
-        first = models[0]
-        shapes = shapes_of(need(first.content, "param_shapes", first.archive.path), first.archive.path)
+        super().__init__(str(path), f"deepspeed zero-{_stage(folder, ranks[0])}")
         zero = zero3 if folder.partitioned else zero12
-        locals_ = zero.locals_of(self, shapes, ranks)
-        names = Names({*locals_, *first.names})
-        groups = _groups(ranks[0])
-        self.progress = progress_of(first, _others(ranks[0]), groups)
-        count = max([len(groups), *(local.group + 1 for local in locals_.values())])
-        self.progress["group_parameters"] = [
-            [names[name] for name, local in locals_.items() if local.group == group] for group in range(count)
+        trained = [
+            zero.locals_of(
+                self, shapes_of(need(m[0].content, "param_shapes", m[0].archive.path), m[0].archive.path), r
+            )
+            for m, r in zip(models, ranks, strict=True)
         ]
-        for name, local in locals_.items():
-            add_parameter(self, names[name], local)
-        self.aliases = {names[alias]: names[name] for alias, name in first.aliases.items()}
-        add_model(self, models, set(locals_), names, folder.partitioned)
-        self._check_steps(first, locals_, names)
+        others = [
+            beside(self, m, set(mine), folder.partitioned) for m, mine in zip(models, trained, strict=True)
+        ]
+        first = models[0][0]
+        tensor_ranks, _ = _degrees(first, len(models))
+        info = Info(first.content.get("universal_checkpoint_info"), tensor_ranks, first.archive.path)
+        wholes = self._wholes(info, trained, tensor_ranks) | self._wholes(info, others, tensor_ranks)
+        info.check_used()
+        names = Names({*wholes, *(name for m in models for name in m[0].names)})
+        groups = _groups(ranks[0][0])
+        self.progress = progress_of(first, _others(ranks[0][0]), groups)
+        count = max([len(groups), *(whole.group + 1 for whole in wholes.values())])
+        self.progress["group_parameters"] = [
+            [names[name] for name, whole in wholes.items() if whole.group == group] for group in range(count)
+        ]
+        self.aliases = {names[a]: names[n] for m in models for a, n in m[0].aliases.items()}
+        for name, whole in wholes.items():
+            add_parameter(self, names[name], whole)
+        for model, mine in zip(models, trained, strict=True):
+            self._check_steps(model[0], mine, names)
+
+    def _wholes(self, info: Info, by_rank: list[dict[str, Local]], tensor_ranks: int) -> dict[str, Whole]:
+        """What the tensor-parallel ranks of each pipeline stage have, together; of two stages, once."""
+        found: dict[str, Whole] = {}
+        for start in range(0, len(by_rank), tensor_ranks):
+            stage = by_rank[start : start + tensor_ranks]
+            for name in stage[0]:
+                missing = [start + i for i, rank in enumerate(stage) if name not in rank]
+                if missing:
+                    raise Damaged(
+                        f"{self.path}: mp_rank_{missing[0]:02d} has no {name}, others have", path=self.path
+                    )
+                whole = info.whole(name, [rank[name] for rank in stage])
+                if name not in found:
+                    found[name] = whole
+                elif found[name].shape == whole.shape and (info.is_tied(name) or whole.group < 0):
+                    for slot, (_, pieces) in whole.slots.items():
+                        found[name].copies.setdefault(slot, []).append(pieces)
+                else:
+                    raise Damaged(
+                        f"{self.path}: two pipeline stages have a parameter {name} each", path=self.path
+                    )
+        return found
 
     def _check_steps(self, model: ModelStates, trained: dict[str, Local], names: Names) -> None:
         """Raise ``Damaged`` if the optimizer's files are of another step than the model states.
@@ -93,32 +128,51 @@ class Native(WithNumbers):
         return torch.equal(first.to(dtype), torch.frombuffer(data, dtype=dtype))
 
 
-def _files(folder: Folder) -> tuple[list[ModelStates], list[Rank]]:
-    """Opened, in the order of their ranks, and checked to be of one checkpoint."""
+def _files(folder: Folder) -> tuple[list[list[ModelStates]], list[list[Rank]]]:
+    """By model-parallel rank, and the files of each in the order of their data-parallel ranks; of one checkpoint."""
     path = folder.models[min(folder.models)]
     first = ModelStates(opened(path))
     world, parallel = (need(first.content, key, path) for key in ("dp_world_size", "mp_world_size"))
-    if parallel != 1 or any(mp for mp, _ in folder.models):
-        raise BadInput(
-            f"{folder.path} is of {parallel} tensor- or pipeline-parallel ranks, which are not read here yet"
-        )
+    parallel = max(parallel, len({mp for mp, _ in folder.models}))
     if not folder.optimizers:
         raise BadInput(
             f"{folder.path} has no *_optim_states.pt: ZeRO was off (stage 0), or only the model was saved. The module"
             f" in {path.name} is a state dict of torch."
         )
     check_ranks(folder.optimizers, parallel, world, "the optimizer's file", folder.path)
-    models = [first]
-    if folder.partitioned:
-        check_ranks(folder.models, parallel, world, "the file of model states", folder.path)
-        models += [ModelStates(opened(folder.models[0, rank])) for rank in range(1, world)]
-        check_models(models)
-    ranks = []
-    for rank in range(world):
-        archive = opened(folder.optimizers[0, rank])
-        ranks.append(Rank(archive, need(archive.content, "optimizer_state_dict", archive.path)))
-    _check_same(ranks)
+    each = world if folder.partitioned else 1
+    check_ranks(folder.models, parallel, each, "the file of model states", folder.path)
+    models = [[ModelStates(opened(folder.models[mp, dp])) for dp in range(each)] for mp in range(parallel)]
+    ranks = [[_rank(folder.optimizers[mp, dp]) for dp in range(world)] for mp in range(parallel)]
+    for model, mine in zip(models, ranks, strict=True):
+        check_models(model, ("param_shapes", "frozen_param_shapes"))
+        check_models([models[0][0], model[0]])
+        _check_same([ranks[0][0], *mine])
     return models, ranks
+
+
+def _rank(path: Path) -> Rank:
+    archive = opened(path)
+    return Rank(archive, need(archive.content, "optimizer_state_dict", archive.path))
+
+
+def _degrees(model: ModelStates, ranks: int) -> tuple[int, int]:
+    """Of tensor and pipeline parallelism."""
+    said = model.content.get("checkpoint_parallel_dimensions") or {}
+    tensor, pipeline = said.get("tp_degree") or 1, said.get("pp_degree") or 1
+    if not said and ranks > 1:
+        layer = sorted(
+            p.name.split("-")[0] for p in model.archive.path.parent.glob("layer_*-model_*-model_states.pt")
+        )
+        tensor = layer.count(layer[0]) if layer else ranks
+        pipeline = ranks // tensor
+    if tensor * pipeline != ranks:
+        raise Damaged(
+            f"{model.archive.path} says that {tensor} x {pipeline} tensor- and pipeline-parallel ranks saved, and"
+            f" there are {ranks}",
+            path=str(model.archive.path),
+        )
+    return tensor, pipeline
 
 
 def _check_same(ranks: list[Rank]) -> None:

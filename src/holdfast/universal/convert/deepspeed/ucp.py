@@ -16,10 +16,11 @@ from ....state.pieces import Pieces, dense
 from ...archives import Archive, piece_of
 from ...pickles import Tensor
 from ...source import Stored
-from .common import Names, progress_of
+from .common import Names, add_parameter, progress_of
 from .folder import Folder, check_ranks, files_of, need, opened
 from .local import Shape, WithNumbers, elements, shapes_of
-from .model import ModelStates, add_model, check_models
+from .model import ModelStates, beside, check_models
+from .parallel import Info
 
 _SLOTS = {"fp32": "param"}
 
@@ -44,7 +45,9 @@ class Universal(WithNumbers):
         for named in shapes:
             self._add_group(path / "zero", named, names, common)
         self.aliases = {names[alias]: names[name] for alias, name in first.aliases.items()}
-        add_model(self, models, set(trained), names, folder.partitioned)
+        info = Info(None, 1, first.archive.path)
+        for key, local in beside(self, models, set(trained), folder.partitioned).items():
+            add_parameter(self, names[key], info.whole(key, [local]))
 
     def _add_group(self, root: Path, named: dict[str, Shape], names: Names, common: Archive) -> None:
         """Parameters that have been trained together, so that the same is known of each."""
@@ -108,7 +111,7 @@ def _models(folder: Folder) -> list[ModelStates]:
     world = need(first.content, "dp_world_size", first.archive.path)
     check_ranks(folder.models, 1, world, "the file of model states", folder.path)
     models = [first, *(ModelStates(opened(folder.models[0, rank])) for rank in range(1, world))]
-    check_models(models)
+    check_models(models, ("param_shapes", "frozen_param_shapes"))
     return models
 
 

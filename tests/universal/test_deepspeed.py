@@ -287,6 +287,14 @@ def test_shards_of_another_world_are_refused(tmp_path, stage):
         open_source(folder)
 
 
+def test_a_shard_that_says_that_it_is_one_of_more_is_refused(tmp_path):
+    folder = write(tmp_path, state_of(), 3, 3)
+    for path in folder.glob("*optim_states.pt"):
+        change(path, lambda content: content["optimizer_state_dict"].update(partition_count=6))
+    with pytest.raises(Damaged, match="rank_0_.* is one of 6 partitions, and there are 3"):
+        open_source(folder)
+
+
 def test_stages_that_are_mixed_are_refused(tmp_path):
     folder = write(tmp_path / "1", state_of(), 1, 2)
     other = write(tmp_path / "3", state_of(), 3, 2)
@@ -358,8 +366,9 @@ def test_a_flipped_bit_anywhere_in_the_data_is_found(tmp_path, stage):
         data[part.offset + part.nbytes // 2] ^= 16
         path.write_bytes(data)
         with pytest.raises(ChunkCorrupt, match=f"{path.name} at offset {part.offset}"):
-            for number in range(len(open_source(folder).parts)):
-                open_source(folder).check(number)
+            damaged = open_source(folder)
+            for number in range(len(damaged.parts)):
+                damaged.check(number)
         path.write_bytes(whole)
 
 

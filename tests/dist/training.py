@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.together import Together
+from holdfast.errors import BadInput
+from holdfast.io.queue import Throttle
+from read_only import make_read_only
 from survive_run import digest
 
 
@@ -88,7 +92,17 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn
     return digest(dict(sorted(found.items())))
 
 
+def left_here() -> list[int]:
+    """Threads and groups of this process."""
+    return [len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)]
+
+
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
+    if "topology" in order:
+        from dist import awkward
+
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+        return awkward.train(rank, world_size, say, **order)
     if world_size > 1 or order["kind"] == "fsdp":
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     train(rank, world_size, say, **order)
@@ -108,6 +122,10 @@ def train(
     signal_at: tuple[int, int] | None = None,
     failpoint: tuple[int, str] | None = None,
     raises: tuple[int, int] | None = None,
+    read_only: tuple[int, int] | None = None,
+    slow: tuple[int, int, int] | None = None,
+    lose_at: tuple[int, int] | None = None,
+    wait_at: int | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
     save_every: int | None = None,
@@ -119,23 +137,29 @@ def train(
     codec: tuple[str, float] | None = None,
     width: int = 13,
     keep_last: int = 2,
+    keep_every: int | None = None,
+    least_storage: int | None = None,
     tiny: bool = False,
     unfreeze_at: int | None = None,
+    between: int | None = None,
+    options_of: dict[str, dict[str, Any]] | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
     from holdfast import checkpointer as module
-    from holdfast.delta import bases
+    from holdfast.delta import allotment, bases
     from holdfast.store import journal
     from holdfast.store.retention import Keep
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    allotment.LEAST_STORAGE = least_storage or allotment.LEAST_STORAGE
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
         options["codec"] = {"topk": TopK, "int8": lambda block: Int8(int(block))}[codec[0]](codec[1])
     model = wrapped(kind, world_size, width, tiny)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     resume = (resume_of or {}).get(str(rank), resume)
+    options |= (options_of or {}).get(str(rank), {})
     plain = getattr(model, "module", model)
     averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
     if averages is not None:
@@ -153,13 +177,17 @@ def train(
     if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
+    say(before=left_here())
     with Checkpointer(
-        root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last), **options
+        root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last, keep_every), **options
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness)
         digests[done] = whole_state(model, chosen, averages)
         for step in range(done + 1, steps + 1):
+            if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
+                checkpointer._recorder.take_slot = lambda wait: None
+                checkpointer._pace._together.call = lambda: None
             if step == unfreeze_at:
                 plain.first.bias.requires_grad_(True)
             loss = model(torch.randn(5, 7)).pow(2).mean()
@@ -177,16 +205,37 @@ def train(
                 os.kill(os.getpid(), signal.SIGTERM)
             if raises is not None and (rank, step) == tuple(raises):
                 raise ValueError("a mistake of the script")
+            if read_only is not None and (rank, step) == tuple(read_only):
+                checkpointer._recorder.wait(step - 1)
+                make_read_only(Path(root))
+            if slow is not None and rank == slow[0] and step in slow[1:]:
+                rate = 300_000 if step == slow[1] else None
+                checkpointer._queue._throttles[True] = Throttle(rate)
             digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
             if average:  # which has been updated now
                 digests[step] = whole_state(model, chosen, averages)
+            if step == wait_at:
+                checkpointer.wait()
             time.sleep(pause)
             say(durable=checkpointer.durable_step)
+            if world_size > 1:
+                store = checkpointer._store
+                say(lost=checkpointer._pace._losses, recording=checkpointer._pace.recording)
+                say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._pace.bases.full_bytes)
+            if step == save_at and rank == between:  # of two steps
+                model(torch.ones(5, 7)).sum().backward()
+                chosen.step()
+                try:
+                    checkpointer.save()
+                except BadInput as error:
+                    say(refused=f"BadInput: {error}")
+                    time.sleep(1)  # a script that does not end at once
+                    raise ValueError("a mistake that is told later") from error
             if step == save_at or (save_every is not None and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
-    say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses)
+    say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses, after=left_here())
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -164,6 +164,7 @@ class BaseMaker:
         written. Durable when this returns. On the recorder's thread."""
         manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress))
         self._store.prune_journal()
+        self._store.measure()
         return manifest
 
     def share(self, progress: dict[str, Any]) -> Share:
@@ -228,10 +229,12 @@ class BaseMaker:
         files = [unit.files for unit in units if unit.files is not None]
         nbytes, store = self._store.space_needed(files), self._store
         if nbytes and not store.make_room(nbytes):
+            least = int((store.used_bytes + nbytes + self.full_bytes) / store.cap_share)
+            who = "what this rank stores" if store.cap_share < 1 else "the run"
             raise DoesNotFit(
-                f"storage = {format_bytes(store.cap_bytes or 0)} is too little: {store.root} takes"
-                f" {format_bytes(store.used_bytes)}, and the files for bases of {format_bytes(self.full_bytes)} take"
-                f" {format_bytes(nbytes)} more. Give at least {store.used_bytes + nbytes + self.full_bytes} bytes."
+                f"storage = {format_bytes(store.told_cap_bytes)} is too little: of"
+                f" {store.root}, {who} takes {format_bytes(store.used_bytes)}, and the files for bases of"
+                f" {format_bytes(self.full_bytes)} take {format_bytes(nbytes)} more. Give at least {least} bytes."
             )
         for each in files:
             each.create()

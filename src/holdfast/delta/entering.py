@@ -29,18 +29,20 @@ def look(
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
     made: list[LiveState] = []
 
-    def held() -> dict[str, tuple[Box, int]]:
+    def held() -> tuple[dict[str, tuple[Box, int]], list[str]]:
         made.append(state := LiveState(model, optimizers, beside, residuals))
         boxes = state.boxes
-        return {
+        parameters = {
             p.name: (boxes[p.name], boxes[p.name].elements * p.parameter.element_size())
             for p in state.parameters
         }
+        return parameters, [atom.name for atom, _ in state.buffers().values()]
 
     parts = ranks.all_do(held)
     [state] = made
     if not ranks.alone:
-        state.store_only(owners(parts)[ranks.rank])
+        state.store_only(owners([parameters for parameters, _ in parts])[ranks.rank])
+        state.elsewhere = {name for parameters, buffers in parts for name in (*parameters, *buffers)}
         state.own_residuals = own_residuals
     return state
 

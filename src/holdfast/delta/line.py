@@ -111,7 +111,7 @@ class Line:
         sources = self._sources(state)
         self.watch.begins(self.base, list(self.chains.values()))
         state.forget_optimizer_state()
-        if sources is not None:
+        if sources is not None and self._has_buffers_of(state, self._stream_of(rank)):
             self._replay(state, sources, self._stream_of(rank), after_update)
         else:
             self._recut(state, after_update)
@@ -128,6 +128,10 @@ class Line:
                 if state.boxes.get(name) == box:
                     sources.setdefault(name, stream)
         return sources if sources.keys() == state.boxes.keys() else None
+
+    def _has_buffers_of(self, state: LiveState, stream: str) -> bool:
+        """Whether one stream has all buffers that ``state`` holds: each stage of a pipeline has its own."""
+        return state.buffers().keys() <= self.atoms[stream].keys()
 
     def _recut(self, state: LiveState, after_update: Callable[[], None] | None) -> None:
         """Replay each stream in the cut of its writer, and take from it what ``state`` holds."""
@@ -150,12 +154,17 @@ class Line:
 
     def _pour(self, state: LiveState) -> None:
         buffers: dict[str, torch.Tensor] = {}
+        for _, ghost in self.parts(state):
+            ghost.pour_into(state)
+            buffers = {**ghost.loaded_buffers, **buffers}
+        state.load(buffers)
+
+    def parts(self, state: LiveState) -> Iterator[tuple[str, Ghost]]:
+        """Of each stream, in its writer's cut, what was stored after the last step; ``state`` says how it is held."""
         for stream in self.chains:
             ghost = Ghost(state, self.boxes(stream))
             self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
-            ghost.pour_into(state)
-            buffers = buffers or ghost.loaded_buffers
-        state.load(buffers)
+            yield stream, ghost
 
     def _replay(
         self,

@@ -71,6 +71,8 @@ class LiveState:
         """Whether the residuals are this rank's alone, and those of a parameter that others hold too are others."""
         self.stored = self.parameters
         """The parameters that this process stores, with what belongs to them."""
+        self.elsewhere: Collection[str] = ()
+        """Names of parameters and buffers that some rank holds, of a pipeline not this one."""
 
     def store_only(self, names: Collection[str]) -> None:
         """Other ranks store the other parameters."""
@@ -128,6 +130,8 @@ class LiveState:
         names = {key.rpartition("/")[0] for key in targets}
         for key in kinds:
             name, _, slot = key.rpartition("/")
+            if name not in names and name in self.elsewhere:
+                continue
             if name not in names or (slot not in ("param", "buffer") and name not in self._optimizer_of):
                 raise _mismatch(f"it has {key}, and this one has no such tensor")
 
@@ -144,7 +148,8 @@ class LiveState:
         for key, value in atoms.items():
             name, _, slot = key.rpartition("/")
             if slot == "buffer":
-                buffers[key][1].copy_(value)
+                if key in buffers or name not in self.elsewhere:
+                    buffers[key][1].copy_(value)
             elif slot == "param":
                 local_of(self._parameter[name].parameter.detach()).copy_(value)
             elif slot == RESIDUAL:

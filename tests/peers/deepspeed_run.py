@@ -14,42 +14,16 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from torch import nn
+from odd_model import Model, groups_of, loss_of, tokens_of
 
 SAVED = 3
 """The step of checkpoints."""
 
 
-class Model(nn.Module):
-    """Odd sizes, tied embeddings, a buffer, a frozen layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(37, 10)
-        self.up = nn.Linear(10, 13)
-        self.frozen = nn.Linear(13, 13)
-        self.down = nn.Linear(13, 10)
-        self.norm = nn.LayerNorm(10)
-        self.head = nn.Linear(10, 37, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
-        for parameter in self.frozen.parameters():
-            parameter.requires_grad_(False)
-
-    def forward(self, tokens):
-        self.seen += 1
-        hidden = self.embed(tokens)
-        return self.head(self.norm(hidden + self.down(self.frozen(torch.tanh(self.up(hidden))))))
-
-
 def engine_of(job):
     torch.manual_seed(7)
     model = Model()
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for n, p in named if p.ndim > 1], "weight_decay": 0.1, "lr": 3e-3},
-        {"params": [p for n, p in named if p.ndim == 1], "weight_decay": 0.0, "lr": 1e-3},
-    ]
+    groups = groups_of(model)
     optimizer = (
         torch.optim.SGD(groups, lr=1e-3, momentum=0.9) if job.get("sgd") else torch.optim.AdamW(groups)
     )
@@ -72,19 +46,18 @@ def engine_of(job):
 
 
 def train(engine, first, steps):
-    losses = []
+    """The losses, and the learning rates of each step."""
+    losses, rates = [], []
     world, rank = deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()
     for step in range(first, first + steps):
-        tokens = torch.randint(0, 37, (12, 5), generator=torch.Generator().manual_seed(step))
-        tokens = tokens.chunk(world)[rank]
-        logits = engine(tokens).float()
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        rates.append([group["lr"] for group in engine.optimizer.param_groups])
+        loss = loss_of(engine, tokens_of(step).chunk(world)[rank])
         engine.backward(loss)
         engine.step()
         mean = loss.detach().clone()
         torch.distributed.all_reduce(mean)
         losses.append(float(mean) / world)
-    return losses
+    return losses, rates
 
 
 def about(engine, job):
@@ -139,9 +112,9 @@ def main():
         told = about(engine, job)
         if job["do"] == "load" and job["stage"] == 3:
             amend(engine, own)
-        losses = train(engine, SAVED, 3)
+        losses, rates = train(engine, SAVED, 3)
         if deepspeed.comm.get_rank() == 0:
-            torch.save({**told, "losses": losses}, job["report"])
+            torch.save({**told, "losses": losses, "rates": rates}, job["report"])
         engine.destroy()
     print("done", flush=True)
 

@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import holdfast
 from holdfast.state.progress import decode
 from holdfast.universal.archives import Archive
 from holdfast.universal.convert import open_source
 from holdfast.universal.convert.deepspeed.write import write_deepspeed
 from holdfast.universal.load import read_flat
 from holdfast.universal.pickles import Record, Tensor
+from peers.odd_model import Model, groups_of, loss_of, tokens_of
 from universal.deepspeed_files import State, write
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
@@ -167,6 +170,32 @@ def test_deepspeed_loads_what_was_written_for_any_stage_and_world(saved, loaded,
         {"rel": 1e-6} if "bf16" not in name else {"rel": 2e-3}
     )  # gradients are summed in the type of the model
     assert after["losses"] == pytest.approx(before["losses"], **close)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", ["z1", "z2-dealt", "z3", "z1-aligned", "z3-sgd"])
+def test_training_goes_on_in_plain_torch_as_deepspeed_went_on(saved, tmp_path, name, world):
+    """One process, no DeepSpeed, directly from the checkpoint of several ranks."""
+    folder, told = saved[name, world]
+    torch.manual_seed(99)
+    model = Model()
+    groups = groups_of(model)
+    optimizer = torch.optim.SGD(groups, momentum=0.9) if "sgd" in name else torch.optim.AdamW(groups)
+    losses = []
+    with holdfast.Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+        start = checkpointer.resume(source=folder)
+        assert start == 3 and model.head.weight is model.embed.weight
+        for step, rates in enumerate(told["rates"], start):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+            loss = loss_of(model, tokens_of(step))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+            losses.append(loss.item())
+    assert losses == pytest.approx(told["losses"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "world"), [("z1", 3), ("z3", 2), ("z1-bf16", 4), ("z3-bf16", 3)])

@@ -181,7 +181,9 @@ def convert(
         ),
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="What is made; not there yet.")],
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface or safetensors.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface, safetensors or deepspeed.")
+    ],
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", metavar="bf16", help="Of floating-point parameters; else as they are."),
@@ -189,12 +191,16 @@ def convert(
     file_size: Annotated[
         str, typer.Option("--file-size", metavar="5GB", help="Limit of one file, for huggingface.")
     ] = "5GB",
+    stage: Annotated[
+        int | None,
+        typer.Option("--stage", min=1, max=3, help="Of ZeRO, for deepspeed: the one that will load it."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
     from .convert import convert as convert_state
 
-    convert_state(source, destination, to, dtype=dtype, file_size=file_size, as_json=json)
+    convert_state(source, destination, to, dtype=dtype, file_size=file_size, stage=stage, as_json=json)
 
 
 @app.command()

@@ -7,11 +7,13 @@ from pathlib import Path
 
 from ...errors import BadInput
 from ..source import Source
+from .deepspeed import is_deepspeed, open_deepspeed
 from .huggingface import SafetensorsFiles, is_safetensors
 from .ruled import RuledFolder, is_ruled
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
     ("rules", is_ruled, RuledFolder),
+    ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others put beside it
     ("safetensors", is_safetensors, SafetensorsFiles),
 ]
 """Of others: the name, whether a path is of that format, and what opens it."""

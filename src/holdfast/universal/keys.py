@@ -1,13 +1,14 @@
 """Keys: what the entries of a nested state dict are: of the model, of an optimizer, or something else.
 
-An entry is known by its key, as ``torch.distributed.checkpoint`` forms it of the names on the
-way (``optim.state.w.step``), and by these names, where the writer kept them. An optimizer is where ``param_groups`` are. The model is where the names
-of its parameters are, or else what is called so, or else what is not inside of anything.
+An entry is known by its key, as ``torch.distributed.checkpoint`` forms it of the names on the way, and by these names,
+where the writer kept them: ``optim.state.w.step``. An optimizer is where ``param_groups`` are. The model is where the
+names of its parameters are, or what is called so, or what is not inside of anything.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,10 @@ SCHEDULERS = ("scheduler", "lr_scheduler", "sched", "lr_schedulers", "schedulers
 INTEGERS = ("I64", "I32", "I16")
 EXTRA = "extra"
 """The slot of tensors that are neither of the model nor of its optimizer."""
+KEY = "dcp"
+"""Of an atom in an index its key in a state dict; of a commit's progress the ``paths`` and the ``values`` by key."""
+PROGRESS = "holdfast.progress"
+"""The key of a progress as JSON, where that has no keys of its own."""
 _GROUPS = re.compile(r"(?:^|\.)(?=param_groups(?:\.|$))")
 
 Path = tuple[Any, ...]
@@ -87,6 +92,10 @@ def name_all(tensors: Mapping[str, Kind], paths: Mapping[str, Path]) -> Named:
             named.tensors[key] = (plain[key], "param" if plain[key] in known else _slot_of(plain[key], kind))
         else:
             named.tensors[key] = (key, EXTRA)
+    taken: set[tuple[str, str]] = set()
+    for key, name in named.tensors.items():  # of two optimizers of one parameter the second is something else
+        named.tensors[key] = (key, EXTRA) if name in taken else name
+        taken.add(name)
     return named
 
 
@@ -184,7 +193,7 @@ def _numbered_name(key: str, name: str) -> str:
 
 def progress_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Named) -> dict[str, Any]:
     """The progress (as of ``Contents``) that ``values`` by key are: all that is no tensor, or a small one, as JSON."""
-    progress: dict[str, Any] = {"roots": named.roots}
+    progress: dict[str, Any] = {**_own(values.get(PROGRESS)), "roots": named.roots}
     groups = _groups_of(values, paths, named)
     if groups:
         progress["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -196,7 +205,7 @@ def progress_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Nam
         if state is not None:
             name = named.numbers.get(state[0], _numbered_name(key, state[0]))
             states.setdefault(canonical(name), {})[state[1]] = value
-        elif not _inside(key, named.optimizers):
+        elif not _inside(key, named.optimizers) and key != PROGRESS:
             rest[key] = value
     if states:
         progress["values"] = states
@@ -207,6 +216,15 @@ def progress_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Nam
     if rest:
         progress["extra"] = rest
     return progress
+
+
+def _own(text: Any) -> dict[str, Any]:
+    """What a progress of this library was, if ``text`` is one."""
+    try:
+        told = json.loads(text)
+    except (TypeError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def _step_in(key: str, value: Any) -> int | None:
@@ -263,7 +281,9 @@ def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Name
             else:
                 name, _, option = key.removeprefix(f"{start}.").rpartition(".")
                 single.setdefault(name, {})[option] = values[key]
-        found += [listed[i] for i in sorted(listed)] + _joined_groups(single)
+        found += [listed[i] for i in sorted(listed)] or _joined_groups(
+            single
+        )  # the same, where there are both
     for group in found:
         if "params" in group:
             group["params"] = [canonical(named.numbers.get(str(name), str(name))) for name in group["params"]]

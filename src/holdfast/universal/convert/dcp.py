@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from ..archives import Archive
 from ..keys import EXTRA, name_all, progress_of
 from ..load import read_flat
 from ..pickles import Record, Tensor
-from ..source import Files, Part, Stored, check_sum
+from ..source import Files, Part, Source, Stored, check_sum
 from .dcp_metadata import METADATA, Claims, Entry, Shards
 
 SMALL = 16 * KiB
@@ -145,7 +145,7 @@ class DCP(Files):
     def _value(self, stored: Stored) -> dict[str, Any]:
         """A small tensor as JSON (as ``state.progress.encode`` has it)."""
         self._check(stored.atom.key, stored.atom, stored.pieces)
-        data = read_flat(self, stored, 0, stored.atom.elements).tobytes()
+        data = read_flat(cast(Source, self), stored, 0, stored.atom.elements).tobytes()
         return _tensor_json(stored.atom.dtype, stored.atom.shape, data)
 
 

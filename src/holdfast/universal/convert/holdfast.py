@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ...errors import BadInput, Damaged
@@ -13,6 +14,7 @@ from ...store.manifest import FileRef, Manifest
 from ...store.ranges import VerifiedFiles
 from ...store.reader import RunReader
 from ...store.reading import INSPECT
+from ..keys import KEY, Kind, name_all, progress_of
 from ..source import Contents, Part, Stored
 
 
@@ -30,9 +32,12 @@ class Commit(Contents):
         self._files = VerifiedFiles(reader.disk)
         self._of_part: list[FileRef] = []
         self._numbers: dict[tuple[str, str], int] = {}
-        self.progress = manifest.progress
-        for atom in reader.atoms(manifest).values():
+        atoms = reader.atoms(manifest)
+        for atom in atoms.values():
             self.add(self._stored(atom, manifest.files))
+        self.progress = manifest.progress_of(manifest.streams[0])
+        if KEY in self.progress:
+            self.progress = _of_state_dict(atoms.values(), **self.progress[KEY])
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
@@ -70,3 +75,12 @@ class Commit(Contents):
             self._numbers[ref.path, key] = number
             self._of_part.append(ref)
         return number, entry.shape
+
+
+def _of_state_dict(
+    atoms: Iterable[dict[str, Any]], paths: dict[str, list[Any]], values: dict[str, Any]
+) -> dict[str, Any]:
+    """The progress of a commit that ``dcp.save`` made."""
+    ways = {key: tuple(path) for key, path in paths.items()}
+    kinds = {atom[KEY]: Kind(tuple(atom["shape"]), atom["dtype"]) for atom in atoms}
+    return progress_of(values, ways, name_all(kinds, ways))

@@ -48,7 +48,6 @@ class StorageReader(dcp.StorageReader):
     def __init__(self, root: str | os.PathLike = "", *, step: int | None = None) -> None:
         self.root, self.step = os.fspath(root), step
         self._source: Commit | None = None
-        self._stored: dict[str, Stored] = {}
         self._values: dict[str, Any] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
 
@@ -81,9 +80,7 @@ class StorageReader(dcp.StorageReader):
         self._source = source = Commit(reader, manifest)
         self._values = told["values"]
         self._paths = {key: tuple(path) for key, path in told["paths"].items()}
-        keys = {atom[KEY]: key for key, atom in reader.atoms(manifest).items()}
-        self._stored = {key: source.atoms[atom] for key, atom in keys.items()}
-        about: dict[str, Any] = {key: _metadata_of(stored) for key, stored in self._stored.items()}
+        about: dict[str, Any] = {key: _metadata_of(stored) for key, stored in source.by_key.items()}
         about |= {key: theirs.BytesStorageMetadata() for key in self._values}
         about = {key: about[key] for key in self._paths}
         return theirs.Metadata(about, self._paths, {}, theirs.StorageMeta(checkpoint_id=source.path))
@@ -121,9 +118,9 @@ class StorageReader(dcp.StorageReader):
         return done
 
     @property
-    def _opened(self) -> Source:
+    def _opened(self) -> Commit:
         assert self._source is not None, "read_metadata comes first"
-        return cast(Source, self._source)
+        return self._source
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         """The items of one batch."""
@@ -137,7 +134,7 @@ class StorageReader(dcp.StorageReader):
             flat = into.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
             targets.append(Target(stored, box, flat.reshape(box.shape)))
             ways.append((item, tensor, into))
-        read_all(self._opened, targets)
+        read_all(cast(Source, self._opened), targets)
         for item, tensor, into in ways:
             if into is not tensor:
                 tensor.copy_(into)
@@ -146,10 +143,10 @@ class StorageReader(dcp.StorageReader):
     def _runs(self, loaded: LoadPlan) -> list[Run]:
         items = [item for item in loaded.items if item.type == LoadItemType.TENSOR]
         nothing = np.empty(0)
-        return plan(self._opened, [Target(*self._wanted(item), nothing) for item in items])
+        return plan(cast(Source, self._opened), [Target(*self._wanted(item), nothing) for item in items])
 
     def _wanted(self, item: ReadItem) -> tuple[Stored, Box]:
-        stored = self._stored[item.storage_index.fqn]
+        stored = self._opened.by_key[item.storage_index.fqn]
         offset = item.storage_index.offset or (0,) * len(stored.atom.shape)
         start = tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True))
         return stored, Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
@@ -163,7 +160,7 @@ def _metadata_of(stored: Stored) -> theirs.TensorStorageMetadata:
     return theirs.TensorStorageMetadata(properties, torch.Size(stored.atom.shape), chunks)
 
 
-def _verify(source: Source, run: Run) -> int:
+def _verify(source: Commit, run: Run) -> int:
     where = source.parts[run.part]
     nbytes = run.count * where.itemsize
     source.read(run.part, run.start * where.itemsize, memoryview(bytearray(nbytes)))

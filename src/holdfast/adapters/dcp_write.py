@@ -171,10 +171,24 @@ class _Opened:
                 writer.step if writer.step is not None else (before.step + 1 if before is not None else 0)
             )
             self._drop_others()
-            self.store.begin(before)
+            self._begin(before)
         except BaseException:
             self.close()
             raise
+
+    def _begin(self, before: Manifest | None) -> None:
+        """A save after the newest is of the same timeline; any other begins one."""
+        timelines = self.store.timelines()[0]
+        newest = max(timelines, default=0)
+        if (
+            before is None
+            or before.ref != self.store.line()[0]
+            or before.timeline != newest
+            or self.step <= before.step
+        ):
+            self.store.begin(before)
+        else:
+            self.store.go_on(timelines[newest])
 
     def _drop_others(self) -> None:
         """Remove the files of saves that did not come to their end."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +23,12 @@ from ...state.atoms import Atom
 from ...state.pieces import Pieces, dense, row_major
 from ...units import KiB
 from ..archives import Archive
-from ..keys import EXTRA, name_all, progress_of
-from ..load import read_flat
+from ..keys import name_all, progress_of
 from ..pickles import Record, Tensor
-from ..source import Files, Part, Source, Stored, check_sum
+from ..small import is_small, tensor_json, value_of
+from ..source import Files, Part, Stored, check_sum
 from .dcp_metadata import METADATA, Claims, Entry, Shards
 
-SMALL = 16 * KiB
-"""Bytes of a tensor at most that goes to the progress, if it is neither the model's nor its optimizer's."""
 REMEMBERED = 64 * KiB
 """Bytes at most of an entry without tensors whose content is kept, as the same comes again and again."""
 MOST_EXPANDED = 1 << 20
@@ -60,8 +58,9 @@ class DCP(Files):
         for key, shards in claims.tensors.items():
             name, slot = named.tensors[key]
             stored = self._stored(key, Atom(name, slot, *shards.kind), shards)
-            if slot == EXTRA and stored.atom.nbytes <= SMALL:
-                rest[key] = self._value(stored)
+            if is_small(stored):
+                self._check(stored.atom.key, stored.atom, stored.pieces)
+                rest[key] = value_of(self, stored)
             else:
                 self.add(stored)
         self.progress = progress_of(
@@ -142,12 +141,6 @@ class DCP(Files):
                 self._reordered = part, data
             return data
 
-    def _value(self, stored: Stored) -> dict[str, Any]:
-        """A small tensor as JSON (as ``state.progress.encode`` has it)."""
-        self._check(stored.atom.key, stored.atom, stored.pieces)
-        data = read_flat(cast(Source, self), stored, 0, stored.atom.elements).tobytes()
-        return _tensor_json(stored.atom.dtype, stored.atom.shape, data)
-
 
 class _Values:
     """Entries that are no tensors, as JSON."""
@@ -179,7 +172,7 @@ def _json(archive: Archive, value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Tensor):
-        return _tensor_json(value.storage.dtype, value.shape, _bytes_of(archive, value))
+        return tensor_json(value.storage.dtype, value.shape, _bytes_of(archive, value))
     if isinstance(value, (bytes, bytearray)):
         return {"__bytes__": base64.b64encode(value).decode()}
     if isinstance(value, tuple):
@@ -190,16 +183,14 @@ def _json(archive: Archive, value: Any) -> Any:
         plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
         items = [[_json(archive, key), _json(archive, item)] for key, item in value.items()]
         return dict(items) if plain else {"__dict__": items}
+    if isinstance(value, Record) and value.name == "_codecs.encode":  # how bytes are pickled
+        return {"__bytes__": base64.b64encode(str(value.args[0]).encode("latin1")).decode()}
     if isinstance(value, Record):
         given = {"args": list(value.args), "fields": value.fields, "items": value.items}
         return {"__object__": value.name} | {
             name: _json(archive, part) for name, part in given.items() if part
         }
     return {"__object__": type(value).__name__, "args": [str(value)]}
-
-
-def _tensor_json(dtype: str, shape: tuple[int, ...], data: bytes) -> dict[str, Any]:
-    return {"__tensor__": dtype, "shape": list(shape), "bytes": base64.b64encode(data).decode()}
 
 
 def _bytes_of(archive: Archive, tensor: Tensor) -> bytes:

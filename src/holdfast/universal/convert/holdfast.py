@@ -15,6 +15,7 @@ from ...store.ranges import VerifiedFiles
 from ...store.reader import RunReader
 from ...store.reading import INSPECT
 from ..keys import KEY, Kind, name_all, progress_of
+from ..small import is_small, value_of
 from ..source import Contents, Part, Stored
 
 
@@ -32,12 +33,22 @@ class Commit(Contents):
         self._files = VerifiedFiles(reader.disk)
         self._of_part: list[FileRef] = []
         self._numbers: dict[tuple[str, str], int] = {}
+        self.by_key: dict[str, Stored] = {}
+        """Of a commit that ``dcp.save`` made, its tensors by their keys in the state dict."""
         atoms = reader.atoms(manifest)
+        small = {}
         for atom in atoms.values():
-            self.add(self._stored(atom, manifest.files))
+            stored = self._stored(atom, manifest.files)
+            if KEY in atom:
+                self.by_key[atom[KEY]] = stored
+            if KEY in atom and is_small(stored):
+                self._check(stored.atom.key, stored.atom, stored.pieces)
+                small[atom[KEY]] = value_of(self, stored)
+            else:
+                self.add(stored)
         self.progress = manifest.progress_of(manifest.streams[0])
         if KEY in self.progress:
-            self.progress = _of_state_dict(atoms.values(), **self.progress[KEY])
+            self.progress = _of_state_dict(atoms.values(), small, **self.progress[KEY])
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
@@ -78,9 +89,14 @@ class Commit(Contents):
 
 
 def _of_state_dict(
-    atoms: Iterable[dict[str, Any]], paths: dict[str, list[Any]], values: dict[str, Any]
+    atoms: Iterable[dict[str, Any]],
+    small: dict[str, Any],
+    paths: dict[str, list[Any]],
+    values: dict[str, Any],
 ) -> dict[str, Any]:
     """The progress of a commit that ``dcp.save`` made."""
     ways = {key: tuple(path) for key, path in paths.items()}
     kinds = {atom[KEY]: Kind(tuple(atom["shape"]), atom["dtype"]) for atom in atoms}
-    return progress_of(values, ways, name_all(kinds, ways))
+    return progress_of(
+        {key: (values | small)[key] for key in ways if key in values | small}, ways, name_all(kinds, ways)
+    )

@@ -71,7 +71,9 @@ def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False) -> 
     if kind == "fsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     if kind == "hsdp":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s")))
+        return fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s"))
+        )
     return model
 
 
@@ -150,7 +152,9 @@ def train(
     if failpoint is not None and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
         failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
+    if (
+        kind == "ddp"
+    ):  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
     with Checkpointer(

@@ -92,11 +92,19 @@ def name_all(tensors: Mapping[str, Kind], paths: Mapping[str, Path]) -> Named:
             named.tensors[key] = (plain[key], "param" if plain[key] in known else _slot_of(plain[key], kind))
         else:
             named.tensors[key] = (key, EXTRA)
-    taken: set[tuple[str, str]] = set()
-    for key, name in named.tensors.items():  # of two optimizers of one parameter the second is something else
-        named.tensors[key] = (key, EXTRA) if name in taken else name
-        taken.add(name)
+    _set_seconds_apart(named)
     return named
+
+
+def _set_seconds_apart(named: Named) -> None:
+    """Of two that have one name the second is something else; an optimizer with such is none."""
+    taken: set[tuple[str, str]] = set()
+    seconds = [key for key, name in named.tensors.items() if name in taken or taken.add(name)]
+    others = {root for root in named.optimizers if any(key.startswith(f"{root}state.") for key in seconds)}
+    named.optimizers = [root for root in named.optimizers if root not in others]
+    for key in named.tensors:
+        if key in seconds or _inside(key, list(others)):
+            named.tensors[key] = key, EXTRA
 
 
 def _state_of(key: str, path: Path, optimizers: Sequence[str]) -> tuple[str, str] | None:
@@ -202,7 +210,7 @@ def progress_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Nam
     rest = {}
     for key, value in values.items():
         state = _state_of(key, paths[key], named.optimizers)
-        if state is not None:
+        if state is not None and key not in named.tensors:
             name = named.numbers.get(state[0], _numbered_name(key, state[0]))
             states.setdefault(canonical(name), {})[state[1]] = value
         elif not _inside(key, named.optimizers) and key != PROGRESS:

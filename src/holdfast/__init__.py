@@ -22,6 +22,7 @@ _HOME = {
     "Checkpointer": ".checkpointer",
     "Engine": ".offload.engine",
     "Exact": ".delta.codecs",
+    "From": ".sources",
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
     "Preflight": ".offload.preflight",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .offload.planning import Budget
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
+    from .sources import From
     from .store.retention import Keep
     from .watch.recovery import progress_bar
 
@@ -53,6 +55,7 @@ __all__ = [
     "Checkpointer",
     "Engine",
     "Exact",
+    "From",
     "HoldfastError",
     "Int8",
     "Keep",

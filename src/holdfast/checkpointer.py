@@ -32,7 +32,7 @@ from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_of_sever
 from .delta.pace import Means, Pace
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
-from .delta.recovery import Recovered, recover
+from .delta.recovery import Recovered, recover, refuse_unless_one_is_whole
 from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
 from .delta.script import Script
 from .delta.sealer import Sealer
@@ -44,11 +44,14 @@ from .delta.watching import Recovery, announced
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
+from .sources import From, has_records, source_of
 from .store.files import check_place
 from .store.local import LocalStore
 from .store.manifest import Point
 from .store.retention import Keep
+from .store.target import Target
 from .units import GiB, MiB, parse_bytes
+from .universal.restore import restore
 from .update.optimizer import is_elementwise
 
 BASE_BYTES_PER_STEP = 64 * MiB
@@ -158,6 +161,7 @@ class Checkpointer:
         self._rates: dict[str, float] = {}
         self._sigterm: SigTerm | None = None
         self._closed = False
+        self._source: From | None = None
         self.steps_done = 0
         """Optimizer steps done, skipped ones included."""
         self.exactness: Literal["state", "continuation"] = "continuation"
@@ -185,6 +189,7 @@ class Checkpointer:
         before: int | None = None,
         exactness: Literal["state", "continuation"] = "state",
         show: Callable[[Recovery], None] | None = None,
+        source: str | Path | From | None = None,
     ) -> int:
         """Bring model, optimizers and script to the newest step that can be recovered, or to ``step``, or to the newest
         before the step ``before``. Returns the steps done: 0 in a fresh directory. Called once, before the first step.
@@ -193,6 +198,9 @@ class Checkpointer:
         Residuals of error feedback are in bases, and records cannot bring them forward: after the newest record they
         begin at zero, with a warning (``exactness="state"``); ``"continuation"`` goes back to the newest step from
         which training goes on as it did. ``exactness`` of the checkpointer says what was reached.
+
+        A fresh directory begins from ``source``, if there is one: another run (RUN or RUN@STEP), or a state of another
+        library, written under any parallelism. A directory that has steps goes on from those.
 
         Raises ``NoCommit`` if there is no such step, ``Damaged`` if no base is whole, ``RunMismatch`` for another
         model.
@@ -207,6 +215,7 @@ class Checkpointer:
         if exactness not in ("state", "continuation"):
             raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
         target, exact = step if before is None else before - 1, step is not None
+        self._source = source if source is None or isinstance(source, From) else From(source)
         try:
             if self._replica is not None:
                 self._resume_beside(self._replica, target, exact)
@@ -267,15 +276,50 @@ class Checkpointer:
         """Note where the run goes on, and what was odd; None is a fresh one."""
         if found is None and target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
-        if found is not None:
-            self.steps_done = found.point.step
-            for text in found.odd:
-                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
-            self._judge(found)
-        else:
+        if found is None:
             self._state.residuals.clear()  # of what the script did before
+            if self._source is not None:
+                self._begin_from(self._source)
+        if found is not None:
+            self._note(found)
         self._now = self._script.now()
         return None if found is None else found.point
+
+    def _begin_from(self, start: From) -> None:
+        """Bring everything to where ``start`` is, as far as it says; what it does not say is told."""
+        target = Target.parse(str(start.path))
+        if start.plain and has_records(target.run):
+            with LocalStore(target.run) as store:
+                self._ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step))
+                found = recover(
+                    store, self._state, self._script, ranks=self._ranks, target=target.step,
+                    exact=target.step is not None, after_update=self._after_update,
+                )  # fmt: skip
+            self._note(found)
+            return
+
+        def bring() -> tuple[int, list[str]]:
+            source = source_of(str(start.path))
+            found, complete = restore(self._state, source, start.allowed)
+            about = found.told()
+            for name in self._script.adopt(source.progress, self._ranks.rank):
+                about.append(f"it has no {name}; that of the script goes on as it is")
+            if not complete:
+                about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
+            return source.progress.get("step") or 0, [
+                f"{source.path} ({source.format}): {text}" for text in about
+            ]
+
+        self.steps_done, told = self._ranks.all_do(bring)[self._ranks.rank]
+        self._events.emit("began_from", path=str(start.path), step=self.steps_done, told=told)
+        for text in told:
+            warnings.warn(f"beginning from {text}", stacklevel=5)
+
+    def _note(self, found: Recovered) -> None:
+        self.steps_done = found.point.step
+        for text in found.odd:
+            warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=5)
+        self._judge(found)
 
     def _judge(self, found: Recovered) -> None:
         """Which exactness is reached. Without the residuals that the point had training goes on otherwise."""

@@ -89,9 +89,12 @@ def cause_of(error):
     return next(iter(error.value.failures.values()))[0]
 
 
-@pytest.mark.parametrize(("kind", "size"), TARGETS)
-@pytest.mark.parametrize("source", SOURCES)
-def test_what_any_world_saved_any_other_loads_as_torch_does(world, saved, source, kind, size):
+PAIRS = [(source, TARGETS[(2 * i + k) % 5]) for i, source in enumerate(SOURCES) for k in (0, 3)]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_what_any_world_saved_any_other_loads_as_torch_does(world, saved, source, target):
+    kind, size = target
     theirs, ours, digest = saved(*source)
     for said in world.run(size, script="saving", job="load", kind=kind, theirs=theirs, ours=ours):
         assert said.get("theirs") == said.get("ours") == digest, said
@@ -212,9 +215,7 @@ def test_a_run_that_a_checkpointer_wrote_is_neither_gone_on_with_nor_loaded(tmp_
     before = {
         path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"
     }
-    with pytest.raises(
-        dcp.api.CheckpointException, match="which? dcp.save did not write|dcp.save did not write"
-    ):
+    with pytest.raises(dcp.api.CheckpointException, match=r"a run that dcp\.save did not write"):
         save(state(), tmp_path)
     assert {path: path.read_bytes() for path in before} == before
     with pytest.raises(dcp.api.CheckpointException, match=r"was not written by dcp\.save.*--to dcp"):
@@ -330,8 +331,7 @@ def test_a_flipped_bit_ends_the_load_on_every_rank_before_a_tensor_is_touched(wo
     path.write_bytes(data)
     for kind, size in (("fsdp2", 3), ("ddp", 1)):
         for each in world.run(size, script="saving", job="load", kind=kind, ours=tmp_path / "run"):
-            assert path.name in each["error"] and layout.entries[0].key in each["error"], each
-            assert "fails its checksum" in each["error"] or "fail their checksum" in each["error"]
+            assert path.name in each["error"] and "@" in each["error"] and "checksum" in each["error"], each
             assert each["untouched"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -185,3 +186,11 @@ def test_a_source_without_parameters_is_not_exported(source, tmp_path):
 def test_header_of_gives_metadata(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors", metadata={"who": "me"})
     assert header_of(tmp_path / "a.safetensors")[1] == {"who": "me"}
+
+
+def test_what_belongs_to_a_parameter_keeps_its_type_in_a_single_file(source, tmp_path):
+    stored = source.atoms["embed.weight/param"]
+    source.atoms["embed.weight/exp_avg"] = replace(stored, atom=replace(stored.atom, slot="exp_avg"))
+    again = SafetensorsFiles(write_single(source, tmp_path / "one.safetensors", dtype="BF16"))
+    kinds = {key: again.atoms[key].atom.dtype for key in ("embed.weight/param", "embed.weight/exp_avg")}
+    assert kinds == {"embed.weight/param": "BF16", "embed.weight/exp_avg": "F32"}

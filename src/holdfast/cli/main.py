@@ -173,6 +173,31 @@ def compact(
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="RUN, RUN@STEP, or a state of another library: `holdfast show` says."
+        ),
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="What is made; not there yet.")],
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface or safetensors.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="bf16", help="Of floating-point parameters; else as they are."),
+    ] = None,
+    file_size: Annotated[
+        str, typer.Option("--file-size", metavar="5GB", help="Limit of one file, for huggingface.")
+    ] = "5GB",
+    json: AsJson = False,
+) -> None:
+    """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
+    from .convert import convert as convert_state
+
+    convert_state(source, destination, to, dtype=dtype, file_size=file_size, as_json=json)
+
+
+@app.command()
 def plan(
     context: typer.Context,
     cadence: Annotated[

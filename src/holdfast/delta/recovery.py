@@ -92,6 +92,22 @@ def recover(
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} `holdfast verify {store.root}` says more.")
 
 
+def refuse_unless_one_is_whole(store: LocalStore, target: int | None) -> None:
+    """Raise ``Damaged`` if no base at or before ``target`` is, before anything live is touched. Reads one in full."""
+    odd: list[Damaged] = []
+    for ref in store.line():
+        if target is None or ref.step <= target:
+            try:
+                found = store.verify(store.load(ref))
+            except Damaged as error:
+                found = [error]
+            if not found:
+                return
+            odd += found
+    if odd:
+        raise odd[0]
+
+
 def _has_lost_residuals(ref: CommitRef, store: LocalStore) -> bool:
     """Whether its own records changed residuals after they were copied: several ranks copy theirs at several steps."""
     try:

@@ -86,6 +86,10 @@ class LiveState:
     def parameter(self, name: str) -> CapturedParameter:
         return self._parameter[name]
 
+    def is_trained(self, parameter: CapturedParameter) -> bool:
+        """Whether one of the optimizers changes it."""
+        return parameter.requires_grad and parameter.name in self._optimizer_of
+
     def owned(self, parameter: CapturedParameter) -> Held:
         """The parameter and the tensors that its optimizer holds for it."""
         held: dict[str, torch.Tensor] = {"param": parameter.parameter.detach()}

@@ -80,6 +80,20 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     ]
 
 
+def adopt(things: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
+    """Give ``things``, by name, the state that the ``progress`` of some other run has of them. What it does not have,
+    or has of something that keeps another kind of state, is left and named in what is returned."""
+    there = progress.get("things", progress)
+    left = []
+    for name, thing in things.items():
+        saved = decode(there[name]) if isinstance(there.get(name), dict) else None
+        if saved is not None and saved.keys() == thing.state_dict().keys():
+            thing.load_state_dict(saved)
+        else:
+            left.append(name)
+    return left
+
+
 def random_state() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's global generators (and of every CUDA device in use)."""
     version, words, gauss = random.getstate()

@@ -53,12 +53,18 @@ class Source(Protocol):
     """A stored training state. ``atoms`` are by key, ``progress`` what is known of the rest (step, schedule,
     hyper-parameters by group), as JSON, ``aliases`` names of tensors that are others' under another name."""
 
-    path: str
-    format: str
-    atoms: Mapping[str, Stored]
-    parts: Sequence[Part]
-    progress: dict[str, Any]
-    aliases: Mapping[str, str]
+    @property
+    def path(self) -> str: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def atoms(self) -> Mapping[str, Stored]: ...
+    @property
+    def parts(self) -> Sequence[Part]: ...
+    @property
+    def progress(self) -> dict[str, Any]: ...
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a part from ``offset`` on. Raises ``Damaged``, also where the format has a

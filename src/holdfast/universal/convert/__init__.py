@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import BadInput
 from ..source import Source
+from .dcp import DCP, is_dcp
+from .huggingface import SafetensorsFiles, is_safetensors
+
+FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
+    ("safetensors", is_safetensors, SafetensorsFiles),
+    ("dcp", is_dcp, DCP),
+]
+"""Of others: the name, whether a path is of that format, and what opens it."""
 
 
-def open_source(path: str | Path) -> Source:
-    """The training state at ``path``, of whatever format it is. Raises ``BadInput`` if it is of none that is known,
-    ``Damaged`` if it is not whole."""
-    raise BadInput(f"{path} is no training state of a format that is known")
+def format_of(path: Path) -> str | None:
+    """Of a path; None if it is of none that is known."""
+    return next((name for name, is_it, _ in FORMATS if path.exists() and is_it(path)), None)
+
+
+def open_source(path: Path) -> Source:
+    """The training state at ``path``, of whatever foreign format it is.
+
+    Raises ``BadInput`` if it is of none that is known, ``Damaged`` if it is not whole.
+    """
+    if not path.exists():
+        raise BadInput(f"{path} is not there")
+    for _, is_it, opened in FORMATS:
+        if is_it(path):
+            return opened(path)
+    known = ", ".join(name for name, _, _ in FORMATS)
+    raise BadInput(f"{path} is neither a run nor of another format that is known here: {known}")

@@ -85,6 +85,7 @@ class DCP(Files):
             if part in self._tensors:
                 self._in_order(part)
             super().check(part)
+            self._checked.add(part)
 
     def _stored(self, key: str, atom: Atom, shards: Shards) -> Stored:
         pieces = []

@@ -30,6 +30,7 @@ from ...store.files import TEMPORARY, Disk, write_durably, written_durably
 from ...units import KiB, MiB
 from ..keys import EXTRA, PROGRESS
 from ..load import in_threads, read_flat
+from ..matching import groups_of
 from ..pickles import DTYPES
 from ..source import Source, Stored
 from .dcp_metadata import METADATA
@@ -100,25 +101,25 @@ def keys_of(source: Source, model: str, optimizer: str) -> Keys:
     for name, slots in rest.pop("values", {}).items():
         for slot, value in slots.items():
             put((optimizer, "state", name, slot), decode(value))
-    for path, value in _groups(rest.pop("groups", []), rest.pop("group_parameters", []), optimizer):
+    for path, value in _groups(groups_of(rest), optimizer):
         put(path, value)
-    for path, value in _flattened(("scheduler",), decode(rest.pop("scheduler", {}))):
+    for path, value in _flattened(("scheduler",), decode(rest.get("things", rest).get("scheduler", {}))):
         put(path, value)
     for key, value in rest.pop("extra", {}).items():
         put((key,), decode(value))
-    rest.pop("roots", None)
+    said = {"roots"} | ({"scheduler"} if "things" not in rest else set())
+    said |= {"groups", "group_parameters"} if "group_parameters" in rest else set()
+    rest = {name: value for name, value in rest.items() if name not in said}
     if rest:
         put((PROGRESS,), json.dumps(rest))
     return keys
 
 
 def _groups(
-    groups: list[dict[str, Any]], names: list[list[str]], optimizer: str
-) -> Iterator[tuple[Any, Any]]:
-    """Hyper-parameters, as a list of groups and by parameter. Not of groups of which nobody knows the parameters."""
-    if len(names) != len(groups):
-        return
-    for number, (group, members) in enumerate(zip(groups, names, strict=True)):
+    groups: list[tuple[dict[str, Any], list[str]]], optimizer: str
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Hyper-parameters, as a list of groups and by parameter."""
+    for number, (group, members) in enumerate(groups):
         options = {option: decode(value) for option, value in group.items()}
         for option, value in (options | {"params": members}).items():
             yield (optimizer, "param_groups", number, option), value

@@ -20,7 +20,10 @@ from ..source import Contents, Part, Stored
 
 
 class Commit(Contents):
-    """The commit that ``manifest`` is of, of the run that ``reader`` reads."""
+    """The commit that ``manifest`` is of, of the run that ``reader`` reads.
+
+    Raises ``CommitRetired`` wherever its writer has retired it meanwhile.
+    """
 
     def __init__(self, reader: RunReader, manifest: Manifest) -> None:
         """Raises ``BadInput`` if the parts of the commit are of several steps, ``Damaged`` if files of it are."""
@@ -30,28 +33,23 @@ class Commit(Contents):
                 f"{self.path} is a base whose parts are of steps {manifest.oldest_step} to {manifest.step}, and only"
                 " its records bring them to one"
             )
-        self._files = VerifiedFiles(reader.disk)
+        self.manifest = manifest
+        self.reader, self._files = reader, VerifiedFiles(reader.disk)
         self._of_part: list[FileRef] = []
         self._numbers: dict[tuple[str, str], int] = {}
         self.by_key: dict[str, Stored] = {}
         """Of a commit that ``dcp.save`` made, its tensors by their keys in the state dict."""
-        atoms = reader.atoms(manifest)
-        small = {}
-        for atom in atoms.values():
-            stored = self._stored(atom, manifest.files)
-            if KEY in atom:
-                self.by_key[atom[KEY]] = stored
-            if KEY in atom and is_small(stored):
-                self._check(stored.atom.key, stored.atom, stored.pieces)
-                small[atom[KEY]] = value_of(self, stored)
-            else:
-                self.add(stored)
-        self.progress = manifest.progress_of(manifest.streams[0])
-        if KEY in self.progress:
-            self.progress = _of_state_dict(atoms.values(), small, **self.progress[KEY])
+        told = manifest.progress_of(manifest.streams[0])
+        with reader.listed(manifest):
+            atoms = reader.atoms(manifest)
+            for atom in atoms.values():
+                self._take(atom, self._stored(atom, manifest.files))
+            told = told if KEY not in told else self._told_of_state_dict(atoms.values(), **told[KEY])
+        self.progress = {"step": manifest.step, **told}
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
-        self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
+        with self.reader.listed(self.manifest):
+            self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
 
     def check(self, part: int) -> None:
         where = self.parts[part]
@@ -63,6 +61,24 @@ class Commit(Contents):
     def bytes_read(self) -> int:
         """That were verified."""
         return self._files.bytes_read
+
+    def _take(self, atom: dict[str, Any], stored: Stored) -> None:
+        if KEY in atom:
+            self.by_key[atom[KEY]] = stored
+        if KEY in atom and is_small(stored):
+            self._check(stored.atom.key, stored.atom, stored.pieces)
+        else:
+            self.add(stored)
+
+    def _told_of_state_dict(
+        self, atoms: Iterable[dict[str, Any]], paths: dict[str, list[Any]], values: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The progress of a commit that ``dcp.save`` made."""
+        ways = {key: tuple(path) for key, path in paths.items()}
+        kinds = {atom[KEY]: Kind(tuple(atom["shape"]), atom["dtype"]) for atom in atoms}
+        small = {key: value_of(self, stored) for key, stored in self.by_key.items() if is_small(stored)}
+        found = {key: values.get(key, small.get(key)) for key in ways if key in values or key in small}
+        return progress_of(found, ways, name_all(kinds, ways))
 
     def _stored(self, atom: dict[str, Any], files: dict[str, FileRef]) -> Stored:
         shape = tuple(atom["shape"])
@@ -86,17 +102,3 @@ class Commit(Contents):
             self._numbers[ref.path, key] = number
             self._of_part.append(ref)
         return number, entry.shape
-
-
-def _of_state_dict(
-    atoms: Iterable[dict[str, Any]],
-    small: dict[str, Any],
-    paths: dict[str, list[Any]],
-    values: dict[str, Any],
-) -> dict[str, Any]:
-    """The progress of a commit that ``dcp.save`` made."""
-    ways = {key: tuple(path) for key, path in paths.items()}
-    kinds = {atom[KEY]: Kind(tuple(atom["shape"]), atom["dtype"]) for atom in atoms}
-    return progress_of(
-        {key: (values | small)[key] for key in ways if key in values | small}, ways, name_all(kinds, ways)
-    )

@@ -179,12 +179,16 @@ def write_single(
     source: Source, path: Path, *, dtype: str | None = None, told: Callable[[int], None] = lambda nbytes: None
 ) -> Path:
     """Everything that ``source`` has as one safetensors file: parameters and buffers under their names, what belongs to
-    a parameter under ``name/slot``. Its metadata has the progress. Durable when it returns."""
+    a parameter under ``name/slot``, which keeps its type. Its metadata has the progress. Durable when it returns."""
     wanted = []
     for key, stored in source.atoms.items():
         atom = stored.atom
-        key = atom.name if atom.slot in ("param", "buffer") else key
-        wanted.append(Wanted(key, stored, _cast(atom.dtype, dtype)))
+        of_model = atom.slot in ("param", "buffer")
+        wanted.append(
+            Wanted(
+                atom.name if of_model else key, stored, _cast(atom.dtype, dtype) if of_model else atom.dtype
+            )
+        )
     slots = {each.key: [each.stored.atom.name, each.stored.atom.slot] for each in wanted}
     metadata = {"format": "pt", KEYS: json.dumps(slots), PROGRESS: json.dumps(source.progress)}
     disk = Disk(path.parent)

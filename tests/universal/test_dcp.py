@@ -18,8 +18,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from typer.testing import CliRunner
 
+from dist.saving import digest_of, made, state_of
 from dist.world import World
+from holdfast.checkpointer import Checkpointer
+from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.state.boxes import Box
 from holdfast.state.progress import decode
@@ -465,6 +469,31 @@ def test_a_value_that_would_run_something_is_refused_by_name(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+# Gone on from
+
+
+@pytest.mark.parametrize(("kind", "size"), [("fsdp2", 4), ("fsdp2_tp", 4), ("fsdp1", 2)])
+def test_a_training_goes_on_from_a_folder_of_any_parallelism(saved, tmp_path, kind, size):
+    folder, said = saved(kind, size)
+    parts = made("ddp", 1, seed=2, steps=1)
+    with Checkpointer(
+        tmp_path / "run", model=parts[0], optimizer=parts[1], scheduler=parts[2]
+    ) as checkpointer:
+        assert checkpointer.resume(source=folder) == 2
+        assert digest_of(state_of(parts, flat=False)) == said["digest"]
+
+
+def test_the_tools_know_folders(saved, tmp_path):
+    folder, run = str(saved("fsdp2_tp", 4)[0]), CliRunner()
+    shown = run.invoke(app, ["show", folder]).output
+    assert "dcp" in shown and "exp_avg_sq" in shown and "in 4 files" in shown
+    assert "it agrees" in run.invoke(app, ["verify", folder]).output
+    for to in ("dcp", "holdfast"):
+        assert run.invoke(app, ["convert", folder, str(tmp_path / to), "--to", to]).exit_code == 0
+        same = run.invoke(app, ["diff", folder, str(tmp_path / to)])
+        assert same.exit_code == 0 and "40 tensors" in same.output, same.output
+
+
 # Written
 
 
@@ -519,6 +548,30 @@ def test_a_model_without_a_name_before_it_is_written_as_torchtitan_reads_it(fold
     there, state = get_state_dict(*other())
     loaded = loaded_by_torch(tmp_path / "out", {**there, "optimizer": flat_of(state)})
     assert repr(loaded) == repr({**of_model, "optimizer": flat_of(of_optimizer)})
+
+
+def test_what_says_that_there_is_a_checkpoint_comes_last_and_all_is_durable(folder, tmp_path, monkeypatch):
+    calls = []
+
+    class Recording(dcp_writer.Disk):
+        def sync(self, target, *, why):
+            calls.append(("sync", target if isinstance(target, str) else target.path.name))
+            super().sync(target, why=why)
+
+        def sync_dir(self, path, *, why):
+            calls.append(("sync_dir", path))
+            super().sync_dir(path, why=why)
+
+        def rename(self, src, dst):
+            calls.append(("rename", dst))
+            super().rename(src, dst)
+
+    monkeypatch.setattr(dcp_writer, "Disk", Recording)
+    write_dcp(DCP(folder), tmp_path / "out")
+    payload, metadata = "__0_0.distcp", ".metadata"
+    order = [[("sync", f"{name}.tmp"), ("rename", name), ("sync_dir", "")] for name in (payload, metadata)]
+    assert calls == order[0] + order[1]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {payload, metadata}
 
 
 def test_a_conversion_that_fails_leaves_no_checkpoint(folder, tmp_path):

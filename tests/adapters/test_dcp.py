@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, LoadPlan
 from typer.testing import CliRunner
 
 from dist.world import World
@@ -273,6 +273,19 @@ def test_a_rank_that_has_what_cannot_be_stored_ends_the_save_of_all(world, tmp_p
     )
     assert len(steps_of(tmp_path)) == 1
     assert len(list((tmp_path / "data").iterdir())) >= 2
+
+
+def test_ranks_that_do_not_share_the_directory_are_told_so(world, tmp_path):
+    said = world.run(2, script="saving", job="save", kind="ddp", ours=tmp_path / "run", elsewhere=1)
+    assert all("rank 1 does not see in" in each["error"] and "share" in each["error"] for each in said), said
+    assert not (tmp_path / "run" / "commits").exists() or not steps_of(tmp_path / "run")
+
+
+def test_ranks_that_found_different_commits_do_not_load_a_mixture(tmp_path):
+    plans = [LoadPlan([], storage_data=f"{tmp_path}@{step}") for step in (4, 5)]
+    with pytest.raises(BadInput, match="different commits.*step="):
+        StorageReader(tmp_path).prepare_global_plan(plans)
+    assert StorageReader(tmp_path).prepare_global_plan(plans[:1] * 2)
 
 
 def test_saves_without_collectives_and_with_cached_plans_are_refused(tmp_path):

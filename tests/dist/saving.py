@@ -137,19 +137,24 @@ def save(
     kind: str,
     theirs: str | None = None,
     ours: str | None = None,
+    shards: str | None = None,
     flat: bool = False,
     background: bool = False,
     steps: tuple[int | None, ...] = (None,),
     unstorable: int | None = None,
+    elsewhere: int | None = None,
     kill: int | None = None,
     keep: int = 2,
 ) -> None:
-    """Into a folder of torch's, or into a run of ours, or both. ``unstorable`` and ``kill`` are of a rank: that has
-    something that cannot be stored, or dies when its tensors are written."""
+    """Into a folder of torch's, or into a run of ours, or both. ``unstorable``, ``elsewhere`` and ``kill`` are of a
+    rank: that has something that cannot be stored, saves into another directory, or dies when its tensors are written."""
+    ours = f"{ours}-{rank}" if rank == elsewhere else ours
     state = state_of(made(kind, world_size, seed=1), flat)
     say(digest=digest_of(state))
     if theirs is not None:
         dcp.save(state, checkpoint_id=theirs)
+    if shards is not None:
+        dcp.save(state["model"], storage_writer=dcp.HuggingFaceStorageWriter(shards, save_distributed=True))
     if rank == unstorable:
         state["odd"] = lambda: None
     for step in steps if ours is not None else ():

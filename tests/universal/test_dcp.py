@@ -532,6 +532,11 @@ def test_what_is_written_is_read_as_what_it_was_written_from(saved, tmp_path, mo
     assert read(again) == read(source) and again.progress == source.progress
     assert sum(counted) == sum(stored.atom.nbytes for stored in source.atoms.values())
     assert len(again.atoms["first.weight/param"].pieces) == 8
+    last = max(
+        info.offset + info.length
+        for info in FileSystemReader(tmp_path / "out").read_metadata().storage_data.values()
+    )
+    assert (tmp_path / "out" / "__0_0.distcp").stat().st_size == last
 
 
 def test_a_written_folder_loads_at_another_world_size(world, saved, tmp_path):

@@ -8,11 +8,13 @@ from pathlib import Path
 from ...errors import BadInput
 from ..source import Source
 from .dcp import DCP, is_dcp
+from .dcp_safetensors import ShardedSafetensors, is_sharded
 from .huggingface import SafetensorsFiles, is_safetensors
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
     ("safetensors", is_safetensors, SafetensorsFiles),
     ("dcp", is_dcp, DCP),
+    ("safetensors shards", is_sharded, ShardedSafetensors),
 ]
 """Of others: the name, whether a path is of that format, and what opens it."""
 

@@ -87,10 +87,10 @@ class Claims:
 
     def _shards(self, key: str, record: Record, stored: Mapping[Any, Entry]) -> Shards:
         dtype = record.get("properties").args[0][0]
-        kind = Kind(_ints(record.get("size")), dtype)
+        kind = Kind(ints(record.get("size")), dtype)
         itemsize, chunks = DTYPE_BYTES[dtype], []
         for chunk in record.get("chunks"):
-            start, sizes = _ints(chunk.get("offsets")), _ints(chunk.get("sizes"))
+            start, sizes = ints(chunk.get("offsets")), ints(chunk.get("sizes"))
             box = Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
             if len(start) != len(kind.shape):
                 raise self._damaged(f"says of {key} {list(kind.shape)} that {list(start)} is a place in it")
@@ -124,7 +124,7 @@ class Claims:
         found: dict[tuple[str, tuple[int, ...] | None], Entry] = {}
         for index, info in table.items():
             key, offset = index.get("fqn"), index.get("offset")
-            name, start, length = info.get("relative_path"), *_ints((info.get("offset"), info.get("length")))
+            name, start, length = info.get("relative_path"), *ints((info.get("offset"), info.get("length")))
             if info.get("transform_descriptors"):
                 raise BadInput(
                     f"{self._folder}: {key} went through {info.get('transform_descriptors')} when it was written. Load"
@@ -136,7 +136,7 @@ class Claims:
                 raise self._damaged(
                     f"says that {key} is at {start} to {start + length} of {name}, which has {sizes[name]} bytes"
                 )
-            place = key, None if offset is None else _ints(offset)
+            place = key, None if offset is None else ints(offset)
             if place in found:
                 raise self._damaged(f"says twice where {key} is")
             found[place] = Entry(self._folder / name, start, length)
@@ -177,7 +177,8 @@ def _read(path: Path) -> bytes:
         raise FileMissing(f"{path} is missing: the save was not finished", path=str(path)) from None
 
 
-def _ints(values: Any) -> tuple[int, ...]:
+def ints(values: Any) -> tuple[int, ...]:
+    """As sizes or offsets. Raises ``ValueError`` if they are none."""
     found = tuple(values)
     if any(type(value) is not int or not 0 <= value < _MOST for value in found):
         raise ValueError(f"{found} are no sizes")

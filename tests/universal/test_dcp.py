@@ -27,7 +27,7 @@ from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.state.boxes import Box
 from holdfast.state.progress import decode
-from holdfast.universal import small
+from holdfast.universal import pickles, small
 from holdfast.universal.convert import dcp as module
 from holdfast.universal.convert import dcp_writer
 from holdfast.universal.convert.dcp import DCP, is_dcp
@@ -120,7 +120,7 @@ def test_hyper_parameters_by_parameter_are_the_same_groups(saved):
 
 
 def test_any_region_is_read_and_no_more_archives_are_opened_than_it_lies_in(saved, monkeypatch):
-    folder, _ = saved("fsdp2", 4)
+    folder, _ = saved("fsdp2", 4, flat=True)  # with 108 hyper-parameters
     opened = []
     real = module.Archive
     monkeypatch.setattr(module, "Archive", lambda *where: opened.append(where) or real(*where))
@@ -135,6 +135,14 @@ def test_any_region_is_read_and_no_more_archives_are_opened_than_it_lies_in(save
     part = read(source, {"first.weight/exp_avg": box})["first.weight/exp_avg"]
     assert part == whole.reshape(8, 6)[box.slices].tobytes()
     assert len(opened) == of_values + 4
+
+
+def test_a_thousand_entries_are_not_compared_with_each_other(tmp_path, monkeypatch):
+    dcp.save({f"w.{i}": torch.zeros(1) for i in range(1000)}, checkpoint_id=tmp_path / "x", no_dist=True)
+    compared = []
+    monkeypatch.setattr(pickles.Record, "__eq__", lambda a, b: compared.append(a) or a is b)
+    DCP(tmp_path / "x")
+    assert len(compared) < 100
 
 
 class Odd(nn.Module):
@@ -405,6 +413,9 @@ HOSTILE = {
     "an entry of no chunk": (
         lambda m: m.storage_data.update({MetadataIndex("model.b", (0,)): m.storage_data.pop(next(
             i for i in m.storage_data if i.fqn == "model.a.bias"))}), r"model\.(a\.bias|b)"),
+    "an entry of nothing that is there": (
+        lambda m: m.storage_data.update({MetadataIndex("model.z", (0,)): type(info(m))("__0_0.distcp", 0, 0)}),
+        r"says where model\.z from \(0,\) on is, and has no such chunk"),
     "an entry after the end": (lambda m: setattr(info(m), "offset", 10**9), r"a\.weight is at 1000000000 to .*distcp"),
     "an entry before the start": (lambda m: setattr(info(m), "offset", -8), "no sizes"),
     "an entry longer than the file": (lambda m: setattr(info(m), "length", 1 << 50), r"model\.a\.weight is at"),

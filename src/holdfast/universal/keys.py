@@ -289,9 +289,8 @@ def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Name
             else:
                 name, _, option = key.removeprefix(f"{start}.").rpartition(".")
                 single.setdefault(name, {})[option] = values[key]
-        found += [listed[i] for i in sorted(listed)] or _joined_groups(
-            single
-        )  # the same, where there are both
+        by_list = [listed[i] for i in sorted(listed)]
+        found += by_list or _joined_groups(single)  # the same, where there are both
     for group in found:
         if "params" in group:
             group["params"] = [canonical(named.numbers.get(str(name), str(name))) for name in group["params"]]

@@ -17,7 +17,7 @@ from dist.world import World
 from holdfast.adapters.dcp import StorageReader, StorageWriter
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
-from holdfast.errors import BadInput, RunLocked
+from holdfast.errors import BadInput, NoCommit, RunLocked
 from holdfast.state.boxes import Box
 from holdfast.store.reader import RunReader
 from holdfast.store.retention import Keep
@@ -313,6 +313,11 @@ def test_a_place_that_is_no_directory_or_none_is_refused(tmp_path):
     for place in (tmp_path / "none", tmp_path / "file"):
         with pytest.raises(dcp.api.CheckpointException):
             load(state(), place)
+
+
+def test_metadata_that_cannot_be_read_says_why_to_who_looks(tmp_path):
+    with pytest.raises(NoCommit, match="nothing was saved there"):
+        _ = StorageReader(tmp_path / "none").read_metadata().state_dict_metadata
 
 
 def test_two_saves_into_one_run_at_once_are_refused(tmp_path):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from ..errors import BadInput, NoCommit, RunMismatch
+from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
 from ..state.boxes import Box
 from ..state.progress import decode
 from ..store.reader import RunReader
@@ -64,7 +64,14 @@ class StorageReader(dcp.StorageReader):
         self._source = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> theirs.Metadata:
-        """Raises ``Damaged``, ``NoCommit``, or ``RunMismatch`` if the commit is not one of ``dcp.save``."""
+        """Where it cannot be read, what it holds raises ``Damaged``, ``NoCommit``, or ``RunMismatch`` if the commit is
+        not one of ``dcp.save``: of an error that this raised itself, torch before 2.13 would not say what it was."""
+        try:
+            return self._metadata()
+        except HoldfastError as error:
+            return _Unreadable(error)
+
+    def _metadata(self) -> theirs.Metadata:
         reader = RunReader(self.root)
         manifest = reader.head() if self.step is None else reader.at(self.step)
         if manifest is None:
@@ -88,7 +95,8 @@ class StorageReader(dcp.StorageReader):
     def set_up_storage_reader(
         self, metadata: theirs.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        pass
+        if isinstance(metadata, _Unreadable):
+            raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verifies what this rank will read. Raises ``Damaged``, by which the load ends on all ranks."""
@@ -150,6 +158,16 @@ class StorageReader(dcp.StorageReader):
         offset = item.storage_index.offset or (0,) * len(stored.atom.shape)
         start = tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True))
         return stored, Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
+
+
+class _Unreadable(theirs.Metadata):
+    """Of a commit that cannot be read."""
+
+    def __init__(self, error: HoldfastError) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.error
 
 
 def _metadata_of(stored: Stored) -> theirs.TensorStorageMetadata:

@@ -20,15 +20,4 @@ if __name__ == "__main__":
             print(json.dumps({"time": time.time(), **what}), file=file)
 
     kill = [int(killed), 12] if first else None
-    main(
-        rank,
-        world_size,
-        "env://",
-        say,
-        kind=kind,
-        root=root,
-        steps=int(steps),
-        kill=kill,
-        base_every=5,
-        pause=float(pause),
-    )
+    main(rank, world_size, "env://", say, kind=kind, root=root, steps=int(steps), kill=kill, base_every=5, pause=float(pause))

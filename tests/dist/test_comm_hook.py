@@ -50,9 +50,7 @@ def is_infinite(ranks, step):
 
 def test_one_step_in_the_scaled_run_is_infinite(ranks, request):
     infinite = [step for step in range(hook_run.STEPS) if is_infinite(ranks, step)]
-    assert infinite == (
-        [hook_run.INFINITE] if request.node.callspec.params["ranks"].endswith("scaled") else []
-    )
+    assert infinite == ([hook_run.INFINITE] if request.node.callspec.params["ranks"].endswith("scaled") else [])
 
 
 def test_every_rank_gets_the_mean_of_what_all_of_them_selected(ranks):

@@ -1,7 +1,7 @@
 """Worlds: several ranks that train together, forked from a server that has torch loaded, over gloo on loopback.
 
-with World() as world:
-    said = world.run(2, kind="ddp", root="run", steps=8)       # by rank, what it said
+    with World() as world:
+        said = world.run(2, kind="ddp", root="run", steps=8)       # by rank, what it said
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ class World:
     def run(self, world_size: int, **order: Any) -> list[dict[str, Any]]:
         """What each rank of a world said, put together, with ``code``: 0, or minus the signal that ended it."""
         assert self._process.stdin and self._process.stdout
-        print(
-            json.dumps({"world_size": world_size, **order}, default=str), file=self._process.stdin, flush=True
-        )
+        print(json.dumps({"world_size": world_size, **order}, default=str), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
         assert not answer["late"], f"{order} took more than {PATIENCE_SECONDS:.0f} s: {answer['ranks']}"
         return answer["ranks"]
@@ -97,8 +95,8 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
             print(json.dumps(what), file=file)
 
     try:
-        module = importlib.import_module(f"dist.{order.pop('script', 'training')}")
-        module.main(rank, world_size, f"file://{folder}/rendezvous", say, **order)
+        script = importlib.import_module(f"dist.{order.pop('script', 'training')}")
+        script.main(rank, world_size, f"file://{folder}/rendezvous", say, **order)
     except BaseException as error:
         import traceback
 

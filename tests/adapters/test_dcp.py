@@ -37,7 +37,7 @@ TARGETS = [("ddp", 1), ("ddp", 2), ("fsdp2", 3), ("fsdp2", 2), ("fsdp2_tp", 4)]
 
 @pytest.fixture(scope="module")
 def world():
-    with World() as world:
+    with World("saving") as world:
         yield world
 
 
@@ -50,7 +50,7 @@ def saved(world, tmp_path_factory):
         key = f"{kind}-{size}"
         if key not in known:
             places = {"theirs": root / key / "theirs", "ours": root / key / "ours"}
-            said = world.run(size, script="saving", job="save", kind=kind, **places)
+            said = world.run(size, job="save", kind=kind, **places)
             assert all(each.get("finished") and "error" not in each for each in said), said
             known[key] = places["theirs"], places["ours"], said[0]["digest"]
         return known[key]
@@ -96,7 +96,7 @@ PAIRS = [(source, TARGETS[(2 * i + k) % 5]) for i, source in enumerate(SOURCES) 
 def test_what_any_world_saved_any_other_loads_as_torch_does(world, saved, source, target):
     kind, size = target
     theirs, ours, digest = saved(*source)
-    for said in world.run(size, script="saving", job="load", kind=kind, theirs=theirs, ours=ours):
+    for said in world.run(size, job="load", kind=kind, theirs=theirs, ours=ours):
         assert said.get("theirs") == said.get("ours") == digest, said
 
 
@@ -149,9 +149,9 @@ def test_the_tools_know_such_a_run(saved, tmp_path):
 def test_a_save_in_the_background_is_a_commit_when_its_future_says_so(world, tmp_path):
     for kind, size in (("fsdp2", 2), ("ddp", 2)):
         run = tmp_path / kind
-        said = world.run(size, script="saving", job="save", kind=kind, ours=run, background=True)
+        said = world.run(size, job="save", kind=kind, ours=run, background=True)
         assert all(each.get("finished") and "error" not in each for each in said), said
-        for loaded in world.run(2, script="saving", job="load", kind="fsdp2", ours=run):
+        for loaded in world.run(2, job="load", kind="fsdp2", ours=run):
             assert loaded.get("ours") == said[0]["digest"], loaded
 
 
@@ -271,10 +271,8 @@ def test_what_cannot_be_stored_by_value_is_refused_by_name_and_nothing_is_publis
 
 
 def test_a_rank_that_has_what_cannot_be_stored_ends_the_save_of_all(world, tmp_path):
-    world.run(2, script="saving", job="save", kind="fsdp2", ours=tmp_path)
-    said = world.run(
-        2, script="saving", job="save", kind="fsdp2", ours=tmp_path, unstorable=1, steps=[None, None]
-    )
+    world.run(2, job="save", kind="fsdp2", ours=tmp_path)
+    said = world.run(2, job="save", kind="fsdp2", ours=tmp_path, unstorable=1, steps=[None, None])
     assert all("odd holds a function, which cannot be stored by value" in each["error"] for each in said), (
         said
     )
@@ -283,7 +281,7 @@ def test_a_rank_that_has_what_cannot_be_stored_ends_the_save_of_all(world, tmp_p
 
 
 def test_ranks_that_do_not_share_the_directory_are_told_so(world, tmp_path):
-    said = world.run(2, script="saving", job="save", kind="ddp", ours=tmp_path / "run", elsewhere=1)
+    said = world.run(2, job="save", kind="ddp", ours=tmp_path / "run", elsewhere=1)
     assert all("rank 1 does not see in" in each["error"] and "share" in each["error"] for each in said), said
     assert not (tmp_path / "run" / "commits").exists() or not steps_of(tmp_path / "run")
 
@@ -346,7 +344,7 @@ def data_of(run, rank=0):
 
 
 def test_a_flipped_bit_ends_the_load_on_every_rank_before_a_tensor_is_touched(world, tmp_path):
-    said = world.run(4, script="saving", job="save", kind="fsdp2", ours=tmp_path / "run")
+    said = world.run(4, job="save", kind="fsdp2", ours=tmp_path / "run")
     assert all(each.get("finished") for each in said)
     path = data_of(tmp_path / "run", 2)
     data = bytearray(path.read_bytes())
@@ -355,7 +353,7 @@ def test_a_flipped_bit_ends_the_load_on_every_rank_before_a_tensor_is_touched(wo
     data[layout.entries[0].offset] ^= 1
     path.write_bytes(data)
     for kind, size in (("fsdp2", 3), ("ddp", 1)):
-        for each in world.run(size, script="saving", job="load", kind=kind, ours=tmp_path / "run"):
+        for each in world.run(size, job="load", kind=kind, ours=tmp_path / "run"):
             assert path.name in each["error"] and "@" in each["error"] and "checksum" in each["error"], each
             assert each["untouched"]
 
@@ -375,7 +373,7 @@ def test_damage_at_the_end_of_a_file_is_found_before_its_beginning_is_loaded(tmp
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
 def test_a_file_of_a_rank_that_is_gone_or_cut_short_is_named(world, tmp_path, rank):
-    world.run(4, script="saving", job="save", kind="fsdp2", ours=tmp_path / "run")
+    world.run(4, job="save", kind="fsdp2", ours=tmp_path / "run")
     path = data_of(tmp_path / "run", rank)
     whole = path.read_bytes()
     for damage in (lambda: path.write_bytes(whole[:-4096]), path.unlink):
@@ -385,7 +383,7 @@ def test_a_file_of_a_rank_that_is_gone_or_cut_short_is_named(world, tmp_path, ra
 
 
 def test_a_share_of_a_rank_that_is_gone_is_named(world, tmp_path):
-    world.run(2, script="saving", job="save", kind="fsdp2", ours=tmp_path / "run")
+    world.run(2, job="save", kind="fsdp2", ours=tmp_path / "run")
     manifest = RunReader(tmp_path / "run").head()
     for path in [ref["path"] for ref in manifest.index_refs] + [
         share.path for share in manifest.shares.values()
@@ -399,14 +397,14 @@ def test_a_share_of_a_rank_that_is_gone_is_named(world, tmp_path):
 
 def test_a_rank_that_dies_leaves_the_commit_before_and_the_next_save_cleans_up(world, tmp_path):
     run = tmp_path / "run"
-    first = world.run(2, script="saving", job="save", kind="fsdp2", ours=run)
+    first = world.run(2, job="save", kind="fsdp2", ours=run)
     files = set((run / "data").iterdir())
-    said = world.run(2, script="saving", job="save", kind="fsdp2", ours=run, kill=1)
+    said = world.run(2, job="save", kind="fsdp2", ours=run, kill=1)
     assert not any(each.get("finished") for each in said), said
     assert steps_of(run) == [(0, 1)] and set((run / "data").iterdir()) > files
-    for loaded in world.run(2, script="saving", job="load", kind="fsdp2", ours=run):
+    for loaded in world.run(2, job="load", kind="fsdp2", ours=run):
         assert loaded["ours"] == first[0]["digest"]
-    said = world.run(2, script="saving", job="save", kind="fsdp2", ours=run, keep=1)
+    said = world.run(2, job="save", kind="fsdp2", ours=run, keep=1)
     assert all(each.get("finished") for each in said), said
     assert steps_of(run) == [(1, 1)] and len(list((run / "data").iterdir())) == 2
 

@@ -43,7 +43,7 @@ WORLDS = [("ddp", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 2), ("fsdp2", 4), ("fs
 
 @pytest.fixture(scope="module")
 def world():
-    with World() as world:
+    with World("saving") as world:
         yield world
 
 
@@ -55,7 +55,7 @@ def saved(world, tmp_path_factory):
     def get(kind, size, flat=False):
         key = f"{kind}-{size}-{flat}"
         if key not in known:
-            said = world.run(size, script="saving", job="save", kind=kind, theirs=root / key, flat=flat)
+            said = world.run(size, job="save", kind=kind, theirs=root / key, flat=flat)
             assert all(each.get("finished") for each in said), said
             known[key] = root / key, said[0]
         return known[key]
@@ -554,7 +554,7 @@ def test_a_written_folder_loads_at_another_world_size(world, saved, tmp_path):
     folder, said = saved("fsdp2_tp", 4)
     write_dcp(DCP(folder), tmp_path / "out")
     for kind, size in (("fsdp2", 2), ("ddp", 2)):
-        for ranks in world.run(size, script="saving", job="load", kind=kind, theirs=tmp_path / "out"):
+        for ranks in world.run(size, job="load", kind=kind, theirs=tmp_path / "out"):
             assert ranks.get("theirs") == said["digest"], ranks
 
 

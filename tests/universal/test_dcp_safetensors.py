@@ -25,10 +25,10 @@ pytestmark = pytest.mark.filterwarnings(
 def folders(tmp_path_factory):
     """By kind and size of a world what it wrote as shards, and as a folder of torch's own."""
     root, found = tmp_path_factory.mktemp("shards"), {}
-    with World() as world:
+    with World("saving") as world:
         for kind, size in (("fsdp2", 4), ("fsdp2_tp", 4), ("ddp", 2)):
             places = {"shards": root / kind / "shards", "theirs": root / kind / "theirs"}
-            said = world.run(size, script="saving", job="save", kind=kind, **places)
+            said = world.run(size, job="save", kind=kind, **places)
             assert all(each.get("finished") for each in said), said
             found[kind] = places
     return found

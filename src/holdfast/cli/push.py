@@ -71,6 +71,11 @@ def _say(done: Pushed, place: Url, seconds: float, follow: bool, as_json: bool) 
         f"{place}: {counted(len(done.commits), 'commit')}{steps}, and {counted(done.records, 'record')} copied,"
         f" {format_bytes(done.bytes)}, {seconds:.1f} s"
     )
+    if done.retired:
+        print(
+            f"Not copied: {counted(len(done.retired), 'commit')} that the run retired meanwhile. Push again, or let it"
+            " keep more of them: keep=Keep(last=...), or durability.retain."
+        )
     if done.removed:
         print(f"Removed there: {counted(len(done.removed), 'older commit')}")
     for error in done.damaged:
@@ -85,6 +90,7 @@ def _document(done: Pushed, seconds: float) -> dict[str, Any]:
     return {
         "commits": [{"step": ref.step, "timeline": ref.timeline} for ref in done.commits],
         "removed": [{"step": ref.step, "timeline": ref.timeline} for ref in done.removed],
+        "retired": [{"step": ref.step, "timeline": ref.timeline} for ref in done.retired],
         "records": done.records,
         "bytes": done.bytes,
         "seconds": seconds,

@@ -43,6 +43,8 @@ class Pushed:
     the directory has and could not be copied."""
 
     commits: list[CommitRef] = field(default_factory=list)
+    retired: list[CommitRef] = field(default_factory=list)
+    """By the writer of the directory, while they were copied."""
     removed: list[CommitRef] = field(default_factory=list)
     records: int = 0
     bytes: int = 0
@@ -83,7 +85,7 @@ class Pusher:
 
     def push(self, told: Told | None = None) -> Pushed:
         """Copy what is not there. When it returns, what the directory had when it was called is in the bucket, but for
-        ``damaged``.
+        what is ``damaged`` or was ``retired``.
 
         Raises ``RunMismatch``, with nothing written, if the bucket holds another run; ``DiskFailed`` if it does not
         answer. What was copied then needs not be again.
@@ -95,8 +97,8 @@ class Pusher:
         for manifest in missing:
             try:
                 self._push_commit(manifest)
-            except CommitRetired:  # while it was copied; what is newer comes next
-                continue
+            except CommitRetired:
+                self._done.retired.append(manifest.ref)
             except Damaged as error:
                 self._done.damaged.append(error)
         if self._keep_last is not None:

@@ -12,13 +12,14 @@ from dist.world import World
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed, FileMissing, NoCommit, RunMismatch
 from holdfast.sources import source_of
-from holdfast.store import objects, records
+from holdfast.store import copying, objects
 from holdfast.store.chain import last_step, verify_records
 from holdfast.store.journal import SegmentRef, read_segment, segments
 from holdfast.store.manifest import ALONE
 from holdfast.store.objects import ObjectDisk
 from holdfast.store.pushing import Pusher, object_path
 from holdfast.store.reader import RunReader
+from holdfast.store.retention import Keep
 from holdfast.store.target import Target, Url
 from test_checkpointer import ADAMW, go_on, reference, start
 from tiny_run import TinyRun, check_content
@@ -129,7 +130,7 @@ def test_a_push_killed_at_any_point_leaves_a_whole_bucket_that_never_goes_back(
         with monkeypatch.context() as patch:
             killing(patch, number)
             try:
-                done = Pusher(long_run, bucket, keep_last=1).push()
+                done = Pusher(long_run, bucket, keep=Keep(1)).push()
             except Killed:
                 step = assert_whole(bucket)
                 assert step is not None and step >= reached
@@ -141,7 +142,7 @@ def test_a_push_killed_at_any_point_leaves_a_whole_bucket_that_never_goes_back(
 
 
 def test_two_that_push_the_same_run_do_not_harm_each_other(long_run, bucket, monkeypatch):
-    monkeypatch.setattr(records, "GROUP_BYTES", 3 * 8192)
+    monkeypatch.setattr(copying, "GROUP_BYTES", 3 * 8192)
     first, second = Pusher(long_run, bucket), Pusher(long_run, bucket)
     put_new, turns = ObjectDisk.put_new, []
 
@@ -168,7 +169,7 @@ def test_a_place_that_holds_another_run_is_refused_and_stays_as_it_was(run, long
     Pusher(run, bucket).push()
     before = listing(ObjectDisk(bucket))
     with pytest.raises(
-        RunMismatch, match=r"s3://bucket/runs/a holds another run than .*: push to another place"
+        RunMismatch, match=r"s3://bucket/runs/a holds another run than .* Push to another place"
     ):
         Pusher(long_run, bucket).push()
     assert listing(ObjectDisk(bucket)) == before
@@ -185,7 +186,7 @@ def listing(disk, path=""):
 def test_only_the_newest_bases_stay_where_that_is_asked_for(long_run, tmp_path, bucket):
     Pusher(tmp_path / "earlier", bucket).push()
     before = RunReader(bucket).commits()
-    done = Pusher(long_run, bucket, keep_last=1).push()
+    done = Pusher(long_run, bucket, keep=Keep(1)).push()
     [newest] = RunReader(bucket).commits()
     assert set(done.removed) == {*before, *done.commits} - {newest} and done.durable_step == 20
     manifest = RunReader(bucket).load(newest)
@@ -206,7 +207,7 @@ def test_a_manifest_goes_before_its_files(long_run, tmp_path, bucket, monkeypatc
     Pusher(tmp_path / "earlier", bucket).push()
     gone, unlink = [], ObjectDisk.unlink
     monkeypatch.setattr(ObjectDisk, "unlink", lambda self, path: gone.append(path) or unlink(self, path))
-    Pusher(long_run, bucket, keep_last=1).push()
+    Pusher(long_run, bucket, keep=Keep(1)).push()
     kinds = [path.split("/")[0] for path in gone]
     assert {"commits", "data", "journal"} <= set(kinds)
     assert max(i for i, kind in enumerate(kinds) if kind == "commits") < kinds.index("data")
@@ -284,7 +285,7 @@ def test_a_record_that_is_being_written_is_copied_when_it_is_whole(run, bucket):
 
 
 def test_a_record_too_long_for_memory_is_copied_in_parts(run, bucket, monkeypatch):
-    monkeypatch.setattr(records, "GROUP_BYTES", 1)
+    monkeypatch.setattr(copying, "GROUP_BYTES", 1)
     assert Pusher(run, bucket).push().durable_step == 7 == assert_whole(bucket)
     assert len(ObjectDisk(bucket).listdir(f"journal/{ALONE}")) == 7
 

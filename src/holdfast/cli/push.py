@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from ..errors import BadInput
 from ..store.pushing import Pushed, Pusher
+from ..store.retention import Keep
 from ..store.target import Url, place_of
 from ..units import counted, format_bytes
 from .output import print_json
@@ -29,7 +30,7 @@ def push_run(run: Path, destination: str, *, keep_last: int | None, follow: bool
         raise BadInput(
             f"{destination} is no place in a bucket: give s3://BUCKET/PREFIX. A directory can be copied."
         )
-    pusher = Pusher(directory_of(run, "push"), place, keep_last=keep_last)
+    pusher = Pusher(directory_of(run, "push"), place, keep=None if keep_last is None else Keep(keep_last))
     try:
         done = _push(pusher, place, follow, as_json)
         while follow:
@@ -44,7 +45,6 @@ def push_run(run: Path, destination: str, *, keep_last: int | None, follow: bool
 
 def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> Pushed:
     began = time.perf_counter()
-    total = sum(manifest.total_bytes for manifest in pusher.missing())
     columns = (
         "copying",
         BarColumn(),
@@ -54,8 +54,8 @@ def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> Pushed:
     )
     out = Console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=as_json or not out.is_terminal) as bar:
-        task = bar.add_task("copying", total=total)
-        done = pusher.push(lambda nbytes: bar.advance(task, nbytes))
+        task = bar.add_task("copying", total=None)
+        done = pusher.push(lambda total, nbytes: bar.update(task, total=total, advance=nbytes))
     if not follow or done.commits or done.records or done.removed or done.damaged:
         _say(done, place, time.perf_counter() - began, follow, as_json)
     return done

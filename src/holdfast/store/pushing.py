@@ -10,78 +10,62 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import xxhash
 
-from ..errors import CommitRetired, Damaged, FileMissing, RunMismatch
+from ..errors import CommitRetired, Damaged, DiskFailed, RunMismatch
 from .chain import chain_of
+from .copying import Pushed, RecordsCopy
 from .generations import corrupt
-from .journal import SegmentRef, StoredRecord, read_segment, segments, streams
 from .layout import block_spans
 from .manifest import CommitRef, FileRef, Manifest, Share, Timeline
 from .objects import ObjectDisk
 from .reader import RunReader
 from .reading import INSPECT, check_size, read_verified
-from .records import Records, blocks_of, groups_of, is_long, read_group
-from .retention import dropped, lineage
+from .retention import Keep, dropped, kept_for_good, lineage
 from .room import needs, unneeded_segments
 from .target import Url
 
 _OBJECT = re.compile(r"data/.+\.[0-9a-f]{32}\.safetensors")
-Told = Callable[[int], None]
-"""Told the bytes that are done with, as they are."""
-
-
-@dataclass
-class Pushed:
-    """What was copied. ``durable_step`` is the newest that can be recovered from the bucket alone; ``damaged`` is what
-    the directory has and could not be copied."""
-
-    commits: list[CommitRef] = field(default_factory=list)
-    retired: list[CommitRef] = field(default_factory=list)
-    """By the writer of the directory, while they were copied."""
-    removed: list[CommitRef] = field(default_factory=list)
-    records: int = 0
-    bytes: int = 0
-    durable_step: int | None = None
-    damaged: list[Damaged] = field(default_factory=list)
+Told = Callable[[int, int], None]
+"""Told of how many bytes of payload how many more are done with."""
 
 
 class Pusher:
     """Copies the run in ``root`` to ``url``, as often as ``push`` is called. Used by one thread."""
 
-    def __init__(self, root: Path, url: Url, *, keep_last: int | None = None) -> None:
-        """``keep_last``: how many of the newest commits stay in the bucket, with the records since the oldest of them;
-        None: all. Raises ``NoCommit`` if no run is in ``root``, and as ``ObjectDisk``."""
+    def __init__(self, root: Path, url: Url, *, keep: Keep | None = None) -> None:
+        """``keep``: which commits stay in the bucket, with what of the records; None: all. Raises as ``ObjectDisk``."""
         self._local, self._disk = RunReader(root), ObjectDisk(url)
         self._remote = RunReader(url, disk=self._disk)
-        self._keep_last = keep_last
+        self._keep = keep
         self._published: dict[CommitRef, Manifest] = {}
         self._timelines: dict[int, Timeline] = {}
-        self._records = Records()
-        self._begun = False
+        self._records = RecordsCopy(self._local.disk, self._disk)
+        self._begun = self._tidy = False
         self._done = Pushed()
-        self._told: Told = lambda nbytes: None
+        self._damaged: set[CommitRef] = set()
+        """Of the directory, which are not tried again."""
+        self._told: Callable[[int], None] = lambda nbytes: None
         self.durable_step: int | None = None
         """The newest step that can be recovered from the bucket alone, as far as is known here."""
 
-    def missing(self) -> list[Manifest]:
-        """The commits of the directory that are to be copied, newest first; those that cannot be read are left out."""
-        self._begin()
-        refs = _newest_first(self._local)[: self._keep_last]
-        found = []
-        for ref in (ref for ref in refs if ref not in self._published):
-            with suppress(CommitRetired):
-                try:
-                    found.append(self._local.load(ref))
-                except Damaged as error:
-                    self._done.damaged.append(error)
-        return found
+    def check(self) -> None:
+        """See what is there. Raises ``RunMismatch`` if it is of another run."""
+        here = self._local.timelines()[0]
+        self._timelines = there = self._remote.timelines()[0]
+        if there and not here:
+            raise RunMismatch(
+                f"{self._disk.root} holds a run, and {self._local.root} has none yet that it could be the copy of. To"
+                f' go on from it: resume(source="{self._disk.root}"), with another place for the copy of that.'
+            )
+        for timeline in sorted(here.keys() & there.keys()):
+            self._refuse_another(here[timeline], there[timeline])
 
     def push(self, told: Told | None = None) -> Pushed:
         """Copy what is not there. When it returns, what the directory had when it was called is in the bucket, but for
@@ -90,8 +74,11 @@ class Pusher:
         Raises ``RunMismatch``, with nothing written, if the bucket holds another run; ``DiskFailed`` if it does not
         answer. What was copied then needs not be again.
         """
-        self._done, self._told = Pushed(), told or self._told
-        missing = self.missing()
+        self._done = Pushed()
+        self._begin()
+        missing = self._missing()
+        total = sum(manifest.total_bytes for manifest in missing)
+        self._told = (lambda nbytes: None) if told is None else partial(told, total)
         self._push_timelines()
         self._push_records()
         for manifest in missing:
@@ -100,42 +87,64 @@ class Pusher:
             except CommitRetired:
                 self._done.retired.append(manifest.ref)
             except Damaged as error:
-                self._done.damaged.append(error)
-        if self._keep_last is not None:
-            self._retire(self._keep_last)
-        self.durable_step = self._done.durable_step = self._reach()
+                self._give_up(manifest.ref, error)
+        if self._keep is not None and (self._done.commits or not self._tidy):
+            self._retire()
+            self._tidy = True
+        self._done.durable_step = self.durable_step
+        line = lineage(self._published, self._timelines, _tip(self._published, self._timelines))
+        self._records.forget(min((self._published[ref].oldest_step for ref in line[:2]), default=-1))
         return self._done
 
+    def _missing(self) -> list[Manifest]:
+        """The commits of the directory that are to be copied, newest first."""
+        found = {}
+        for ref in _newest_first(self._local):
+            if ref in self._damaged:
+                continue
+            with suppress(CommitRetired):
+                try:
+                    found[ref] = self._local.load(ref) if ref not in self._published else self._published[ref]
+                except Damaged as error:
+                    self._give_up(ref, error)
+        unwanted = self._unwanted({**found, **self._published}, self._local.timelines()[0])[0]
+        return [each for ref, each in found.items() if ref not in self._published and ref not in unwanted]
+
     def _begin(self) -> None:
-        """See what is there. Raises ``RunMismatch`` if it is of another run."""
-        here = self._local.timelines()[0]
-        self._timelines = there = self._remote.timelines()[0]
-        for timeline in sorted(here.keys() & there.keys()):
-            if here[timeline].key != there[timeline].key:
-                raise RunMismatch(
-                    f"{self._disk.root} holds another run than {self._local.root}, or a copy of it that went on by"
-                    f" itself: they mean different timelines by {timeline}. Nothing was written: push to another place."
-                )
-        listed = self._remote.commits()
-        self._published = {ref: self._published[ref] for ref in listed if ref in self._published}
-        for ref in listed:
-            if ref not in self._published:
-                with suppress(CommitRetired):
-                    try:
-                        self._published[ref] = self._remote.load(ref)
-                    except Damaged as error:
-                        self._done.damaged.append(error)
-        if not self._begun:
-            for stream in streams(self._disk):
-                for ref in segments(self._disk, stream):
-                    self._records.add(stream, read_segment(self._disk, ref)[0])
-            self._begun = True
+        """See what is there, once: from then on it is known, but for what others copy, which a put shows."""
+        if self._begun:
+            return
+        self.check()
+        for ref in self._remote.commits():
+            with suppress(CommitRetired):
+                try:
+                    self._published[ref] = self._remote.load(ref)
+                except Damaged as error:
+                    self._done.damaged.append(error)
+        self._records.look()
+        self.durable_step = self._reach()
+        self._begun = True
+
+    def _give_up(self, ref: CommitRef, error: Damaged) -> None:
+        self._damaged.add(ref)
+        self._done.damaged.append(error)
 
     def _push_timelines(self) -> None:
         for timeline, record in sorted(self._local.timelines()[0].items()):
-            if timeline not in self._timelines:
-                self._disk.put_new(record.path, record.encode())
-                self._timelines[timeline] = record
+            if timeline in self._timelines:
+                continue
+            if not self._disk.put_new(record.path, record.encode()):
+                there = Timeline.decode(self._disk.read_bytes(record.path), record.path)
+                self._refuse_another(record, there)
+            self._timelines[timeline] = record
+            self.durable_step = self._reach()
+
+    def _refuse_another(self, here: Timeline, there: Timeline) -> None:
+        if here.key != there.key:
+            raise RunMismatch(
+                f"{self._disk.root} holds another run than {self._local.root}, or a copy of it that went on by itself:"
+                f" they mean different timelines by {here.id}. Push to another place."
+            )
 
     def _push_commit(self, manifest: Manifest) -> None:
         with self._local.listed(manifest):
@@ -150,13 +159,23 @@ class Pusher:
         sizes = self._disk.sizes("data")
         for ref in copy.files.values():
             if sizes.get(ref.path) != ref.bytes:
-                raise FileMissing(f"{self._disk.root / ref.path} went while it was copied", path=ref.path)
+                raise DiskFailed(
+                    f"{self._disk.root / ref.path} was removed by another that pushes, before the commit that needs it"
+                    " was there: push again, and let one process remove what is not kept"
+                )
         if not self._disk.put_new(copy.path, copy.encode()):
             copy = self._remote.load(copy.ref)  # of another that pushes, and was faster
             if copy.key != manifest.key:
                 raise RunMismatch(f"{self._disk.root / copy.path} is of another run than {self._local.root}")
         self._published[copy.ref] = copy
         self._done.commits.append(copy.ref)
+        self.durable_step = self._reach()
+
+    def _push_records(self) -> None:
+        before = self._done.records
+        self._records.push(self._done)
+        if self._done.records > before:
+            self.durable_step = self._reach()
 
     def _push_file(self, ref: FileRef, sizes: dict[str, int]) -> None:
         path = object_path(ref)
@@ -203,63 +222,9 @@ class Pusher:
         if self._disk.put_new(path, text):
             self._done.bytes += len(text)
 
-    def _push_records(self) -> None:
-        """The records of all streams that are not there."""
-        for stream in streams(self._local.disk):
-            refs = segments(self._local.disk, stream)
-            for ref, following in pairwise([*refs, None]):
-                assert ref is not None
-                ended = following is not None and following.timeline == ref.timeline
-                known = self._records.last(stream, ref.timeline)
-                if not (ended and following is not None and following.first_step - 1 <= known):
-                    with suppress(FileNotFoundError):  # its writer needs it no more
-                        self._push_segment(ref, ended)
-
-    def _push_segment(self, ref: SegmentRef, ended: bool) -> None:
-        """What is odd in one that another has followed is damage. At the end it may be on its way, and comes later, or
-        was on its way when its writer was stopped."""
-        known = self._records.last(ref.stream, ref.timeline)
-        found, odd = read_segment(self._local.disk, ref)
-        left = [record for record in found if record.step > known]
-        while left:
-            group = next(groups_of(left))
-            pushed, wrong = self._push_group(ref, group)
-            left = left[pushed:] if wrong is None else left[pushed + 1 :] if ended else []
-            odd = wrong or odd
-        if odd is not None and ended:
-            self._done.damaged.append(odd)
-
-    def _push_group(self, ref: SegmentRef, group: list[StoredRecord]) -> tuple[int, Damaged | None]:
-        """Copy a group as one object: how many of its records are there then, and what is wrong with the next."""
-        place = ref._replace(first_step=group[0].step)
-        if is_long(group):
-            try:
-                self._disk.put(place.path, blocks_of(self._local.disk, group[0]))
-            except Damaged as error:
-                return 0, error
-            count, wrong = 1, None
-        else:
-            data, count, wrong = read_group(self._local.disk, group)
-            if count and not self._disk.put_new(place.path, data):  # another pushes as well
-                there = {record.step for record in read_segment(self._disk, place)[0]}
-                count, wrong = sum(record.step in there for record in group), None
-                if not count:
-                    raise Damaged(
-                        f"{self._disk.root / place.path} does not hold what it is named", path=place.path
-                    )
-        self._records.add(ref.stream, group[:count])
-        self._done.records += count
-        self._done.bytes += sum(record.end - record.offset for record in group[:count])
-        return count, wrong
-
-    def _tip(self) -> int:
-        """The newest timeline whose line has commits in the bucket."""
-        known = sorted(self._timelines, reverse=True)
-        return next((t for t in known if lineage(self._published, self._timelines, t)), 0)
-
     def _reach(self) -> int | None:
         """The newest step to which the bucket leads."""
-        tip = self._tip()
+        tip = _tip(self._published, self._timelines)
         for ref in lineage(self._published, self._timelines, tip):
             base = self._published[ref]
             with suppress(Damaged):
@@ -271,10 +236,22 @@ class Pusher:
                 )
         return None
 
-    def _retire(self, keep_last: int) -> None:
-        """Remove the manifests of all but the newest commits, then what no other needs. Not what a commit of the
+    def _unwanted(
+        self, commits: dict[CommitRef, Manifest], timelines: dict[int, Timeline]
+    ) -> tuple[list[CommitRef], set[CommitRef]]:
+        """Which of ``commits`` are not kept, and which are without the records since."""
+        if self._keep is None:
+            return [], set()
+        tip, last = _tip(commits, timelines), self._keep.last
+        line = lineage(commits, timelines, tip)
+        for_good = kept_for_good([commits[ref] for ref in line], self._keep)
+        gone = dropped(commits, timelines, tip, retain=last, room=last, for_good=for_good)
+        return gone, for_good - set(line[:last])
+
+    def _retire(self) -> None:
+        """Remove the manifests of commits that are not kept, then what no other needs. Not what a commit of the
         directory has, which another may be about to push."""
-        gone = dropped(self._published, self._timelines, self._tip(), retain=keep_last, room=keep_last)
+        gone, alone = self._unwanted(self._published, self._timelines)
         for ref in gone:
             self._disk.unlink(ref.path)
         named = {path for ref in gone for path in self._published.pop(ref).small_paths}
@@ -289,7 +266,7 @@ class Pusher:
             if _OBJECT.fullmatch(path):
                 self._disk.unlink(path)
         if gone:
-            for path in list(unneeded_segments(self._disk, needs(kept, ()), None)):
+            for path in list(unneeded_segments(self._disk, needs(kept, alone), None)):
                 self._disk.unlink(path)
 
 
@@ -297,6 +274,11 @@ def object_path(ref: FileRef) -> str:
     """What the payload file is called in a bucket: by its content, since the directory writes the file again."""
     digest = xxhash.xxh3_128_hexdigest(" ".join((str(ref.bytes), *ref.checksums)).encode())
     return f"{ref.path.removesuffix('.safetensors').rpartition('.')[0]}.{digest}.safetensors"
+
+
+def _tip(commits: Collection[CommitRef], timelines: dict[int, Timeline]) -> int:
+    """The newest timeline whose line has commits."""
+    return next((t for t in sorted(timelines, reverse=True) if lineage(commits, timelines, t)), 0)
 
 
 def _newest_first(reader: RunReader) -> list[CommitRef]:

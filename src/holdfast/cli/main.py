@@ -224,12 +224,24 @@ def convert(
         int | None,
         typer.Option("--stage", min=1, max=3, help="Of ZeRO, for deepspeed: the one that will load it."),
     ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            "--rules", metavar="RULES", help="A file or pack of rules: other names, joined, split, permuted."
+        ),
+    ] = None,
+    values: Annotated[
+        Path | None,
+        typer.Option("--values", metavar="JSON", help="Numbers that the rules name, such as a config.json."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
+    from .convert import How
     from .convert import convert as convert_state
 
-    convert_state(source, destination, to, dtype=dtype, file_size=file_size, stage=stage, as_json=json)
+    how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values)
+    convert_state(source, destination, how, as_json=json)
 
 
 @app.command()

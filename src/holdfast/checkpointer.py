@@ -29,9 +29,11 @@ from .delta.comm_hook import HookState, hooked
 from .delta.entering import begin, enter, look
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
+from .delta.leaving import devices_of
 from .delta.lossy import Sparse, TopK
 from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_bad_resume, refuse_of_several
 from .delta.pace import Means, Pace
+from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
 from .delta.recovery import Recovered, recover, refuse_unless_one_is_whole
@@ -76,7 +78,7 @@ class Checkpointer:
     A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
-    consumes.
+    consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
 
     With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script.
     ``replica`` has a second process do every step as well, in host memory that outlives this one, instead of recording
@@ -130,13 +132,24 @@ class Checkpointer:
 
         ranks.or_close(lambda: ranks.all_do(check))  # what is wrong on one rank is an error on all
         residuals: dict[torch.Tensor, torch.Tensor] = {}
-        self._hook: HookState | None = None
+        subspaces: dict[torch.Tensor, torch.Tensor] = {}
+        self._hook: HookState | PowerState | None = None
         if isinstance(self._codec, TopK) and not self._ranks.alone:
             self._hook = hooked(model, self._codec, scaler, residuals)
             if self._hook is not None:
                 self._codec = Sparse(self._codec, self._ranks.world_size)
+        elif isinstance(self._codec, PowerSGD):
+            self._hook = approximated(self._ranks, model, self._codec, scaler, residuals, subspaces)
+            self._codec = LowRank(self._hook)
         self._look = partial(
-            look, self._ranks, model, optimizers, averages, residuals, own_residuals=self._hook is not None
+            look,
+            self._ranks,
+            model,
+            optimizers,
+            averages,
+            residuals,
+            subspaces,
+            own_residuals=self._hook is not None,
         )
         self._state = ranks.or_close(self._look)
         self._scaler, self._after_update = scaler, after_update
@@ -260,7 +273,7 @@ class Checkpointer:
             self._events.emit("recovered", step=found.point.step, **recovery.facts())
         point = self._go_on_after(found, target)
         begin(store, ranks, point)
-        self._pool = SlotPool(self._codec.layouts(self._state), self._num_slots)
+        self._pool = self._slot_pool(self._num_slots)
         self._recorder = Recorder(
             store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
             group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline, pack=self._codec.pack,
@@ -283,11 +296,13 @@ class Checkpointer:
         if found is None and target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
         if found is None:
-            self._state.residuals.clear()  # of what the script did before
+            self._state.forget_residuals()  # of what the script did before
             if self._source is not None:
                 self._begin_from(self._source)
-        if found is not None:
+        else:
             self._note(found)
+        if isinstance(self._hook, PowerState):
+            self._hook.steps_done = self.steps_done
         self._now = self._script.now()
         return None if found is None else found.point
 
@@ -330,7 +345,7 @@ class Checkpointer:
     def _judge(self, found: Recovered) -> None:
         """Which exactness is reached. Without the residuals that the point had training goes on otherwise."""
         if not self._codec.error_feedback:
-            self._state.residuals.clear()
+            self._state.forget_residuals()
         elif found.residuals_lost:
             self.exactness = "state"
             warnings.warn(
@@ -366,7 +381,7 @@ class Checkpointer:
     def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
         scale = self._scale_now()
-        if self._hook is not None:
+        if isinstance(self._hook, HookState):
             self._hook.settle()
         if not updates and scale >= self._scale:
             self._scale = scale
@@ -376,6 +391,8 @@ class Checkpointer:
             self._after_update()
         started = time.perf_counter()
         self.steps_done += 1
+        if isinstance(self._hook, PowerState):
+            self._hook.steps_done = self.steps_done
         self._now = self._script.now()
         pace = self._pace
         assert pace is not None
@@ -396,7 +413,7 @@ class Checkpointer:
 
     def _put(self, recorder: Recorder, pace: Pace | BesideReplica, updates: list[Update]) -> None:
         sealed = self._sealer.seal(self._state, self.steps_done, updates, self._now, pace.base_step)
-        if pace.fits(sum(map(len, sealed.parts))):
+        if pace.fits(sealed.nbytes):
             recorder.put(sealed)
         else:
             self._give_back(updates)
@@ -548,7 +565,7 @@ class Checkpointer:
         self._pool.close()
         self._state = self._look()
         self._tap.watch(self._state)
-        self._pool = SlotPool(self._codec.layouts(self._state), self._slots_that_fit())
+        self._pool = self._slot_pool(self._slots_that_fit())
         self._recorder.use(self._pool)
         self._pace.watch(self._state)
         self._pace.whole(self.steps_done)
@@ -567,6 +584,10 @@ class Checkpointer:
         return slots_that_fit(
             self._slot_bytes(), self._memory, self._staging_bytes, BASE_BYTES_PER_STEP, BOUND
         )
+
+    def _slot_pool(self, count: int) -> SlotPool:
+        devices = devices_of(p.parameter for p in self._state.parameters)
+        return SlotPool(self._codec.layouts(self._state), count, devices)
 
     def _slot_bytes(self) -> int:
         return sum(layout.file_bytes for layout in self._codec.layouts(self._state))

@@ -116,7 +116,7 @@ def run(world, tmp_path_factory):
 
 @pytest.mark.parametrize("failpoint", [
     "before_data_sync", "after_data_sync:2", "after_manifest_write", "after_manifest_rename", "after_compacted",
-    "after_retire_unlink", "before_retired_unlink", "before_segment_unlink",
+    "after_retire_unlink", "before_retired_unlink",
 ])  # fmt: skip
 def test_ended_while_it_compacts_it_has_lost_no_more_than_what_was_to_go(world, run, tmp_path, monkeypatch, failpoint):
     root, digests = run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.lossy import Int8, TopK
+from holdfast.delta.powersgd import PowerSGD
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput
 from holdfast.io.queue import Throttle
@@ -52,6 +57,28 @@ OPTIMIZERS = {
 }
 
 
+CODECS = {
+    "topk": TopK,
+    "int8": lambda block: Int8(int(block)),
+    "powersgd": lambda rank: PowerSGD(int(rank), start_step=2),
+}
+
+
+def strided() -> DTensor:
+    """A matrix of which each of two ranks holds two pieces."""
+    mesh, placement = init_device_mesh("cpu", (2,)), _StridedShard(0, split_factor=2)
+    return DTensor.from_local(torch.zeros(6, 7), mesh, [placement], shape=torch.Size((12, 7)), stride=(7, 1))
+
+
+SPOILT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "by a scaler": lambda model: {"scaler": torch.amp.GradScaler("cpu")},
+    "by a hook": lambda model: model.register_comm_hook(None, allreduce_hook) or {},
+    "by a scalar": lambda model: setattr(model.module, "scale", nn.Parameter(torch.ones(()))) or {},
+    "by strides": lambda model: setattr(model.first, "weight", nn.Parameter(strided())) or {},
+}
+"""What keeps a codec, or a model, from being used."""
+
+
 class Net(nn.Module):
     """Odd shapes, some smaller than the world, a frozen parameter, buffers."""
 
@@ -66,16 +93,34 @@ class Net(nn.Module):
         return self.second(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale
 
 
-def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False) -> nn.Module:
-    """A ``tiny`` one, or one of ``width`` 0, has one parameter and nothing else."""
+class Mlp(nn.Module):
+    """What tensor parallelism cuts, and a parameter that it does not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, width), nn.Linear(width, 3)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))) * self.scale.sum()
+
+
+def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp: int = 0) -> nn.Module:
+    """A ``tiny`` one, or one of ``width`` 0, has one parameter and nothing else. ``mlp`` is the width of an ``Mlp``."""
     torch.manual_seed(0)
-    model = nn.Linear(7, 1, bias=False) if tiny or not width else Net(width)
+    model = nn.Linear(7, 1, bias=False) if tiny or not width else Mlp(mlp) if mlp else Net(width)
     if kind == "ddp":
         return DistributedDataParallel(model) if world_size > 1 else model
     if kind == "fsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     if kind == "hsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s")))
+    if kind in ("tp", "fsdp_tp"):
+        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
+        odd = {"first": ColwiseParallel(output_layouts=Replicate())}  # of which torch cannot cut the next layer alike
+        even = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], odd if mlp % 2 else even)
+        return fully_shard(model, mesh=mesh["data"]) if kind == "fsdp_tp" else model
     return model
 
 
@@ -143,6 +188,9 @@ def train(
     unfreeze_at: int | None = None,
     between: int | None = None,
     options_of: dict[str, dict[str, Any]] | None = None,
+    edit_at: int | None = None,
+    spoilt: str | None = None,
+    mlp: int = 0,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
@@ -155,8 +203,10 @@ def train(
     allotment.LEAST_STORAGE = least_storage or allotment.LEAST_STORAGE
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
-        options["codec"] = {"topk": TopK, "int8": lambda block: Int8(int(block))}[codec[0]](codec[1])
-    model = wrapped(kind, world_size, width, tiny)
+        options["codec"] = CODECS[codec[0]](codec[1])
+    model = wrapped(kind, world_size, width, tiny, mlp)
+    if spoilt is not None:
+        options |= SPOILT[spoilt](model)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     resume = (resume_of or {}).get(str(rank), resume)
     options |= (options_of or {}).get(str(rank), {})
@@ -165,8 +215,10 @@ def train(
     if averages is not None:
         options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
-    torch.manual_seed(100 + rank)
+    torch.manual_seed(100 + (rank // 2 if kind in ("tp", "fsdp_tp") else rank))  # one batch for both halves
     losses: list[float] = []
+    warned: list[str] = []
+    warnings.showwarning = lambda message, *_, **__: (warned.append(str(message)), say(warned=warned))[0]
     digests: dict[int, str] = {}
     if slow_publish:
         real = Together.publish_shares
@@ -195,7 +247,10 @@ def train(
             loss.backward()
             if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
                 dist.all_reduce(plain.first.bias.grad)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if not mlp:  # torch cannot clip what is on several meshes
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if step == edit_at:
+                plain.first.weight.grad[2, 3] += 1e-3
             chosen.step()
             schedule.step()
             chosen.zero_grad()

@@ -291,7 +291,7 @@ def test_a_shard_that_says_that_it_is_one_of_more_is_refused(tmp_path):
     folder = write(tmp_path, state_of(), 3, 3)
     for path in folder.glob("*optim_states.pt"):
         change(path, lambda content: content["optimizer_state_dict"].update(partition_count=6))
-    with pytest.raises(Damaged, match="rank_0_.* is one of 6 partitions, and there are 3"):
+    with pytest.raises(Damaged, match=r"rank_0_.* is one of 6 partitions, and there are 3"):
         open_source(folder)
 
 

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from ..errors import BadInput
 from ..sources import source_of
 from ..units import counted, format_bytes, parse_bytes
+from ..universal.convert.dcp_writer import write_dcp
 from ..universal.convert.deepspeed import write_deepspeed
 from ..universal.convert.huggingface import write_huggingface, write_single
 from ..universal.save import write_run
@@ -28,7 +29,7 @@ DTYPES = {
     "fp16": "F16",
     "float16": "F16",
 }
-FORMATS = ("holdfast", "huggingface", "safetensors", "deepspeed")
+FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed")
 
 Told = Callable[[int], None]
 
@@ -80,7 +81,7 @@ def _refuse(destination: Path, to: str, dtype: str | None, stage: int | None) ->
         raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise BadInput(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
-    if dtype is not None and to in ("holdfast", "deepspeed"):
+    if dtype is not None and to in ("holdfast", "dcp", "deepspeed"):
         raise BadInput(
             "--dtype is for exports of parameters: a training state keeps its tensors as training had them"
         )
@@ -114,6 +115,8 @@ def _write(
         files = write_deepspeed(source, destination, stage or 0, told=told)
     elif to == "safetensors":
         files = [write_single(source, destination, dtype=dtype, told=told)]
+    elif to == "dcp":
+        files = list(write_dcp(source, destination, told=told).glob("*.distcp"))
     else:
         files = [destination / ref.path for ref in write_run(source, destination, told).files.values()]
     tensors = len(source.atoms) - len(left_out)

@@ -22,7 +22,7 @@ from ..errors import DoesNotFit
 from ..io.buffers import Buffer
 from ..state.atoms import Atom
 from ..state.boxes import Box
-from ..state.live import BUFFERS, RESIDUAL, Held, LiveState
+from ..state.live import BUFFERS, CARRIED, Held, LiveState
 from ..store.generations import Generations
 from ..store.layout import Layout
 from ..store.local import LocalStore
@@ -310,7 +310,7 @@ def _unit(prefix: str, number: int, owners: tuple[str, ...], owned: dict[str, He
     atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
     layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    late = any(atom.slot == RESIDUAL for atom in atoms)
+    late = any(atom.slot in CARRIED for atom in atoms)
     return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=late)
 
 
@@ -331,7 +331,7 @@ def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
     filled, was_late = 0, False
     for owner, held in owned.items():
         nbytes = sum(atom.nbytes for atom, _ in held.values())
-        late = any(atom.slot == RESIDUAL for atom, _ in held.values())
+        late = any(atom.slot in CARRIED for atom, _ in held.values())
         if not groups or filled + nbytes > UNIT_BYTES or late != was_late:
             groups.append([])
             filled, was_late = 0, late

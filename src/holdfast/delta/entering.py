@@ -23,6 +23,7 @@ def look(
     optimizers: Sequence[torch.optim.Optimizer],
     averages: nn.Module | Mapping[str, nn.Module] | None,
     residuals: dict[torch.Tensor, torch.Tensor],
+    subspaces: dict[torch.Tensor, torch.Tensor],
     own_residuals: bool,
 ) -> LiveState:
     """The state as it is now, of which this rank stores its part. Called on all ranks."""
@@ -30,7 +31,7 @@ def look(
     made: list[LiveState] = []
 
     def held() -> tuple[dict[str, tuple[Box, int]], list[str]]:
-        made.append(state := LiveState(model, optimizers, beside, residuals))
+        made.append(state := LiveState(model, optimizers, beside, residuals, subspaces))
         boxes = state.boxes
         parameters = {
             p.name: (boxes[p.name], boxes[p.name].elements * p.parameter.element_size())

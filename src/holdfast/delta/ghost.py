@@ -40,10 +40,10 @@ class Ghost(LiveState):
         )  # fmt: skip
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
         self._buffers, self._buffers_beside, self.elsewhere = {}, {}, state.elsewhere
-        self.residuals, self.own_residuals = {}, False
+        self.residuals, self.subspaces, self.own_residuals = {}, {}, False
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""
-        self._shapes = {name: tuple(state.parameter(name).parameter.shape) for name in boxes}
+        self._shapes = {name: tuple(state.parameter(name).parameter.shape) for name in self.boxes}
 
     def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Box]:
         """As ``LiveState.place_of``: of whole parameters, not of the parts that are here."""

@@ -19,7 +19,7 @@ import torch
 from ..errors import Damaged, HoldfastError, RunMismatch
 from ..io.buffers import Buffer
 from ..state.boxes import Box
-from ..state.live import BUFFERS, RESIDUAL, LiveState
+from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
@@ -192,7 +192,7 @@ class Line:
     def _is_wanted(self, stream: str, key: str, wanted: set[str], state: LiveState) -> bool:
         """Whether a tensor of ``stream`` is of one of the owners ``wanted``, or a residual of this rank's own."""
         owner, slot = self._owner(stream, key), self.atoms[stream][key]["slot"]
-        return owner in wanted or (slot == RESIDUAL in wanted and owner in state.boxes)
+        return owner in wanted or (slot in CARRIED and RESIDUAL in wanted and owner in state.boxes)
 
     @property
     def own_residuals(self) -> bool:
@@ -213,7 +213,7 @@ class Line:
         """Do the steps; ``taken`` says by stream of which owners. The first stream's records tell of the rest."""
         loaded = {stream: self._steps_loaded(stream) for stream in taken}
         stored = {  # a stream of which not all is taken has no fingerprint that could be compared here
-            stream: [p for p in state.parameters if p.name in self.boxes(stream)]
+            stream: [state.parameter(name) for name in self.boxes(stream)]  # as their writer had them
             for stream, names in taken.items()
             if self.boxes(stream).keys() <= names
         }
@@ -272,7 +272,7 @@ class Line:
         return {
             self._owner(stream, key): self.base.files[atom["fragments"][0]["unit"]].step or self.base.step
             for key, atom in self.atoms[stream].items()
-            if atom["slot"] != RESIDUAL  # always of the commit's own step
+            if atom["slot"] not in CARRIED  # always of the commit's own step
         }
 
     def end_before_feedback(self) -> None:
@@ -296,7 +296,7 @@ class Line:
 
     def _residual_step(self, stream: str) -> int:
         """Of the residuals that the base has of ``stream``."""
-        units = [a["fragments"][0]["unit"] for a in self.atoms[stream].values() if a["slot"] == RESIDUAL]
+        units = [a["fragments"][0]["unit"] for a in self.atoms[stream].values() if a["slot"] in CARRIED]
         return min((self.base.files[unit].step or self.base.step for unit in units), default=self.base.step)
 
     def _end_at(self, step: int, why: Damaged | None) -> None:

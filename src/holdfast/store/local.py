@@ -153,6 +153,15 @@ class LocalStore(RetainedCommits):
             self._retire()
         return record.id
 
+    def go_on(self, timeline: Timeline) -> None:
+        """Instead of ``begin``: go on in ``timeline``, the newest, after its newest commit. For who resumes nothing and
+        writes whole states one after another."""
+        self._check_writer()
+        with self._failing():
+            self.timeline, self._fork = timeline.id, timeline
+            self._timelines, damaged = self.timelines()
+            restore(self.disk, self._timelines, damaged)
+
     def writer(self) -> str:
         """What the lock says of the one that has entered: its process, host and time. Empty if nobody ever has."""
         return self.disk.read_bytes(LOCK).decode() if self.disk.exists(LOCK) else ""

@@ -126,7 +126,8 @@ class Archive:
                 if local[:4] != b"PK\x03\x04":
                     raise ValueError(f"{info.filename} has no header")
                 offset = info.header_offset + 30 + sum(struct.unpack("<HH", local[26:30]))
-                if offset + info.file_size > nbytes or name in self._entries:
+                outside = info.header_offset < 0 or offset + info.file_size > nbytes
+                if outside or name in self._entries:
                     raise ValueError(f"{info.filename} lies outside of it, or is there twice")
                 self._entries[name] = Entry(start + offset, info.file_size, info.CRC)
 

@@ -77,7 +77,8 @@ class Record:
             self.append(value)
 
     def __hash__(self) -> int:
-        return hash((self.name, len(self.args)))
+        plain = [value for value in self.fields.values() if isinstance(value, (str, int, tuple))]
+        return hash((self.name, len(self.args), *plain))
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.fields.get(name, default)

@@ -182,7 +182,8 @@ def convert(
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="What is made; not there yet.")],
     to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp or deepspeed.")
+        str,
+        typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp or deepspeed."),
     ],
     dtype: Annotated[
         str | None,

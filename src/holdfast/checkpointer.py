@@ -37,6 +37,7 @@ from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
 from .delta.recovery import Recovered, recover, refuse_unless_one_is_whole
+from .delta.remote import Remote
 from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
 from .delta.script import Script
 from .delta.sealer import Sealer
@@ -83,6 +84,8 @@ class Checkpointer:
     With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script.
     ``replica`` has a second process do every step as well, in host memory that outlives this one, instead of recording
     steps on the disk, which then has bases only; a path is where it keeps things in memory instead of ``/dev/shm``.
+
+    ``remote``, s3://BUCKET/PREFIX, is where a copy of the run is kept up with beside training; ``keep`` goes for both.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Checkpointer:
         direct: bool = True,
         clip_norm: float | None = None,
         replica: bool | str | Path = False,
+        remote: str | None = None,
         disk: Any = None,
     ) -> None:
         """Raises ``BadInput`` and its kin with nothing written."""
@@ -167,6 +171,7 @@ class Checkpointer:
                 staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
                 deadline_seconds=deadline_seconds, events=self._events,
             )  # fmt: skip
+        self._remote = None if remote is None or self._ranks.rank else Remote(run, remote, keep, self._events)
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         kind = Tap if replica is False else LayerTap
@@ -205,6 +210,12 @@ class Checkpointer:
         """The newest step that survives the death of this process; without a replica that is the ``durable_step``."""
         return self.durable_step if self._replica is None else self._replica.replica_step
 
+    @property
+    def remote_durable_step(self) -> int:
+        """The newest step that can be recovered from ``remote=`` alone; -1 before there is one, and on ranks but the
+        first."""
+        return -1 if self._remote is None else self._remote.durable_step
+
     def resume(
         self,
         step: int | None = None,
@@ -236,6 +247,7 @@ class Checkpointer:
         target, exact = step if before is None else before - 1, step is not None
         self._source = source if source is None or isinstance(source, From) else From(source)
         try:
+            self._ranks.first_does(self._check_remote)
             if self._replica is not None:
                 self._resume_beside(self._replica, target, exact)
             else:
@@ -243,10 +255,16 @@ class Checkpointer:
             self._scale = self._scale_now()
             self._tap.attach()
             self._sigterm = SigTerm.watched()
+            if self._remote is not None:
+                self._remote.start()
         except BaseException:
             self.close(save=False)
             raise
         return self.steps_done
+
+    def _check_remote(self) -> None:
+        if self._remote is not None:
+            self._remote.check()
 
     def _resume(
         self,
@@ -477,8 +495,12 @@ class Checkpointer:
             if self._agreement is not None:
                 self._agreement.close(orderly=save)
             self._ranks.close()
-            if self._recorder is None or not self._recorder.is_alive:
-                self._let_go()
+            try:
+                if self._remote is not None:
+                    self._remote.close(self.steps_done if save else None)
+            finally:
+                if self._recorder is None or not self._recorder.is_alive:
+                    self._let_go()
         if save and self._sigterm is not None and self._sigterm.arrived:
             raise SystemExit(128 + signal.SIGTERM)
 

@@ -33,7 +33,8 @@ from ..universal.convert.holdfast import Commit
 from ..universal.keys import KEY
 from ..universal.load import Run, Target, in_threads, plan, read_all
 from ..universal.source import Source, Stored
-from .dcp_write import NAMES, StorageWriter
+from .dcp_items import NAMES
+from .dcp_write import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]
 

@@ -10,10 +10,9 @@ import os
 import re
 import weakref
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -24,32 +23,14 @@ from ..delta.image import METADATA, Image
 from ..delta.ranks import stream_of
 from ..errors import BadInput, Damaged, RunMismatch
 from ..state.atoms import Atom
-from ..state.boxes import Box
-from ..state.progress import encode
 from ..store.layout import Layout
 from ..store.local import LocalStore, Written
 from ..store.manifest import Manifest, Timeline
 from ..store.retention import Keep
-from ..universal.keys import KEY, Kind, name_all
-from ..universal.pickles import DTYPES
+from ..universal.keys import KEY, name_all
+from .dcp_items import Resolved, Save, box_of, index_of, kind_of, name_of, nbytes_of, value_of
 
-NAMES = {getattr(torch, theirs): ours for theirs, ours in DTYPES.items()}
 _FILE = re.compile(r"save-\d+\.t\d+\.rank-\d+\.0\.safetensors")
-
-
-@dataclass(frozen=True)
-class Save:
-    """What the first rank tells each of the save that is under way."""
-
-    step: int
-    timeline: dict[str, Any]
-    rank: int
-    names: dict[str, tuple[str, str]]
-    """The name and the slot of each tensor that the rank writes, by key."""
-
-    @property
-    def unit(self) -> str:
-        return f"save-{self.step:012d}.t{self.timeline['id']:04d}.{stream_of(self.rank)}"
 
 
 class StorageWriter(dcp.StorageWriter):
@@ -101,7 +82,7 @@ class StorageWriter(dcp.StorageWriter):
         there = {item.index.fqn for item in items}
         self._paths = {key: path for key, path in paths.items() if key in there}
         names = name_all(
-            {i.index.fqn: _kind_of(i) for i in items if i.tensor_data is not None}, self._paths
+            {i.index.fqn: kind_of(i) for i in items if i.tensor_data is not None}, self._paths
         ).tensors
         self._first = opened = _Opened(self)
         told = []
@@ -124,7 +105,7 @@ class StorageWriter(dcp.StorageWriter):
         except BaseException:
             self._close()
             raise
-        results = [WriteResult(item.index, _nbytes_of(item), None) for item in plan.items]
+        results = [WriteResult(item.index, nbytes_of(item), None) for item in plan.items]
         if results:
             results[0] = replace(results[0], storage_data=(save.rank, share, values))
         done: Future[list[WriteResult]] = Future()
@@ -242,97 +223,20 @@ def _write(
     store: LocalStore, save: Save, items: list[WriteItem], planner: SavePlanner, first: _Opened | None
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """Write what a rank has. What its share is, on the first rank later, and its values by key."""
-    values = {i.index.fqn: _value_of(planner, i) for i in items if i.type == WriteItemType.BYTE_IO}
-    tensors = {_name_of(save, i): i for i in items if i.tensor_data is not None and _box_of(i).elements}
+    values = {i.index.fqn: value_of(planner, i) for i in items if i.type == WriteItemType.BYTE_IO}
+    tensors = {name_of(save, i): i for i in items if i.tensor_data is not None and box_of(i).elements}
     if not tensors and first is None and not items:
         return None, {}
-    atoms = {key: Atom(key, "", _box_of(item).shape, _kind_of(item).dtype) for key, item in tensors.items()}
+    atoms = {key: Atom(key, "", box_of(item).shape, kind_of(item).dtype) for key, item in tensors.items()}
     layout = Layout.build([(key, atom.dtype, atom.shape) for key, atom in atoms.items()], METADATA)
     unit = store.unit(save.unit, layout, copies=1)
     unit.create()
     generation = unit.acquire()
-    image = Image(layout, _Resolved(tensors, planner))
+    image = Image(layout, Resolved(tensors, planner))
     checksums = unit.write_through(generation, image.fill, kind="state", phase="save", priority=2)
     files: Written = {save.unit: (generation, checksums)}
-    index = store.put_index(_index_of(save, items, tensors))
+    index = store.put_index(index_of(save, items, tensors))
     if first is not None:
         first.written = files, index
         return None, values
     return store.share(save.step, files, index, {}, {save.unit: save.step}).ref, values
-
-
-class _Resolved(dict[str, torch.Tensor]):
-    """Tensors by their names in the file, each asked of the planner when it is needed."""
-
-    def __init__(self, items: dict[str, WriteItem], planner: SavePlanner) -> None:
-        self._items, self._planner = items, planner
-
-    def __missing__(self, key: str) -> torch.Tensor:
-        tensor = self._planner.resolve_data(self._items[key])
-        assert isinstance(tensor, torch.Tensor)
-        return tensor.detach()
-
-
-def _value_of(planner: SavePlanner, item: WriteItem) -> Any:
-    """What is no tensor, as JSON. Raises ``BadInput`` naming it."""
-    key = item.index.fqn
-    look_up = getattr(planner, "lookup_object", None)
-    if look_up is not None:
-        return encode(look_up(item.index), key)
-    data: Any = planner.resolve_data(item)
-    data.seek(0)
-    return encode(torch.load(data, weights_only=True), key)
-
-
-def _index_of(save: Save, items: list[WriteItem], tensors: dict[str, WriteItem]) -> dict[str, Any]:
-    atoms: dict[str, Any] = {}
-    for item in items:
-        if item.tensor_data is None:
-            continue
-        name, slot = save.names[item.index.fqn]
-        kind = _kind_of(item)
-        atoms[f"{name}/{slot}"] = {
-            "name": name, "slot": slot, "shape": list(kind.shape), "dtype": kind.dtype, KEY: item.index.fqn,
-            "fragments": [],
-        }  # fmt: skip
-    for key, item in tensors.items():
-        name, slot = save.names[item.index.fqn]
-        box = _box_of(item)
-        fragment = {
-            "unit": save.unit,
-            "key": key,
-            "global": box.to_json(),
-            "local": Box.whole(box.shape).to_json(),
-        }
-        atoms[f"{name}/{slot}"]["fragments"].append(fragment)
-    return {"version": 1, "units": [save.unit], "atoms": atoms}
-
-
-def _kind_of(item: WriteItem) -> Kind:
-    assert item.tensor_data is not None
-    dtype = item.tensor_data.properties.dtype
-    if dtype not in NAMES:
-        raise BadInput(
-            f"{item.index.fqn} is of {dtype}, which commits do not hold. Convert it, or leave it out."
-        )
-    return Kind(tuple(item.tensor_data.size), NAMES[dtype])
-
-
-def _box_of(item: WriteItem) -> Box:
-    """The region of its tensor."""
-    assert item.tensor_data is not None
-    chunk = item.tensor_data.chunk
-    return Box(tuple(chunk.offsets), tuple(a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)))
-
-
-def _name_of(save: Save, item: WriteItem) -> str:
-    """In the file: that of the atom, and where the region begins."""
-    name, slot = save.names[item.index.fqn]
-    start = ",".join(map(str, _box_of(item).start))
-    return f"{name}/{slot}@{start}"
-
-
-def _nbytes_of(item: WriteItem) -> int:
-    return (
-        0 if item.tensor_data is None else _box_of(item).elements * item.tensor_data.properties.dtype.itemsize
-    )

@@ -173,6 +173,34 @@ def compact(
 
 
 @app.command()
+def push(
+    run: Run,
+    destination: Annotated[str, typer.Argument(metavar="s3://BUCKET/PREFIX", help="Where the copy is.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on copying what the run writes, until Ctrl-C.")
+    ] = False,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-last",
+            min=1,
+            metavar="N",
+            help="Remove all but the N newest bases there, and their records.",
+        ),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Copy a run, which may be training, to a bucket: what is not there yet, every block verified on its way.
+
+    RUN of other verbs may be s3://BUCKET/PREFIX then.
+    """
+    from .push import push_run
+
+    good = push_run(run, destination, keep_last=keep_last, follow=follow, as_json=json)
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
 def convert(
     source: Annotated[
         str,

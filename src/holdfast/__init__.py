@@ -25,6 +25,7 @@ _HOME = {
     "From": ".sources",
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
+    "PowerSGD": ".delta.powersgd",
     "Preflight": ".offload.preflight",
     "TopK": ".delta.lossy",
     "empty_parameters": ".offload.blocks",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .data.loader import loader
     from .delta.codecs import Exact
     from .delta.lossy import Int8, TopK
+    from .delta.powersgd import PowerSGD
     from .errors import HoldfastError
     from .offload.blocks import empty_parameters
     from .offload.engine import Engine
@@ -59,6 +61,7 @@ __all__ = [
     "HoldfastError",
     "Int8",
     "Keep",
+    "PowerSGD",
     "Preflight",
     "TopK",
     "empty_parameters",

@@ -95,6 +95,17 @@ class Runs:
         return self.call
 
 
+def test_a_tensor_with_attributes_is_read_and_no_other_way_to_make_one_is_known(tmp_path):
+    tensor = torch.arange(5.0)
+    tensor.note = "of DeepSpeed's flat groups"
+    archive = archive_of(tmp_path / "x.pt", {"a": tensor})
+    assert read_tensors(archive, archive.content)["a"].tobytes() == bits(tensor)
+    for rebuild in (b"cbuiltins\ngetattr\n", b"ctorch\nSize\n"):
+        data = b"ctorch._tensor\n_rebuild_from_type_v2\n(" + rebuild + b"ctorch\nTensor\n(I1\nt}tR."
+        with pytest.raises(Damaged, match="a way that is not known"):
+            pickles.load(data, "somewhere")
+
+
 @pytest.mark.parametrize(
     ("function", "argument"), [(os.system, "touch {}"), (eval, "open('{}', 'w')"), (print, "hello")]
 )

@@ -13,6 +13,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from ..errors import BadInput
 from ..sources import source_of
 from ..units import counted, format_bytes, parse_bytes
+from ..universal.convert.dcp_writer import write_dcp
+from ..universal.convert.deepspeed import write_deepspeed
 from ..universal.convert.huggingface import write_huggingface, write_single
 from ..universal.save import write_run
 from ..universal.source import Source
@@ -27,16 +29,23 @@ DTYPES = {
     "fp16": "F16",
     "float16": "F16",
 }
-FORMATS = ("holdfast", "huggingface", "safetensors")
+FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed")
 
 Told = Callable[[int], None]
 
 
 def convert(
-    source: str, destination: Path, to: str, *, dtype: str | None, file_size: str, as_json: bool
+    source: str,
+    destination: Path,
+    to: str,
+    *,
+    dtype: str | None,
+    file_size: str,
+    stage: int | None,
+    as_json: bool,
 ) -> None:
     """Write ``source`` to ``destination`` in the format ``to``, and say what that took."""
-    _refuse(destination, to, dtype)
+    _refuse(destination, to, dtype, stage)
     began = time.perf_counter()
     opened = source_of(source, open_run)
     total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
@@ -51,7 +60,7 @@ def convert(
     with Progress(*columns, console=out, transient=True, disable=as_json or not out.is_terminal) as bar:
         task = bar.add_task("writing", total=total)
         about = _write(
-            opened, destination, to, DTYPES.get(dtype or ""), file_size, lambda n: bar.advance(task, n)
+            opened, destination, to, DTYPES.get(dtype or ""), file_size, stage, lambda n: bar.advance(task, n)
         )
     seconds = time.perf_counter() - began
     about |= {"format": to, "from": opened.format, "bytes": total, "seconds": seconds}
@@ -67,13 +76,19 @@ def convert(
         print(f"Not in it, since {to} holds parameters and buffers alone: {left} of the optimizer")
 
 
-def _refuse(destination: Path, to: str, dtype: str | None) -> None:
+def _refuse(destination: Path, to: str, dtype: str | None, stage: int | None) -> None:
     if to not in FORMATS:
         raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise BadInput(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
-    if dtype is not None and to == "holdfast":
-        raise BadInput("--dtype is for exports: a run keeps its tensors as training had them")
+    if dtype is not None and to in ("holdfast", "dcp", "deepspeed"):
+        raise BadInput(
+            "--dtype is for exports of parameters: a training state keeps its tensors as training had them"
+        )
+    if (to == "deepspeed") != (stage is not None):
+        raise BadInput(
+            "--to deepspeed needs --stage 1, 2 or 3, that of the ZeRO that will load it; nothing else has one"
+        )
     if to == "safetensors" and destination.suffix != ".safetensors":
         raise BadInput(f"--to safetensors writes one file, and {destination} does not end in .safetensors")
 
@@ -83,15 +98,25 @@ def _goes_along(slot: str, to: str) -> bool:
 
 
 def _write(
-    source: Source, destination: Path, to: str, dtype: str | None, file_size: str, told: Told
+    source: Source,
+    destination: Path,
+    to: str,
+    dtype: str | None,
+    file_size: str,
+    stage: int | None,
+    told: Told,
 ) -> dict[str, Any]:
     left_out = [key for key, each in source.atoms.items() if not _goes_along(each.atom.slot, to)]
     if to == "huggingface":
         files = write_huggingface(
             source, destination, dtype=dtype, file_bytes=parse_bytes(file_size), told=told
         )
+    elif to == "deepspeed":
+        files = write_deepspeed(source, destination, stage or 0, told=told)
     elif to == "safetensors":
         files = [write_single(source, destination, dtype=dtype, told=told)]
+    elif to == "dcp":
+        files = list(write_dcp(source, destination, told=told).glob("*.distcp"))
     else:
         files = [destination / ref.path for ref in write_run(source, destination, told).files.values()]
     tensors = len(source.atoms) - len(left_out)

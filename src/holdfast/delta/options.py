@@ -31,18 +31,25 @@ def refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) 
         raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
     if not isinstance(codec, Codec):
         raise BadInput(
-            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8()"
+            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8(),"
+            " holdfast.PowerSGD()"
         )
 
 
-def refuse_of_several(ranks: Ranks, when_behind: str, storage: Any, clip_norm: float | None) -> None:
+def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> None:
+    if step is not None and before is not None:
+        raise BadInput("resume takes step= or before=, not both")
+    if exactness not in ("state", "continuation"):
+        raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
+
+
+def refuse_of_several(ranks: Ranks, when_behind: str, clip_norm: float | None) -> None:
     """What is for one process."""
-    if when_behind != "block" and not ranks.alone:
+    if when_behind == "skip" and not ranks.alone:
         raise BadInput(
-            f'when_behind="{when_behind}" is for one process: what one of several ranks skips none can have'
+            'when_behind="skip" is for one process. Give "commit": after steps that one of several ranks could not'
+            " record, all make a base at once."
         )
-    if storage is not None and not ranks.alone:
-        raise BadInput("storage= is for one process: no rank knows what the others are about to write")
     if clip_norm is not None and not (clip_norm > 0 and ranks.alone):
         raise BadInput(
             f"clip_norm = {clip_norm} must be more than 0, and of one process: no rank has the norm"

@@ -82,7 +82,7 @@ def recover(
         )
         lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
         if lost or line.residuals_dropped:
-            state.residuals.clear()
+            state.forget_residuals()
         script.restore(line.progress(ranks.rank))
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)

@@ -70,6 +70,7 @@ class AnyDisk(Protocol):
     def write_bytes(self, path: str, data: bytes) -> None: ...
     def free_bytes(self) -> int: ...
     def lock(self, path: str, owner: dict) -> HeldLock: ...
+    def is_locked(self, path: str) -> bool: ...
 
 
 class Disk:
@@ -247,6 +248,22 @@ class Disk:
             lock.release(emptied=False)
             raise
         return lock
+
+    def is_locked(self, path: str) -> bool:
+        """Whether somebody holds the lock file ``path``, or that cannot be told."""
+        try:
+            fd = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(fd)
+        return False
 
 
 def check_place(root: str | Path) -> None:

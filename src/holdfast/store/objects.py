@@ -137,6 +137,9 @@ class ObjectDisk:
     def write_bytes(self, path: str, data: bytes) -> None:
         self._refuse()
 
+    def is_locked(self, path: str) -> bool:
+        return False
+
     def lock(self, path: str, owner: dict) -> HeldLock:
         self._refuse()
 

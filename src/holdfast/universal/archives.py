@@ -62,11 +62,12 @@ class Entry:
 
 
 class Archive:
-    """What ``torch.save`` wrote into ``path`` at ``start``: ``content`` is its pickle, read as data."""
+    """What ``torch.save`` wrote into ``path`` at ``start``: ``content`` is its pickle, read as data. ``name`` is what
+    the file was called, without its ending, when torch wrote it (``archive`` where it had no name)."""
 
     def __init__(self, path: Path, start: int = 0, nbytes: int | None = None) -> None:
         """Raises ``Damaged`` if it is none, or one whose pickle cannot be read."""
-        self.path = path
+        self.path, self.name = path, ""
         self._entries: dict[str, Entry] = {}
         size = path.stat().st_size
         if nbytes is None:
@@ -117,7 +118,7 @@ class Archive:
         """The entries by name without the folder that all are in, and where their bytes begin."""
         with zipfile.ZipFile(io.BufferedReader(Stretch(file, start, nbytes))) as archive:
             for info in archive.infolist():
-                name = info.filename.partition("/")[2]
+                self.name, _, name = info.filename.partition("/")
                 if info.compress_type != zipfile.ZIP_STORED:
                     raise ValueError(f"{info.filename} is compressed")
                 file.seek(start + info.header_offset)
@@ -125,7 +126,8 @@ class Archive:
                 if local[:4] != b"PK\x03\x04":
                     raise ValueError(f"{info.filename} has no header")
                 offset = info.header_offset + 30 + sum(struct.unpack("<HH", local[26:30]))
-                if offset + info.file_size > nbytes or name in self._entries:
+                outside = info.header_offset < 0 or offset + info.file_size > nbytes
+                if outside or name in self._entries:
                     raise ValueError(f"{info.filename} lies outside of it, or is there twice")
                 self._entries[name] = Entry(start + offset, info.file_size, info.CRC)
 

@@ -77,7 +77,8 @@ class Record:
             self.append(value)
 
     def __hash__(self) -> int:
-        return hash((self.name, len(self.args)))
+        plain = [value for value in self.fields.values() if isinstance(value, (str, int, tuple))]
+        return hash((self.name, len(self.args), *plain))
 
     def get(self, name: str, default: Any = None) -> Any:
         return self.fields.get(name, default)
@@ -162,6 +163,8 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
             return _tensor
         if full in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
             return lambda data, *_: data
+        if full == "torch._tensor._rebuild_from_type_v2":
+            return _typed
         if full in ALLOWED:
             return _maker(full)
         raise Damaged(
@@ -183,6 +186,13 @@ def _tensor(storage: Storage, offset: int, shape: Any, strides: Any, *_: Any) ->
     if not isinstance(storage, Storage):
         raise TypeError("a tensor without a storage")
     return Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+
+
+def _typed(rebuild: Any, _: Any, args: Any, *__: Any) -> Tensor:
+    """A tensor that has attributes, or is of a class of its own: those are left out."""
+    if rebuild is not _tensor or not isinstance(args, tuple):
+        raise TypeError("a tensor that is made in a way that is not known")
+    return _tensor(*args)
 
 
 def _maker(name: str) -> type[Record]:

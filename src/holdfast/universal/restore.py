@@ -124,6 +124,9 @@ def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch
     """Regions of atoms, as tensors on the host. Raises ``Damaged``."""
     targets, tensors = [], []
     for stored, box in wanted:
+        if stored.average:
+            tensors.append(_mean(source, stored, box))
+            continue
         tensor = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
         array = (
             tensor.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}").reshape(box.shape)
@@ -132,6 +135,13 @@ def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch
         tensors.append(tensor)
     read_all(source, targets)
     return tensors
+
+
+def _mean(source: Source, stored: Stored, box: Box) -> torch.Tensor:
+    """Of all copies, in float64, rounded once."""
+    each = [(Stored(stored.atom, pieces), box) for pieces in (stored.pieces, *stored.copies)]
+    values = [tensor.double() for tensor in read_tensors(source, each)]
+    return torch.stack(values).mean(0).to(FROM_NAME[stored.atom.dtype])
 
 
 def _set_hyper_parameters(state: LiveState, progress: Mapping[str, Any]) -> bool:

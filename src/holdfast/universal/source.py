@@ -7,6 +7,7 @@ against the sizes of its files.
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,8 +134,13 @@ class Contents:
             )
 
 
+@dataclass
 class Files(Contents):
-    """A source whose parts are stretches of files as they are."""
+    """A source whose parts are stretches of files as they are. Of a part with a checksum nothing is given before all of
+    it was verified."""
+
+    _verified: set[int] = field(default_factory=set, repr=False)
+    _verifying: dict[int, threading.Lock] = field(default_factory=dict, repr=False)
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         where = self.parts[part]
@@ -142,11 +148,9 @@ class Files(Contents):
             raise Damaged(
                 f"{where.path}: {offset} to {offset + len(into)} of {where.nbytes} bytes", path=where.path
             )
-        try:
-            with open_file(Path(where.path), write=False, create=False, direct=False) as file:
-                file.read(into, where.offset + offset)
-        except FileNotFoundError:
-            raise FileMissing(f"{where.path} is missing", path=where.path) from None
+        if len(into) < where.nbytes:
+            self.check(part)
+        _read(where, offset, into)
         if where.crc32 is not None and len(into) == where.nbytes:
             check_sum(where, zlib.crc32(into))
 
@@ -155,13 +159,23 @@ class Files(Contents):
         where = self.parts[part]
         if where.crc32 is None:
             return
-        found, buffer = 0, memoryview(bytearray(min(where.nbytes, 4 * MiB)))
-        with open_file(Path(where.path), write=False, create=False, direct=False) as file:
-            for start in range(0, where.nbytes, 4 * MiB):
-                piece = buffer[: min(4 * MiB, where.nbytes - start)]
-                file.read(piece, where.offset + start)
-                found = zlib.crc32(piece, found)
-        check_sum(where, found)
+        with self._verifying.setdefault(part, threading.Lock()):
+            if part not in self._verified:
+                found, buffer = 0, memoryview(bytearray(min(where.nbytes, 4 * MiB)))
+                for start in range(0, where.nbytes, 4 * MiB):
+                    piece = buffer[: min(4 * MiB, where.nbytes - start)]
+                    _read(where, start, piece)
+                    found = zlib.crc32(piece, found)
+                check_sum(where, found)
+                self._verified.add(part)
+
+
+def _read(part: Part, offset: int, into: memoryview) -> None:
+    try:
+        with open_file(Path(part.path), write=False, create=False, direct=False) as file:
+            file.read(into, part.offset + offset)
+    except FileNotFoundError:
+        raise FileMissing(f"{part.path} is missing", path=part.path) from None
 
 
 def check_sum(part: Part, found: int) -> None:

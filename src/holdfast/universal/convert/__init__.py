@@ -7,10 +7,18 @@ from pathlib import Path
 
 from ...errors import BadInput
 from ..source import Source
+from .dcp import DCP, is_dcp
+from .dcp_safetensors import ShardedSafetensors, is_sharded
+from .deepspeed import is_deepspeed, open_deepspeed
 from .huggingface import SafetensorsFiles, is_safetensors
+from .ruled import RuledFolder, is_ruled
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
+    ("rules", is_ruled, RuledFolder),
+    ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others put beside it
     ("safetensors", is_safetensors, SafetensorsFiles),
+    ("dcp", is_dcp, DCP),
+    ("safetensors shards", is_sharded, ShardedSafetensors),
 ]
 """Of others: the name, whether a path is of that format, and what opens it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ...errors import BadInput, Damaged
@@ -13,6 +14,8 @@ from ...store.manifest import FileRef, Manifest
 from ...store.ranges import VerifiedFiles
 from ...store.reader import RunReader
 from ...store.reading import INSPECT
+from ..keys import KEY, Kind, name_all, progress_of
+from ..small import is_small, value_of
 from ..source import Contents, Part, Stored
 
 
@@ -34,10 +37,15 @@ class Commit(Contents):
         self.reader, self._files = reader, VerifiedFiles(reader.disk)
         self._of_part: list[FileRef] = []
         self._numbers: dict[tuple[str, str], int] = {}
-        self.progress = {"step": manifest.step, **manifest.progress}
+        self.by_key: dict[str, Stored] = {}
+        """Of a commit that ``dcp.save`` made, its tensors by their keys in the state dict."""
+        told = manifest.progress_of(manifest.streams[0])
         with reader.listed(manifest):
-            for atom in reader.atoms(manifest).values():
-                self.add(self._stored(atom, manifest.files))
+            atoms = reader.atoms(manifest)
+            for atom in atoms.values():
+                self._take(atom, self._stored(atom, manifest.files))
+            told = told if KEY not in told else self._told_of_state_dict(atoms.values(), **told[KEY])
+        self.progress = {"step": manifest.step, **told}
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         with self.reader.listed(self.manifest):
@@ -53,6 +61,24 @@ class Commit(Contents):
     def bytes_read(self) -> int:
         """That were verified."""
         return self._files.bytes_read
+
+    def _take(self, atom: dict[str, Any], stored: Stored) -> None:
+        if KEY in atom:
+            self.by_key[atom[KEY]] = stored
+        if KEY in atom and is_small(stored):
+            self._check(stored.atom.key, stored.atom, stored.pieces)
+        else:
+            self.add(stored)
+
+    def _told_of_state_dict(
+        self, atoms: Iterable[dict[str, Any]], paths: dict[str, list[Any]], values: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The progress of a commit that ``dcp.save`` made."""
+        ways = {key: tuple(path) for key, path in paths.items()}
+        kinds = {atom[KEY]: Kind(tuple(atom["shape"]), atom["dtype"]) for atom in atoms}
+        small = {key: value_of(self, stored) for key, stored in self.by_key.items() if is_small(stored)}
+        found = {key: values.get(key, small.get(key)) for key in ways if key in values or key in small}
+        return progress_of(found, ways, name_all(kinds, ways))
 
     def _stored(self, atom: dict[str, Any], files: dict[str, FileRef]) -> Stored:
         shape = tuple(atom["shape"])

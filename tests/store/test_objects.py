@@ -220,6 +220,17 @@ def test_a_manifest_goes_before_its_files(long_run, tmp_path, bucket, monkeypatc
     assert max(i for i, kind in enumerate(kinds) if kind == "commits") < kinds.index("data")
 
 
+def test_nothing_is_removed_beside_a_manifest_that_cannot_be_read(long_run, tmp_path, bucket):
+    Pusher(tmp_path / "earlier", bucket).push()
+    disk = ObjectDisk(bucket)
+    ref = RunReader(bucket).commits()[-1]
+    disk.put(ref.path, disk.read_bytes(ref.path)[:-3])
+    before = listing(disk).keys()
+    done = Pusher(long_run, bucket, keep=Keep(1)).push()
+    assert done.damaged[0].path == ref.path and done.durable_step == 20
+    assert before <= listing(disk).keys() and done.removed == []
+
+
 def payload(url):
     reader = RunReader(url)
     return next(iter(reader.load(reader.line()[0]).files.values()))

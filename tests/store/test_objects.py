@@ -14,7 +14,7 @@ from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed, FileMis
 from holdfast.sources import source_of
 from holdfast.store import copying, objects
 from holdfast.store.chain import last_step, verify_records
-from holdfast.store.journal import SegmentRef, read_segment, segments
+from holdfast.store.journal import read_segment, segments
 from holdfast.store.manifest import ALONE
 from holdfast.store.objects import ObjectDisk
 from holdfast.store.pushing import Pusher, object_path
@@ -61,6 +61,13 @@ def test_what_is_there_is_not_sent_again(run, bucket, monkeypatch):
     monkeypatch.setattr(ObjectDisk, "put", None)
     done = Pusher(run, bucket).push()
     assert (done.commits, done.records, done.bytes, done.durable_step) == ([], 0, 0, 7)
+
+
+def test_payload_of_a_copy_that_was_interrupted_is_not_sent_again(run, bucket, monkeypatch):
+    [ref] = Pusher(run, bucket).push().commits
+    ObjectDisk(bucket).unlink(ref.path)
+    monkeypatch.setattr(ObjectDisk, "put", None)
+    assert Pusher(run, bucket).push().commits == [ref] and assert_whole(bucket) == 7
 
 
 def test_training_goes_on_from_the_bucket_as_if_it_were_that_run(run, bucket, tmp_path):
@@ -213,6 +220,17 @@ def test_a_manifest_goes_before_its_files(long_run, tmp_path, bucket, monkeypatc
     assert max(i for i, kind in enumerate(kinds) if kind == "commits") < kinds.index("data")
 
 
+def test_nothing_is_removed_beside_a_manifest_that_cannot_be_read(long_run, tmp_path, bucket):
+    Pusher(tmp_path / "earlier", bucket).push()
+    disk = ObjectDisk(bucket)
+    ref = RunReader(bucket).commits()[-1]
+    disk.put(ref.path, disk.read_bytes(ref.path)[:-3])
+    before = listing(disk).keys()
+    done = Pusher(long_run, bucket, keep=Keep(1)).push()
+    assert done.damaged[0].path == ref.path and done.durable_step == 20
+    assert before <= listing(disk).keys() and done.removed == []
+
+
 def payload(url):
     reader = RunReader(url)
     return next(iter(reader.load(reader.line()[0]).files.values()))
@@ -254,40 +272,69 @@ def test_damage_in_the_directory_is_not_copied(run, bucket):
     assert RunReader(bucket).commits() == [] and object_path(ref) not in ObjectDisk(bucket).sizes("data")
 
 
-def test_a_damaged_record_is_not_copied_and_what_a_later_base_needs_is(long_run, bucket):
-    line = RunReader(long_run).line()
-    oldest = RunReader(long_run).load(line[0]).oldest_step
-    reader = RunReader(long_run)
-    first = min(ref.first_step for ref in segments(reader.disk, ALONE))
-    assert first <= oldest
-    path = long_run / SegmentRef(1, first, ALONE).path
-    data = bytearray(path.read_bytes())
-    last = read_segment(reader.disk, SegmentRef(1, first, ALONE))[0][0]
-    data[last.end - last.payload_bytes] ^= 1
-    path.write_bytes(data)
+def test_a_damaged_record_is_not_copied_and_those_after_it_are(long_run, bucket):
+    disk = RunReader(long_run).disk
+    refs = segments(disk, ALONE)[:3]
+    found = [read_segment(disk, ref)[0] for ref in refs]
+    merged = bytearray()
+    for ref, rows in zip(refs, found, strict=True):
+        merged += (long_run / ref.path).read_bytes()[: rows[-1].end]
+        (long_run / ref.path).unlink()
+    first, *others = [record for rows in found for record in rows]
+    merged[first.end - first.payload_bytes] ^= 1
+    (long_run / refs[0].path).write_bytes(merged)
     done = Pusher(long_run, bucket).push()
-    assert [error.path for error in done.damaged][:1] == [str(path.relative_to(long_run))]
+    assert refs[0].path in [error.path for error in done.damaged]
     assert done.durable_step == 20 and last_step(RunReader(bucket), RunReader(bucket).head()) == 20
+    there = ObjectDisk(bucket)
+    copied = {record.step for ref in segments(there, ALONE) for record in read_segment(there, ref)[0]}
+    assert first.step not in copied and others and {record.step for record in others} <= copied
 
 
-def test_a_record_that_is_being_written_is_copied_when_it_is_whole(run, bucket):
+def test_records_that_are_being_written_are_copied_when_they_are_whole(run, bucket):
     ref = max(segments(RunReader(run).disk, ALONE))
-    last = read_segment(RunReader(run).disk, ref)[0][-1]
+    fourth = read_segment(RunReader(run).disk, ref)[0][3]
     whole = (run / ref.path).read_bytes()
     torn = bytearray(whole)
-    torn[last.end - last.payload_bytes] ^= 1
+    torn[fourth.end - fourth.payload_bytes] ^= 1
     (run / ref.path).write_bytes(torn)
     pusher = Pusher(run, bucket)
     done = pusher.push()
-    assert done.durable_step == 6 == assert_whole(bucket) and done.damaged == []
+    assert done.durable_step == 3 == assert_whole(bucket) and done.damaged == []
     (run / ref.path).write_bytes(whole)
     assert pusher.push().durable_step == 7 == assert_whole(bucket)
 
 
-def test_a_record_too_long_for_memory_is_copied_in_parts(run, bucket, monkeypatch):
+def test_a_record_too_long_for_memory_is_sent_in_parts(run, bucket, monkeypatch):
+    sent, put = [], ObjectDisk.put
     monkeypatch.setattr(copying, "GROUP_BYTES", 1)
+    monkeypatch.setattr(
+        ObjectDisk, "put", lambda self, path, data: sent.append(path) or put(self, path, data)
+    )
     assert Pusher(run, bucket).push().durable_step == 7 == assert_whole(bucket)
-    assert len(ObjectDisk(bucket).listdir(f"journal/{ALONE}")) == 7
+    assert len([path for path in sent if path.startswith("journal/")]) == 7
+
+
+def test_another_that_copied_fewer_of_the_same_records_is_believed(run, bucket, monkeypatch):
+    first = read_segment(RunReader(run).disk, max(segments(RunReader(run).disk, ALONE)))[0][0]
+    put_new, others = ObjectDisk.put_new, []
+
+    def after_another(self, path, data):
+        if path.startswith("journal/") and not others:
+            others.append(put_new(self, path, data[: first.end - first.offset]))
+        return put_new(self, path, data)
+
+    monkeypatch.setattr(ObjectDisk, "put_new", after_another)
+    assert Pusher(run, bucket).push().durable_step == 7 == assert_whole(bucket)
+    assert others == [True] and len(ObjectDisk(bucket).listdir(f"journal/{ALONE}")) == 2
+
+
+@pytest.mark.parametrize("nbytes", [20, objects.AHEAD + 20])
+def test_a_read_past_the_end_fails(bucket, nbytes):
+    disk = ObjectDisk(bucket)
+    disk.put("data/short", bytes(nbytes - 10))
+    with pytest.raises(DiskFailed, match=f"it ends at {nbytes - 10}, {nbytes} bytes from 0 are wanted"):
+        disk.open("data/short").read(memoryview(bytearray(nbytes)), 0)
 
 
 def test_a_run_resumed_at_an_earlier_step_takes_its_copy_with_it(run, bucket):

@@ -48,6 +48,8 @@ class Pusher:
         self._timelines: dict[int, Timeline] = {}
         self._records = RecordsCopy(self._local.disk, self._disk)
         self._begun = self._tidy = False
+        self._unreadable = False
+        """Whether a manifest in the bucket is: nothing is removed then, since it may need anything."""
         self._done = Pushed()
         self._damaged: set[CommitRef] = set()
         """Of the directory, which are not tried again."""
@@ -88,7 +90,7 @@ class Pusher:
                 self._done.retired.append(manifest.ref)
             except Damaged as error:
                 self._give_up(manifest.ref, error)
-        if self._keep is not None and (self._done.commits or not self._tidy):
+        if self._keep is not None and not self._unreadable and (self._done.commits or not self._tidy):
             self._retire()
             self._tidy = True
         self._done.durable_step = self.durable_step
@@ -120,6 +122,7 @@ class Pusher:
                 try:
                     self._published[ref] = self._remote.load(ref)
                 except Damaged as error:
+                    self._unreadable = True
                     self._done.damaged.append(error)
         self._records.look()
         self.durable_step = self._reach()

@@ -187,7 +187,7 @@ def test_ls_beside_a_writer_that_prunes_lists_what_is_there(tmp_path, monkeypatc
         prune(tmp_path, Keep(1))
         return real(reader, stream)
 
-    monkeypatch.setattr("holdfast.cli.inspect.read_journal", pruned)
+    monkeypatch.setattr("holdfast.store.chain.read_journal", pruned)
     ls(tmp_path, as_json=False)
     assert "damaged" not in capsys.readouterr().out
 

@@ -313,7 +313,11 @@ def test_stages_that_are_mixed_are_refused(tmp_path):
 def test_files_that_hold_anything_else_are_refused_or_read_as_they_are(tmp_path, stage, place):
     """Whatever is in the place of a field: no error but ours."""
     folder = write(tmp_path, state_of(), stage, 2)
-    [path] = folder.glob(f"*rank_1_*{place}*") if stage == 3 or place == "optim" else folder.glob("*model_states.pt")
+    [path] = (
+        folder.glob(f"*rank_1_*{place}*")
+        if stage == 3 or place == "optim"
+        else folder.glob("*model_states.pt")
+    )
     whole, refused = load(path), 0
     fields = whole["optimizer_state_dict"] if place == "optim" else whole
     for key in list(fields):

@@ -25,7 +25,14 @@ def open_deepspeed(path: Path) -> Source:
         return Universal(folder) if is_universal(folder) else Native(folder)
     except HoldfastError:
         raise
-    except (AttributeError, TypeError, LookupError, ValueError, OverflowError) as error:  # the files are anybody's
+    except (
+        AttributeError,
+        TypeError,
+        LookupError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the files are anybody's
         raise Damaged(
-            f"{folder} has what no DeepSpeed checkpoint has: {type(error).__name__}: {error}", path=str(folder)
+            f"{folder} has what no DeepSpeed checkpoint has: {type(error).__name__}: {error}",
+            path=str(folder),
         ) from error

@@ -161,7 +161,6 @@ class Checkpointer:
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
         self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
-        self._num_slots = self._slots_that_fit()
         events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
         self._events = EventLog(events)
         self._replica: Replica | None = None
@@ -172,7 +171,13 @@ class Checkpointer:
                 staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
                 deadline_seconds=deadline_seconds, events=self._events,
             )  # fmt: skip
-        self._remote = None if remote is None or self._ranks.rank else Remote(run, remote, keep, self._events)
+
+        def see_room_and_place() -> None:
+            self._num_slots = self._slots_that_fit()
+            here = remote is not None and self._ranks.rank == 0
+            self._remote = Remote(run, remote, keep, self._events) if here else None
+
+        ranks.or_close(lambda: ranks.all_do(see_room_and_place))
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         kind = Tap if replica is False else LayerTap

@@ -43,7 +43,7 @@ from holdfast.universal.convert.holdfast import Commit
 from holdfast.universal.convert.huggingface import write_huggingface
 from holdfast.universal.load import Target, plan, read_all
 from holdfast.universal.restore import read_tensors
-from holdfast.universal.source import Contents, Part, Stored
+from holdfast.universal.source import Part, Source, Stored
 
 LAYERS = 16
 
@@ -146,7 +146,7 @@ def plan_millions(fragments: int, atoms: int) -> dict:
     shape = (4096, 1024)
     elements, ranks = shape[0] * shape[1], fragments // atoms
     each = -(-elements // ranks)
-    contents = Contents("planned", "flat")
+    contents = Source("planned", "flat")
     contents.parts = [Part(f"rank{r}", 0, (each * atoms + 1) * 4, "F32") for r in range(ranks)]
     targets, array = [], np.empty(shape, np.uint32)
     for number in range(atoms):
@@ -158,7 +158,7 @@ def plan_millions(fragments: int, atoms: int) -> dict:
         stored = Stored(Atom(f"p{number}", "param", shape, "F32"), Pieces.of(pieces, 2))
         targets.append(Target(stored, Box.whole(shape), array))
     before = time.perf_counter()
-    runs = plan(contents, targets)  # type: ignore[arg-type]
+    runs = plan(contents, targets)
     seconds = time.perf_counter() - before
     status = Path(
         "/proc/self/status"

@@ -120,7 +120,7 @@ def why_none(setting: Setting) -> DoesNotFit:
         (_unpaid(formulas.host_bytes(s)), machine.host_memory_bytes, "of host memory", "more of it (--host)"),
         (formulas.ssd_bytes(s), _capacity(s), "on the SSDs", "more or larger SSDs (--ssds), or --retain 1"),
         (
-            formulas.written_bytes,
+            formulas.written_bytes(s),
             _most_written(s),
             "written per step",
             "fewer commits, or fewer steps (--ssd-steps)",

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -168,3 +169,10 @@ def test_best_at_is_what_the_golden_machine_gives_without_options(plan):
     case = Case(machine=load_machine("a100-80g"), model=load_model("gpt-65b"), method=Method())
     rate = best_at(case, 8).tokens_per_second
     assert 250 < rate < 334
+
+
+def test_the_document_shows_what_is_printed(holdfast):
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    sample = text.partition("```\n$ holdfast plan ")[2].partition("\n```")[0]
+    command, _, shown = sample.partition("\n")
+    assert holdfast("plan", *command.split()).out.rstrip() == shown

@@ -75,6 +75,11 @@ def on_host(solution: Solution) -> dict[str, float]:
     return {name: solution.fractions[name] for name in FRACTIONS if name != "gradients" or waits}
 
 
+def rate_text(rate: float) -> str:
+    """For a person: whole numbers, or three digits."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
 # -- helpers ----------------------------------------------------------------------------------------
 
 
@@ -162,8 +167,8 @@ def _print(found: Found, changes: list[Change], engine: Solution | DoesNotFit) -
     print(
         f"{setting.micro_batches} micro-batch{'es' * (setting.micro_batches > 1)} of "
         f"{model.micro_batch} x {model.sequence:,} tokens, {setting.delayed_fraction:.0%} of each update delayed: "
-        f"{format_seconds(best.step_seconds)} a step, {best.tokens_per_second:,.0f} tokens/s. The busiest lane is "
-        f"{best.busiest}, {best.busy_seconds[best.busiest] / best.step_seconds:.0%} of the time.\n"
+        f"{format_seconds(best.step_seconds)} a step, {rate_text(best.tokens_per_second)} tokens/s. The busiest lane "
+        f"is {best.busiest}, {best.busy_seconds[best.busiest] / best.step_seconds:.0%} of the time.\n"
     )
     _print_places(best)
     print()
@@ -248,7 +253,7 @@ def _tried_text(found: Found) -> str:
     """Tokens per second at counts that double, and at the chosen."""
     chosen = found.best.setting.micro_batches
     shown = [s for s in found.tried if s.setting.micro_batches in (chosen, *(2**k for k in range(20)))]
-    rates = ", ".join(f"{s.setting.micro_batches}: {s.tokens_per_second:,.0f}" for s in shown)
+    rates = ", ".join(f"{s.setting.micro_batches}: {rate_text(s.tokens_per_second)}" for s in shown)
     if len(found.tried) == 1:
         return f"{rates} tokens/s, as asked"
     return f"{rates} tokens/s; {chosen} is the least within 1 % of the best up to {len(found.tried)}"
@@ -259,7 +264,7 @@ def _engine_text(engine: Solution | DoesNotFit) -> str:
         return f"{ENGINE_TODAY} It does not fit: {engine}"
     return (
         f"{ENGINE_TODAY} With as many micro-batches that is {format_seconds(engine.step_seconds)} a step, "
-        f"{engine.tokens_per_second:,.0f} tokens/s, set so:"
+        f"{rate_text(engine.tokens_per_second)} tokens/s, set so:"
     )
 
 

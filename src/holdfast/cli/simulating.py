@@ -23,7 +23,7 @@ from ..plan.vertical import vertical
 from ..plan.work import Placement
 from ..units import format_bytes, format_seconds
 from .output import console, plain_table, print_json, print_table
-from .placing import ENGINE_TODAY, case_of
+from .placing import case_of, rate_text
 
 ORDERS: dict[str, MakesOps] = {"vertical": vertical, "horizontal": horizontal}
 
@@ -156,7 +156,8 @@ def _print(setting: Setting, played: Mapping[str, Played], trace: Path | None) -
     print(f"{model.description} on {setting.machine.description}")
     print(
         f"{setting.micro_batches} x {model.micro_batch} x {model.sequence:,} tokens a step, clipping: "
-        f"{setting.method.clipping}. {ENGINE_TODAY}\n"
+        f"{setting.method.clipping}. As the engine of this version goes: delayed fraction "
+        f"{setting.delayed_fraction:g}, plain order.\n"
     )
     table = plain_table(
         "order", ">step", ">tokens/s", "busiest lane", ">host memory", "params, state, inputs on host"
@@ -169,7 +170,7 @@ def _print(setting: Setting, played: Mapping[str, Played], trace: Path | None) -
         table.add_row(
             name,
             format_seconds(run.found.seconds_per_step),
-            f"{run.tokens_per_second:,.0f}",
+            rate_text(run.tokens_per_second),
             f"{lane}, {seconds / run.found.seconds_per_step:.0%} of the time",
             format_bytes(run.host_bytes),
             stays,

@@ -43,20 +43,29 @@ def to_toml(machine: MachineProfile, comments: dict[str, str] | None = None) -> 
     for declared in fields(machine):
         value, kind = getattr(machine, declared.name), declared.metadata["kind"]
         *sections, name = path_of(declared).split(".")
-        if value is None:
+        if value in (None, 0) and value == declared.default:
             continue
         if sections and sections[0] != section:
             section = sections[0]
             lines += ["", f"[{section}]"]
-        shown = literal(_size(value) + "/s" * (kind == "rate") if kind in ("bytes", "rate") else value)
+        shown = _shown(value, kind)
         comment = (comments or {}).get(path_of(declared), declared.metadata["doc"])
         lines.append(f"{f'{name} = {shown}':<30} # {comment}")
     return "\n".join([*lines, ""])
 
 
+def _shown(value: object, kind: str) -> str:
+    """As TOML writes it."""
+    if isinstance(value, float):
+        return f"{value:.12g}"
+    if isinstance(value, int) and kind in ("bytes", "rate"):
+        return literal(_size(value) + "/s" * (kind == "rate"))
+    return literal(value)
+
+
 def _size(count: int) -> str:
     """Exactly, in the largest unit that has no fraction."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count % size == 0:
             return f"{count // size}{unit}"
     return f"{count}B"
@@ -70,9 +79,9 @@ def _load(kind: type[Profile], name: str, noun: str) -> Profile:
         text = _read(Path(name), noun)
     else:
         close = get_close_matches(name, here, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
+        hint = f"; did you mean {close[0]}?" if close else "."
         raise ConfigError(
-            f"there is no {noun} {name!r}; {hint}There are: {', '.join(here)}; or give the path of a TOML file "
+            f"there is no {noun} {name!r}{hint} There are: {', '.join(here)}; or give the path of a TOML file "
             "(docs/plan.md)"
         )
     try:

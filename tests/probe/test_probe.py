@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -64,10 +65,22 @@ def test_a_cpu_has_no_copies():
     assert measure_copies(CPU, 0.1) is None
 
 
-def test_the_threads_of_torch_are_as_before():
+def test_threads_that_come_later_compute_with_as_many_as_before():
+    def count():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
     before = torch.get_num_threads()
-    assert measure_update(0.05, elements=8192) > 0
-    assert torch.get_num_threads() == before
+    torch.set_num_threads(3)
+    try:
+        assert measure_update(0.05, elements=8192) > 0
+        assert (torch.get_num_threads(), count()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_file_is_large_enough_however_little_time_there_is(tmp_path):
+    assert measure_ssd(tmp_path, 2 * LEAST_BYTES, 0.0).file_bytes == LEAST_BYTES
 
 
 def test_a_file_too_small_to_measure_by_is_refused(tmp_path):

@@ -124,3 +124,9 @@ def test_unknown_names_say_what_there_is(tmp_path):
         load_machine("a100")
     with pytest.raises(ConfigError, match=r"absent\.toml cannot be read: No such file"):
         load_model(str(tmp_path / "absent.toml"))
+
+
+def test_sizes_are_written_for_a_person():
+    lines = to_toml(load_machine("rtx-4090")).splitlines()
+    shown = {line.split("#")[0].strip() for line in lines}
+    assert {'read = "6500MB/s"', 'capacity = "1800GB"', 'rated = "1200TB"', "flops = 1.1e+14"} <= shown

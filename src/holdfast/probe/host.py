@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
+from ..offload.process import one_torch_thread
 from ..update.optimizer import STEP, HostOptimizer, ParameterState
 from .clock import median_seconds
 
@@ -22,7 +23,7 @@ def measure_update(seconds: float, elements: int = ELEMENTS) -> float:
     torch_optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
     optimizer = HostOptimizer(torch_optimizer)
     hyper, states = optimizer.snapshot(), [_state(elements, optimizer) for _ in range(WORKERS)]
-    with ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(WORKERS, initializer=one_torch_thread) as pool:
         each = median_seconds(
             lambda: list(pool.map(lambda state: optimizer.update(state, hyper), states)), seconds
         )

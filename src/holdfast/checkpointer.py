@@ -24,16 +24,17 @@ from .delta import tier
 from .delta.agreement import Agreement
 from .delta.codecs import Codec, Exact
 from .delta.comm_hook import HookState, hooked
-from .delta.entering import begin, enter, look
+from .delta.entering import begin, enter, look, see_alike
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
 from .delta.lossy import Sparse, TopK
-from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_of_several
+from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_clipping, refuse_of_several
 from .delta.pace import Means, Pace
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
 from .delta.recovery import Recovered, recover
 from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
+from .delta.replicas import Replicas
 from .delta.script import Script
 from .delta.sealer import Sealer
 from .delta.sigterm import SigTerm
@@ -113,7 +114,7 @@ class Checkpointer:
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
         self._ranks = Ranks.here(deadline_seconds)
-        refuse_of_several(self._ranks, when_behind, storage, clip_norm)
+        refuse_of_several(self._ranks, when_behind, storage)
         residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: HookState | None = None
         if isinstance(self._codec, TopK) and not self._ranks.alone:
@@ -124,6 +125,7 @@ class Checkpointer:
             look, self._ranks, model, optimizers, averages, residuals, own_residuals=self._hook is not None
         )
         self._state = self._look()
+        refuse_clipping(self._state, clip_norm)
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
         self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
@@ -136,15 +138,16 @@ class Checkpointer:
         self._events = EventLog(events)
         self._replica: Replica | None = None
         if replica is not False:
-            refuse_with_a_replica(self._ranks, self._codec, after_update, averages, when_behind)
-            self._replica = Replica(
+            refuse_with_a_replica(self._ranks, optimizers, self._codec, after_update, averages, when_behind)
+            kind_of_replica = Replica if self._ranks.alone else Replicas
+            self._replica = kind_of_replica(
                 run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
                 staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
-                deadline_seconds=deadline_seconds, events=self._events,
+                deadline_seconds=deadline_seconds, events=self._events, ranks=self._ranks,
             )  # fmt: skip
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
-        kind = Tap if replica is False else LayerTap
+        kind = Tap if replica is False else partial(LayerTap, alone=self._ranks.alone)
         self._tap = kind(self._state, self._codec, self._take_slot, clip_norm)
         self._sealer = Sealer(self._state)
         self._pool: SlotPool | None = None
@@ -170,13 +173,14 @@ class Checkpointer:
     @property
     def durable_step(self) -> int:
         """The newest step that survives power loss, on every rank."""
-        if self._agreement is not None:
+        if self._agreement is not None and self._replica is None:
             return self._agreement.standing.durable_step
         return self._recorder.durable_step if self._recorder is not None else -1
 
     @property
     def replica_step(self) -> int:
-        """The newest step that survives the death of this process; without a replica that is the ``durable_step``."""
+        """The newest step that survives the death of this process, and of all ranks'; without a replica that is the
+        ``durable_step``."""
         return self.durable_step if self._replica is None else self._replica.replica_step
 
     def resume(
@@ -229,12 +233,7 @@ class Checkpointer:
     ) -> None:
         store, ranks, found = self._store, self._ranks, None
         recovery = Recovery(announced(self._events.emit, show))
-        asked = ranks.everyone((target, exact, continuing))
-        if len(set(asked)) > 1:
-            told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(asked))
-            raise BadInput(
-                f"resume was called differently on the ranks (to step: {told}); call it alike on all"
-            )
+        self._refuse_other_calls(target, exact, continuing)
         enter(store, ranks)
         if store.commits():
             found = recover(
@@ -255,13 +254,25 @@ class Checkpointer:
     def _resume_beside(self, replica: Replica, target: int | None, exact: bool) -> None:
         """As ``_resume``; the replica writes the run."""
         self._recorder = cast(Recorder, replica)  # it has all of one that is used here
+        self._refuse_other_calls(target, exact)
         replica.start()
+        see_alike(self._store, self._ranks)
         found = None
         if self._store.commits():
             found = replica.recover(self._store, self._script, target=target, exact=exact)
         point = self._go_on_after(found, target)
         replica.begin(point, self.steps_done, self._progress(), self._num_slots)
+        self._agreement = replica.agreement
         self._pace = BesideReplica(replica, self._progress, BASE_BYTES_PER_STEP)
+
+    def _refuse_other_calls(self, *asked: Any) -> None:
+        """Raise ``BadInput`` unless ``resume`` was called alike on all ranks."""
+        calls = self._ranks.everyone(asked)
+        if len(set(calls)) > 1:
+            told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(calls))
+            raise BadInput(
+                f"resume was called differently on the ranks (to step: {told}); call it alike on all"
+            )
 
     def _go_on_after(self, found: Recovered | None, target: int | None) -> Point | None:
         """Note where the run goes on, and what was odd; None is a fresh one."""
@@ -374,13 +385,17 @@ class Checkpointer:
             raise BadInput(f"step {step} has not been done yet: {self.steps_done} have")
         assert self._pace is not None
         step = self.steps_done if step is None else step
-        if not self._pace.complete and recorder.durable_step < step:
+        if self._of_any(not self._pace.complete and recorder.durable_step < step):
             self._refuse_between()
             with self._ending_on_error():
                 self._pace.whole(self.steps_done)
         recorder.wait(step)
         if self._agreement is not None:
             self._agreement.wait(step)
+
+    def _of_any(self, needed: bool) -> bool:
+        """Whether a base is ``needed`` by any rank, where only bases make steps durable."""
+        return any(self._ranks.everyone(needed)) if self._replica is not None else needed
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a base, and leave nothing behind: no hook, no thread, no lock. A second
@@ -536,7 +551,9 @@ class Checkpointer:
         if residuals and self._recorder is not None:
             self._recorder.settle()  # a base that is under way may be of this very step
         needed = not pace.complete or bool(residuals and pace.base_step < self.steps_done)
-        if self._codec.error_feedback:  # of several ranks each may know of another newest base
+        if (
+            self._codec.error_feedback or self._replica is not None
+        ):  # each rank may know of another newest base
             needed = any(self._ranks.everyone(needed))
         if needed:
             pace.whole(self.steps_done)

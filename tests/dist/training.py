@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
+from holdfast.delta import helper, host
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.together import Together
+from replica_run import Forked, drifting
 from survive_run import digest
 
 
@@ -121,6 +124,9 @@ def train(
     keep_last: int = 2,
     tiny: bool = False,
     unfreeze_at: int | None = None,
+    clip: bool = True,
+    kill_replica: tuple[int, int] | None = None,
+    drift_at: tuple[int, int] | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank and a step."""
@@ -150,6 +156,10 @@ def train(
     if failpoint is not None and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
         failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    if options.get("replica"):
+        helper.start_process = Forked
+        if drift_at is not None and drift_at[0] == rank:
+            host.apply = partial(drifting, host.apply, drift_at[1])
     if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
@@ -167,12 +177,15 @@ def train(
             loss.backward()
             if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
                 dist.all_reduce(plain.first.bias.grad)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             chosen.step()
             schedule.step()
             chosen.zero_grad()
             if kill is not None and (rank, step) == tuple(kill):
                 os.kill(os.getpid(), signal.SIGKILL)
+            if kill_replica is not None and (rank, step) == tuple(kill_replica):
+                checkpointer._replica._helper._process.kill()
             if signal_at is not None and (rank, step) == tuple(signal_at):
                 os.kill(os.getpid(), signal.SIGTERM)
             if raises is not None and (rank, step) == tuple(raises):
@@ -183,7 +196,7 @@ def train(
             if average:  # which has been updated now
                 digests[step] = whole_state(model, chosen, averages)
             time.sleep(pause)
-            say(durable=checkpointer.durable_step)
+            say(durable=checkpointer.durable_step, survives=checkpointer.replica_step)
             if step == save_at or (save_every is not None and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)

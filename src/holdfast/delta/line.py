@@ -25,7 +25,7 @@ from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
 from ..store.reading import index_of_stream, read_file
 from ..update.optimizer import is_elementwise
-from .ghost import Ghost
+from .ghost import Ghost, pour
 from .replay import OtherCut, Taken, apply, fingerprint
 from .slots import tensors_of
 from .watching import Recovery
@@ -153,7 +153,7 @@ class Line:
         for stream in self.chains:
             ghost = Ghost(state, self.boxes(stream))
             self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
-            ghost.pour_into(state)
+            pour(ghost, state)
             buffers = buffers or ghost.loaded_buffers
         state.load(buffers)
 

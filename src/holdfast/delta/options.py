@@ -8,6 +8,8 @@ import torch
 
 from ..errors import BadInput
 from ..plan.cadence import Limits
+from ..state.cuts import is_distributed
+from ..state.live import LiveState
 from ..store.retention import Keep
 from .codecs import Codec
 from .pace import POLICIES
@@ -35,7 +37,7 @@ def refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) 
         )
 
 
-def refuse_of_several(ranks: Ranks, when_behind: str, storage: Any, clip_norm: float | None) -> None:
+def refuse_of_several(ranks: Ranks, when_behind: str, storage: Any) -> None:
     """What is for one process."""
     if when_behind != "block" and not ranks.alone:
         raise BadInput(
@@ -43,9 +45,19 @@ def refuse_of_several(ranks: Ranks, when_behind: str, storage: Any, clip_norm: f
         )
     if storage is not None and not ranks.alone:
         raise BadInput("storage= is for one process: no rank knows what the others are about to write")
-    if clip_norm is not None and not (clip_norm > 0 and ranks.alone):
+
+
+def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
+    """Where there is no norm to clip by: gradients of which some are shards and others are not have none in torch."""
+    if clip_norm is None:
+        return
+    if not clip_norm > 0:
+        raise BadInput(f"clip_norm = {clip_norm} must be more than 0")
+    kinds = {is_distributed(p.parameter) for p in state.parameters if p.trained}
+    if len(kinds) > 1:
         raise BadInput(
-            f"clip_norm = {clip_norm} must be more than 0, and of one process: no rank has the norm"
+            f"clip_norm = {clip_norm}: some parameters are sharded and others are not, and torch has no norm of both."
+            " Clip in the script."
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from ..errors import RankFailed
@@ -62,10 +63,7 @@ class Ranks:
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
-            raise RankFailed(
-                f"rank {self.rank} waited for the others, and one has ended or does not come ({error}). Every step"
-                " that was durable still is; start all ranks again to resume."
-            ) from error
+            raise _gone(self.rank, error) from error
         return values
 
     def all_do(self, what: Callable[[], T]) -> list[T]:
@@ -92,6 +90,16 @@ class Ranks:
         result = self.all_do(lambda: what() if self.rank == 0 else None)[0]
         return cast(T, result)
 
+    def spread(self, sent: torch.Tensor | None, source: int) -> torch.Tensor:
+        """The bytes that the rank ``source`` has ``sent``. Called on all ranks."""
+        [nbytes] = {each for each in self.everyone(None if sent is None else len(sent)) if each is not None}
+        received = torch.empty(nbytes, dtype=torch.uint8) if sent is None else sent
+        try:
+            dist.broadcast(received, source, group=self._group)
+        except RuntimeError as error:
+            raise _gone(self.rank, error) from error
+        return received
+
     def board(self, initial: Mapping[str, str], deadline_seconds: float) -> dist.TCPStore:
         """A key-value store that all ranks share, with ``initial`` values. Called on all ranks."""
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
@@ -116,3 +124,10 @@ class Ranks:
 
 def stream_of(rank: int) -> str:
     return f"rank-{rank:05d}"
+
+
+def _gone(rank: int, error: RuntimeError) -> RankFailed:
+    return RankFailed(
+        f"rank {rank} waited for the others, and one has ended or does not come ({error}). Every step that was durable"
+        " still is; start all ranks again to resume."
+    )

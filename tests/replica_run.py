@@ -80,7 +80,7 @@ def drifting(real: Callable[..., None], at: int, state: Any, record: Any, parts:
     real(state, record, parts)
     count = next(iter(state.optimizers[0].state.values()))["step"]
     if count == at:
-        state.parameters[1].parameter.data.add_(1.0)
+        state.parameters[-1].parameter.data.add_(1.0)
 
 
 def slowly(real: Callable[..., None], seconds: float, *args: Any) -> None:

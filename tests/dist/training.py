@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +21,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import helper, host
+from holdfast.delta import agreement, helper, host, replica
+from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
+from holdfast.delta.replicas import Replicas
 from holdfast.delta.together import Together
 from replica_run import Forked, drifting
 from survive_run import digest
@@ -127,9 +130,14 @@ def train(
     clip: bool = True,
     kill_replica: tuple[int, int] | None = None,
     drift_at: tuple[int, int] | None = None,
+    linger_seconds: float = 20.0,
+    killed_after: dict[str, int] | None = None,
+    deaf: bool = False,
+    numb: bool = False,
+    killed_in: dict[str, float] | None = None,
     **options: Any,
 ) -> None:
-    """Train to ``steps``; ``kill`` and its like name a rank and a step."""
+    """Train to ``steps``; ``kill`` and its like name a rank (-1: all) and a step."""
     from holdfast import checkpointer as module
     from holdfast.delta import bases
     from holdfast.store import journal
@@ -150,16 +158,29 @@ def train(
     torch.manual_seed(100 + rank)
     losses: list[float] = []
     digests: dict[int, str] = {}
+    early: list[bool] = []
     if slow_publish:
         real = Together.publish_shares
         Together.publish_shares = lambda *args: (time.sleep(slow_publish), real(*args))[1]
     if failpoint is not None and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
         failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    if str(rank) in (killed_in or {}):
+        threading.Timer(killed_in[str(rank)], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     if options.get("replica"):
-        helper.start_process = Forked
+        helper.start_process, replica.LINGER_SECONDS = Forked, linger_seconds
         if drift_at is not None and drift_at[0] == rank:
             host.apply = partial(drifting, host.apply, drift_at[1])
+        if numb:  # to what the replica says of drift
+            hear = Replicas._hear
+            Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
+        accumulated = LayerTap.accumulated
+
+        def counted(tap: LayerTap, name: str, *rest: Any) -> None:
+            accumulated(tap, name, *rest)
+            early.append(name in tap._copied)
+
+        LayerTap.accumulated = counted
     if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
@@ -168,6 +189,10 @@ def train(
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness)
+        if deaf:  # to what the others have, from here on
+            agreement.BUSY_SECONDS = agreement.IDLE_SECONDS = 60.0
+            agreement.Agreement.look_soon = lambda self: None
+            time.sleep(0.3)
         digests[done] = whole_state(model, chosen, averages)
         for step in range(done + 1, steps + 1):
             if step == unfreeze_at:
@@ -182,10 +207,10 @@ def train(
             chosen.step()
             schedule.step()
             chosen.zero_grad()
-            if kill is not None and (rank, step) == tuple(kill):
-                os.kill(os.getpid(), signal.SIGKILL)
             if kill_replica is not None and (rank, step) == tuple(kill_replica):
                 checkpointer._replica._helper._process.kill()
+            if kill is not None and kill[0] in (rank, -1) and kill[1] == step:
+                os.kill(os.getpid(), signal.SIGKILL)
             if signal_at is not None and (rank, step) == tuple(signal_at):
                 os.kill(os.getpid(), signal.SIGTERM)
             if raises is not None and (rank, step) == tuple(raises):
@@ -193,6 +218,8 @@ def train(
             digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
+            if (killed_after or {}).get(str(rank)) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
             if average:  # which has been updated now
                 digests[step] = whole_state(model, chosen, averages)
             time.sleep(pause)
@@ -201,5 +228,7 @@ def train(
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
     say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses)
+    if options.get("replica"):
+        say(copied_again=checkpointer._tap.copied_again, early=sum(early))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -85,6 +85,7 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
     if pid:
         return pid
     import faulthandler
+    import warnings
 
     import dist.training
 
@@ -95,6 +96,12 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
         with open(path, "a") as file:
             print(json.dumps(what), file=file)
 
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        warned.append(str(message))
+        say(warnings=warned)
+
+    warned: list[str] = []
+    warnings.showwarning = note
     try:
         dist.training.main(rank, world_size, f"file://{folder}/rendezvous", say, **order)
     except BaseException as error:

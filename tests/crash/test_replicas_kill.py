@@ -38,7 +38,9 @@ def nothing_is_left_in_memory(tmp_path):
 
 
 def run(world, root, kind, **order):
-    return world.run(2, kind=kind, root=root, steps=STEPS, replica=True, deadline_seconds=30, keep_last=1, **order)
+    return world.run(
+        2, kind=kind, root=root, steps=STEPS, replica=True, deadline_seconds=30, keep_last=1, **order
+    )
 
 
 def go_on_to_the_end(world, undisturbed, root, kind, at_least, **order):
@@ -62,7 +64,9 @@ def test_trainers_are_killed_at_random_moments(world, undisturbed, tmp_path, see
     kind, order = chance.choice(["ddp", "fsdp"]), {"base_every": 3 + 4 * seed, "pause": 0.01}
     for _ in range(5):
         ranks = chance.choice([["0"], ["1"], ["0", "1"]])
-        said = run(world, tmp_path, kind, killed_in={rank: chance.uniform(0.0, 1.5) for rank in ranks}, **order)
+        said = run(
+            world, tmp_path, kind, killed_in={rank: chance.uniform(0.0, 1.5) for rank in ranks}, **order
+        )
         assert all(each.get("resumed", STEPS) >= survives for each in said)
         survives = max(survives, told(said, "survives"))
     go_on_to_the_end(world, undisturbed, tmp_path, kind, survives, **order)
@@ -86,7 +90,9 @@ def test_whoever_arrives_at_a_failpoint_is_killed(world, undisturbed, tmp_path, 
 def test_a_replica_is_killed_while_it_keeps_a_dead_trainers_state(
     world, undisturbed, tmp_path, rank, failpoint, whole
 ):
-    said = run(world, tmp_path, "fsdp", base_every=1000, failpoint=[rank, failpoint], killed_after={"0": 25, "1": 25})
+    said = run(
+        world, tmp_path, "fsdp", base_every=1000, failpoint=[rank, failpoint], killed_after={"0": 25, "1": 25}
+    )
     assert [each["code"] for each in said] == [-9, -9]
     time.sleep(1.0)
     go_on_to_the_end(world, undisturbed, tmp_path, "fsdp", 24 if whole else 0, base_every=1000)

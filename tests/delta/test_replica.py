@@ -511,7 +511,7 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
         again.wait()
         assert again.durable_step == 5
         with LocalStore.read(tmp_path / "run") as reader:
-            assert [ref.step for ref in reader.line()][0] == 5
+            assert reader.line()[0].step == 5
 
 
 def test_a_place_of_somebody_else_is_refused(tmp_path):

@@ -42,6 +42,13 @@ def from_memory(tmp_path):
     return [event["step"] for event in events(tmp_path, "resumed")]
 
 
+def wait_for(met, seconds=20):
+    end = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def goes_on(world, tmp_path, kind, died, steps=14, **order):
     """All ranks come to the end from one step, with the bits of a run that was never cut."""
     whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=steps, **order))
@@ -53,8 +60,11 @@ def goes_on(world, tmp_path, kind, died, steps=14, **order):
     return rest[0]["resumed"]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "foreach", "fused"])
-@pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    "kind, ranks, optimizer",
+    [("ddp", 2, "sgd"), ("ddp", 2, "fused"), ("ddp", 3, "adamw"), ("fsdp", 2, "adamw"), ("fsdp", 2, "fused"),
+     ("fsdp", 3, "foreach"), ("hsdp", 4, "adamw")],
+)  # fmt: skip
 def test_the_replicas_are_what_the_trainers_are_after_every_step(world, tmp_path, memory, kind, ranks, optimizer):
     """Each step is compared in full by digest, and what the replicas wrote of it is read back without one."""
     said = ended(run(world, tmp_path, kind, 5, ranks, optimizer=optimizer, save_every=1, keep_last=9))
@@ -92,11 +102,9 @@ def test_all_are_killed_and_go_on_from_the_newest_step_that_all_have(world, tmp_
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_that_not_all_are_known_to_have_are_kept_as_records(world, tmp_path, memory, kind):
     """The replicas have heard of no step that all have, and are brought to one all the same."""
-    died = run(world, tmp_path, kind, 14, kill=[0, 7], deaf=True, clip=False, clip_norm=0.5)
+    died = run(world, tmp_path, kind, 14, kill=[0, 7], deaf_from=1, clip=False, clip_norm=0.5)
     assert max(said["survives"] for said in died) == 0
-    while len(kept := events(tmp_path, "kept")) < 2:
-        time.sleep(0.01)
-    assert [event["step"] for event in kept] == [0, 0]
+    wait_for(lambda: [event["step"] for event in events(tmp_path, "kept")] == [0, 0])
     assert goes_on(world, tmp_path, kind, died, clip=False, clip_norm=0.5) == 6
     assert from_memory(tmp_path) == [6]
 
@@ -158,13 +166,28 @@ def test_clipping_here_is_that_of_torch(world, tmp_path, memory, kind):
     assert goes_on(world, tmp_path, kind, beside, **here) == 6
 
 
-@pytest.mark.parametrize("kind, ranks, other, others", [("ddp", 2, "ddp", 3), ("fsdp", 2, "plain", 1), ("ddp", 2, "fsdp", 2)])
-def test_under_another_parallelism_the_disk_is_taken_and_it_is_said(world, tmp_path, kind, ranks, other, others):
+@pytest.mark.parametrize("clips", [{}, {"clip": False, "clip_norm": 0.5}])
+@pytest.mark.parametrize(
+    "kind, ranks, other, others",
+    [("ddp", 2, "ddp", 3), ("fsdp", 3, "ddp", 2), ("fsdp", 2, "plain", 1), ("fsdp", 2, "ddp", 2)],
+)
+def test_under_another_parallelism_the_base_is_taken_that_orphaned_replicas_made(
+    world, tmp_path, kind, ranks, other, others, clips
+):
     (tmp_path / "memory").mkdir()
-    died = run(world, tmp_path, kind, 14, ranks, kill=[0, 9], save_at=5, linger_seconds=1.0)
-    rest = ended(run(world, tmp_path, other, 7, others))
-    assert rest[0]["resumed"] == 5 and from_memory(tmp_path) == []
-    assert rest[0]["digests"]["5"] == died[0]["digests"]["5"]
+    died = run(world, tmp_path, kind, 14, ranks, kill=[0, 9], save_at=5, linger_seconds=1.0, deaf_from=6, **clips)
+    assert max(said["durable"] for said in died) == 5
+    rest = ended(run(world, tmp_path, other, 9, others, **clips))
+    assert rest[0]["resumed"] == 8 and from_memory(tmp_path) == []
+    assert rest[0]["digests"]["8"] == died[0]["digests"]["8"]
+
+
+def test_replicas_to_which_nobody_comes_clean_up_and_the_disk_has_their_step(world, tmp_path, memory):
+    died = run(world, tmp_path, "fsdp", 14, kill=[0, 9], linger_seconds=0.3)
+    wait_for(lambda: os.listdir(memory) == [])
+    rest = ended(world.run(2, kind="fsdp", root=tmp_path / "run", steps=9))
+    assert rest[0]["resumed"] == 8 and rest[0]["digests"]["8"] == died[0]["digests"]["8"]
+    assert os.listdir(tmp_path / "run" / "scratch") == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,8 +205,9 @@ def test_a_run_that_is_killed_again_and_again_loses_no_step_that_all_had(world, 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(world, tmp_path, memory, rank, failpoint):
     """The steps in memory are still there, though some replicas have a new beginning and others none."""
-    run(world, tmp_path, "fsdp", 14, killed_after={"0": 8, "1": 8})
-    died = run(world, tmp_path, "fsdp", 14, failpoint=[rank, failpoint])
+    order = {"orphans_persist": False}
+    run(world, tmp_path, "fsdp", 14, killed_after={"0": 8, "1": 8}, **order)
+    died = run(world, tmp_path, "fsdp", 14, failpoint=[rank, failpoint], **order)
     assert died[rank]["code"] == -9 and died[rank].get("resumed", 8) == 8
     assert goes_on(world, tmp_path, "fsdp", died) >= 8
     assert len(from_memory(tmp_path)) == 2
@@ -232,3 +256,22 @@ def test_what_needs_all_parameters_for_an_update_is_refused(world, tmp_path, mem
     said = run(world, tmp_path, "ddp", 3, optimizer="global")
     assert all("Global needs all to update any of it" in each["error"] for each in said)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_was_kept_of_another_cut_is_not_taken_and_it_is_said(world, tmp_path):
+    """The disk has an older step, and memory one that these ranks cannot have."""
+    (tmp_path / "memory").mkdir()
+    order = {"kill": [0, 9], "save_at": 5, "orphans_persist": False, "linger_seconds": 1.0}
+    died = run(world, tmp_path, "fsdp", 14, **order)
+    rest = ended(run(world, tmp_path, "ddp", 7))
+    assert rest[0]["resumed"] == 5 and from_memory(tmp_path) == []
+    assert rest[0]["digests"]["5"] == died[0]["digests"]["5"]
+    assert "replicas kept steps up to 8 in memory, and rank 0 and 1 of 2 has nothing" in rest[0]["warnings"][0]
+
+
+def test_ranks_that_see_another_directory_are_refused_with_replicas_too(world, tmp_path):
+    (tmp_path / "memory").mkdir()
+    said = run(world, tmp_path, "ddp", 5, elsewhere=1)
+    assert "RunMismatch" in said[1]["error"] and "one directory" in said[1]["error"]
+    assert "rank 1 failed" in said[0]["error"]
+    assert all("at" not in each for each in said)

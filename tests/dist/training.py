@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import agreement, helper, host, replica
+from holdfast.delta import agreement, helper, host, hosts, replica
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.replicas import Replicas
@@ -132,9 +132,10 @@ def train(
     drift_at: tuple[int, int] | None = None,
     linger_seconds: float = 20.0,
     killed_after: dict[str, int] | None = None,
-    deaf: bool = False,
+    deaf_from: int | None = None,
     numb: bool = False,
     killed_in: dict[str, float] | None = None,
+    orphans_persist: bool = True,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank (-1: all) and a step."""
@@ -171,6 +172,8 @@ def train(
         helper.start_process, replica.LINGER_SECONDS = Forked, linger_seconds
         if drift_at is not None and drift_at[0] == rank:
             host.apply = partial(drifting, host.apply, drift_at[1])
+        if not orphans_persist:
+            hosts.HostAmongOthers._persist = lambda self, notes: None
         if numb:  # to what the replica says of drift
             hear = Replicas._hear
             Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
@@ -189,12 +192,13 @@ def train(
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness)
-        if deaf:  # to what the others have, from here on
-            agreement.BUSY_SECONDS = agreement.IDLE_SECONDS = 60.0
-            agreement.Agreement.look_soon = lambda self: None
-            time.sleep(0.3)
         digests[done] = whole_state(model, chosen, averages)
         for step in range(done + 1, steps + 1):
+            if step == deaf_from:  # to what the others have
+                time.sleep(0.1)
+                agreement.BUSY_SECONDS = agreement.IDLE_SECONDS = 60.0
+                agreement.Agreement.look_soon = lambda self: None
+                time.sleep(0.3)
             if step == unfreeze_at:
                 plain.first.bias.requires_grad_(True)
             loss = model(torch.randn(5, 7)).pow(2).mean()

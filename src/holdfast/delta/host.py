@@ -327,12 +327,12 @@ class Host:
 
 @torch.no_grad()
 def clip_as_told(record: dict[str, Any], parts: list[memoryview]) -> None:
-    """Multiply the gradients by what the trainer's were multiplied by."""
+    """Multiply the gradients by what the trainer's were multiplied by: then they are as consumed."""
     for update in record["updates"]:
         if "coefficient" in update:
             grads = tensors_of(parts[update["part"]], "/grad")
             used = [grad for name, grad in grads.items() if name not in update["without"]]
-            scale(used, decode(update["coefficient"]))
+            scale(used, decode(update.pop("coefficient")))
 
 
 def main(descriptor: int) -> None:

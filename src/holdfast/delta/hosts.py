@@ -1,8 +1,8 @@
 """Hosts: the process that holds a replica of what one of several ranks stores.
 
 It does a step when all ranks have handed it over. When its trainer dies the rest is kept as records behind the state,
-so that all replicas of the run can be brought to one step. The first rank's has the run's lock and makes commits of
-what all have written. What its trainer cannot tell it any more it does not find out: bases need all trainers.
+so that all replicas of the run can be brought to one step, and they make a base of that step. The first rank's has the
+run's lock and makes commits of what all have written.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ from ..errors import HoldfastError
 from ..store.journal import Record
 from ..store.local import LocalStore
 from ..store.manifest import Timeline
-from . import kept
+from . import kept, tier
 from .channel import Channel, Message
 from .helper import LAST_WORD
 from .host import Host, clip_as_told
+from .orphans import Notes
 from .ranks import Ranks, stream_of
 from .replica import Terms
+
+HERE_SECONDS, WORK_SECONDS = 10.0, 600.0
+"""How long a replica whose trainer has died waits for a sign of the others, and for their work."""
+
+ASKED_SECONDS, SHARE_SECONDS = 2.0, 20.0
+"""The same when another trainer is waiting: for a sign and for what they kept, and for their shares of a base."""
 
 
 class HostAmongOthers(Host):
@@ -72,6 +79,10 @@ class HostAmongOthers(Host):
             super()._do(message)
         else:
             self._waiting.append(message)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what waits and may be done."""
         while self._waiting and self._may_do(self._waiting[0].about):
             super()._do(self._waiting.popleft())
 
@@ -126,12 +137,45 @@ class HostAmongOthers(Host):
     # The end
 
     def _finish(self) -> None:
-        """The trainer closes, when everything is durable, or is gone: then what it handed over is kept."""
+        """The trainer closes, when everything is durable, or is gone: then what it handed over is kept, and persisted
+        with what the others have."""
         self._drop_base()
         if self._closing:
             self._say(word=LAST_WORD)
         elif self._begun and self._equal:
+            assert self._door is not None
+            notes = Notes(self._store.disk, self._run[0], self._ranks, self._door.knocked)
+            notes.leave("here")
+            records = self._held_back()
             self._keep()
+            notes.leave("kept", [self._step, records[-1].step if records else self._step])
+            self._persist(notes)
+
+    def _persist(self, notes: Notes) -> None:
+        """Make a base of the newest step that all replicas have, if all are there."""
+        if notes.of_all("here", HERE_SECONDS, ASKED_SECONDS) is None:
+            return
+        ranges = notes.of_all("kept", WORK_SECONDS, ASKED_SECONDS)
+        if ranges is None:
+            return
+        last = min(last for _, last in ranges)
+        if last < max(kept.newest(self._store, None) + 1, *(first for first, _ in ranges)):
+            return
+        self._all_have = last
+        self._go_on()
+        if not self._equal or self._step != last:
+            return
+        self._drop_base()
+        if self._ranks.rank:
+            self._store.follow()  # before files are written over: a base may have become a commit unheard
+        assert self._bases is not None and self._state is not None
+        self._bases.begin()
+        while not self._bases.all_staged:
+            self._bases.write_next(last)
+        notes.leave("share", self._bases.share({**self._progress, "values": self._state.values()}).ref)
+        if self._ranks.rank == 0 and (refs := notes.of_all("share", WORK_SECONDS, SHARE_SECONDS)) is not None:
+            self._publish_shares(refs)
+            self._base_step = last
 
     def _put_aside(self, progress: dict[str, Any]) -> None:
         assert self._state is not None
@@ -158,8 +202,7 @@ class HostAmongOthers(Host):
             if not self._door.knocked(self._terms.linger_seconds):
                 own = kept.look(self._place, self._store)
                 if own is None or own.last <= kept.newest(self._store, None):
-                    self._leave_place(True)
-                    return
+                    tier.remove(self._place)
             if self._door.knocked():
                 return self._door.leave()
         self._leave_place(False)

@@ -99,6 +99,14 @@ def test_all_are_killed_and_go_on_from_the_newest_step_that_all_have(world, tmp_
     assert step in (7, 8) and from_memory(tmp_path) == [step]
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_that_one_rank_alone_has_handed_over_is_left_out(world, tmp_path, memory, ahead):
+    died = run(world, tmp_path, "ddp", 14, killed_after={str(ahead): 8}, kill=[1 - ahead, 8], pause=0.05)
+    assert [said["code"] for said in died] == [-9, -9]
+    assert goes_on(world, tmp_path, "ddp", died) == 7
+    assert from_memory(tmp_path) == [7]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_that_not_all_are_known_to_have_are_kept_as_records(world, tmp_path, memory, kind):
     """The replicas have heard of no step that all have, and are brought to one all the same."""
@@ -142,12 +150,22 @@ def test_a_replica_that_has_drifted_is_made_anew(world, tmp_path, memory, kind, 
     assert goes_on(world, tmp_path, kind, said) == 12
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_base_for_which_one_replica_has_drifted_is_given_up_by_all(world, tmp_path, memory, kind, rank):
+    """A moment is another one, which only the comparison in full finds; the next base is made."""
+    said = run(
+        world, tmp_path, kind, 11, drift_at=[rank, 6], drifting_slot="exp_avg", base_every=3, pause=0.05
+    )
+    assert "exp_avg differs" in ended(said)[rank]["warnings"][0]
+    assert [event["step"] for event in events(tmp_path, "base")] == [0, 3, 9, 11]
+    assert goes_on(world, tmp_path, kind, said) == 11
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_one_replica_has_drifted_none_is_taken(world, tmp_path, memory, rank):
     """The trainers die before they hear of it."""
-    died = run(
-        world, tmp_path, "ddp", 14, drift_at=[rank, 8], numb=True, killed_after={"0": 10, "1": 10}, save_at=5, pause=0.1
-    )
+    died = run(world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=[-1, 10], save_at=5, pause=0.1)
     assert {said["code"] for said in died} == {-9}
     assert goes_on(world, tmp_path, "ddp", died) == 5
     assert from_memory(tmp_path) == []

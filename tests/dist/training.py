@@ -130,6 +130,7 @@ def train(
     clip: bool = True,
     kill_replica: tuple[int, int] | None = None,
     drift_at: tuple[int, int] | None = None,
+    drifting_slot: str | None = None,
     linger_seconds: float = 20.0,
     killed_after: dict[str, int] | None = None,
     deaf_from: int | None = None,
@@ -171,7 +172,7 @@ def train(
     if options.get("replica"):
         helper.start_process, replica.LINGER_SECONDS = Forked, linger_seconds
         if drift_at is not None and drift_at[0] == rank:
-            host.apply = partial(drifting, host.apply, drift_at[1])
+            host.apply = partial(drifting, host.apply, drift_at[1], slot=drifting_slot)
         if not orphans_persist:
             hosts.HostAmongOthers._persist = lambda self, notes: None
         if numb:  # to what the replica says of drift

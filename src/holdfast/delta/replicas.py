@@ -57,9 +57,6 @@ class Replicas(Replica):
         self._base_at = self._next_base = -1
         self._heard_of = (-1, 0)
         self._timeline: dict[str, Any] = {}
-        self._plan: tuple[int, int] | None = None
-        self._compared = False
-        """Whether some of the state has been compared for the next base, or handed over."""
 
     @property
     def replica_step(self) -> int:
@@ -133,7 +130,7 @@ class Replicas(Replica):
         )  # fmt: skip
         self._next_base = step + self._base_every
         if self.durable_step < step:
-            self._ask_for_base(step, {})
+            self._ask_for_base(step)
         if fork is None:
             self.wait(step)
 
@@ -143,7 +140,6 @@ class Replicas(Replica):
         """As that of one replica. Until all ranks are at ``step`` the replica keeps what it had."""
         self._until_ended()
         super().sync(state, step, progress, num_slots, cut=cut_of(state, self._ranks), **more)
-        self._compared = True
 
     def _hand(self, about: dict[str, Any], persist: bool) -> None:
         super()._hand(about, persist=False)
@@ -159,20 +155,15 @@ class Replicas(Replica):
         self._look_soon()
 
     def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
-        """At the end of ``step``: compare some of the state before a base is due, and ask for the base when it is. All
-        ranks find the same step by counting, and wait there for the base before it."""
+        """At the end of ``step``: ask for a base when one is due. All ranks find the same step by counting, and wait
+        there for the base before it."""
         self._check()
         if self._drift is not None:
             self._resync(step, progress())
-        if not self._plan:
-            self._plan = self._planned(most_bytes)
-        from_step, nbytes = self._plan
         if step >= self._next_base:
             self._until_ended()
-            self._ask_for_base(step, drift.take(self._state, self._left_to_compare(), 1 << 62))
-            self._next_base, self._plan, self._compared = step + self._base_every, None, False
-        elif step >= from_step and self._left_to_compare():
-            self._compare(step, nbytes)
+            self._ask_for_base(step)
+            self._next_base = step + self._base_every
 
     def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
         """A base of ``step``, the present one, at once on all ranks. Durable when this returns."""
@@ -181,32 +172,16 @@ class Replicas(Replica):
             self.settle()
             if self._drift is not None:
                 self._resync(step, progress())
-            self._ask_for_base(step, drift.take(self._state, drift.owners(self._state), 1 << 62))
+            self._ask_for_base(step)
             self._until_ended()
 
-    def _planned(self, most_bytes: int) -> tuple[int, int]:
-        """The step from which on to compare before the next base, and how many bytes in each."""
-        held = [*(self._state.owned(p) for p in self._state.stored), self._state.buffers()]
-        nbytes = sum(atom.nbytes for each in held for atom, _ in each.values())
-        most_bytes = max(most_bytes, -(-nbytes // self._base_every))
-        return self._next_base - nbytes // most_bytes, most_bytes
-
-    def _left_to_compare(self) -> list[str]:
-        """The owners that are still to be compared for the next base. After a state was handed over there are none."""
-        if not self._compared:
-            self._compared, self._left = True, drift.owners(self._state)
-        return self._left
-
-    def _compare(self, step: int, most_bytes: int) -> None:
-        found = drift.take(self._state, self._left, most_bytes)
-        self._helper.send({"compare": found, "step": step, "last": False})
-
-    def _ask_for_base(self, step: int, compared: drift.Digests) -> None:
-        """Have the replica compare the last tensors and make its share of a base of ``step``."""
+    def _ask_for_base(self, step: int) -> None:
+        """Have the replica compare all its tensors, and make its share of a base of ``step``."""
         assert self.agreement is not None
         self._number, self._base_at = self._number + 1, step
         if self._ranks.rank == 0:
             self.agreement.begin_base()
+        compared = drift.take(self._state, drift.owners(self._state), 1 << 62)
         about = {"compare": compared, "step": step, "last": True, "base": self._number}
         self._helper.send({**about, "values": self._state.values()})
 

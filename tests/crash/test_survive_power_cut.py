@@ -12,7 +12,8 @@ from powercut import power_cut_disk
 
 pytestmark = [pytest.mark.root, pytest.mark.crash]
 
-STEPS = 24
+STEPS = 40
+"""Enough for a third base, with which the first one's records go."""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,7 @@ ARRIVALS += [(name, 2) for name, _ in ARRIVALS if name not in RARE]
 @pytest.mark.parametrize("failpoint, arrival", ARRIVALS)
 def test_power_cut_at_every_failpoint(server, undisturbed, disk, root, failpoint, arrival):
     outcome = server.run(
-        survive=True, root=root, steps=STEPS, base_every=3, cut=disk.mount, failpoint=f"{failpoint}:{arrival}"
-    )
+        survive=True, root=root, steps=STEPS, base_every=3, groups_per_segment=1, cut=disk.mount,
+        failpoint=f"{failpoint}:{arrival}",
+    )  # fmt: skip
     check_goes_on(server, undisturbed, disk, root, outcome)

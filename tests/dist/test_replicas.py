@@ -165,7 +165,7 @@ def test_a_base_for_which_one_replica_has_drifted_is_given_up_by_all(world, tmp_
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_one_replica_has_drifted_none_is_taken(world, tmp_path, memory, rank):
     """The trainers die before they hear of it."""
-    died = run(world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=[-1, 10], save_at=5, pause=0.1)
+    died = run(world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=["all", 10], save_at=5, pause=0.1)
     assert {said["code"] for said in died} == {-9}
     assert goes_on(world, tmp_path, "ddp", died) == 5
     assert from_memory(tmp_path) == []
@@ -212,7 +212,7 @@ def test_replicas_to_which_nobody_comes_clean_up_and_the_disk_has_their_step(wor
 def test_a_run_that_is_killed_again_and_again_loses_no_step_that_all_had(world, tmp_path, memory, kind):
     """Also right after it was resumed, when some replicas have begun anew and others have not."""
     survives = 0
-    for rank, step in ((0, 4), (1, 6), (-1, 9)):
+    for rank, step in ((0, 4), (1, 6), ("all", 9)):
         died = run(world, tmp_path, kind, 14, kill=[rank, step], base_every=5)
         assert died[0]["resumed"] == died[1]["resumed"] >= survives
         survives = max(said["survives"] for said in died)

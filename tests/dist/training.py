@@ -110,7 +110,7 @@ def train(
     steps: int,
     optimizer: str = "adamw",
     resume: dict[str, int] | None = None,
-    kill: tuple[int, int] | None = None,
+    kill: tuple[int | str, int] | None = None,
     signal_at: tuple[int, int] | None = None,
     failpoint: tuple[int, str] | None = None,
     raises: tuple[int, int] | None = None,
@@ -139,7 +139,7 @@ def train(
     orphans_persist: bool = True,
     **options: Any,
 ) -> None:
-    """Train to ``steps``; ``kill`` and its like name a rank (-1: all) and a step."""
+    """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step."""
     from holdfast import checkpointer as module
     from holdfast.delta import bases
     from holdfast.store import journal
@@ -214,7 +214,7 @@ def train(
             chosen.zero_grad()
             if kill_replica is not None and (rank, step) == tuple(kill_replica):
                 checkpointer._replica._helper._process.kill()
-            if kill is not None and kill[0] in (rank, -1) and kill[1] == step:
+            if kill is not None and kill[0] in (rank, "all") and kill[1] == step:
                 os.kill(os.getpid(), signal.SIGKILL)
             if signal_at is not None and (rank, step) == tuple(signal_at):
                 os.kill(os.getpid(), signal.SIGTERM)

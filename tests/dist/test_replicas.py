@@ -231,6 +231,13 @@ def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(world, tmp
     assert len(from_memory(tmp_path)) == 2
 
 
+def test_what_orphaned_replicas_have_no_room_for_on_the_disk_stays_in_memory(world, tmp_path, memory):
+    died = run(world, tmp_path, "ddp", 14, kill=[0, 9], disk_fails_orphans=True, linger_seconds=0.1)
+    wait_for(lambda: len(events(tmp_path, "replica_failed")) == 2)
+    assert goes_on(world, tmp_path, "ddp", died) == 8
+    assert from_memory(tmp_path) == [8]
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_mistake_of_one_rank_loses_no_step(world, tmp_path, memory, who):
     died = run(world, tmp_path, "ddp", 14, raises=[who, 9])

@@ -21,10 +21,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import agreement, helper, host, hosts, replica
+from holdfast.delta import agreement, helper, host, hosts, orphans, replica
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.replicas import Replicas
+from holdfast.errors import DiskFull
 from holdfast.delta.together import Together
 from replica_run import Forked, drifting
 from survive_run import digest
@@ -94,6 +95,10 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn
     return digest(dict(sorted(found.items())))
 
 
+def full(*_: Any, **__: Any) -> None:
+    raise DiskFull("no space left")
+
+
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
     if world_size > 1 or order["kind"] == "fsdp":
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
@@ -137,6 +142,7 @@ def train(
     numb: bool = False,
     killed_in: dict[str, float] | None = None,
     orphans_persist: bool = True,
+    disk_fails_orphans: bool = False,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step."""
@@ -175,6 +181,8 @@ def train(
             host.apply = partial(drifting, host.apply, drift_at[1], slot=drifting_slot)
         if not orphans_persist:
             hosts.HostAmongOthers._persist = lambda self, notes: None
+        if disk_fails_orphans:
+            orphans.write_durably = full
         if numb:  # to what the replica says of drift
             hear = Replicas._hear
             Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)

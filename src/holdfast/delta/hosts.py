@@ -145,7 +145,8 @@ class HostAmongOthers(Host):
         elif self._begun and self._equal:
             assert self._door is not None
             notes = Notes(self._store.disk, self._run[0], self._ranks, self._door.knocked)
-            notes.leave("here")
+            with suppress(HoldfastError, OSError):  # memory may have room where the disk has none
+                notes.leave("here")
             records = self._held_back()
             self._keep()
             notes.leave("kept", [self._step, records[-1].step if records else self._step])

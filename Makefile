@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test lint types test-crash clean
+.PHONY: install train test lint types test-crash test-peers clean
 
 install: $(STAMP)
 
@@ -28,11 +28,23 @@ types: install
 	$(BIN)/pyrefly check
 
 test: install lint types
-	$(BIN)/pytest -n 2 -m "not crash and not gpu"
+	$(BIN)/pytest -n 2 -m "not crash and not gpu and not peers"
 
 test-crash: install
 	$(BIN)/pytest -n 2 --session-timeout=3300 tests/crash
 
+# Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
+# torch and accelerate do by being installed.
+PEERS := .venv-peers
+test-peers: $(PEERS)/.installed
+	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --session-timeout=1200 tests/peers
+
+$(PEERS)/.installed: pyproject.toml constraints.txt
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"
+	@touch $@
+
 # What `install` made. Runs are yours: nothing here removes them.
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(PEERS)

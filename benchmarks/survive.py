@@ -110,9 +110,8 @@ def _counted(arm: Arm, training: Training, plan: Plan) -> Block:
     return block
 
 
-def compare(model: str, arms: list[str], plan: Plan, folder: str) -> dict[str, dict]:
+def compare(model: str, training: Training, arms: list[str], plan: Plan, folder: str) -> dict[str, dict]:
     """All arms of one model, a block of each in every round."""
-    training = TRAININGS[model]()
     blocks: dict[str, list[Block]] = {name: [] for name in arms}
     for _ in range(2):
         training.step()
@@ -222,8 +221,7 @@ def rows(found: dict[str, dict]) -> list[list[str]]:
     return lines
 
 
-def plan_of(options: argparse.Namespace, model: str) -> Plan:
-    plan = PLANS[model]
+def plan_of(options: argparse.Namespace, plan: Plan) -> Plan:
     pick: Callable[[Any, Any], Any] = lambda given, default: default if given is None else given  # noqa: E731
     return Plan(
         pick(options.rounds, plan.rounds), plan.before, pick(options.steps, plan.steps),
@@ -231,10 +229,14 @@ def plan_of(options: argparse.Namespace, model: str) -> Plan:
     )  # fmt: skip
 
 
-def main() -> None:
+def run(
+    name: str, trainings: dict[str, Callable[..., Training]], plans: dict[str, Plan], choices: list[str]
+) -> None:
+    """``plans`` are of all models that can be named, the last of them the tiny one; ``choices`` of the arms."""
     parser = options_of(__doc__)
-    parser.add_argument("--models", nargs="+", choices=PLANS, default=["gpt2", "resnet18", "vgg11"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    *models, tiny = plans
+    parser.add_argument("--models", nargs="+", choices=plans, default=models)
+    parser.add_argument("--arms", nargs="+", choices=choices, default=choices)
     parser.add_argument(
         "--rounds", type=int, help="of all arms; the default is the model's, as of the next two"
     )
@@ -242,17 +244,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="for these")
     options = parser.parse_args()
     if options.small:
-        options.models = ["tiny"]
+        options.models = [tiny]
     folder = options.folder or tempfile.gettempdir()
     arms = list(dict.fromkeys(["none", *(AGAINST.get(name, "none") for name in options.arms), *options.arms]))
     rate = disk_bytes_per_second(folder, 1 << 20 if options.small else 1 << 28)
     result = {}
     for model in options.models:
-        result[model] = compare(model, arms, plan_of(options, model), folder)
+        result[model] = compare(model, trainings[model](), arms, plan_of(options, plans[model]), folder)
         print(f"{model}: shares of the step without any; * cannot keep up\n")
         table(rows(result[model]))
         print()
-    finish("survive", {"disk_bytes_per_second": round(rate), "models": result}, options.keep)
+    finish(name, {"disk_bytes_per_second": round(rate), "models": result}, options.keep)
+
+
+def main() -> None:
+    run("survive", TRAININGS, PLANS, list(ARMS))
 
 
 if __name__ == "__main__":

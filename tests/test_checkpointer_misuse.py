@@ -356,7 +356,7 @@ def test_records_of_a_copy_that_went_on_by_itself_are_not_taken(tmp_path):
         assert again.resume() == 3
 
 
-def test_diff_refuses_bases_whose_parts_are_of_several_steps(tmp_path, monkeypatch):
+def test_diff_compares_what_records_bring_to_one_step(tmp_path, monkeypatch, capsys):
     cut_small(monkeypatch)
     loop, checkpointer = start(tmp_path, "", base_every=2)
     with checkpointer:
@@ -365,8 +365,9 @@ def test_diff_refuses_bases_whose_parts_are_of_several_steps(tmp_path, monkeypat
     with LocalStore.read(tmp_path) as reader:
         newest = reader.load(reader.line()[0])
     assert newest.oldest_step < newest.step
-    with pytest.raises(BadInput, match="is a base whose parts are of steps"):
-        diff(str(tmp_path), str(tmp_path), as_json=False)
+    assert diff(str(tmp_path), f"{tmp_path}@7", as_json=False)
+    assert not diff(str(tmp_path), f"{tmp_path}@{newest.step}", as_json=False)
+    assert "equal: " in capsys.readouterr().out
 
 
 # Nothing hangs, nothing is left

@@ -15,6 +15,7 @@ FLOORS = [
     {"state", "io", "plan"},
     {"store", "update"},
     {"offload", "delta", "universal"},
+    {"sources"},
     {"checkpointer", "watch"},
     {"models", "data", "adapters"},
     {"cli"},

@@ -22,8 +22,10 @@ _HOME = {
     "Checkpointer": ".checkpointer",
     "Engine": ".offload.engine",
     "Exact": ".delta.codecs",
+    "From": ".sources",
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
+    "PowerSGD": ".delta.powersgd",
     "Preflight": ".offload.preflight",
     "TopK": ".delta.lossy",
     "empty_parameters": ".offload.blocks",
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from .data.loader import loader
     from .delta.codecs import Exact
     from .delta.lossy import Int8, TopK
+    from .delta.powersgd import PowerSGD
     from .errors import HoldfastError
     from .offload.blocks import empty_parameters
     from .offload.engine import Engine
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from .offload.planning import Budget
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
+    from .sources import From
     from .store.retention import Keep
     from .watch.recovery import progress_bar
 
@@ -53,9 +57,11 @@ __all__ = [
     "Checkpointer",
     "Engine",
     "Exact",
+    "From",
     "HoldfastError",
     "Int8",
     "Keep",
+    "PowerSGD",
     "Preflight",
     "TopK",
     "empty_parameters",

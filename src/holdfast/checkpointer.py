@@ -22,17 +22,28 @@ from torch import nn
 
 from .delta import tier
 from .delta.agreement import Agreement
+from .delta.allotment import Allotment
+from .delta.bases import owned_by
 from .delta.codecs import Codec, Exact
 from .delta.comm_hook import HookState, hooked
 from .delta.entering import begin, enter, look, see_alike
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
+from .delta.leaving import devices_of
 from .delta.lossy import Sparse, TopK
-from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_clipping, refuse_of_several
+from .delta.options import (
+    limits_of,
+    optimizers_of,
+    refuse_bad,
+    refuse_bad_resume,
+    refuse_clipping,
+    refuse_of_several,
+)
 from .delta.pace import Means, Pace
+from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
-from .delta.recovery import Recovered, recover
+from .delta.recovery import Recovered, recover, refuse_unless_one_is_whole
 from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
 from .delta.replicas import Replicas
 from .delta.script import Script
@@ -45,11 +56,14 @@ from .delta.watching import Recovery, announced
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
+from .sources import From, has_records, source_of
 from .store.files import check_place
 from .store.local import LocalStore
 from .store.manifest import Point
 from .store.retention import Keep
+from .store.target import Target
 from .units import GiB, MiB, parse_bytes
+from .universal.restore import restore
 from .update.optimizer import is_elementwise
 
 BASE_BYTES_PER_STEP = 64 * MiB
@@ -72,7 +86,7 @@ class Checkpointer:
     A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
-    consumes.
+    consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
 
     With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script.
     ``replica`` has a second process do every step as well, in host memory that outlives this one, instead of recording
@@ -105,49 +119,73 @@ class Checkpointer:
         disk: Any = None,
     ) -> None:
         """Raises ``BadInput`` and its kin with nothing written."""
-        optimizers = optimizers_of(optimizer)
         keep = Keep() if keep is None else keep
         self._codec = Exact() if codec is None else codec
-        refuse_bad(base_every, when_behind, keep, self._codec)
-        if disk is None:
-            check_place(run)
         given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
-        self._script = Script(optimizers, {name: thing for name, thing in given.items() if thing is not None})
-        self._ranks = Ranks.here(deadline_seconds)
-        refuse_of_several(self._ranks, when_behind, storage)
+        self._ranks = ranks = Ranks.here(deadline_seconds)
+        optimizers: list[torch.optim.Optimizer] = []
+
+        def check() -> None:
+            optimizers.extend(optimizers_of(optimizer))
+            refuse_bad(base_every, when_behind, keep, self._codec)
+            if disk is None:
+                check_place(run)
+            self._script = Script(
+                optimizers, {name: thing for name, thing in given.items() if thing is not None}
+            )
+            refuse_of_several(ranks, when_behind)
+            if replica is not False:
+                refuse_with_a_replica(
+                    ranks, optimizers, self._codec, after_update, averages, when_behind, storage
+                )
+            self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
+            self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
+            self._limits = limits_of(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
+
+        ranks.or_close(lambda: ranks.all_do(check))  # what is wrong on one rank is an error on all
         residuals: dict[torch.Tensor, torch.Tensor] = {}
-        self._hook: HookState | None = None
+        subspaces: dict[torch.Tensor, torch.Tensor] = {}
+        self._hook: HookState | PowerState | None = None
         if isinstance(self._codec, TopK) and not self._ranks.alone:
             self._hook = hooked(model, self._codec, scaler, residuals)
             if self._hook is not None:
                 self._codec = Sparse(self._codec, self._ranks.world_size)
+        elif isinstance(self._codec, PowerSGD):
+            self._hook = approximated(self._ranks, model, self._codec, scaler, residuals, subspaces)
+            self._codec = LowRank(self._hook)
         self._look = partial(
-            look, self._ranks, model, optimizers, averages, residuals, own_residuals=self._hook is not None
+            look,
+            self._ranks,
+            model,
+            optimizers,
+            averages,
+            residuals,
+            subspaces,
+            own_residuals=self._hook is not None,
         )
-        self._state = self._look()
-        refuse_clipping(self._state, clip_norm)
+        self._state = ranks.or_close(self._look)
         self._scaler, self._after_update = scaler, after_update
         self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
-        self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
         self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
-        self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
-        self._limits = limits_of(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
-        self._num_slots = self._slots_that_fit()
         events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
         self._events = EventLog(events)
         self._replica: Replica | None = None
-        if replica is not False:
-            refuse_with_a_replica(self._ranks, optimizers, self._codec, after_update, averages, when_behind)
-            kind_of_replica = Replica if self._ranks.alone else Replicas
-            self._replica = kind_of_replica(
-                run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
-                staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
-                deadline_seconds=deadline_seconds, events=self._events, ranks=self._ranks,
-            )  # fmt: skip
+
+        def prepare() -> None:
+            refuse_clipping(self._state, clip_norm)
+            self._num_slots = self._slots_that_fit()
+            if replica is not False:
+                self._replica = (Replica if ranks.alone else Replicas)(
+                    run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
+                    staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
+                    deadline_seconds=deadline_seconds, events=self._events, ranks=ranks,
+                )  # fmt: skip
+
+        ranks.or_close(lambda: ranks.all_do(prepare))
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
-        kind = Tap if replica is False else partial(LayerTap, alone=self._ranks.alone)
+        kind = Tap if replica is False else partial(LayerTap, alone=ranks.alone)
         self._tap = kind(self._state, self._codec, self._take_slot, clip_norm)
         self._sealer = Sealer(self._state)
         self._pool: SlotPool | None = None
@@ -161,6 +199,7 @@ class Checkpointer:
         self._rates: dict[str, float] = {}
         self._sigterm: SigTerm | None = None
         self._closed = False
+        self._source: From | None = None
         self.steps_done = 0
         """Optimizer steps done, skipped ones included."""
         self.exactness: Literal["state", "continuation"] = "continuation"
@@ -189,6 +228,7 @@ class Checkpointer:
         before: int | None = None,
         exactness: Literal["state", "continuation"] = "state",
         show: Callable[[Recovery], None] | None = None,
+        source: str | Path | From | None = None,
     ) -> int:
         """Bring model, optimizers and script to the newest step that can be recovered, or to ``step``, or to the newest
         before the step ``before``. Returns the steps done: 0 in a fresh directory. Called once, before the first step.
@@ -198,6 +238,9 @@ class Checkpointer:
         begin at zero, with a warning (``exactness="state"``); ``"continuation"`` goes back to the newest step from
         which training goes on as it did. ``exactness`` of the checkpointer says what was reached.
 
+        A fresh directory begins from ``source``, if there is one: another run (RUN or RUN@STEP), or a state of another
+        library, written under any parallelism. A directory that has steps goes on from those.
+
         Raises ``NoCommit`` if there is no such step, ``Damaged`` if no base is whole, ``RunMismatch`` for another
         model.
         """
@@ -206,11 +249,9 @@ class Checkpointer:
             raise BadInput(
                 "resume is called once, before the first step; make another Checkpointer to go back"
             )
-        if step is not None and before is not None:
-            raise BadInput("resume takes step= or before=, not both")
-        if exactness not in ("state", "continuation"):
-            raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
+        self._ranks.all_do(partial(refuse_bad_resume, step, before, exactness))
         target, exact = step if before is None else before - 1, step is not None
+        self._source = source if source is None or isinstance(source, From) else From(source)
         try:
             if self._replica is not None:
                 self._resume_beside(self._replica, target, exact)
@@ -244,7 +285,7 @@ class Checkpointer:
             self._events.emit("recovered", step=found.point.step, **recovery.facts())
         point = self._go_on_after(found, target)
         begin(store, ranks, point)
-        self._pool = SlotPool(self._codec.layouts(self._state), self._num_slots)
+        self._pool = self._slot_pool(self._num_slots)
         self._recorder = Recorder(
             store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
             group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline, pack=self._codec.pack,
@@ -261,8 +302,10 @@ class Checkpointer:
         if self._store.commits():
             found = replica.recover(self._store, self._script, target=target, exact=exact)
         point = self._go_on_after(found, target)
-        replica.begin(point, self.steps_done, self._progress(), self._num_slots)
-        self._agreement = replica.agreement
+        try:
+            replica.begin(point, self.steps_done, self._progress(), self._num_slots)
+        finally:  # others are told of an error
+            self._agreement = replica.agreement
         self._pace = BesideReplica(replica, self._progress, BASE_BYTES_PER_STEP)
 
     def _refuse_other_calls(self, *asked: Any) -> None:
@@ -278,20 +321,57 @@ class Checkpointer:
         """Note where the run goes on, and what was odd; None is a fresh one."""
         if found is None and target:
             raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
-        if found is not None:
-            self.steps_done = found.point.step
-            for text in found.odd:
-                warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
-            self._judge(found)
+        if found is None:
+            self._state.forget_residuals()  # of what the script did before
+            if self._source is not None:
+                self._begin_from(self._source)
         else:
-            self._state.residuals.clear()  # of what the script did before
+            self._note(found)
+        if isinstance(self._hook, PowerState):
+            self._hook.steps_done = self.steps_done
         self._now = self._script.now()
         return None if found is None else found.point
+
+    def _begin_from(self, start: From) -> None:
+        """Bring everything to where ``start`` is, as far as it says; what it does not say is told."""
+        target = Target.parse(str(start.path))
+        if start.plain and has_records(target.run):
+            with LocalStore(target.run) as store:
+                self._ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step))
+                found = recover(
+                    store, self._state, self._script, ranks=self._ranks, target=target.step,
+                    exact=target.step is not None, after_update=self._after_update,
+                )  # fmt: skip
+            self._note(found)
+            return
+
+        def bring() -> tuple[int, list[str]]:
+            source = source_of(str(start.path))
+            found, complete = restore(self._state, source, start.allowed)
+            about = found.told()
+            for name in self._script.adopt(source.progress, self._ranks.rank):
+                about.append(f"it has no {name}; that of the script goes on as it is")
+            if not complete:
+                about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
+            return source.progress.get("step") or 0, [
+                f"{source.path} ({source.format}): {text}" for text in about
+            ]
+
+        self.steps_done, told = self._ranks.all_do(bring)[self._ranks.rank]
+        self._events.emit("began_from", path=str(start.path), step=self.steps_done, told=told)
+        for text in told:
+            warnings.warn(f"beginning from {text}", stacklevel=5)
+
+    def _note(self, found: Recovered) -> None:
+        self.steps_done = found.point.step
+        for text in found.odd:
+            warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=5)
+        self._judge(found)
 
     def _judge(self, found: Recovered) -> None:
         """Which exactness is reached. Without the residuals that the point had training goes on otherwise."""
         if not self._codec.error_feedback:
-            self._state.residuals.clear()
+            self._state.forget_residuals()
         elif found.residuals_lost:
             self.exactness = "state"
             warnings.warn(
@@ -311,10 +391,8 @@ class Checkpointer:
         before = self.steps_done
         with self._ending_on_error():  # of this step there may be no record, so none can follow
             self._step(recorder)
-        others_stop = self._agreement is not None and self._agreement.stopping
-        told = others_stop or (self._sigterm is not None and self._sigterm.arrived)
-        if told and self.steps_done > before:  # in mid-accumulation buffers are of no step
-            self._stop()
+        if self.steps_done > before:  # in mid-accumulation buffers are of no step
+            self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
     @contextmanager
     def _ending_on_error(self) -> Iterator[None]:
@@ -329,7 +407,7 @@ class Checkpointer:
     def _step(self, recorder: Recorder) -> None:
         updates = self._tap.take()
         scale = self._scale_now()
-        if self._hook is not None:
+        if isinstance(self._hook, HookState):
             self._hook.settle()
         if not updates and scale >= self._scale:
             self._scale = scale
@@ -339,6 +417,8 @@ class Checkpointer:
             self._after_update()
         started = time.perf_counter()
         self.steps_done += 1
+        if isinstance(self._hook, PowerState):
+            self._hook.steps_done = self.steps_done
         self._now = self._script.now()
         pace = self._pace
         assert pace is not None
@@ -359,7 +439,7 @@ class Checkpointer:
 
     def _put(self, recorder: Recorder, pace: Pace | BesideReplica, updates: list[Update]) -> None:
         sealed = self._sealer.seal(self._state, self.steps_done, updates, self._now, pace.base_step)
-        if pace.fits(sum(map(len, sealed.parts))):
+        if pace.fits(sealed.nbytes):
             recorder.put(sealed)
         else:
             self._give_back(updates)
@@ -369,33 +449,39 @@ class Checkpointer:
         """A base of the present step, which stands alone. Durable when this returns. Called after ``step``, before the
         next iteration begins."""
         self._usable()
-        self._refuse_between()
         pace = self._pace
         assert pace is not None
-        if any(
-            self._ranks.everyone(pace.base_step < self.steps_done)
-        ):  # each may know of another newest base
+        if any(self._ranks.all_do(self._base_lacks)):  # each may know of another newest base
             with self._ending_on_error():  # parameters may be read by the writer still
                 pace.whole(self.steps_done)
 
+    def _base_lacks(self) -> bool:
+        """Whether there is no base of the present step."""
+        self._refuse_between()
+        assert self._pace is not None
+        return self._pace.base_step < self.steps_done
+
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
-        recorder = self._usable()
-        if step is not None and step > self.steps_done:
-            raise BadInput(f"step {step} has not been done yet: {self.steps_done} have")
-        assert self._pace is not None
-        step = self.steps_done if step is None else step
-        if self._of_any(not self._pace.complete and recorder.durable_step < step):
-            self._refuse_between()
-            with self._ending_on_error():
-                self._pace.whole(self.steps_done)
-        recorder.wait(step)
-        if self._agreement is not None:
-            self._agreement.wait(step)
+        recorder, pace = self._usable(), self._pace
+        assert pace is not None
+        until = self.steps_done if step is None else step
 
-    def _of_any(self, needed: bool) -> bool:
-        """Whether a base is ``needed`` by any rank, where only bases make steps durable."""
-        return any(self._ranks.everyone(needed)) if self._replica is not None else needed
+        def lacks() -> bool:
+            """Whether only a base makes the step durable."""
+            if until > self.steps_done:
+                raise BadInput(f"step {until} has not been done yet: {self.steps_done} have")
+            if pace.complete or recorder.durable_step >= until:
+                return False
+            self._refuse_between()
+            return True
+
+        if any(self._ranks.all_do(lacks)):
+            with self._ending_on_error():
+                pace.whole(self.steps_done)
+        recorder.wait(until)
+        if self._agreement is not None:
+            self._agreement.wait(until)
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a base, and leave nothing behind: no hook, no thread, no lock. A second
@@ -416,6 +502,7 @@ class Checkpointer:
                 self._sigterm.restore()
             if self._agreement is not None:
                 self._agreement.close(orderly=save)
+            self._ranks.close()
             if self._recorder is None or not self._recorder.is_alive:
                 self._let_go()
         if save and self._sigterm is not None and self._sigterm.arrived:
@@ -456,13 +543,24 @@ class Checkpointer:
             with suppress(Exception):
                 self.close(save=False)
 
-    def _stop(self) -> None:
-        """After a SIGTERM to any rank: end at the step at which all can."""
-        if self._agreement is not None:
-            self._agreement.tell("stop", "yes")
-            if self._agreement.wait_for_stop() > self.steps_done:
-                return
-        self._leave()
+    def _meet(self, stop: bool) -> None:
+        """Do what all ranks do at once: end after a SIGTERM to any, or make a base."""
+        agreement = self._agreement
+        if agreement is None:
+            if stop:
+                self._leave()
+            return
+        if stop:
+            agreement.call(stop=True)
+        what = ""
+        with self._ending_on_error():
+            if agreement.called:
+                what = agreement.meet()
+            if what == "base":
+                assert self._pace is not None
+                self._pace.whole(self.steps_done)
+        if what == "stop":
+            self._leave()
 
     def _tell(self, error: BaseException) -> None:
         """Every rank of what keeps this one from going on."""
@@ -493,7 +591,7 @@ class Checkpointer:
         self._pool.close()
         self._state = self._look()
         self._tap.watch(self._state)
-        self._pool = SlotPool(self._codec.layouts(self._state), self._slots_that_fit())
+        self._pool = self._slot_pool(self._slots_that_fit())
         self._recorder.use(self._pool)
         self._pace.watch(self._state)
         self._pace.whole(self.steps_done)
@@ -513,8 +611,16 @@ class Checkpointer:
             self._slot_bytes(), self._memory, self._staging_bytes, BASE_BYTES_PER_STEP, BOUND
         )
 
+    def _slot_pool(self, count: int) -> SlotPool:
+        devices = devices_of(p.parameter for p in self._state.parameters)
+        return SlotPool(self._codec.layouts(self._state), count, devices)
+
     def _slot_bytes(self) -> int:
         return sum(layout.file_bytes for layout in self._codec.layouts(self._state))
+
+    def _stored_bytes(self) -> int:
+        """Of what this rank stores of the state."""
+        return sum(atom.nbytes for held in owned_by(self._state).values() for atom, _ in held.values())
 
     def _paced(self, recorder: Recorder, recovery: Recovery, same_cut: bool) -> Pace:
         """What makes bases. When this returns there is one that records of this cut may follow."""
@@ -528,9 +634,13 @@ class Checkpointer:
             restarted=self._sealer.forget, prefix=self._ranks.prefix, together=together,
         )  # fmt: skip
         if together is not None:
+            together.room = Allotment(
+                self._ranks, store, recorder, self._storage, self._stored_bytes, together.call
+            )
             self._agreement = together.agreement = Agreement(
                 self._ranks, recorder=recorder, steps_done=lambda: self.steps_done,
-                publish=together.publish_shares, follow=store.follow, deadline_seconds=self._deadline,
+                publish=together.publish_shares, follow=store.follow, is_there=store.has_writer,
+                deadline_seconds=self._deadline,
             )  # fmt: skip
         newest = store.newest_base
         if same_cut and newest is not None:
@@ -551,11 +661,7 @@ class Checkpointer:
         if residuals and self._recorder is not None:
             self._recorder.settle()  # a base that is under way may be of this very step
         needed = not pace.complete or bool(residuals and pace.base_step < self.steps_done)
-        if (
-            self._codec.error_feedback or self._replica is not None
-        ):  # each rank may know of another newest base
-            needed = any(self._ranks.everyone(needed))
-        if needed:
+        if any(self._ranks.everyone(needed)):  # of several ranks each may know of another newest base
             pace.whole(self.steps_done)
 
     def _progress(self) -> dict[str, Any]:

@@ -24,6 +24,10 @@ class ConfigError(BadInput):
     """A configuration key or value is wrong."""
 
 
+class RuleError(BadInput):
+    """A rule file is wrong, or does not fit the tensors that it is applied to."""
+
+
 class ModelNotSupported(BadInput):
     """The model has no repeated blocks, or its blocks cannot be run out of core."""
 

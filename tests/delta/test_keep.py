@@ -100,6 +100,35 @@ def test_an_abandoned_line_gives_way_when_the_new_one_has_its_own(tmp_path):
         assert first in [ref.step for ref in reader.line()]  # for good: it is of the new line too
 
 
+def commits(root):
+    """Those of lines that were left included."""
+    with LocalStore.read(root) as reader:
+        return reader.commits()
+
+
+def test_what_is_to_be_kept_of_a_line_that_was_left_stays_until_the_new_one_has_come_so_far(tmp_path):
+    """The newest, with its records, and those that are kept for good."""
+    keep = Keep(2, every=10)
+    trained(tmp_path, 100, base_every=10, keep=keep)
+    before = manifests(tmp_path)
+    first = before[-1].step
+    segments = {path.name for path in (tmp_path / "journal" / "rank-00000").iterdir()}
+    loop, checkpointer = start(tmp_path, base_every=1000, keep=keep)
+    with checkpointer:
+        checkpointer.resume(step=first)
+        go_on(loop, checkpointer, first + 3)
+        checkpointer.save()
+    assert {manifest.ref for manifest in before} <= set(commits(tmp_path)) and len(before) > 4
+    assert segments <= {path.name for path in (tmp_path / "journal" / "rank-00000").iterdir()}
+    loop, checkpointer = start(tmp_path, base_every=1000, keep=keep)
+    with checkpointer:
+        assert checkpointer.resume() == first + 3
+        go_on(loop, checkpointer, before[2].step)
+        checkpointer.save()
+    left = [ref.step for ref in commits(tmp_path) if ref.timeline == 1]
+    assert left == [m.step for m in before if m.step > before[2].step or m.step == first]
+
+
 def pruning_at(monkeypatch, reader, call, root, keep):
     """The writer prunes right before the reader's first ``call`` that is of a segment."""
     real, todo = getattr(reader.disk, call), [keep]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from types import SimpleNamespace
@@ -186,6 +187,20 @@ def test_a_step_lost_while_the_base_that_ends_a_gap_is_published_begins_another_
     other, again = start(tmp_path)
     with again:
         assert again.resume() == 40 and same(other.state(), states[40])
+
+
+@pytest.mark.parametrize("lost_when_shared, gap", [(1, True), (2, False)])
+def test_a_base_of_several_ranks_of_which_all_was_copied_before_a_loss_does_not_end_the_gap(
+    lost_when_shared, gap
+):
+    """One that the first rank publishes after the step was lost."""
+    pace = SimpleNamespace(
+        _together=SimpleNamespace(see_published=lambda bases: 7), _recorder=SimpleNamespace(put=lambda task: None),
+        _store=SimpleNamespace(measure=None), _published=deque(), _losses=2, _losses_when_shared=lost_when_shared,
+        bases=None, tuner=None, gap=True,
+    )  # fmt: skip
+    Pace._see_published(pace)
+    assert pace.base_step == 7 and pace.gap == gap
 
 
 # A disk that hangs while a base is made

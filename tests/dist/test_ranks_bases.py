@@ -86,3 +86,37 @@ def test_ranks_that_ask_for_different_steps_are_refused(world, tmp_path):
     ended(world.run(2, kind="ddp", root=tmp_path, steps=9, save_at=6, keep_last=9))
     said = world.run(2, kind="ddp", root=tmp_path, steps=9, resume_of={"0": {"step": 5}, "1": {"step": 8}})
     assert all("resume was called differently" in each["error"] for each in said)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("kind, more", [("ddp", {}), ("fsdp", {}), ("ddp", {"base_every": 3}), ("ddp", {"average": True})])
+def test_steps_that_one_rank_could_not_record_are_followed_by_a_base_of_all(world, tmp_path, kind, who, more):
+    """Its disk is behind for a while, and nobody waits for it but for that base."""
+    options = {"kind": kind, "when_behind": "commit", "base_every": 1000, "deadline_seconds": 40} | more
+    said = ended(world.run(2, root=tmp_path, steps=60, slow=[who, 5, 30], **options))
+    assert said[who]["lost"] > 3
+    assert all(each["recording"] and each["durable"] == 60 for each in said)
+    after = ended(world.run(2, root=tmp_path, steps=61, **options))
+    assert after[0]["resumed"] == 60 and after[0]["digests"]["60"] == said[0]["digests"]["60"]
+
+
+def test_what_was_durable_before_a_gap_of_one_rank_is_there_after_a_kill_in_it(world, tmp_path):
+    options = {"kind": "plain", "when_behind": "commit", "base_every": 1000, "deadline_seconds": 40}
+    cut = world.run(2, root=tmp_path, steps=60, slow=[1, 5, 60], kill=[1, 14], **options)
+    assert cut[1]["code"] == -9 and cut[1]["lost"] > 0
+    after = world.run(2, root=tmp_path, steps=60, **options)
+    durable = max(each["durable"] for each in cut)
+    assert all(durable <= each["resumed"] < 14 and each["finished"] for each in after)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("more", [{}, {"wait_at": 9}, {"save_at": 9}])
+def test_a_step_that_one_rank_lost_is_made_durable_by_what_all_wait_for(world, tmp_path, who, more):
+    """In ``close``, ``wait`` and ``save``, which the others call knowing nothing of it."""
+    options = {"kind": "ddp", "when_behind": "commit", "base_every": 1000, "deadline_seconds": 40}
+    said = ended(world.run(2, root=tmp_path, steps=9, lose_at=[who, 9], **options, **more))
+    assert [each["durable"] for each in said] == [9, 9]
+    with RunReader(tmp_path) as reader:
+        assert reader.head().step == 9 and reader.verify(reader.head()) == []
+    after = ended(world.run(2, root=tmp_path, steps=10, **options))
+    assert after[0]["resumed"] == 9 and after[0]["digests"]["9"] == said[0]["digests"]["9"]

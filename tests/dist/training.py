@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -24,9 +28,12 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.delta import agreement, helper, host, hosts, orphans, replica
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
+from holdfast.delta.powersgd import PowerSGD
 from holdfast.delta.replicas import Replicas
-from holdfast.errors import DiskFull
 from holdfast.delta.together import Together
+from holdfast.errors import BadInput, DiskFull
+from holdfast.io.queue import Throttle
+from read_only import make_read_only
 from replica_run import Forked, drifting
 from survive_run import digest
 
@@ -55,6 +62,28 @@ OPTIMIZERS = {
 }
 
 
+CODECS = {
+    "topk": TopK,
+    "int8": lambda block: Int8(int(block)),
+    "powersgd": lambda rank: PowerSGD(int(rank), start_step=2),
+}
+
+
+def strided() -> DTensor:
+    """A matrix of which each of two ranks holds two pieces."""
+    mesh, placement = init_device_mesh("cpu", (2,)), _StridedShard(0, split_factor=2)
+    return DTensor.from_local(torch.zeros(6, 7), mesh, [placement], shape=torch.Size((12, 7)), stride=(7, 1))
+
+
+SPOILT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "by a scaler": lambda model: {"scaler": torch.amp.GradScaler("cpu")},
+    "by a hook": lambda model: model.register_comm_hook(None, allreduce_hook) or {},
+    "by a scalar": lambda model: setattr(model.module, "scale", nn.Parameter(torch.ones(()))) or {},
+    "by strides": lambda model: setattr(model.first, "weight", nn.Parameter(strided())) or {},
+}
+"""What keeps a codec, or a model, from being used."""
+
+
 class Net(nn.Module):
     """Odd shapes, some smaller than the world, a frozen parameter, buffers."""
 
@@ -69,16 +98,34 @@ class Net(nn.Module):
         return self.second(self.dropout(torch.relu(self.norm(self.first(x))))) * self.scale
 
 
-def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False) -> nn.Module:
-    """A ``tiny`` one, or one of ``width`` 0, has one parameter and nothing else."""
+class Mlp(nn.Module):
+    """What tensor parallelism cuts, and a parameter that it does not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, width), nn.Linear(width, 3)
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))) * self.scale.sum()
+
+
+def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp: int = 0) -> nn.Module:
+    """A ``tiny`` one, or one of ``width`` 0, has one parameter and nothing else. ``mlp`` is the width of an ``Mlp``."""
     torch.manual_seed(0)
-    model = nn.Linear(7, 1, bias=False) if tiny or not width else Net(width)
+    model = nn.Linear(7, 1, bias=False) if tiny or not width else Mlp(mlp) if mlp else Net(width)
     if kind == "ddp":
         return DistributedDataParallel(model) if world_size > 1 else model
     if kind == "fsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     if kind == "hsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s")))
+    if kind in ("tp", "fsdp_tp"):
+        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
+        odd = {"first": ColwiseParallel(output_layouts=Replicate())}  # of which torch cannot cut the next layer alike
+        even = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], odd if mlp % 2 else even)
+        return fully_shard(model, mesh=mesh["data"]) if kind == "fsdp_tp" else model
     return model
 
 
@@ -99,7 +146,17 @@ def full(*_: Any, **__: Any) -> None:
     raise DiskFull("no space left")
 
 
+def left_here() -> list[int]:
+    """Threads and groups of this process."""
+    return [len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)]
+
+
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
+    if "topology" in order:
+        from dist import awkward
+
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+        return awkward.train(rank, world_size, say, **order)
     if world_size > 1 or order["kind"] == "fsdp":
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     train(rank, world_size, say, **order)
@@ -119,6 +176,10 @@ def train(
     signal_at: tuple[int, int] | None = None,
     failpoint: tuple[int, str] | None = None,
     raises: tuple[int, int] | None = None,
+    read_only: tuple[int, int] | None = None,
+    slow: tuple[int, int, int] | None = None,
+    lose_at: tuple[int, int] | None = None,
+    wait_at: int | None = None,
     unit_bytes: int = 100,
     save_at: int | None = None,
     save_every: int | None = None,
@@ -130,6 +191,8 @@ def train(
     codec: tuple[str, float] | None = None,
     width: int = 13,
     keep_last: int = 2,
+    keep_every: int | None = None,
+    least_storage: int | None = None,
     tiny: bool = False,
     unfreeze_at: int | None = None,
     clip: bool = True,
@@ -143,27 +206,36 @@ def train(
     killed_in: dict[str, float] | None = None,
     orphans_persist: bool = True,
     disk_fails_orphans: bool = False,
+    between: int | None = None,
+    options_of: dict[str, dict[str, Any]] | None = None,
+    edit_at: int | None = None,
+    spoilt: str | None = None,
+    mlp: int = 0,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step."""
     from holdfast import checkpointer as module
-    from holdfast.delta import bases
+    from holdfast.delta import allotment, bases
     from holdfast.store import journal
     from holdfast.store.retention import Keep
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    allotment.LEAST_STORAGE = least_storage or allotment.LEAST_STORAGE
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
-        options["codec"] = {"topk": TopK, "int8": lambda block: Int8(int(block))}[codec[0]](codec[1])
-    model = wrapped(kind, world_size, width, tiny)
+        options["codec"] = CODECS[codec[0]](codec[1])
+    model = wrapped(kind, world_size, width, tiny, mlp)
+    if spoilt is not None:
+        options |= SPOILT[spoilt](model)
     chosen = OPTIMIZERS[optimizer](model.parameters())
     resume = (resume_of or {}).get(str(rank), resume)
+    options |= (options_of or {}).get(str(rank), {})
     plain = getattr(model, "module", model)
     averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
     if averages is not None:
         options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
-    torch.manual_seed(100 + rank)
+    torch.manual_seed(100 + (rank // 2 if kind in ("tp", "fsdp_tp") else rank))  # one batch for both halves
     losses: list[float] = []
     digests: dict[int, str] = {}
     early: list[bool] = []
@@ -196,8 +268,9 @@ def train(
     if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
+    say(before=left_here())
     with Checkpointer(
-        root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last), **options
+        root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last, keep_every), **options
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness)
@@ -208,6 +281,9 @@ def train(
                 agreement.BUSY_SECONDS = agreement.IDLE_SECONDS = 60.0
                 agreement.Agreement.look_soon = lambda self: None
                 time.sleep(0.3)
+            if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
+                checkpointer._recorder.take_slot = lambda wait: None
+                checkpointer._pace._together.call = lambda: None
             if step == unfreeze_at:
                 plain.first.bias.requires_grad_(True)
             loss = model(torch.randn(5, 7)).pow(2).mean()
@@ -215,8 +291,10 @@ def train(
             loss.backward()
             if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
                 dist.all_reduce(plain.first.bias.grad)
-            if clip:
+            if clip and not mlp:  # torch cannot clip what is on several meshes
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if step == edit_at:
+                plain.first.weight.grad[2, 3] += 1e-3
             chosen.step()
             schedule.step()
             chosen.zero_grad()
@@ -228,6 +306,12 @@ def train(
                 os.kill(os.getpid(), signal.SIGTERM)
             if raises is not None and (rank, step) == tuple(raises):
                 raise ValueError("a mistake of the script")
+            if read_only is not None and (rank, step) == tuple(read_only):
+                checkpointer._recorder.wait(step - 1)
+                make_read_only(Path(root))
+            if slow is not None and rank == slow[0] and step in slow[1:]:
+                rate = 300_000 if step == slow[1] else None
+                checkpointer._queue._throttles[True] = Throttle(rate)
             digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
@@ -235,12 +319,27 @@ def train(
                 os.kill(os.getpid(), signal.SIGKILL)
             if average:  # which has been updated now
                 digests[step] = whole_state(model, chosen, averages)
+            if step == wait_at:
+                checkpointer.wait()
             time.sleep(pause)
             say(durable=checkpointer.durable_step, survives=checkpointer.replica_step)
+            if world_size > 1 and not options.get("replica"):
+                store = checkpointer._store
+                say(lost=checkpointer._pace._losses, recording=checkpointer._pace.recording)
+                say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._pace.bases.full_bytes)
+            if step == save_at and rank == between:  # of two steps
+                model(torch.ones(5, 7)).sum().backward()
+                chosen.step()
+                try:
+                    checkpointer.save()
+                except BadInput as error:
+                    say(refused=f"BadInput: {error}")
+                    time.sleep(1)  # a script that does not end at once
+                    raise ValueError("a mistake that is told later") from error
             if step == save_at or (save_every is not None and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
-    say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses)
+    say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses, after=left_here())
     if options.get("replica"):
         say(copied_again=checkpointer._tap.copied_again, early=sum(early))
     if dist.is_initialized():

@@ -1,11 +1,12 @@
 """Worlds: several ranks that train together, forked from a server that has torch loaded, over gloo on loopback.
 
-    with World() as world:
-        said = world.run(2, kind="ddp", root="run", steps=8)       # by rank, what it said
+with World() as world:
+    said = world.run(2, kind="ddp", root="run", steps=8)       # by rank, what it said
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -23,20 +24,22 @@ PATIENCE_SECONDS = 90.0
 
 
 class World:
-    """The test's end. Runs one world at a time."""
+    """The test's end. Runs one world at a time, whose ranks do what ``main`` of ``script`` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: str = "training") -> None:
         path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
         env = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": path}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, __file__, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, **ONE_THREAD, **env},
         )  # fmt: skip
 
     def run(self, world_size: int, **order: Any) -> list[dict[str, Any]]:
         """What each rank of a world said, put together, with ``code``: 0, or minus the signal that ended it."""
         assert self._process.stdin and self._process.stdout
-        print(json.dumps({"world_size": world_size, **order}, default=str), file=self._process.stdin, flush=True)
+        print(
+            json.dumps({"world_size": world_size, **order}, default=str), file=self._process.stdin, flush=True
+        )
         answer = json.loads(self._process.stdout.readline())
         assert not answer["late"], f"{order} took more than {PATIENCE_SECONDS:.0f} s: {answer['ranks']}"
         return answer["ranks"]
@@ -54,12 +57,16 @@ class World:
         self.close()
 
 
+def script() -> Any:
+    """The module that the ranks run."""
+    return importlib.import_module(f"dist.{sys.argv[1]}")
+
+
 def serve() -> None:
     import torch
     import torch._dynamo  # what an optimizer imports at its first step
 
-    import dist.training  # noqa: F401
-
+    script()
     torch.set_num_threads(1)
     for line in sys.stdin:
         print(json.dumps(_supervise(**json.loads(line))), flush=True)
@@ -87,8 +94,6 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
     import faulthandler
     import warnings
 
-    import dist.training
-
     faulthandler.dump_traceback_later(PATIENCE_SECONDS - 5, exit=True)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
@@ -103,7 +108,7 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
     warned: list[str] = []
     warnings.showwarning = note
     try:
-        dist.training.main(rank, world_size, f"file://{folder}/rendezvous", say, **order)
+        script().main(rank, world_size, f"file://{folder}/rendezvous", say, **order)
     except BaseException as error:
         import traceback
 

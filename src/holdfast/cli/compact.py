@@ -31,7 +31,7 @@ def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
         return
     print(
         f"{run}@{base.step} is a base now, {format_bytes(base.total_bytes)}, made from that of step {done.from_step:,}"
-        f" and the records of {counted(watch.replayed_records, 'step')}."
+        f" and the records of {counted(watch.replayed_records // len(base.streams), 'step')}."
     )
     if done.dropped:
         print(f"Steps {done.from_step:,} to {base.step - 1:,} are gone, unless an older base leads to them.")

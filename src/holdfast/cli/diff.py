@@ -1,4 +1,4 @@
-"""``diff``: two commits compared tensor by tensor, whatever files their bytes lie in.
+"""``diff``: two states compared tensor by tensor, whatever wrote them and whatever files their bytes lie in.
 
 Equal means equal bits: -0.0 differs from 0.0, and a NaN equals the same NaN. Where bits differ, the largest
 difference of the values tells rounding from damage.
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from rich.markup import escape
 
-from ..errors import BadInput
-from ..store.manifest import Manifest
-from ..store.reader import RunReader
+from ..state.atoms import Atom
 from ..units import format_bytes
+from ..universal.load import read_flat
+from ..universal.source import Source, Stored
+from .foreign import about, named, with_sources
 from .output import console, plain_table, print_json, print_table
-from .runs import label, summary, with_commits
 
 CHUNK = 1 << 20
 """Elements compared at once: the copies made for it stay small."""
@@ -33,52 +33,75 @@ DTYPES = {
 
 
 def diff(a: str, b: str, *, as_json: bool) -> bool:
-    """Print how the commits ``a`` and ``b`` differ; True if they do not."""
-    return with_commits([a, b], partial(_diff, as_json=as_json))
+    """Print how the states ``a`` and ``b`` differ, of whatever formats; True if they do not."""
+    return with_sources([a, b], partial(_diff, as_json=as_json))
 
 
-def _diff(reader_a: RunReader, a: Manifest, reader_b: RunReader, b: Manifest, *, as_json: bool) -> bool:
-    for reader, manifest in ((reader_a, a), (reader_b, b)):
-        if manifest.oldest_step < manifest.step:
-            raise BadInput(
-                f"{label(reader, manifest)} is a base whose parts are of steps {manifest.oldest_step} to"
-                f" {manifest.step}: only a resume brings them to one, so comparing them would mislead."
-                " Compare bases that save() made."
-            )
-    found = compare(reader_a, a, reader_b, b)
+def _diff(a: Source, b: Source, *, as_json: bool) -> bool:
+    found = compare(a, b)
     if as_json:
-        print_json({"a": summary(a), "b": summary(b), **found})
+        print_json({"a": about(a), "b": about(b), **found})
     else:
-        print(f"a  {label(reader_a, a)}")
-        print(f"b  {label(reader_b, b)}")
+        print(f"a  {named(a)}")
+        print(f"b  {named(b)}")
         _print(found)
     return found["equal"]
 
 
-def compare(reader_a: RunReader, a: Manifest, reader_b: RunReader, b: Manifest) -> dict[str, Any]:
+def compare(a: Source, b: Source) -> dict[str, Any]:
     """What differs: atoms that only one has, that are of another kind, and that hold other bits."""
-    in_a, in_b = reader_a.atoms(a), reader_b.atoms(b)
+    in_b = _as_in(a, b)
     different, other_kind, nbytes = [], [], 0
-    for key in (key for key in in_a if key in in_b):
-        kind_a, kind_b = _kind_of(in_a[key]), _kind_of(in_b[key])
+    for key in (key for key in a.atoms if key in in_b):
+        left, right = a.atoms[key], in_b[key]
+        kind_a, kind_b = _kind_of(left.atom), _kind_of(right.atom)
         if kind_a != kind_b:
             other_kind.append({"atom": key, "a": kind_a, "b": kind_b})
             continue
-        left, right = reader_a.read_atom(a, in_a[key]), reader_b.read_atom(b, in_b[key])
-        nbytes += len(left)
-        if left != right:
-            different.append({"atom": key, **compare_bytes(left, right, in_a[key]["dtype"])})
-    only_a, only_b = [key for key in in_a if key not in in_b], [key for key in in_b if key not in in_a]
+        nbytes += left.atom.nbytes
+        found = _compare_atoms(a, left, b, right)
+        if found["differing"]:
+            different.append({"atom": key, **found})
+    only_a, only_b = [key for key in a.atoms if key not in in_b], [key for key in in_b if key not in a.atoms]
     return {
         "equal": not (different or other_kind or only_a or only_b),
-        "compared": len(in_a) - len(only_a) - len(other_kind),
+        "compared": len(a.atoms) - len(only_a) - len(other_kind),
         "bytes": nbytes,
         "different": different,
         "other_kind": other_kind,
         "only_in_a": only_a,
         "only_in_b": only_b,
-        "progress": [key for key in a.progress | b.progress if a.progress.get(key) != b.progress.get(key)],
+        "progress": [
+            key for key in {**a.progress, **b.progress} if a.progress.get(key) != b.progress.get(key)
+        ],
     }
+
+
+def _as_in(a: Source, b: Source) -> dict[str, Stored]:
+    """The atoms of ``b`` by the keys that ``a`` has them under: formats that know no buffers call them parameters."""
+    found = {}
+    for key, stored in b.atoms.items():
+        other = f"{stored.atom.name}/{'buffer' if stored.atom.slot == 'param' else 'param'}"
+        swapped = stored.atom.slot in ("param", "buffer") and key not in a.atoms and other in a.atoms
+        found[other if swapped else key] = stored
+    return found
+
+
+def _compare_atoms(a: Source, left: Stored, b: Source, right: Stored) -> dict[str, Any]:
+    """As ``compare_bytes``, a stretch of both at a time."""
+    count, largest, atom = 0, 0.0, left.atom
+    known = True
+    for start in range(0, atom.elements, CHUNK):
+        stop = min(start + CHUNK, atom.elements)
+        x, y = (
+            read_flat(source, stored, start, stop).tobytes() for source, stored in ((a, left), (b, right))
+        )
+        if x != y:
+            found = compare_bytes(x, y, atom.dtype)
+            count += found["differing"]
+            known = known and found["largest"] is not None
+            largest = max(largest, found["largest"] or 0.0)
+    return {"elements": atom.elements, "differing": count, "largest": largest if known else None}
 
 
 def compare_bytes(a: bytes | bytearray, b: bytes | bytearray, dtype: str) -> dict[str, Any]:
@@ -106,8 +129,8 @@ def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
     return bits.astype(np.float64)
 
 
-def _kind_of(atom: dict[str, Any]) -> dict[str, Any]:
-    return {"shape": atom["shape"], "dtype": atom["dtype"]}
+def _kind_of(atom: Atom) -> dict[str, Any]:
+    return {"shape": list(atom.shape), "dtype": atom.dtype}
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,12 +16,16 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 
 from ..errors import CommitRetired, Damaged
-from ..store.chain import chain_of, read_journal, verify_records
+from ..store.chain import last_step, verify_records
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
+from ..store.target import Target, holds_run
 from ..units import counted, format_bytes
 from .output import console, plain_table, print_facts, print_json, print_table
 from .runs import label, local_time, open_run, summary, with_commits
+
+if TYPE_CHECKING:
+    from ..universal.source import Source
 
 
 def ls(run: Path, *, as_json: bool) -> None:
@@ -34,7 +38,7 @@ def ls(run: Path, *, as_json: bool) -> None:
         try:
             manifest = reader.load(ref)
             entry |= summary(manifest) | {
-                "records_to": _records_to(reader, manifest) if ref in line else ref.step
+                "records_to": last_step(reader, manifest) if ref in line else ref.step
             }
         except CommitRetired:  # since it was listed
             continue
@@ -56,14 +60,12 @@ def ls(run: Path, *, as_json: bool) -> None:
     print_table(console(), table)
 
 
-def _records_to(reader: RunReader, manifest: Manifest) -> int:
-    """The last step that records after a commit lead to, by their headers."""
-    chains = [chain_of(manifest, stream, read_journal(reader, stream), None) for stream in manifest.streams]
-    return min((chain.last.step for chain in chains), default=manifest.step)
-
-
 def show(commit: str, *, as_json: bool) -> None:
     """Print what a commit holds: where it came from, and its tensors."""
+    if is_foreign(commit):
+        from .foreign import show as show_foreign
+
+        return show_foreign(open_foreign(commit), as_json=as_json)
     with_commits([commit], partial(_show, as_json=as_json))
 
 
@@ -85,6 +87,10 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
 def verify(commit: str, *, as_json: bool) -> bool:
     """Print whether every byte of a commit is as it was written; the same as the return value."""
     try:
+        if is_foreign(commit):
+            from .foreign import verify as verify_foreign
+
+            return verify_foreign(open_foreign(commit), as_json=as_json)
         return with_commits([commit], partial(_verify, as_json=as_json))
     except Damaged as error:
         if as_json:
@@ -113,6 +119,23 @@ def _verify(reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
         if last > manifest.step:
             print(f"So are the records of {counted(last - manifest.step, 'step')} after it, to step {last:,}")
     return not damaged
+
+
+def is_foreign(text: str) -> bool:
+    """Whether ``text`` is a path of a format of another library. What knows those formats is loaded only where no run
+    is."""
+    path = Path(text)
+    if holds_run(Target.parse(text).run) or not path.exists():
+        return False
+    from ..universal.convert import format_of
+
+    return format_of(path) is not None
+
+
+def open_foreign(text: str) -> Source:
+    from ..universal.convert import open_source
+
+    return open_source(Path(text))
 
 
 def _facts(manifest: Manifest, atoms: list[dict[str, Any]]) -> dict[str, str]:

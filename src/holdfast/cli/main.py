@@ -173,6 +173,37 @@ def compact(
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SRC", help="RUN, RUN@STEP, or a state of another library: `holdfast show` says."
+        ),
+    ],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="What is made; not there yet.")],
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp or deepspeed.")
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="bf16", help="Of floating-point parameters; else as they are."),
+    ] = None,
+    file_size: Annotated[
+        str, typer.Option("--file-size", metavar="5GB", help="Limit of one file, for huggingface.")
+    ] = "5GB",
+    stage: Annotated[
+        int | None,
+        typer.Option("--stage", min=1, max=3, help="Of ZeRO, for deepspeed: the one that will load it."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
+    from .convert import convert as convert_state
+
+    convert_state(source, destination, to, dtype=dtype, file_size=file_size, stage=stage, as_json=json)
+
+
+@app.command()
 def plan(
     context: typer.Context,
     cadence: Annotated[
@@ -240,6 +271,46 @@ def plan(
     from .plan import plan as show_plan
 
     show_plan(context.params, {option.name: option.opts[0] for option in context.command.params})
+
+
+rules = typer.Typer(
+    help="Rules, for layouts that a format does not record: docs/moves.md.", no_args_is_help=True
+)
+app.add_typer(rules, name="rules")
+
+
+@rules.command("infer")
+def rules_infer(commit: Commit) -> None:
+    """Print the rules that a run is cut by, to edit."""
+    from .rules import infer
+
+    infer(commit)
+
+
+@rules.command("check")
+def rules_check(
+    file: Annotated[str, typer.Argument(metavar="RULES", help="A file of rules, or the name of a pack.")],
+    commit: Commit,
+    values: Annotated[
+        Path | None,
+        typer.Option("--values", metavar="JSON", help="Numbers that the rules name, such as a config.json."),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Apply rules to what the ranks of a run stored; exit 1 if any tensor would lie otherwise than it does."""
+    from .rules import check
+
+    raise typer.Exit(0 if check(file, commit, values, as_json=json) else 1)
+
+
+@rules.command("packs")
+def rules_packs(
+    name: Annotated[str | None, typer.Argument(metavar="PACK", help="Print this one.")] = None,
+) -> None:
+    """List the packs of rules that come with this."""
+    from .rules import show_packs
+
+    show_packs(name)
 
 
 def main() -> None:

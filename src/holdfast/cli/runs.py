@@ -5,10 +5,8 @@ Only reading: no lock is taken and nothing is written, so a run may be looked at
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,29 +14,10 @@ from ..errors import NoCommit
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.reader import RunReader, again_if_retired
+from ..store.target import Target
 from .record import NAME, read_record, state_directory
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A commit as it was named; without a step the newest one.
-
-    >>> Target.parse("runs/7b@1200.t2")
-    Target(run=PosixPath('runs/7b'), step=1200, timeline=2)
-    """
-
-    run: Path
-    step: int | None = None
-    timeline: int | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Target:
-        match = re.fullmatch(r"(.+)@(\d+)(?:\.t(\d+))?", text)
-        if match is None or Path(text).is_dir():
-            return cls(Path(text))
-        return cls(Path(match[1]), int(match[2]), int(match[3]) if match[3] else None)
 
 
 def with_commits(texts: Sequence[str], read: Callable[..., T]) -> T:

@@ -1,8 +1,12 @@
 """Agreement: what all ranks have, found out in the background, so that training waits for nobody.
 
 A thread in each rank tells the board how far its records are durable, and reads what the others told. A step is durable
-when it is on every rank. The first rank makes bases commits when every rank has its share, and settles the step at
-which all stop. A rank that fails says so, and every other raises ``RankFailed`` with its name and its text.
+when it is on every rank. The first rank makes bases commits when every rank has its share. A rank that fails says so,
+and every other raises ``RankFailed`` with its name and its text.
+
+Ranks *meet* at the end of a step where all must do something at once: make a base, or stop. Any of them calls, each
+says at which step it is, and asks at the end of every step from then on; the greatest step that any can still finish
+is where they meet. So nobody waits in a collective of the training for one that waits here.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from ..errors import RankFailed
 from .ranks import Ranks
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.2
 """Between two looks at the board, while something is expected and otherwise."""
+
+PROBE_SECONDS = 1.0
+"""Between two looks of the first rank whether the others are there."""
 
 GRACE_SECONDS = 20.0
 """How long a rank that is to stop waits for the others to say where they are."""
@@ -48,14 +53,17 @@ class Standing:
     """The number of the base that was made a commit last."""
     given_up: int = 0
     """The number of the base, not before that one, that was given up last."""
-    stop_at: int | None = None
-    """The step after which all end."""
+    called: int = 0
+    """The number of the meeting that somebody has called last."""
+    settled: tuple[int, int, str] = (0, 0, "")
+    """Of the last meeting of which that is known: its number, the step at which it is, and what for."""
 
 
 class Agreement:
     """``recorder`` knows how far this rank is durable. ``publish`` is called on the first rank, with where the shares
-    of a base are by rank; ``follow`` on the others when it has returned there; ``hear`` on all, with what is known now.
-    All run on the thread of this object. ``sure`` is what a step is that all ranks have.
+    of a base are by rank; ``follow`` on the others when it has returned there; ``hear`` on all, with what is known now;
+    ``is_there`` says on the first whether the process of another rank still writes the run. All run on the thread of
+    this object. ``sure`` is what a step is that all ranks have.
     """
 
     def __init__(
@@ -68,12 +76,16 @@ class Agreement:
         follow: Callable[[], None],
         hear: Callable[[Standing], None] = lambda standing: None,
         sure: str = "durable",
+        is_there: Callable[[int], bool] = lambda rank: True,
         deadline_seconds: float,
     ) -> None:
         """Called on all ranks, and waits for them."""
         self._ranks, self._recorder, self._steps_done = ranks, recorder, steps_done
         self._publish, self._follow, self._deadline = publish, follow, deadline_seconds
         self._hear, self._sure = hear, sure
+        self._is_there, self._probe_at = is_there, 0.0
+        self._seen: set[int] = set()
+        ranks.tell_lost = self._tell_lost
         start = recorder.durable_step
         common = {
             "durable": f"{start} 0",
@@ -81,19 +93,21 @@ class Agreement:
             "published": "0",
             "given_up": "0",
             "stop": "",
-            "stop_at": "",
+            "called": "0",
+            "settled": json.dumps([0, 0, ""]),
             "failed": "",
         }
         own = {"own": str(start), "share": "", "at": "", "closed": ""}
         every = {f"{name}/{rank}": own[name] for name in own for rank in range(ranks.world_size)}
         self._keys = [*common, *every] if ranks.rank == 0 else list(common)
-        self._board: dist.TCPStore = ranks.board(common | every, deadline_seconds)
+        self._board: Any = ranks.board(common | every, deadline_seconds)
         self._said: dict[str, str] = {}
         self._say: dict[str, str] = {}
         self._lock = threading.Condition()
         self.standing = Standing(start)
         self.stopping = False
-        """Whether all ranks are about to stop: this one may finish the step it is in, and asks before the next."""
+        """Whether all ranks are about to stop."""
+        self._met = self._answered = 0
         self.failure: BaseException | None = None
         self._leading, self._newest_base = threading.Lock(), 0
         self._closing = self._all_closed = False
@@ -145,15 +159,41 @@ class Agreement:
         deadline, and as ``check``."""
         self._until(lambda: self.standing.durable_step >= step, f"step {step} to be durable")
 
-    def wait_for_stop(self) -> int:
-        """The step at which all ranks stop; asked at the end of a step, once ``stopping``."""
-        self.tell(f"at/{self._ranks.rank}", json.dumps([self._steps_done(), True]))
+    @property
+    def called(self) -> bool:
+        """Whether all are to meet: this rank may finish the step it is in, and asks before the next."""
+        return self.standing.called > self._met
+
+    def call(self, stop: bool = False) -> None:
+        """Call all ranks to make a base at once, or to stop."""
+        with self._lock:
+            if stop:
+                self.stopping = True
+                self._say["stop"] = "yes"
+            self.standing.called = max(self.standing.called, self._met + 1)
+            self.tell("called", str(self.standing.called))
+
+    def meet(self) -> str:
+        """Asked at the end of a step, once ``called``: what all ranks do now, "stop" or "base"; empty if that is after
+        a later step. Raises ``RankFailed`` if that does not become known; who is to stop does so by itself then."""
+        number, step = self.standing.called, self._steps_done()
+        with self._lock:
+            self._answered = number
+            self.tell(f"at/{self._ranks.rank}", json.dumps([number, step, True]))
         try:
-            self._until(lambda: self.standing.stop_at is not None, "the others to stop", GRACE_SECONDS)
+            seconds = GRACE_SECONDS if self.stopping else None
+            self._until(
+                lambda: self.standing.settled[0] >= number, "the others to say where they are", seconds
+            )
         except RankFailed:
-            return self._steps_done()
-        assert self.standing.stop_at is not None
-        return self.standing.stop_at
+            if self.stopping:
+                return "stop"
+            raise
+        _, at, what = self.standing.settled
+        if at > step:
+            return ""
+        self._met = number
+        return what
 
     def close(self, orderly: bool) -> None:
         """End the thread. ``orderly``: the first rank, which serves the board, waits for the others."""
@@ -165,8 +205,18 @@ class Agreement:
             self._closing = True
             self._lock.notify_all()
         self._thread.join(self._deadline)
-        if self._ranks.rank == 0 and "failed" in self._said:
-            time.sleep(2 * IDLE_SECONDS)  # the board goes with this process, and the others are to see why
+        if self._ranks.rank == 0 and ("failed" in self._said or self.failure is not None):
+            time.sleep(2 * IDLE_SECONDS)  # the board goes now, and the others are to see why
+        if not self._thread.is_alive():
+            self._board = None
+
+    def _tell_lost(self) -> None:
+        """Raise why another rank did not come, if that is heard of soon."""
+        end = time.monotonic() + 2 * PROBE_SECONDS
+        with self._lock:
+            while self.failure is None and time.monotonic() < end:
+                self._lock.wait(BUSY_SECONDS)
+        self.check()
 
     def _may_leave(self) -> bool:
         return self._ranks.rank != 0 or self._all_closed
@@ -213,7 +263,7 @@ class Agreement:
 
     def _look(self) -> bool:
         """Tell what is new here, read what is new elsewhere. Whether more is expected soon."""
-        own = self._recorder.durable_step
+        own, lost = self._recorder.durable_step, self._lost()
         with self._lock:
             say, self._say = self._say, {}
         say[f"own/{self._ranks.rank}"] = str(own)
@@ -225,8 +275,9 @@ class Agreement:
         found = {key: value.decode() for key, value in zip(self._keys, values, strict=True)}
         if self._ranks.rank == 0:
             self._lead(found)
+            self._report(lost, found)
         self._note(found)
-        return own < self._steps_done() or self.standing.durable_step < own or self.stopping
+        return own < self._steps_done() or self.standing.durable_step < own or self.called
 
     def _lead(self, found: dict[str, str]) -> None:
         """What the first rank does for all: find the step that is durable everywhere, publish, settle where to stop."""
@@ -251,9 +302,29 @@ class Agreement:
                 if wanted == self._newest_base:
                     self._publish([share[2] for share in shares])
                     settle("published", str(wanted))
-        if not found["stop_at"] and None not in places:
-            settle("stop_at", str(max(step if waits else step + 1 for step, waits in places)))
+        called = int(found["called"])
+        if called > json.loads(found["settled"])[0] and all(at and at[0] == called for at in places):
+            step = max(step if waits else step + 1 for _, step, waits in places)
+            settle("settled", json.dumps([called, step, "stop" if found["stop"] else "base"]))
         self._all_closed = all(found[f"closed/{r}"] for r in range(self._ranks.world_size))
+
+    def _lost(self) -> list[int]:
+        """On the first rank: those of which the process is there no more. Asked before the board is, on which they may
+        have said that they are done. Where locks of another host are not seen, nobody is missed."""
+        now = time.monotonic()
+        if self._ranks.rank or now < self._probe_at:
+            return []
+        self._probe_at = now + PROBE_SECONDS
+        there = set(filter(self._is_there, range(1, self._ranks.world_size)))
+        self._seen |= there
+        return sorted(self._seen - there)
+
+    def _report(self, lost: list[int], found: dict[str, str]) -> None:
+        """Tell all of a rank that is not there and has said nothing."""
+        silent = [rank for rank in lost if not found[f"closed/{rank}"]]
+        if silent and not found["failed"]:
+            found["failed"] = f"rank {silent[0]} has ended without a word, or closed without saving."
+            self._board.set("failed", found["failed"])
 
     def _note(self, found: dict[str, str]) -> None:
         published = int(found["published"])
@@ -264,10 +335,12 @@ class Agreement:
             standing.durable_step, standing.behind = map(int, found["durable"].split())
             standing.base_wanted, standing.published = int(found["base"]), published
             standing.given_up = int(found["given_up"])
-            standing.stop_at = int(found["stop_at"]) if found["stop_at"] else None
-            if found["stop"] and not self.stopping:
-                self.stopping = True
-                self._say.setdefault(f"at/{self._ranks.rank}", json.dumps([self._steps_done(), False]))
+            standing.settled = tuple(json.loads(found["settled"]))
+            standing.called = max(standing.called, int(found["called"]))
+            self.stopping = self.stopping or bool(found["stop"])
+            if standing.called > max(self._met, self._answered):
+                self._answered = standing.called
+                self._say[f"at/{self._ranks.rank}"] = json.dumps([self._answered, self._steps_done(), False])
             if found["failed"] and self.failure is None:
                 self.failure = RankFailed(
                     f"{found['failed']} Step {standing.durable_step} is {self._sure} on all ranks: start them again to"

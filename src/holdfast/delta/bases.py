@@ -22,7 +22,7 @@ from ..errors import DoesNotFit
 from ..io.buffers import Buffer
 from ..state.atoms import Atom
 from ..state.boxes import Box
-from ..state.live import BUFFERS, RESIDUAL, Held, LiveState
+from ..state.live import BUFFERS, CARRIED, Held, LiveState
 from ..store.generations import Generations
 from ..store.layout import Layout
 from ..store.local import LocalStore
@@ -164,6 +164,7 @@ class BaseMaker:
         written. Durable when this returns. On the recorder's thread."""
         manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress))
         self._store.prune_journal()
+        self._store.measure()
         return manifest
 
     def share(self, progress: dict[str, Any]) -> Share:
@@ -228,10 +229,12 @@ class BaseMaker:
         files = [unit.files for unit in units if unit.files is not None]
         nbytes, store = self._store.space_needed(files), self._store
         if nbytes and not store.make_room(nbytes):
+            least = int((store.used_bytes + nbytes + self.full_bytes) / store.cap_share)
+            who = "what this rank stores" if store.cap_share < 1 else "the run"
             raise DoesNotFit(
-                f"storage = {format_bytes(store.cap_bytes or 0)} is too little: {store.root} takes"
-                f" {format_bytes(store.used_bytes)}, and the files for bases of {format_bytes(self.full_bytes)} take"
-                f" {format_bytes(nbytes)} more. Give at least {store.used_bytes + nbytes + self.full_bytes} bytes."
+                f"storage = {format_bytes(store.told_cap_bytes)} is too little: of"
+                f" {store.root}, {who} takes {format_bytes(store.used_bytes)}, and the files for bases of"
+                f" {format_bytes(self.full_bytes)} take {format_bytes(nbytes)} more. Give at least {least} bytes."
             )
         for each in files:
             each.create()
@@ -307,7 +310,7 @@ def _unit(prefix: str, number: int, owners: tuple[str, ...], owned: dict[str, He
     atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
     layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    late = any(atom.slot == RESIDUAL for atom in atoms)
+    late = any(atom.slot in CARRIED for atom in atoms)
     return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=late)
 
 
@@ -328,7 +331,7 @@ def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
     filled, was_late = 0, False
     for owner, held in owned.items():
         nbytes = sum(atom.nbytes for atom, _ in held.values())
-        late = any(atom.slot == RESIDUAL for atom, _ in held.values())
+        late = any(atom.slot in CARRIED for atom, _ in held.values())
         if not groups or filled + nbytes > UNIT_BYTES or late != was_late:
             groups.append([])
             filled, was_late = 0, late

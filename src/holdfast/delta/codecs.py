@@ -19,9 +19,10 @@ from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..store.layout import Layout
 from .image import METADATA
+from .lowrank import multiplied
 from .quantise import scaled
 from .slots import Slot, tensors_of
-from .sparse import Arrays, spread
+from .sparse import Arrays, Take, spread
 from .squeeze import squeeze, unsqueeze
 
 Trained = Sequence[tuple[str, torch.Tensor]]
@@ -95,9 +96,8 @@ class Exact(Codec):
         part = slot.parts[index]
         if consumed:
             with torch.no_grad():
-                torch._foreach_copy_(
-                    [slot.tensors[index][name] for name in consumed], list(consumed.values())
-                )
+                targets = [slot.tensors[index][name] for name in consumed]
+                torch._foreach_copy_(targets, list(consumed.values()), non_blocking=slot.non_blocking)
         if self.compress:  # squeezing was done in place
             part[: len(slot.layouts[index].header)] = slot.layouts[index].header
         return part
@@ -148,7 +148,7 @@ def decode(
     arrays, found = ArrayReader(tensors_of(part)), {}
     for name in sorted(parameters.keys() - without):
         like = local_of(parameters[name].detach())
-        found[name] = expand(held, arrays.take, like.numel(), like.dtype).view(like.shape)
+        found[name] = expand(held, arrays.on(like.device), like.numel(), like.dtype).view(like.shape)
     arrays.check_end()
     return found
 
@@ -159,6 +159,8 @@ def expand(held: Mapping[str, Any], take: Any, elements: int, dtype: torch.dtype
         return spread(take, elements, dtype, held["block"])
     if held["kind"] == "int8":
         return scaled(take, elements, dtype, held["block"])
+    if held["kind"] == "lowrank":
+        return multiplied(take, elements, dtype)
     raise RunMismatch(
         f"a record holds gradients as {held['kind']!r}, which this version does not know. Resume with the version that"
         " wrote the run."
@@ -181,6 +183,10 @@ class ArrayReader:
             raise _other_parameters()
         self._taken[key] = start + count
         return found
+
+    def on(self, device: torch.device) -> Take:
+        """``take``, with what it gives moved to ``device``, where training expanded it."""
+        return lambda name, dtype, count: self.take(name, dtype, count).to(device)
 
     def check_end(self) -> None:
         if any(self._arrays[key].numel() != taken for key, taken in self._taken.items()):

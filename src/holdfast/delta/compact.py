@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from .. import failpoints
 from ..errors import BadInput, Damaged, NoCommit
 from ..state.live import LiveState
-from ..store.chain import chain_of, read_journal
-from ..store.journal import StoredRecord, streams
 from ..store.local import LocalStore, Written
 from ..store.manifest import Manifest, Point
 from ..store.pruning import reach_needs
@@ -21,6 +19,7 @@ from ..store.retention import Keep
 from .bases import divided, of_one_base, owned_by
 from .holder import rebuilt
 from .image import Image
+from .line import Differs, Line
 from .ranks import Ranks
 from .recovery import recover
 from .script import NoScript
@@ -48,26 +47,19 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
     """
     with LocalStore.open(root, keep=EVERYTHING) as store:
         old = _base_before(store, to)
-        stream = _only_stream(store, old)
-        target = chain_of(old, stream, read_journal(store, stream), to).last.step
+        line = Line.of(store, old, to)
+        target = line.step
         if target == old.step or (to is not None and target != to):
             raise NoCommit(f"{root}: {_nothing_to_do(old, to, target)}")
         _refuse_damaged(store, old)
         state = rebuilt(old, store.atoms(old))
-        found = recover(store, state, NoScript(), ranks=Ranks(), target=target, watch=watch)
-        point, odd = found.point, found.odd
-        if point.step != target:
-            raise BadInput(
-                f"{root} cannot be replayed to step {target} without its script: "
-                f"{(odd or ['the records end before it.'])[0]} Nothing was removed."
-            )
-        if found.residuals_lost:
+        if line.residuals_lost:
             raise BadInput(
                 f"{root} cannot be compacted to step {target}: training had residuals of error feedback there, which"
                 " records cannot bring forward. Nothing was removed. A base with them is what the script makes: call"
                 " save() of its Checkpointer."
             )
-        new = _write(store, state, point, old)
+        new = _shared(line, state, watch) if old.shares else _alone(line, state, watch)
         failpoints.reach("after_compacted")
         damaged = store.verify(new)
         if damaged:
@@ -75,18 +67,11 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
                 f"the new base of step {new.step} is not whole, and nothing was removed: {damaged[0]}"
             )
         if to is not None:
-            line = [store.load(ref) for ref in store.line() if ref != old.ref]
+            others = [store.load(ref) for ref in store.line() if ref != old.ref]
             beside = [store.load(ref) for ref in store.commits() if ref not in store.line()]
-            needed = reach_needs(store, line) + [(manifest.oldest_step, None) for manifest in beside]
+            needed = reach_needs(store, others) + [(manifest.oldest_step, None) for manifest in beside]
             store.retire([old.ref], needed)
         return Compacted(new, old.step, to is not None)
-
-
-def _only_stream(store: LocalStore, base: Manifest) -> str:
-    here = streams(store.disk)
-    if base.shares or len(here) != 1:
-        raise BadInput(f"{store.root} has records of {len(here)} processes; a run of one can be compacted")
-    return here[0]
 
 
 def _base_before(store: LocalStore, to: int | None) -> Manifest:
@@ -110,24 +95,66 @@ def _refuse_damaged(store: LocalStore, base: Manifest) -> None:
         raise Damaged(f"nothing was changed, since the base of step {base.step} is damaged: {damaged[0]}")
 
 
-def _write(store: LocalStore, state: LiveState, point: Point, old: Manifest) -> Manifest:
-    """A base of ``point``, which ``state`` is at. Durable when this returns."""
+def _alone(line: Line, state: LiveState, watch: Recovery | None) -> Manifest:
+    """The base of one process, replayed in ``state``. Durable when this returns."""
+    store, target, [stream] = line.store, line.step, line.chains
+    found = recover(store, state, NoScript(), ranks=Ranks(), target=target, watch=watch)
+    _refuse_earlier(line, target, found.point.step, found.odd)
+    files, index = _written(store, state, found.point)
+    progress = _progress(line, stream, state)
+    return store.insert(found.point, files, store.put_index(index), progress)
+
+
+def _shared(line: Line, state: LiveState, watch: Recovery | None) -> Manifest:
+    """The base of several ranks, each part replayed in its writer's cut, so that its records can follow. Durable when
+    this returns."""
+    store, target, shares = line.store, line.step, {}
+    line.watch = watch or line.watch
+    line.watch.begins(line.base, list(line.chains.values()))
+    point = line.point
+    try:
+        for stream, ghost in line.parts(state):
+            _refuse_earlier(line, target, line.step, [str(line.odd)])
+            files, index = _written(store, ghost, point, f"{stream}.")
+            progress = _progress(line, stream, ghost)
+            steps = dict.fromkeys(files, target)
+            shares[stream] = store.share(target, files, store.put_index(index), progress, steps)
+    except Differs as error:
+        _refuse_earlier(line, target, error.step - 1, [str(error)])
+    line.watch.ended()
+    return store.insert_shares(point, shares)
+
+
+def _refuse_earlier(line: Line, target: int, step: int, odd: list[str]) -> None:
+    """Raise ``BadInput`` where replay ended before ``target``."""
+    if step != target:
+        raise BadInput(
+            f"{line.store.root} cannot be replayed to step {target} without its script: "
+            f"{(odd or ['the records end before it.'])[0]} Nothing was removed."
+        )
+
+
+def _written(
+    store: LocalStore, state: LiveState, point: Point, prefix: str = ""
+) -> tuple[Written, dict[str, Any]]:
+    """The files of what ``state`` holds, durable, and the index that says what is in them."""
     owned = owned_by(state)
-    units, index = divided(owned, state)
+    units, index = divided(owned, state, prefix)
     files: Written = {}
     for unit in units:
         unit.files = made = store.unit(unit.name, unit.layout, copies=1)
         made.create()
-        tensors = unit.tensors_of(owned)
         generation = store.free_generation(made)
-        fill = Image(unit.layout, tensors).fill
+        fill = Image(unit.layout, unit.tensors_of(owned)).fill
         files[unit.name] = (
             generation,
             made.write_through(generation, fill, kind="state", phase="base", priority=2),
         )
-    progress = point.about["progress"] if isinstance(point, StoredRecord) else cast(Manifest, point).progress
-    beside = {name: old.progress[name] for name in ("replay", "rates") if name in old.progress}
-    index = of_one_base(index, point.timeline, point.step)
-    return store.insert(
-        point, files, store.put_index(index), {**progress, "values": state.values(), **beside}
-    )
+    return files, of_one_base(index, point.timeline, point.step, prefix)
+
+
+def _progress(line: Line, stream: str, state: LiveState) -> dict[str, Any]:
+    """Of the writer of ``stream`` after the last step."""
+    old = line.base.progress_of(stream)
+    beside = {name: old[name] for name in ("replay", "rates") if name in old}
+    return {**line.chains[stream].progress, "values": state.values(), **beside}

@@ -23,24 +23,27 @@ def look(
     optimizers: Sequence[torch.optim.Optimizer],
     averages: nn.Module | Mapping[str, nn.Module] | None,
     residuals: dict[torch.Tensor, torch.Tensor],
+    subspaces: dict[torch.Tensor, torch.Tensor],
     own_residuals: bool,
 ) -> LiveState:
     """The state as it is now, of which this rank stores its part. Called on all ranks."""
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
     made: list[LiveState] = []
 
-    def held() -> dict[str, tuple[Box, int]]:
-        made.append(state := LiveState(model, optimizers, beside, residuals))
+    def held() -> tuple[dict[str, tuple[Box, int]], list[str]]:
+        made.append(state := LiveState(model, optimizers, beside, residuals, subspaces))
         boxes = state.boxes
-        return {
+        parameters = {
             p.name: (boxes[p.name], boxes[p.name].elements * p.parameter.element_size())
             for p in state.parameters
         }
+        return parameters, [atom.name for atom, _ in state.buffers().values()]
 
     parts = ranks.all_do(held)
     [state] = made
     if not ranks.alone:
-        state.store_only(owners(parts)[ranks.rank])
+        state.store_only(owners([parameters for parameters, _ in parts])[ranks.rank])
+        state.elsewhere = {name for parameters, buffers in parts for name in (*parameters, *buffers)}
         state.own_residuals = own_residuals
     return state
 

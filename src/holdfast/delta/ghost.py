@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..state.atoms import Atom
 from ..state.boxes import Box
-from ..state.capture import CapturedParameter
-from ..state.live import RESIDUAL, LiveState
+from ..state.capture import TO_NAME, CapturedParameter
+from ..state.live import RESIDUAL, Held, LiveState
 
 
 class Ghost(LiveState):
     """Of the parameters of ``state`` those in ``boxes``, each as large as its box."""
 
     def __init__(self, state: LiveState, boxes: Mapping[str, Box]) -> None:
-        self.boxes = dict(boxes)
-        self.parameters = self.stored = tuple(
-            _like(parameter, boxes[parameter.name])
-            for parameter in state.parameters
-            if parameter.name in boxes
+        held = {parameter.name for parameter in state.parameters}
+        self.boxes = {name: box for name, box in boxes.items() if name in held}
+        self.parameters = self.stored = tuple(  # in the order in which their writer had them
+            _like(state.parameter(name), box) for name, box in self.boxes.items()
         )
         self._parameter = {parameter.name: parameter for parameter in self.parameters}
         self._optimizer_of = state._optimizer_of
@@ -39,10 +39,24 @@ class Ghost(LiveState):
             for optimizer in state.optimizers
         )  # fmt: skip
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
-        self._buffers, self._buffers_beside = {}, {}
-        self.residuals, self.own_residuals = {}, False
+        self._buffers, self._buffers_beside, self.elsewhere = {}, {}, state.elsewhere
+        self.residuals, self.subspaces, self.own_residuals = {}, {}, False
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""
+        self._shapes = {name: tuple(state.parameter(name).parameter.shape) for name in self.boxes}
+
+    def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Box]:
+        """As ``LiveState.place_of``: of whole parameters, not of the parts that are here."""
+        box = self.boxes.get(atom.name)
+        if atom.slot != "buffer" and box is not None and atom.shape == box.shape:
+            return self._shapes[atom.name], box
+        return atom.shape, Box.whole(atom.shape)
+
+    def buffers(self, beside: bool = True) -> Held:
+        """Those that were kept aside."""
+        kept = [(key.removesuffix("/buffer"), value) for key, value in self.loaded_buffers.items()]
+        atoms = [(Atom(name, "buffer", tuple(v.shape), TO_NAME[v.dtype]), v) for name, v in kept]
+        return {atom.key: (atom, value) for atom, value in atoms}
 
     def load(self, atoms: dict[str, torch.Tensor]) -> None:
         """As ``LiveState.load``; buffers are kept aside."""

@@ -40,7 +40,8 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
 def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
     """A state of the form of ``base``, of which ``atoms`` are, with values that mean nothing yet. Raises ``BadInput``,
     with the reason, where it could not be replayed in."""
-    about = base.progress.get("replay")
+    progress = base.progress_of(base.streams[0])  # hyper-parameters and flags are alike on all ranks
+    about = progress.get("replay")
     if about is None:
         raise _refused(
             "its base does not say what optimizer it had: it was made by an older version, or by offload"
@@ -55,10 +56,21 @@ def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
         if atom["slot"] in ("param", "buffer")
     }
     kinds = [getattr(torch.optim, _class_name(kind)) for kind in about["classes"]]
-    described = zip(kinds, about["parameters"], base.progress["groups"], strict=True)
+    described = zip(kinds, _members(base), progress["groups"], strict=True)
     optimizers = [optimizer_of(kind, members, groups, held) for kind, members, groups in described]
     torch.set_num_threads(about["threads"])
     return LiveState(module_of(held), optimizers)
+
+
+def _members(base: Manifest) -> list[list[list[str]]]:
+    """The names of the parameters by optimizer and group: of all ranks, as each stage of a pipeline knows its own."""
+    first, *others = [base.progress_of(stream)["replay"]["parameters"] for stream in base.streams]
+    members = [[dict.fromkeys(names) for names in groups] for groups in first]
+    for other in others:
+        for mine, theirs in zip(members, other, strict=True):
+            for known, names in zip(mine, theirs, strict=True):
+                known.update(dict.fromkeys(names))
+    return [[list(names) for names in groups] for groups in members]
 
 
 def _refuse(about: dict[str, Any], atoms: dict[str, dict[str, Any]]) -> None:

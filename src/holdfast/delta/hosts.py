@@ -22,7 +22,7 @@ from . import kept, tier
 from .channel import Channel, Message
 from .helper import LAST_WORD
 from .host import Host, clip_as_told
-from .orphans import Notes
+from .orphans import HERE, Notes
 from .ranks import Ranks, stream_of
 from .replica import Terms
 
@@ -146,7 +146,7 @@ class HostAmongOthers(Host):
             assert self._door is not None
             notes = Notes(self._store.disk, self._run[0], self._ranks, self._door.knocked)
             with suppress(HoldfastError, OSError):  # memory may have room where the disk has none
-                notes.leave("here")
+                notes.leave(HERE)
             records = self._held_back()
             self._keep()
             notes.leave("kept", [self._step, records[-1].step if records else self._step])
@@ -154,7 +154,7 @@ class HostAmongOthers(Host):
 
     def _persist(self, notes: Notes) -> None:
         """Make a base of the newest step that all replicas have, if all are there."""
-        if notes.of_all("here", HERE_SECONDS, ASKED_SECONDS) is None:
+        if notes.of_all(HERE, HERE_SECONDS, ASKED_SECONDS) is None:
             return
         ranges = notes.of_all("kept", WORK_SECONDS, ASKED_SECONDS)
         if ranges is None:

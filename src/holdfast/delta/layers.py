@@ -21,6 +21,7 @@ import torch
 from holdfast import failpoints
 
 from ..state.cuts import is_distributed, local_of
+from ..state.progress import encode
 from .codecs import Trained
 from .slots import Slot
 from .tap import Tap, Update
@@ -132,7 +133,8 @@ class LayerTap(Tap):
         started = time.perf_counter()
         coefficient = self._clipped(index, grads)
         self.seconds -= time.perf_counter() - started  # it is the script's own work
-        return None if slot is None else slot.parts[index], coefficient
+        told = None if coefficient is None else encode(coefficient)
+        return None if slot is None else slot.parts[index], told
 
     def _stale(self, slot: Slot, index: int, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Those of ``grads`` of which ``slot`` has no copy as they are now."""

@@ -19,7 +19,7 @@ import torch
 from ..errors import Damaged, HoldfastError, RunMismatch
 from ..io.buffers import Buffer
 from ..state.boxes import Box
-from ..state.live import BUFFERS, RESIDUAL, LiveState
+from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
@@ -111,7 +111,7 @@ class Line:
         sources = self._sources(state)
         self.watch.begins(self.base, list(self.chains.values()))
         state.forget_optimizer_state()
-        if sources is not None:
+        if sources is not None and self._has_buffers_of(state, self._stream_of(rank)):
             self._replay(state, sources, self._stream_of(rank), after_update)
         else:
             self._recut(state, after_update)
@@ -128,6 +128,10 @@ class Line:
                 if state.boxes.get(name) == box:
                     sources.setdefault(name, stream)
         return sources if sources.keys() == state.boxes.keys() else None
+
+    def _has_buffers_of(self, state: LiveState, stream: str) -> bool:
+        """Whether one stream has all buffers that ``state`` holds: each stage of a pipeline has its own."""
+        return state.buffers().keys() <= self.atoms[stream].keys()
 
     def _recut(self, state: LiveState, after_update: Callable[[], None] | None) -> None:
         """Replay each stream in the cut of its writer, and take from it what ``state`` holds."""
@@ -150,12 +154,17 @@ class Line:
 
     def _pour(self, state: LiveState) -> None:
         buffers: dict[str, torch.Tensor] = {}
+        for _, ghost in self.parts(state):
+            pour(ghost, state)
+            buffers = {**ghost.loaded_buffers, **buffers}
+        state.load(buffers)
+
+    def parts(self, state: LiveState) -> Iterator[tuple[str, Ghost]]:
+        """Of each stream, in its writer's cut, what was stored after the last step; ``state`` says how it is held."""
         for stream in self.chains:
             ghost = Ghost(state, self.boxes(stream))
             self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
-            pour(ghost, state)
-            buffers = buffers or ghost.loaded_buffers
-        state.load(buffers)
+            yield stream, ghost
 
     def _replay(
         self,
@@ -183,7 +192,7 @@ class Line:
     def _is_wanted(self, stream: str, key: str, wanted: set[str], state: LiveState) -> bool:
         """Whether a tensor of ``stream`` is of one of the owners ``wanted``, or a residual of this rank's own."""
         owner, slot = self._owner(stream, key), self.atoms[stream][key]["slot"]
-        return owner in wanted or (slot == RESIDUAL in wanted and owner in state.boxes)
+        return owner in wanted or (slot in CARRIED and RESIDUAL in wanted and owner in state.boxes)
 
     @property
     def own_residuals(self) -> bool:
@@ -204,7 +213,7 @@ class Line:
         """Do the steps; ``taken`` says by stream of which owners. The first stream's records tell of the rest."""
         loaded = {stream: self._steps_loaded(stream) for stream in taken}
         stored = {  # a stream of which not all is taken has no fingerprint that could be compared here
-            stream: [p for p in state.parameters if p.name in self.boxes(stream)]
+            stream: [state.parameter(name) for name in self.boxes(stream)]  # as their writer had them
             for stream, names in taken.items()
             if self.boxes(stream).keys() <= names
         }
@@ -263,7 +272,7 @@ class Line:
         return {
             self._owner(stream, key): self.base.files[atom["fragments"][0]["unit"]].step or self.base.step
             for key, atom in self.atoms[stream].items()
-            if atom["slot"] != RESIDUAL  # always of the commit's own step
+            if atom["slot"] not in CARRIED  # always of the commit's own step
         }
 
     def end_before_feedback(self) -> None:
@@ -287,7 +296,7 @@ class Line:
 
     def _residual_step(self, stream: str) -> int:
         """Of the residuals that the base has of ``stream``."""
-        units = [a["fragments"][0]["unit"] for a in self.atoms[stream].values() if a["slot"] == RESIDUAL]
+        units = [a["fragments"][0]["unit"] for a in self.atoms[stream].values() if a["slot"] in CARRIED]
         return min((self.base.files[unit].step or self.base.step for unit in units), default=self.base.step)
 
     def _end_at(self, step: int, why: Damaged | None) -> None:

@@ -99,7 +99,8 @@ class Lossy(Codec):
         for entry in layout.entries:
             if entry.nbytes:
                 joined = torch.cat(pieces[entry.key])
-                torch.frombuffer(part[entry.offset : entry.end], dtype=joined.dtype).copy_(joined)
+                place = torch.frombuffer(part[entry.offset : entry.end], dtype=joined.dtype)
+                place.copy_(joined, non_blocking=slot.non_blocking)
         return part[: layout.file_bytes]
 
 

@@ -8,7 +8,6 @@ import torch
 
 from ..errors import BadInput
 from ..plan.cadence import Limits
-from ..state.cuts import is_distributed
 from ..state.live import LiveState
 from ..store.retention import Keep
 from .codecs import Codec
@@ -33,31 +32,45 @@ def refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) 
         raise BadInput(f"keep = {keep!r} is no holdfast.Keep, such as Keep(last=2, every=1000)")
     if not isinstance(codec, Codec):
         raise BadInput(
-            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8()"
+            f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8(),"
+            " holdfast.PowerSGD()"
         )
 
 
-def refuse_of_several(ranks: Ranks, when_behind: str, storage: Any) -> None:
+def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> None:
+    if step is not None and before is not None:
+        raise BadInput("resume takes step= or before=, not both")
+    if exactness not in ("state", "continuation"):
+        raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
+
+
+def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
     """What is for one process."""
-    if when_behind != "block" and not ranks.alone:
+    if when_behind == "skip" and not ranks.alone:
         raise BadInput(
-            f'when_behind="{when_behind}" is for one process: what one of several ranks skips none can have'
+            'when_behind="skip" is for one process. Give "commit": after steps that one of several ranks could not'
+            " record, all make a base at once."
         )
-    if storage is not None and not ranks.alone:
-        raise BadInput("storage= is for one process: no rank knows what the others are about to write")
 
 
 def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
-    """Where there is no norm to clip by: gradients of which some are shards and others are not have none in torch."""
+    """Where there is no norm to clip by: torch has none of gradients that are cut over several meshes, or of which some
+    are cut and others are not, and of a pipeline no rank has all."""
     if clip_norm is None:
         return
     if not clip_norm > 0:
         raise BadInput(f"clip_norm = {clip_norm} must be more than 0")
-    kinds = {is_distributed(p.parameter) for p in state.parameters if p.trained}
-    if len(kinds) > 1:
+    cuts = {getattr(p.parameter, "device_mesh", None) for p in state.parameters if p.trained}
+    if len(cuts) > 1:
         raise BadInput(
-            f"clip_norm = {clip_norm}: some parameters are sharded and others are not, and torch has no norm of both."
-            " Clip in the script."
+            f"clip_norm = {clip_norm}: some parameters are sharded, others are not or over other ranks, and torch has no"
+            " norm of all. Clip in the script."
+        )
+    here = {name for p in state.parameters for name in p.names} | {a.name for a, _ in state.buffers().values()}
+    away = sorted(set(state.elsewhere) - here)
+    if away:
+        raise BadInput(
+            f"clip_norm = {clip_norm}: this rank does not hold {away[0]}, so it has no norm of all. Clip in the script."
         )
 
 

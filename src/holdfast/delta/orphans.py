@@ -17,6 +17,9 @@ from .ranks import Ranks
 
 LOOK_SECONDS = 0.02
 
+HERE = "here"
+"""What a replica says first when it is by itself."""
+
 
 class Notes:
     """Of the replicas of ``ranks`` about one ``timeline``. ``asked`` says whether a trainer is waiting."""
@@ -42,4 +45,13 @@ class Notes:
         return [json.loads(self._disk.read_bytes(path)) for path in paths]
 
     def _path(self, what: str, rank: int) -> str:
-        return f"scratch/note-{what}-t{self._timeline:04d}-rank-{rank:05d}.json"
+        return path_of(what, self._timeline, rank)
+
+
+def is_orphan(disk: AnyDisk, timeline: int, rank: int) -> bool:
+    """Whether the replica of ``rank`` has said that its trainer is gone, or has closed without saving."""
+    return disk.exists(path_of(HERE, timeline, rank))
+
+
+def path_of(what: str, timeline: int, rank: int) -> str:
+    return f"scratch/note-{what}-t{timeline:04d}-rank-{rank:05d}.json"

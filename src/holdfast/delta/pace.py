@@ -20,16 +20,14 @@ from ..plan.cadence import STORAGE_FULLS, Limits
 from ..plan.tuner import FIRST_STEPS, Tuner, prior
 from ..state.live import LiveState
 from ..store.local import LocalStore
-from ..units import PAGE, GiB, format_bytes
+from ..units import PAGE, format_bytes
+from .allotment import LEAST_STORAGE, left_bytes
 from .bases import BaseMaker
 from .recorder import Recorder, Task
 from .together import Together
 from .watching import Recovery
 
 POLICIES = ("block", "skip", "commit")
-
-LEAST_STORAGE = GiB
-"""The default cap where the state is small, and headers are most of a record."""
 
 PRIOR_BYTES_PER_SECOND = 500_000_000.0
 """Believed of the disk by a process that has written no base yet."""
@@ -75,6 +73,9 @@ class Pace:
         self._together = together
         self.tuner: Tuner | None = None
         self.base_step, self._begun_at = -1, 0
+        self._losses_when_shared = 0
+        self._again = False
+        """Whether all ranks make another base after the next step, since one did not make room enough."""
         self.gap = False
         """Whether steps are not recorded, or their records follow a base that is not there yet."""
         self._losses = self._losses_at_begin = 0
@@ -116,7 +117,9 @@ class Pace:
         started = time.perf_counter()
         bases = self.bases
         self._see_published()
-        if self.gap and not bases.under_way:
+        if self._again:
+            self.whole(step)
+        elif self.gap and (self._together is not None or not bases.under_way):
             self._end_gap(step)
         elif self._at_once:
             if self._is_time(step):
@@ -154,6 +157,9 @@ class Pace:
         if self._together is not None:
             self._together.nothing_else()
         self.bases.give_up()
+        if self._together is not None:
+            self._recorder.settle()
+            self._together.room.divide()
         self._begin(step)
         while not self.bases.all_staged:
             self.bases.write_next(step)
@@ -167,6 +173,8 @@ class Pace:
         self._recorder.restart(step)
         assert self._together.agreement is not None
         self._together.agreement.wait(step)
+        self._recorder.do(self._store.measure)
+        self._again = not self._again and self._together.room.is_low_anywhere()
 
     def lose(self, step: int, why: str = "the disk is behind") -> None:
         """The present step is not recorded: only a base made after it can follow."""
@@ -188,21 +196,25 @@ class Pace:
         """The record of the present step is not within the storage cap: a base of it makes room, now or when the disk
         has caught up."""
         store = self._store
+        if self._again:  # there is a base of this very step in a moment
+            return
         self._emit(
             "storage", step=step, cap=store.cap_bytes, used=store.used_bytes, policy=self._means.when_behind
         )
-        if self._means.when_behind == "block":
+        if self._means.when_behind == "block" and self._together is None:
             self.whole(step)
         else:
-            self.lose(step, f"its record is not within storage = {format_bytes(store.cap_bytes or 0)}")
+            self.lose(step, f"its record is not within storage = {format_bytes(store.told_cap_bytes)}")
 
     def fits(self, nbytes: int) -> bool:
         """Whether a record of ``nbytes`` may be written within the storage cap. Older bases go for it."""
         if self.tuner is not None:
             self.tuner.records_are(nbytes)
+        nbytes += 4 * PAGE  # its header, about
+        if self._together is not None:
+            return self._together.room.fits(nbytes)
         if self._store.cap_bytes is None:
             return True
-        nbytes += 4 * PAGE  # its header, about
         if self._is_room(nbytes):
             return True
         found = self._recorder.do(lambda: self._store.make_room(nbytes + self._margin(nbytes)))
@@ -218,6 +230,8 @@ class Pace:
         if self._at_once:  # all ranks have to find the same step by themselves
             told = told or FIRST_STEPS
         self.tuner = Tuner(told, limits, believed)
+        if self._together is not None:
+            self._together.room.divide()
         self._set_cap(full)
         self.tuner.restarted(*self._store.restarts())
 
@@ -248,6 +262,9 @@ class Pace:
             self.bases.give_up()
 
     def _end_gap(self, step: int) -> None:
+        if self._together is not None:
+            self._together.call()
+            return
         if self._recorder.pending:
             return
         if self._means.when_behind == "skip" and not self._means.of_one_step and not self._failed_beside:
@@ -265,12 +282,14 @@ class Pace:
 
     def _set_cap(self, full_bytes: int) -> None:
         """What the run may take of the disk: as told, or what is kept for good and so many times the state."""
-        if self._together is not None:  # one rank cannot know what the others are about to write
-            return
         for_good, told = self._store.for_good_bytes, self._means.storage_bytes
-        cap = max(STORAGE_FULLS * full_bytes, LEAST_STORAGE) + for_good if told is None else told
-        self._store.cap_bytes = cap
-        if self.tuner is not None:
+        if self._together is not None:
+            self._together.room.default(full_bytes)
+            cap = self._store.cap_bytes
+        else:
+            cap = max(STORAGE_FULLS * full_bytes, LEAST_STORAGE) + for_good if told is None else told
+            self._store.cap_bytes = cap
+        if cap is not None and self.tuner is not None:
             self.tuner.limits = replace(self.tuner.limits, storage_bytes=max(cap - for_good, 1))
 
     def _stage(self, step: int) -> None:
@@ -291,7 +310,7 @@ class Pace:
             bases.stage(step, min(max(means.bytes_per_step, bases.next_bytes), room))
         if bases.under_way and bases.all_staged:
             if self._together is not None:
-                self._together.sharing = True
+                self._together.sharing, self._losses_when_shared = True, self._losses
             self._recorder.put(Task(partial(self._publish, self._progress(), self._losses)))
 
     def _publish(self, progress: dict[str, Any], losses: int) -> None:
@@ -309,7 +328,8 @@ class Pace:
         """A base ends the gap if no step was lost since its last unit was copied."""
         if self._together is not None and (step := self._together.see_published(self.bases)) is not None:
             self.base_step = step
-            self._published.append(self._losses)
+            self._published.append(self._losses_when_shared)
+            self._recorder.put(Task(self._store.measure, at_once=True))
         if not self._published:
             return
         if self._published.popleft() == self._losses:
@@ -320,14 +340,7 @@ class Pace:
         self._stall_of_base, self._num_stages = 0.0, 0
 
     def _is_room(self, nbytes: int) -> bool:
-        store, recorder = self._store, self._recorder
-        assert store.cap_bytes is not None
-        pending = (
-            recorder.pending_bytes
-        )  # before the rest: what is written meanwhile counts twice, and not never
-        free = recorder.segment_free_bytes
-        taken = store.used_bytes - free + pending
-        return taken + nbytes + self._margin(nbytes) <= store.cap_bytes
+        return nbytes + self._margin(nbytes) <= left_bytes(self._store, self._recorder)
 
     def _margin(self, nbytes: int) -> int:
         """What may be left over at the ends of segments."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -26,6 +27,9 @@ class Ranks:
 
     def __init__(self, rank: int = 0, world_size: int = 1, group: Any = None) -> None:
         self.rank, self.world_size, self._group = rank, world_size, group
+        self.alone = group is None
+        self.tell_lost: Callable[[], None] = lambda: None
+        """Raises what is known of a rank that did not come."""
 
     @classmethod
     def here(cls, deadline_seconds: float) -> Ranks:
@@ -35,9 +39,20 @@ class Ranks:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_seconds))
         return cls(dist.get_rank(), dist.get_world_size(), group)
 
-    @property
-    def alone(self) -> bool:
-        return self._group is None
+    def close(self) -> None:
+        """Let go of the others: who waits for this rank gets ``RankFailed``. A second call does nothing."""
+        group, self._group = self._group, None
+        if group is not None:
+            with suppress(ValueError):  # the script has destroyed all groups
+                dist.destroy_process_group(group)
+
+    def or_close(self, what: Callable[[], T]) -> T:
+        """What ``what`` returns; an error is the end of the group."""
+        try:
+            return what()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def stream(self) -> str:
@@ -59,11 +74,12 @@ class Ranks:
         """The ``value`` of each rank, by rank. Called on all of them."""
         if self.alone:
             return [value]
+        assert self._group is not None
         values: list[Any] = [None] * self.world_size
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
-            raise _gone(self.rank, error) from error
+            raise self._gone(error) from error
         return values
 
     def all_do(self, what: Callable[[], T]) -> list[T]:
@@ -92,13 +108,22 @@ class Ranks:
 
     def spread(self, sent: torch.Tensor | None, source: int) -> torch.Tensor:
         """The bytes that the rank ``source`` has ``sent``. Called on all ranks."""
+        assert self._group is not None
         [nbytes] = {each for each in self.everyone(None if sent is None else len(sent)) if each is not None}
         received = torch.empty(nbytes, dtype=torch.uint8) if sent is None else sent
         try:
             dist.broadcast(received, source, group=self._group)
         except RuntimeError as error:
-            raise _gone(self.rank, error) from error
+            raise self._gone(error) from error
         return received
+
+    def _gone(self, error: RuntimeError) -> RankFailed:
+        """What a collective that failed means. Raises what is known of who did not come, if anything is."""
+        self.tell_lost()
+        return RankFailed(
+            f"rank {self.rank} waited for the others, and one has ended or does not come ({error}). Every step that was"
+            " durable still is; start all ranks again to resume."
+        )
 
     def board(self, initial: Mapping[str, str], deadline_seconds: float) -> dist.TCPStore:
         """A key-value store that all ranks share, with ``initial`` values. Called on all ranks."""
@@ -124,10 +149,3 @@ class Ranks:
 
 def stream_of(rank: int) -> str:
     return f"rank-{rank:05d}"
-
-
-def _gone(rank: int, error: RuntimeError) -> RankFailed:
-    return RankFailed(
-        f"rank {rank} waited for the others, and one has ended or does not come ({error}). Every step that was durable"
-        " still is; start all ranks again to resume."
-    )

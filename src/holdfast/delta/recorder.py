@@ -32,7 +32,22 @@ class Sealed:
     about: dict[str, Any]
     parts: tuple[memoryview, ...]
     slots: tuple[Slot, ...]
+    finish: Callable[[], None] = lambda: None
+    """Makes whole what the record holds, when that has left the device. Called by the thread that writes it."""
+    late_bytes: int = 0
+    """What that adds to ``parts`` at most."""
     sealed_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is written, but for headers: this at most."""
+        return sum(map(len, self.parts)) + self.late_bytes
+
+    def settle(self) -> None:
+        """Return when all is there."""
+        for slot in self.slots:
+            slot.settle()
+        self.finish()
 
 
 @dataclass
@@ -282,6 +297,8 @@ class Recorder:
         if isinstance(group, Task):
             group.do()
         else:
+            for sealed in steps:
+                sealed.settle()
             records = [
                 Record(sealed.step, sealed.about, self._pack(sealed.about, sealed.parts)) for sealed in steps
             ]

@@ -82,7 +82,7 @@ def recover(
         )
         lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
         if lost or line.residuals_dropped:
-            state.residuals.clear()
+            state.forget_residuals()
         script.restore(line.progress(ranks.rank))
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
@@ -90,6 +90,22 @@ def recover(
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} `holdfast verify {store.root}` says more.")
+
+
+def refuse_unless_one_is_whole(store: LocalStore, target: int | None) -> None:
+    """Raise ``Damaged`` if no base at or before ``target`` is, before anything live is touched. Reads one in full."""
+    odd: list[Damaged] = []
+    for ref in store.line():
+        if target is None or ref.step <= target:
+            try:
+                found = store.verify(store.load(ref))
+            except Damaged as error:
+                found = [error]
+            if not found:
+                return
+            odd += found
+    if odd:
+        raise odd[0]
 
 
 def _has_lost_residuals(ref: CommitRef, store: LocalStore) -> bool:

@@ -29,13 +29,23 @@ SAMPLED_BYTES = 64
 
 def fingerprint(parameters: Sequence[CapturedParameter], step: int) -> str:
     """The xxh3_64 of some bytes of what this process holds of each parameter, others at each ``step``."""
+    return hashed(sampled(parameters, step))
+
+
+def hashed(samples: torch.Tensor) -> str:
+    """The fingerprint, from what ``sampled`` gave."""
+    return xxhash.xxh3_64_hexdigest(samples.cpu().numpy().data) if samples.numel() else ""
+
+
+def sampled(parameters: Sequence[CapturedParameter], step: int) -> torch.Tensor:
+    """The bytes that a fingerprint is made of, where the parameters are."""
     samples = []
     for position, parameter in enumerate(parameters):
         flat = _bytes_of(local_of(parameter.parameter.detach()))
         places = max(1, flat.numel() // SAMPLED_BYTES)
         start = (step * 2654435761 + position * 40503) % places * SAMPLED_BYTES
         samples.append(flat[start : start + SAMPLED_BYTES])
-    return xxhash.xxh3_64_hexdigest(torch.cat(samples).cpu().numpy().data) if samples else ""
+    return torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)
 
 
 def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,7 @@ def refuse_with_a_replica(
     after_update: Any,
     averages: Any,
     when_behind: str,
+    storage: Any,
 ) -> None:
     """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
     odd = [type(o).__name__ for o in optimizers if not is_elementwise(o)]
@@ -85,6 +86,11 @@ def refuse_with_a_replica(
     if after_update is not None or averages is not None or when_behind == "skip":
         raise BadInput(
             "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
+        )
+    if storage is not None:
+        raise BadInput(
+            f"storage = {storage} is for records, and a replica leaves none: the disk has as many bases as keep= says."
+            " Leave it out, or leave out replica="
         )
 
 
@@ -277,6 +283,7 @@ class Replica:
     def put(self, sealed: Sealed) -> None:
         """Hand over a step. When this returns it survives the trainer's death."""
         assert self.pool is not None
+        sealed.settle()
         places, data = [], bytearray()
         for part in sealed.parts:
             place = self._place_of(part, sealed)

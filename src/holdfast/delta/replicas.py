@@ -16,12 +16,14 @@ import xxhash
 
 from ..errors import Damaged, NoCommit
 from ..state.live import LiveState
+from ..store.files import Disk
 from ..store.local import LocalStore
 from ..store.manifest import Point
 from . import drift, kept, tier
 from .agreement import Agreement, Standing
 from .exchange import give_to_others
 from .ghost import pour
+from .orphans import is_orphan
 from .ranks import Ranks
 from .rebuild import describe, rebuild
 from .recorder import Sealed
@@ -122,11 +124,12 @@ class Replicas(Replica):
             self.sync(self._state, step, progress, num_slots, begin=about)
             return self._timeline
 
-        timeline = ranks.first_does(lambda: hand_over({}))
+        timeline, run = ranks.first_does(lambda: hand_over({})), Disk(self._terms.run)
         ranks.all_do(lambda: hand_over(timeline) if ranks.rank else None)
         self.agreement = Agreement(
             ranks, recorder=self._handed, steps_done=lambda: self.last_put, publish=self._publish,
-            follow=lambda: None, hear=self._hear_of_all, sure="with the replicas", deadline_seconds=self._deadline,
+            follow=lambda: None, hear=self._hear_of_all, sure="with the replicas",
+            is_there=lambda rank: not is_orphan(run, timeline["id"], rank), deadline_seconds=self._deadline,
         )  # fmt: skip
         self._next_base = step + self._base_every
         if self.durable_step < step:

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from ..errors import BadInput, RunMismatch
-from ..state.progress import decode, encode, hyper_parameters, random_state, restore_random_state
+from ..state.progress import adopt, decode, encode, hyper_parameters, random_state, restore_random_state
 
 Stateful = Mapping[str, Any]
 """By name: objects with ``state_dict`` and ``load_state_dict``."""
@@ -66,6 +66,16 @@ class Script:
             raise RunMismatch(
                 f"the run has a {lost[0]}, and none was passed, so its position would be lost. Pass {lost[0]}=."
             )
+
+    def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
+        """Put what there is in the progress of some other run, of any format, where it belongs; what is not there is
+        named in what is returned. A rank that is not the first has random numbers of its own."""
+        left = adopt(self._things, progress)
+        if "random" in progress:
+            restore_random_state(decode(progress["random"]))
+            if rank:
+                self.scatter(rank)
+        return left
 
     def scatter(self, rank: int) -> None:
         """Give a rank that the run did not have random numbers of its own, by those restored and its number."""

@@ -11,9 +11,13 @@ from ..errors import BadInput
 from ..state.live import LiveState
 from .drift import digest
 from .image import image_of
+from .leaving import Leaving, devices_of
 from .recorder import Sealed
-from .replay import fingerprint
+from .replay import hashed, sampled
 from .tap import Update
+
+SAMPLES = ""
+"""The key of what the fingerprint is made of, among those of buffers."""
 
 
 class Sealer:
@@ -21,35 +25,54 @@ class Sealer:
 
     def __init__(self, state: LiveState) -> None:
         self._digests: dict[str, str] = {}
+        self._forgotten = False
         self._shapes = {key: tensor.shape for key, (_, tensor) in state.buffers().items()}
 
     def forget(self) -> None:
         """The next record follows a base, whatever was recorded before it."""
-        self._digests.clear()
+        self._forgotten = True
 
     def seal(
         self, state: LiveState, step: int, updates: Sequence[Update], progress: dict[str, Any], base_step: int
     ) -> Sealed:
-        """``step``, which ``state`` is at."""
+        """``step``, which ``state`` is at. What is on a CUDA device is put into it when it has left that."""
         parts, slots = [], []
-        about: dict[str, Any] = {"base": base_step, "updates": []}
+        about: dict[str, Any] = {"base": base_step, "updates": [], "buffers": None, "progress": progress}
         for update in updates:
             assert update.slot is not None and update.part is not None
             about["updates"].append({**update.about(), "part": len(parts)})
             parts.append(update.part)
             if update.slot not in slots:
                 slots.append(update.slot)
-        changed = self._changed(state)
-        about["buffers"] = len(parts) if changed else None
-        if changed:
-            parts.append(image_of(changed))
-        about["progress"] = progress
-        about["fingerprint"] = fingerprint(state.stored, step)
-        return Sealed(step, about, tuple(parts), tuple(slots))
+        seen = self._buffers(state) | {SAMPLES: sampled(state.stored, step)}
+        forgotten, self._forgotten = self._forgotten, False
+        sealed = Sealed(step, about, tuple(parts), tuple(slots))
+        if devices_of(seen.values()):
+            leaving = Leaving(seen)
+            sealed.finish = lambda: self._put(sealed, leaving.arrived(), forgotten)
+            sealed.late_bytes = sum(tensor.nbytes for tensor in seen.values())
+        else:
+            self._put(sealed, seen, forgotten)
+        return sealed
 
-    def _changed(self, state: LiveState) -> dict[str, torch.Tensor]:
-        """The model's buffers to be recorded."""
-        changed = {}
+    def _put(self, sealed: Sealed, seen: dict[str, torch.Tensor], forgotten: bool) -> None:
+        """Into the record what was ``seen``: fingerprint, and buffers that changed. In the order of steps."""
+        if forgotten:
+            self._digests.clear()
+        samples, changed = seen.pop(SAMPLES), {}
+        for key, tensor in seen.items():
+            now = digest(tensor)
+            if self._digests.get(key) != now:
+                self._digests[key] = now
+                changed[key] = tensor
+        if changed:
+            sealed.about["buffers"] = len(sealed.parts)
+            sealed.parts += (image_of(changed),)
+        sealed.about["fingerprint"] = hashed(samples)
+
+    def _buffers(self, state: LiveState) -> dict[str, torch.Tensor]:
+        """The model's buffers, of the shapes that they had."""
+        found = {}
         for key, (_, tensor) in state.buffers(beside=False).items():
             was = self._shapes.setdefault(key, tensor.shape)
             if tensor.shape != was:
@@ -57,8 +80,5 @@ class Sealer:
                     f"buffer {key.rpartition('/')[0]} was {tuple(was)} and is {tuple(tensor.shape)} now, which a resume"
                     " could not put back. Give it its final shape, or register it with persistent=False."
                 )
-            now = digest(tensor)
-            if self._digests.get(key) != now:
-                self._digests[key] = now
-                changed[key] = tensor
-        return changed
+            found[key] = tensor
+        return found

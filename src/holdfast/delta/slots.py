@@ -18,14 +18,21 @@ from ..io.buffers import Buffer
 from ..state.capture import FROM_NAME
 from ..store.layout import Layout
 from ..units import PAGE, format_bytes
+from .leaving import marks, pin, unpin
 
 
 class Slot:
     """Room for one iteration: ``parts`` by optimizer, ``tensors`` the views of each by parameter name (by key, where a
     codec has other arrays)."""
 
-    def __init__(self, layouts: Sequence[Layout], parts: Sequence[memoryview] | None = None) -> None:
-        """In memory of its own, or in ``parts``, which somebody else frees."""
+    def __init__(
+        self,
+        layouts: Sequence[Layout],
+        parts: Sequence[memoryview] | None = None,
+        devices: Sequence[torch.device] = (),
+    ) -> None:
+        """In memory of its own, or in ``parts``, which somebody else frees. Copies from CUDA ``devices`` may be under
+        way when what began them returns."""
         self.layouts = layouts
         self._memory = [Buffer(layout.file_bytes, "records") for layout in layouts if parts is None]
         self.parts = [buffer.view for buffer in self._memory] if parts is None else list(parts)
@@ -35,8 +42,29 @@ class Slot:
         for view, layout in zip(self.parts, layouts, strict=True):
             np.frombuffer(view, np.uint8)[::PAGE] = 0  # fault every page in
             view[: len(layout.header)] = layout.header
+        self._devices, self._marks = devices, []
+        self._pinned = [view for view in self.parts if devices and len(view) and pin(view)]
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies into the slot are not waited for where they are begun."""
+        return bool(self._pinned)
+
+    def begun(self) -> None:
+        """Copies were begun, for which ``settle`` waits."""
+        self._marks += marks(self._devices)
+
+    def settle(self) -> None:
+        """Return when everything has arrived."""
+        for mark in self._marks:
+            mark.synchronize()
+        self._marks.clear()
 
     def free(self) -> None:
+        self.settle()
+        for view in self._pinned:
+            unpin(view)
+        self._pinned.clear()
         self.tensors.clear()
         self.parts.clear()
         for buffer in self._memory:
@@ -46,8 +74,8 @@ class Slot:
 class SlotPool:
     """``count`` slots. One thread takes, another gives back."""
 
-    def __init__(self, layouts: Sequence[Layout], count: int) -> None:
-        self.slots = [Slot(layouts) for _ in range(count)]
+    def __init__(self, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device] = ()) -> None:
+        self.slots = [Slot(layouts, devices=devices) for _ in range(count)]
         self.slot_bytes = sum(layout.file_bytes for layout in layouts)
         self._free = list(self.slots)
         self._changed = threading.Condition()

@@ -18,7 +18,7 @@ import torch
 from ..errors import BadInput
 from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
-from ..state.progress import encode, hyper_parameters
+from ..state.progress import hyper_parameters
 from .codecs import Codec, Trained, trained_of
 from .slots import Slot
 
@@ -167,10 +167,12 @@ class Tap:
         if slot is None:
             return None, None
         stored = {name: what for name, what in consumed.items() if name in self._stored}
-        return self._codec.write(slot, index, stored), None
+        part = self._codec.write(slot, index, stored)
+        slot.begun()
+        return part, None
 
-    def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> Any:
-        """Clip ``grads``, if that was asked for. Returns what they were multiplied by, as JSON."""
+    def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Clip ``grads``, if that was asked for. Returns what they were multiplied by."""
         if self._clip_norm is None or not grads:
             return None
         if getattr(self._state.optimizers[index], "grad_scale", None) is not None:
@@ -179,7 +181,7 @@ class Tap:
                 " scaler.step(optimizer)."
             )
         in_order = [grads[p.name] for p in self._state.parameters if p.name in grads]
-        return encode(clip(in_order, self._clip_norm))
+        return clip(in_order, self._clip_norm)
 
     def _is_last(self, index: int) -> bool:
         optimizer, hook = self._hooks[index]

@@ -8,6 +8,7 @@ from typing import Any
 from ..store.local import LocalStore
 from ..store.manifest import Share
 from .agreement import Agreement
+from .allotment import Allotment
 from .bases import BaseMaker
 from .ranks import Ranks, stream_of
 
@@ -18,9 +19,15 @@ class Together:
     def __init__(self, ranks: Ranks, store: LocalStore, emit: Callable[..., None]) -> None:
         self._ranks, self._store, self._emit = ranks, store, emit
         self.agreement: Agreement | None = None
+        self.room: Allotment
         self._number = 0
         self.sharing = False
         """Whether the share of the base that is under way waits for the records before it."""
+
+    def call(self) -> None:
+        """Have all ranks make a base at once, as soon as they can."""
+        assert self.agreement is not None
+        self.agreement.call()
 
     def is_due(self, due: bool, bases: BaseMaker) -> bool:
         """The first rank decides, by whether one is ``due`` there; the others follow when they see it."""

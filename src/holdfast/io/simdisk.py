@@ -156,6 +156,9 @@ class SimDisk:
         self._writer = SimLock(self)
         return self._writer
 
+    def is_locked(self, path: str) -> bool:
+        return self._writer is not None
+
     # the test's calls
 
     def end_process(self) -> None:

@@ -11,6 +11,7 @@ from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from . import rng
+from .beginning import Beginning, state_of
 from .blocks import Patch
 from .device import Device
 from .initial import Init, initial_values
@@ -72,30 +73,43 @@ def _offsets(sizes: list[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
 
 
-def fill(run: Runtime, found: Manifest | None, init: Init | None) -> None:
-    """Every unit as ``found`` has it; of a fresh run, with initial values."""
+def fill(run: Runtime, found: Manifest | None, init: Init | None, beginning: Beginning | None) -> None:
+    """Every unit as ``found`` has it; of a fresh run, with initial values, or as ``beginning`` has it."""
     if found is None:
-        _fill_fresh(run, init)
+        _fill_fresh(run, init, beginning)
     else:
         _fill_from(run, found)
 
 
-def _fill_fresh(run: Runtime, init: Init | None) -> None:
+def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) -> None:
     """Initial values of every unit: written to its first generation, and its working copy derived."""
     with rng.own_generators(torch.device("cpu")):
         for block, unit in enumerate(run.units):
-            values = initial_values(run.model, unit, init, run.seed)
+            values = _values(run, unit, init, beginning)
             state, frozen = _images(run, block)
             unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
             for member in unit.trained:
                 held = run.optimizer.state_of(member.owned.captured.parameter)
                 made = {slot: v for slot, v in held.items() if not getattr(v, "is_meta", False)}
+                if beginning is not None:
+                    made = state_of(beginning, unit, member.name)
                 unit.write_state(member, as_tensor(state), made)
             del values
             _write(run, unit.name, state)
             if frozen is not None:
                 _write(run, unit.frozen_name, frozen)
             _derive(run, block, state, frozen)
+
+
+def _values(
+    run: Runtime, unit: Unit, init: Init | None, beginning: Beginning | None
+) -> dict[str, torch.Tensor]:
+    """Of a unit's parameters."""
+    if beginning is None:
+        return initial_values(run.model, unit, init, run.seed)
+    there = {member.name: beginning.parameter(member.name) for member in unit.members}
+    found = {name: value for name, value in there.items() if value is not None}
+    return found if len(found) == len(there) else initial_values(run.model, unit, init, run.seed) | found
 
 
 def _fill_from(run: Runtime, manifest: Manifest) -> None:

@@ -23,6 +23,7 @@ from ..state.capture import Captured
 from ..state.progress import decode, restore_random_state
 from ..store.manifest import Manifest
 from . import rng
+from .beginning import Beginning
 from .blocks import install
 from .executor import Executor
 from .export import newest_values, state_dict
@@ -312,12 +313,16 @@ class Engine:
         self._watched = Watched(self._captured, self._run.resident_leaves, self._user.optimizer)
         self._hooks = refuse_use(self._run.model, lambda: self._busy)
 
-    def begin(self, found: Manifest | None) -> None:
-        """Count on from the commit that the runtime was filled from; a fresh run gets its first: the state before
-        training begins."""
+    def begin(self, found: Manifest | None, beginning: Beginning | None = None) -> None:
+        """Count on from the commit, or from the state of elsewhere, that the runtime was filled from; a fresh run gets
+        its first commit: the state before training begins."""
         self._user.hand_over()
+        if beginning is not None:
+            self.steps_done = self.resumed_from = beginning.step
+            if "random" in beginning.progress:
+                restore_random_state(decode(beginning.progress["random"]))
         if found is None:
-            publish(self._run, 0, self._progress())
+            publish(self._run, self.steps_done, self._progress())
             return
         self.steps_done = self._run.durable_step = self.resumed_from = found.step
         self.skipped_steps = found.progress.get("skipped_steps", 0)

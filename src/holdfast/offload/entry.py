@@ -24,6 +24,7 @@ from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
+from .beginning import Beginning, Opens, prepare
 from .builder import build, fill, stored_units
 from .checks import check_budget, check_choices, check_counts, check_sample, check_stateful
 from .device import open_device
@@ -60,6 +61,7 @@ def offload(
     retain: int = 2,
     seed: int = 0,
     init: Callable[[nn.Module], Any] | None = None,
+    source: Opens | None = None,
     sample: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     micro_batches: int = 1,
@@ -93,6 +95,10 @@ def offload(
 
     ``init`` initialises what one module itself holds, where parameters are on ``meta``; without it that is done by
     ``reset_parameters`` and the model's ``_init_weights``.
+
+    A fresh directory begins from ``source``, if there is one: ``holdfast.From`` another run (of a ``Checkpointer`` of
+    any parallelism, or another engine's) or a state of another library, read unit by unit. A directory that has a run
+    goes on from that.
 
     ``sample`` (a micro-batch as ``step`` takes it; its values do not matter; a tuple with its ``loss_fn``) and
     ``micro_batches`` (per step) let memory be predicted before anything runs; ``"auto"`` fractions and a
@@ -144,19 +150,19 @@ def offload(
     try:
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
-        found, stored, preflight = _ready(store, parts, user, plan, budget, confirm)
+        found, beginning, stored, preflight = _ready(store, parts, user, plan, budget, confirm, source)
         before = store.names() if found is None else None
         switch_off_cache(model)
         share_heaps()
         store.begin(found)
         run = build(parts, plan, store, stored, target, seed)
-        fill(run, found, init)
+        fill(run, found, init, beginning)
         refuse_held(parts.captured)  # by what ran since; from here on there is a commit
         engine = Engine(
             run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
             events=events or EventLog(None), update_workers=update_workers,
         )  # fmt: skip
-        engine.begin(found)
+        engine.begin(found, beginning)
         take_over(run, parts.captured, engine.taken)
         engine.guard()
         return engine
@@ -182,9 +188,10 @@ def _ready(
     plan: Plan,
     budget: Budget,
     confirm: Callable[[Preflight], None] | None,
-) -> tuple[Manifest | None, dict[str, Generations], Preflight]:
-    """The commit to continue, if any, and the files of every unit. All has been checked, and ``store`` is entered:
-    until then a directory that was not there is not there."""
+    source: Opens | None,
+) -> tuple[Manifest | None, Beginning | None, dict[str, Generations], Preflight]:
+    """The commit or the state to continue, if any, and the files of every unit. All has been checked, and ``store`` is
+    entered: until then a directory that was not there is not there."""
     fresh = not store.commits()
     if fresh:
         refuse_emptied(parts.captured)
@@ -198,12 +205,14 @@ def _ready(
     preflight.check()
     if confirm is not None:
         confirm(preflight)
+    beginning = None
     if found is None:
+        beginning = prepare(source, parts.captured, user) if source is not None else None
         user.now()  # whatever cannot be stored is refused now
         _enter_fresh(store)
     else:
         user.restore(found.progress)
-    return found, stored, preflight
+    return found, beginning, stored, preflight
 
 
 def _enter_fresh(store: LocalStore) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import RunMismatch
 from ..state.capture import Captured
-from ..state.progress import decode, encode, hyper_parameters, random_state
+from ..state.progress import adopt, decode, encode, hyper_parameters, random_state
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class UserState:
             "optimizer": type(self.optimizer).__name__,
             "groups": hyper_parameters(self.optimizer.param_groups),
             "given": self.given,
-            "group_parameters": self._group_parameters(),
+            "group_parameters": self.group_parameters(),
             "settings": self.settings,
         }
         for name, thing in self._stateful():
@@ -53,6 +53,10 @@ class UserState:
             if name in progress:
                 thing.load_state_dict(decode(progress[name]))
 
+    def adopt(self, progress: dict[str, Any]) -> list[str]:
+        """Put scheduler and loader where the progress of some other run has them. Names those that it does not have."""
+        return adopt(dict(self._stateful()), progress)
+
     def step_scheduler(self) -> None:
         if self.scheduler is not None:
             self.scheduler.step()
@@ -62,7 +66,7 @@ class UserState:
         if getattr(self.optimizer.step, "_wrapped_by_lr_sched", False):
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def _group_parameters(self) -> list[list[str]]:
+    def group_parameters(self) -> list[list[str]]:
         """By group: the trained parameters that its hyper-parameters are for."""
         groups: list[list[str]] = [[] for _ in self.optimizer.param_groups]
         for parameter in self.model.parameters:
@@ -124,7 +128,7 @@ class UserState:
             )
         saved = progress.get("group_parameters", [])  # a run of an earlier version does not say
         was_in = {name: group for group, names in enumerate(saved) for name in names}
-        for group, names in enumerate(self._group_parameters()):
+        for group, names in enumerate(self.group_parameters()):
             for name in names:
                 if was_in.get(name, group) != group:
                     raise RunMismatch(

@@ -6,6 +6,7 @@ A tensor that is not distributed is held whole. What several ranks hold alike, a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -35,15 +36,29 @@ def box_of(name: str, tensor: torch.Tensor) -> Box:
             " Redistribute it first: tensor.redistribute(placements=[Replicate(), ...])."
         )
     chunks = distributed.__create_chunk_list__()
-    if len(chunks) != 1:
+    if len(chunks) != 1 or _has_gaps(distributed):
         raise ModelNotSupported(
-            f"{name} is cut into {len(chunks)} regions on one rank, which is not supported"
+            f"{name} is cut into several regions on one rank (placements {distributed.placements}), which is not"
+            " supported. Redistribute it first: tensor.redistribute(placements=[Shard(0), ...])."
         )
     start, sizes = tuple(chunks[0].offsets), tuple(chunks[0].sizes)
     local = tuple(local_of(tensor).shape)
     if sizes != local:
         raise ModelNotSupported(f"{name} says that it holds {sizes} here, and its local tensor is {local}")
     return Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True)))
+
+
+def _has_gaps(distributed: Any) -> bool:
+    """Whether a strided placement, as FSDP2 makes it of a dimension that tensor parallelism has cut, is not followed by
+    those cuts, so that several pieces are left here. Only the first of them is told."""
+    sizes, placements = distributed.device_mesh.shape, distributed.placements
+    return any(
+        placement.split_factor != prod(
+            sizes[later] for later in range(axis + 1, len(placements)) if placements[later].is_shard(placement.dim)
+        )
+        for axis, placement in enumerate(placements)
+        if hasattr(placement, "split_factor")
+    )  # fmt: skip
 
 
 def owners(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[set[str]]:

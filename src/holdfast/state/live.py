@@ -27,6 +27,12 @@ BUFFERS = "buffers"
 RESIDUAL = "residual"
 """The slot of what lossy gradients have not given yet."""
 
+SUBSPACE = "subspace"
+"""The slot of the matrix that the next low-rank approximation of a gradient begins with."""
+
+CARRIED = (RESIDUAL, SUBSPACE)
+"""Slots of what one gradient leaves for the next, which no record brings forward."""
+
 Held = dict[str, tuple[Atom, torch.Tensor]]
 """Atoms by key, each with the tensor that holds it now."""
 
@@ -34,7 +40,7 @@ Held = dict[str, tuple[Atom, torch.Tensor]]
 class LiveState:
     """``model`` and its ``optimizers``, which share no parameter, and modules ``beside`` it, whose atoms are named
     ``name:...``. Tied weights are one parameter. ``residuals`` are what their gradients have not given yet, by
-    parameter; they come and go as well."""
+    parameter, ``subspaces`` what their next approximations begin with; they come and go as well."""
 
     def __init__(
         self,
@@ -42,11 +48,13 @@ class LiveState:
         optimizers: Sequence[torch.optim.Optimizer],
         beside: Mapping[str, nn.Module] | None = None,
         residuals: dict[torch.Tensor, torch.Tensor] | None = None,
+        subspaces: dict[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Raises ``BadInput`` and its kin for what cannot be stored by name and value."""
         captures = [capture(model, optimizer) for optimizer in optimizers]
         self.optimizers = tuple(optimizers)
         self.residuals: dict[torch.Tensor, torch.Tensor] = {} if residuals is None else residuals
+        self.subspaces: dict[torch.Tensor, torch.Tensor] = {} if subspaces is None else subspaces
         self.parameters: tuple[CapturedParameter, ...] = captures[0].parameters
         self._buffers, self._buffers_beside = captures[0].buffers, {}
         for prefix, module in (beside or {}).items():
@@ -71,6 +79,8 @@ class LiveState:
         """Whether the residuals are this rank's alone, and those of a parameter that others hold too are others."""
         self.stored = self.parameters
         """The parameters that this process stores, with what belongs to them."""
+        self.elsewhere: Collection[str] = ()
+        """Names of parameters and buffers that some rank holds, of a pipeline not this one."""
 
     def store_only(self, names: Collection[str]) -> None:
         """Other ranks store the other parameters."""
@@ -86,6 +96,10 @@ class LiveState:
     def parameter(self, name: str) -> CapturedParameter:
         return self._parameter[name]
 
+    def is_trained(self, parameter: CapturedParameter) -> bool:
+        """Whether one of the optimizers changes it."""
+        return parameter.requires_grad and parameter.name in self._optimizer_of
+
     def owned(self, parameter: CapturedParameter) -> Held:
         """The parameter and the tensors that its optimizer holds for it."""
         held: dict[str, torch.Tensor] = {"param": parameter.parameter.detach()}
@@ -93,10 +107,10 @@ class LiveState:
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
 
     def residuals_held(self) -> Held:
-        """The residuals of stored parameters as they are now, or of all where each rank has its own."""
+        """The residuals of stored parameters as they are now, or of all where each rank has its own; subspaces too."""
         held = self.parameters if self.own_residuals else self.stored
-        named = [(p, self.residuals.get(p.parameter)) for p in held]
-        return dict(_held(p.name, RESIDUAL, tensor) for p, tensor in named if tensor is not None)
+        named = [(p, slot, of.get(p.parameter)) for p in held for slot, of in self._carried().items()]
+        return dict(_held(p.name, slot, tensor) for p, slot, tensor in named if tensor is not None)
 
     def buffers(self, beside: bool = True) -> Held:
         """The persistent buffers as they are now, of the modules ``beside`` the model as well."""
@@ -124,6 +138,8 @@ class LiveState:
         names = {key.rpartition("/")[0] for key in targets}
         for key in kinds:
             name, _, slot = key.rpartition("/")
+            if name not in names and name in self.elsewhere:
+                continue
             if name not in names or (slot not in ("param", "buffer") and name not in self._optimizer_of):
                 raise _mismatch(f"it has {key}, and this one has no such tensor")
 
@@ -131,7 +147,12 @@ class LiveState:
         """Before ``load`` and ``load_values`` of all there is: what they do not name, optimizers do not hold."""
         for optimizer in self.optimizers:
             optimizer.state.clear()
-        self.residuals.clear()
+        self.forget_residuals()
+
+    def forget_residuals(self) -> None:
+        """They begin at zero."""
+        for of in self._carried().values():
+            of.clear()
 
     @torch.no_grad()
     def load(self, atoms: dict[str, torch.Tensor]) -> None:
@@ -140,12 +161,13 @@ class LiveState:
         for key, value in atoms.items():
             name, _, slot = key.rpartition("/")
             if slot == "buffer":
-                buffers[key][1].copy_(value)
+                if key in buffers or name not in self.elsewhere:
+                    buffers[key][1].copy_(value)
             elif slot == "param":
                 local_of(self._parameter[name].parameter.detach()).copy_(value)
-            elif slot == RESIDUAL:
+            elif slot in CARRIED:
                 parameter = self._parameter[name].parameter
-                self.residuals[parameter] = value.to(parameter.device, copy=True)
+                self._carried()[slot][parameter] = value.to(parameter.device, copy=True)
             else:
                 self._load_slot(name, slot, value)
 
@@ -183,6 +205,9 @@ class LiveState:
             optimizer.state[parameter.parameter][slot] = made
         else:
             optimizer.state[parameter.parameter][slot] = value.to(device, copy=True)
+
+    def _carried(self) -> dict[str, dict[torch.Tensor, torch.Tensor]]:
+        return {RESIDUAL: self.residuals, SUBSPACE: self.subspaces}
 
     def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
         index = self._optimizer_of.get(parameter.name)

@@ -23,6 +23,8 @@ def encode(value: Any, where: str = "progress") -> Any:
     """``value`` as JSON-able data. Raises ``BadInput`` naming the first thing that cannot be stored."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, bytes):
+        return {"__bytes__": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
         raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return {
@@ -58,6 +60,8 @@ def decode(value: Any) -> Any:
         dtype, raw = FROM_NAME[value["__tensor__"]], bytearray(base64.b64decode(value["bytes"]))
         made = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         return made.reshape(value["shape"])
+    if "__bytes__" in value:
+        return base64.b64decode(value["__bytes__"])
     if "__array__" in value:
         return decode(value["__array__"]).numpy()
     if "__tuple__" in value:
@@ -74,6 +78,20 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
         for i, group in enumerate(groups)
     ]
+
+
+def adopt(things: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
+    """Give ``things``, by name, the state that the ``progress`` of some other run has of them. What it does not have,
+    or has of something that keeps another kind of state, is left and named in what is returned."""
+    there = progress.get("things", progress)
+    left = []
+    for name, thing in things.items():
+        saved = decode(there[name]) if isinstance(there.get(name), dict) else None
+        if saved is not None and saved.keys() == thing.state_dict().keys():
+            thing.load_state_dict(saved)
+        else:
+            left.append(name)
+    return left
 
 
 def random_state() -> dict[str, Any]:

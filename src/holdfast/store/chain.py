@@ -166,6 +166,11 @@ def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
     return before.digest if before.timeline == record.timeline else record.key
 
 
+def last_step(store: RunReader, base: Manifest) -> int:
+    """To which the records after ``base`` lead on every stream, by their headers."""
+    return min(chain_of(base, stream, read_journal(store, stream), None).last.step for stream in base.streams)
+
+
 def verify_records(store: RunReader, base: Manifest) -> tuple[int, list[Damaged]]:
     """The newest step that the records after ``base``, each verified, lead to on every stream; and what ended them."""
     steps, damaged = [], []

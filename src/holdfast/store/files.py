@@ -13,7 +13,8 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -69,6 +70,7 @@ class AnyDisk(Protocol):
     def write_bytes(self, path: str, data: bytes) -> None: ...
     def free_bytes(self) -> int: ...
     def lock(self, path: str, owner: dict) -> HeldLock: ...
+    def is_locked(self, path: str) -> bool: ...
 
 
 class Disk:
@@ -247,6 +249,22 @@ class Disk:
             raise
         return lock
 
+    def is_locked(self, path: str) -> bool:
+        """Whether somebody holds the lock file ``path``, or that cannot be told."""
+        try:
+            fd = os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
 
 def check_place(root: str | Path) -> None:
     """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written: it is no directory, a link to
@@ -297,6 +315,19 @@ def write_durably(
     after("sync")
     disk.rename(temporary, path)
     after("rename")
+    disk.sync_dir(path.rpartition("/")[0], why=f"{why} directory")
+
+
+@contextmanager
+def written_durably(disk: AnyDisk, path: str, nbytes: int, *, why: str) -> Iterator[Any]:
+    """A file of ``nbytes`` to write, at any places and from any threads, in the block; it has the name ``path`` and
+    survives power loss when the block ends, and is not there if the block raises."""
+    temporary = path + TEMPORARY
+    disk.allocate(temporary, nbytes)
+    with closing(disk.open(temporary, direct=False)) as file:
+        yield file
+        disk.sync(file, why=why)
+    disk.rename(temporary, path)
     disk.sync_dir(path.rpartition("/")[0], why=f"{why} directory")
 
 

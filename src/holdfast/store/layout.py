@@ -165,6 +165,8 @@ def _encode(placed: list[Entry], header_bytes: int, metadata: dict[str, str] | N
 def _check_placed(placed: list[Entry], header_bytes: int) -> None:
     position = header_bytes
     for entry in placed:
+        if min(entry.shape, default=0) < 0:
+            raise ValueError(f"tensor {entry.key!r} has the shape {entry.shape}")
         if entry.offset != position or entry.nbytes != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
             raise ValueError(f"tensor {entry.key!r} at {entry.offset} does not follow the one before it")
         position = entry.end

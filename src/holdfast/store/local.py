@@ -153,6 +153,15 @@ class LocalStore(RetainedCommits):
             self._retire()
         return record.id
 
+    def go_on(self, timeline: Timeline) -> None:
+        """Instead of ``begin``: go on in ``timeline``, the newest, after its newest commit. For who resumes nothing and
+        writes whole states one after another."""
+        self._check_writer()
+        with self._failing():
+            self.timeline, self._fork = timeline.id, timeline
+            self._timelines, damaged = self.timelines()
+            restore(self.disk, self._timelines, damaged)
+
     def writer(self) -> str:
         """What the lock says of the one that has entered: its process, host and time. Empty if nobody ever has."""
         return self.disk.read_bytes(LOCK).decode() if self.disk.exists(LOCK) else ""
@@ -169,9 +178,13 @@ class LocalStore(RetainedCommits):
         writes as this rank.
         """
         self._lock = self.disk.lock(f"{LOCK}.rank-{rank:05d}", {**this_writer(), "started": time.time()})
-        self.timeline, self._fork = timeline.id, timeline
+        self.timeline, self._fork, self._small = timeline.id, timeline, set()
         self._timelines = self.timelines()[0]
         self.follow()
+
+    def has_writer(self, rank: int) -> bool:
+        """Whether a process writes as ``rank``, which has joined."""
+        return self.disk.is_locked(f"{LOCK}.rank-{rank:05d}")
 
     def follow(self) -> None:
         """Take note of what the first rank has published and retired. Any thread may call it."""
@@ -251,6 +264,8 @@ class LocalStore(RetainedCommits):
         self._check_writer()
         digest = xxhash.xxh3_128_hexdigest(text)
         with self._failing():
+            if self._small is not None:
+                self._small.add(f"index/{digest}.json")
             write_durably(self.disk, f"index/{digest}.json", text, why="index")
         return {"path": f"index/{digest}.json", "bytes": len(text), "xxh3_128": digest}
 
@@ -319,7 +334,15 @@ class LocalStore(RetainedCommits):
         self._check_writer()
         timeline = self.timelines()[0][point.timeline]
         refs = {name: self._file_ref(name, *value) for name, value in files.items()}
-        manifest = _manifest_of(timeline, point.step, refs, index, progress)
+        return self._insert(_manifest_of(timeline, point.step, refs, index, progress))
+
+    def insert_shares(self, point: Point, shares: dict[str, Share]) -> Manifest:
+        """As ``insert``, of what several ranks would have, by stream."""
+        self._check_writer()
+        timeline = self.timelines()[0][point.timeline]
+        return self._insert(_manifest_of(timeline, point.step, {}, {}, {}).with_shares(shares))
+
+    def _insert(self, manifest: Manifest) -> Manifest:
         data = manifest.encode()
         with self._failing():
             self._write(manifest, data)

@@ -65,7 +65,7 @@ class RunReader:
             manifest = Manifest.decode(self.disk.read_bytes(ref.path), ref.path)
         except FileNotFoundError:
             raise self.retired(ref) from None
-        with self._listed(manifest):
+        with self.listed(manifest):
             return reading.read_shares(self.disk, manifest)
 
     def line(self) -> list[CommitRef]:
@@ -152,12 +152,12 @@ class RunReader:
 
     def atoms(self, manifest: Manifest) -> dict[str, dict[str, Any]]:
         """The atoms of ``manifest`` by key, as its index describes them, with their fragments."""
-        with self._listed(manifest):
+        with self.listed(manifest):
             return reading.index_of(self.disk, manifest)["atoms"]
 
     def read_atom(self, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
         """The verified bytes of one of the ``atoms``, in C order. Raises ``Damaged``."""
-        with self._listed(manifest):
+        with self.listed(manifest):
             return reading.read_atom(self.disk, manifest, atom, direct=self.direct)
 
     def layout(self, ref: FileRef) -> Layout:
@@ -182,7 +182,7 @@ class RunReader:
         return self.disk.exists(manifest.path)
 
     @contextmanager
-    def _listed(self, manifest: Manifest) -> Iterator[None]:
+    def listed(self, manifest: Manifest) -> Iterator[None]:
         """What goes wrong inside is ``CommitRetired`` if the commit is not listed any more."""
         try:
             yield

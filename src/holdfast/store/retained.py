@@ -43,7 +43,13 @@ class RetainedCommits(RunReader):
         self.used_bytes = 0
         """That the run took of the disk when ``measure`` was called last."""
         self.cap_bytes: int | None = None
-        """Most that the run may take of the disk."""
+        """Most that the run, or one of several ranks, may take of the disk."""
+        self.cap_share = 1.0
+        """Of what was given for the whole run."""
+        self.retires_for_room = True
+        """Whether ``make_room`` may retire commits. Of several ranks none may by itself."""
+        self._small: set[str] | None = None
+        """Small files that count as this writer's; None is all."""
         self.dropped: list[CommitRef] = []
         """Retired for want of room, by this writer."""
         self.is_mine: Callable[[str], bool] = lambda unit: True
@@ -59,7 +65,12 @@ class RetainedCommits(RunReader):
         """Of the bases that are kept for good beside the newest. Called also while another thread publishes."""
         retained = self._retained
         alone = [retained.get(ref) for ref in self._for_good() - set(self._newest())]
-        return sum(manifest.total_bytes for manifest in alone if manifest is not None)
+        return sum(map(self._own_bytes, filter(None, alone)))
+
+    @property
+    def told_cap_bytes(self) -> int:
+        """The cap of the whole run."""
+        return int((self.cap_bytes or 0) / self.cap_share)
 
     @property
     def newest_base(self) -> Manifest | None:
@@ -69,8 +80,18 @@ class RetainedCommits(RunReader):
     @property
     def newest_bytes(self) -> int:
         """Of the newest commit that can be read."""
-        sizes = [(ref, m.total_bytes) for ref, m in self._retained.items() if m is not None]
+        sizes = [(ref, self._own_bytes(m)) for ref, m in self._retained.items() if m is not None]
         return max(sizes)[1] if sizes else 0
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether a base may need files that are not there yet, since more are kept than the newest."""
+        kept = self._retained
+        return (self.keep is not None and self.keep.for_good) or len(kept) > self.retain
+
+    def _own_bytes(self, manifest: Manifest) -> int:
+        """Of a commit's payload, what this writer wrote."""
+        return sum(file.bytes for unit, file in manifest.files.items() if self.is_mine(unit))
 
     def restarts(self) -> tuple[float, int]:
         """Seconds since the run was begun, and how often it has been resumed. Not all that stops a run is a failure;
@@ -80,7 +101,9 @@ class RetainedCommits(RunReader):
 
     def measure(self) -> int:
         """What the run takes of the disk now."""
-        self.used_bytes = used_bytes(self.disk)
+        if self._small is not None:
+            self._small = {path for path in self._small if self.disk.exists(path)}
+        self.used_bytes = used_bytes(self.disk, self.is_mine, self._small)
         return self.used_bytes
 
     def prune_journal(self) -> None:
@@ -93,23 +116,30 @@ class RetainedCommits(RunReader):
         for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
             failpoints.reach("before_segment_unlink")
             self.disk.unlink(path)
-        self.measure()
 
     def make_room(self, nbytes: int) -> bool:
         """Retire the oldest commits until ``nbytes`` more are within the cap; whether they are. The two newest that are
         whole stay, and what is retired is in ``dropped``."""
         self.measure()
         while self.cap_bytes is not None and self.used_bytes + nbytes > self.cap_bytes:
-            droppable = sorted(set(self._retained) - set(self._newest(2)))
-            line = set(lineage(self._retained, self._timelines, self.timeline or 0))
-            off = [ref for ref in droppable if ref not in line or ref in self.damaged]
-            if not droppable:
+            if not self.retires_for_room or self.drop_oldest() is None:
                 return False
-            victim = (off or droppable)[0]
-            self._drop([victim])
-            self.dropped.append(victim)
-            self.prune_journal()
+            self.measure()
         return True
+
+    def drop_oldest(self) -> CommitRef | None:
+        """Retire the oldest commit for want of room, with the records that only it needs; None where just the two
+        newest that are whole are left."""
+        droppable = sorted(set(self._retained) - set(self._newest(2)))
+        if not droppable:
+            return None
+        line = set(self._line())
+        off = [ref for ref in droppable if ref not in line or ref in self.damaged]
+        victim = (off or droppable)[0]
+        self._drop([victim])
+        self.dropped.append(victim)
+        self.prune_journal()
+        return victim
 
     def _keep(self, retained: dict[CommitRef, Manifest | None]) -> None:
         """From now on these commits are retained (None: a manifest that cannot be read), with their files."""
@@ -126,13 +156,25 @@ class RetainedCommits(RunReader):
         whole = set(self._retained) - self._damaged()
         return lineage(whole, self._timelines, self.timeline or 0)[: count or self.retain]
 
+    def _line(self, timeline: int | None = None) -> list[CommitRef]:
+        """What led to the newest step of ``timeline`` (None: the one that is open), newest first."""
+        tip = self.timeline if timeline is None else timeline
+        return lineage(self._retained, self._timelines, tip or 0)
+
     def _for_good(self) -> set[CommitRef]:
+        """Of the line, and of lines that were left what it has not come to again."""
         if self.keep is None or not self.keep.for_good:
             return set()
-        retained = self._retained
-        line = lineage(retained, self._timelines, self.timeline or 0)
-        manifests = [retained[ref] for ref in line if ref not in self.damaged]
-        return kept_for_good([manifest for manifest in manifests if manifest is not None], self.keep)
+        retained, keep = self._retained, self.keep
+
+        def kept(line: list[CommitRef]) -> set[CommitRef]:
+            manifests = [retained.get(ref) for ref in line if ref not in self.damaged]
+            return kept_for_good([manifest for manifest in manifests if manifest is not None], keep)
+
+        line = self._line()
+        reached = line[0].step if line else 0
+        left = set().union(*(kept(self._line(other)) for other in self._timelines if other != self.timeline))
+        return kept(line) | {ref for ref in left if ref.step > reached}
 
     def _retire(self) -> None:
         """Unlink the manifests of what is not kept; when their names are durably gone, their files are free."""
@@ -140,7 +182,7 @@ class RetainedCommits(RunReader):
         copies = min(
             (unit.copies for unit in list(self._units.values()) if unit.copies > 1), default=self.retain + 1
         )
-        room = max(self.retain, copies - self.spare)
+        room = max(self.retain, copies - self.spare) if self.keep is None else 2 * self.retain
         drop = dropped(
             self._retained, self._timelines, self.timeline, retain=self.retain, room=room,
             for_good=self._for_good(), damaged=self._damaged() if self.keep is not None else (),

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
 from holdfast.store.files import AnyDisk
 from holdfast.store.journal import steps_of_segments, streams
 from holdfast.store.manifest import CommitRef, Manifest
 
-DIRECTORIES = ("data", "index", "commits", "timelines")
+SMALL = ("index", "commits", "timelines")
+"""The directories of small files."""
 
 
-def used_bytes(disk: AnyDisk) -> int:
-    """Of all files of a run, reserved space included; but for the log of events."""
-    directories = [*DIRECTORIES, *(f"journal/{stream}" for stream in streams(disk))]
+def used_bytes(
+    disk: AnyDisk, is_mine: Callable[[str], bool] = lambda unit: True, small: Collection[str] | None = None
+) -> int:
+    """Of all files of a run, reserved space included; but for the log of events. Of several ranks those of one: of
+    units and journals that are its own by ``is_mine``, and the ``small`` files (None: all there are)."""
+    paths = [f"data/{name}" for name in disk.listdir("data") if is_mine(name)]
+    for stream in streams(disk):
+        if is_mine(f"{stream}."):
+            paths += [f"journal/{stream}/{name}" for name in disk.listdir(f"journal/{stream}")]
+    if small is None:
+        small = [f"{folder}/{name}" for folder in SMALL for name in disk.listdir(folder)]
     total = 0
-    for directory in directories:
-        for name in disk.listdir(directory):
-            with suppress(FileNotFoundError):
-                total += disk.size(f"{directory}/{name}")
+    for path in (*paths, *small):
+        with suppress(FileNotFoundError):
+            total += disk.size(path)
     return total
 
 

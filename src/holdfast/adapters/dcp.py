@@ -1,0 +1,201 @@
+"""``torch.distributed.checkpoint`` into a run directory of this library, and back.
+
+    dcp.save(state, storage_writer=StorageWriter("runs/x", step=100))
+    dcp.load(state, storage_reader=StorageReader("runs/x"))
+
+A save is a commit: when it returns, it survives power loss, and ``holdfast show``, ``verify`` and ``diff`` know it. A
+load verifies all that it will read, on every rank, before a tensor of any rank is touched. Who reads what is planned by
+torch, so a load at another world size is as any other. What is no tensor is stored by value, as JSON.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import metadata as theirs
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
+from ..state.boxes import Box
+from ..state.progress import decode
+from ..store.reader import RunReader
+from ..units import MiB
+from ..universal.convert.holdfast import Commit
+from ..universal.keys import KEY
+from ..universal.load import Run, Target, in_threads, plan, read_all
+from ..universal.source import Source, Stored
+from .dcp_items import NAMES
+from .dcp_write import StorageWriter
+
+__all__ = ["StorageReader", "StorageWriter"]
+
+BATCH_BYTES = 64 * MiB
+"""Read at once on the way to tensors that cannot be read into directly; a larger one by itself."""
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class StorageReader(dcp.StorageReader):
+    """Reads a commit of the run in the directory ``root`` that a ``StorageWriter`` made: of ``step``, or the newest."""
+
+    def __init__(self, root: str | os.PathLike = "", *, step: int | None = None) -> None:
+        self.root, self.step = os.fspath(root), step
+        self._source: Commit | None = None
+        self._values: dict[str, Any] = {}
+        self._paths: dict[str, tuple[Any, ...]] = {}
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.root
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        self.root = os.fspath(checkpoint_id) if checkpoint_id else self.root
+        self._source = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> theirs.Metadata:
+        """Where it cannot be read, what it holds raises ``Damaged``, ``NoCommit``, or ``RunMismatch`` if the commit is
+        not one of ``dcp.save``: of an error that this raised itself, torch before 2.13 would not say what it was."""
+        try:
+            return self._metadata()
+        except HoldfastError as error:
+            return _Unreadable(error)
+
+    def _metadata(self) -> theirs.Metadata:
+        reader = RunReader(self.root)
+        manifest = reader.head() if self.step is None else reader.at(self.step)
+        if manifest is None:
+            raise NoCommit(
+                f"{self.root} has no commit: nothing was saved there, or another directory is meant"
+            )
+        told = manifest.progress_of(manifest.streams[0]).get(KEY)
+        if told is None:
+            raise RunMismatch(
+                f"{self.root}@{manifest.step} was not written by dcp.save, so its tensors have no keys of a state dict."
+                f" `holdfast convert {self.root}@{manifest.step} FOLDER --to dcp` makes a folder that dcp.load reads."
+            )
+        self._source = source = Commit(reader, manifest)
+        self._values = told["values"]
+        self._paths = {key: tuple(path) for key, path in told["paths"].items()}
+        about: dict[str, Any] = {key: _metadata_of(stored) for key, stored in source.by_key.items()}
+        about |= {key: theirs.BytesStorageMetadata() for key in self._values}
+        about = {key: about[key] for key in self._paths}
+        return theirs.Metadata(about, self._paths, {}, theirs.StorageMeta(checkpoint_id=source.path))
+
+    def set_up_storage_reader(
+        self, metadata: theirs.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        if isinstance(metadata, _Unreadable):
+            raise metadata.error
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Verifies what this rank will read. Raises ``Damaged``, by which the load ends on all ranks."""
+        source = self._opened
+        in_threads((partial(_verify, source, run) for run in self._runs(plan)), lambda nbytes: None)
+        return replace(plan, storage_data=source.path)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if len({plan.storage_data for plan in plans}) > 1:
+            raise BadInput(
+                f"the ranks would load different commits of {self.root}, as one was made meanwhile. Say which:"
+                " StorageReader(root, step=...)."
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                data = io.BytesIO()
+                torch.save(decode(self._values[item.storage_index.fqn]), data)
+                data.seek(0)
+                planner.load_bytes(item, data)
+        for batch in _batches([item for item in plan.items if item.type == LoadItemType.TENSOR]):
+            self._read(batch, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @property
+    def _opened(self) -> Commit:
+        assert self._source is not None, "read_metadata comes first"
+        return self._source
+
+    def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """The items of one batch."""
+        targets, ways = [], []
+        for item in items:
+            stored, box = self._wanted(item)
+            tensor = planner.resolve_tensor(item).detach()
+            made = torch.empty(box.shape, dtype=DTYPES[stored.atom.dtype])
+            at_once = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == made.dtype
+            into = tensor if at_once else made
+            flat = into.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
+            targets.append(Target(stored, box, flat.reshape(box.shape)))
+            ways.append((item, tensor, into))
+        read_all(cast(Source, self._opened), targets)
+        for item, tensor, into in ways:
+            if into is not tensor:
+                tensor.copy_(into)
+            planner.commit_tensor(item, tensor)
+
+    def _runs(self, loaded: LoadPlan) -> list[Run]:
+        items = [item for item in loaded.items if item.type == LoadItemType.TENSOR]
+        nothing = np.empty(0)
+        return plan(cast(Source, self._opened), [Target(*self._wanted(item), nothing) for item in items])
+
+    def _wanted(self, item: ReadItem) -> tuple[Stored, Box]:
+        stored = self._opened.by_key[item.storage_index.fqn]
+        offset = item.storage_index.offset or (0,) * len(stored.atom.shape)
+        start = tuple(a + b for a, b in zip(offset, item.storage_offsets, strict=True))
+        return stored, Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
+
+
+class _Unreadable(theirs.Metadata):
+    """Of a commit that cannot be read."""
+
+    def __init__(self, error: HoldfastError) -> None:
+        self.error = error
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.error
+
+
+def _metadata_of(stored: Stored) -> theirs.TensorStorageMetadata:
+    """As torch has it, by the regions as they are stored."""
+    boxes = [piece.box for piece in stored.pieces] or [Box.whole(stored.atom.shape)]
+    chunks = [theirs.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes]
+    properties = theirs.TensorProperties(DTYPES[stored.atom.dtype])
+    return theirs.TensorStorageMetadata(properties, torch.Size(stored.atom.shape), chunks)
+
+
+def _verify(source: Commit, run: Run) -> int:
+    where = source.parts[run.part]
+    nbytes = run.count * where.itemsize
+    source.read(run.part, run.start * where.itemsize, memoryview(bytearray(nbytes)))
+    return nbytes
+
+
+def _batches(items: list[ReadItem]) -> Iterator[list[ReadItem]]:
+    """Of about ``BATCH_BYTES`` at most."""
+    batch: list[ReadItem] = []
+    elements = 0
+    for item in items:
+        size = item.lengths.numel()
+        if batch and (elements + size) * 4 > BATCH_BYTES:
+            yield batch
+            batch, elements = [], 0
+        batch.append(item)
+        elements += size
+    if batch:
+        yield batch

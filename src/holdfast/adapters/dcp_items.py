@@ -1,0 +1,110 @@
+"""The items of a plan of ``torch.distributed.checkpoint``, as a run has them: names, regions, values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from ..delta.ranks import stream_of
+from ..errors import BadInput
+from ..state.boxes import Box
+from ..state.progress import encode
+from ..universal.keys import KEY, Kind
+from ..universal.pickles import DTYPES
+
+NAMES = {getattr(torch, theirs): ours for theirs, ours in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Save:
+    """What the first rank tells each of the save that is under way."""
+
+    step: int
+    timeline: dict[str, Any]
+    rank: int
+    names: dict[str, tuple[str, str]]
+    """The name and the slot of each tensor that the rank writes, by key."""
+
+    @property
+    def unit(self) -> str:
+        return f"save-{self.step:012d}.t{self.timeline['id']:04d}.{stream_of(self.rank)}"
+
+
+class Resolved(dict[str, torch.Tensor]):
+    """Tensors by their names in the file, each asked of the planner when it is needed."""
+
+    def __init__(self, items: dict[str, WriteItem], planner: SavePlanner) -> None:
+        self._items, self._planner = items, planner
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        tensor = self._planner.resolve_data(self._items[key])
+        assert isinstance(tensor, torch.Tensor)
+        return tensor.detach()
+
+
+def value_of(planner: SavePlanner, item: WriteItem) -> Any:
+    """What is no tensor, as JSON. Raises ``BadInput`` naming it."""
+    key = item.index.fqn
+    look_up = getattr(planner, "lookup_object", None)
+    if look_up is not None:
+        return encode(look_up(item.index), key)
+    data: Any = planner.resolve_data(item)
+    data.seek(0)
+    return encode(torch.load(data, weights_only=True), key)
+
+
+def index_of(save: Save, items: list[WriteItem], tensors: dict[str, WriteItem]) -> dict[str, Any]:
+    atoms: dict[str, Any] = {}
+    for item in items:
+        if item.tensor_data is None:
+            continue
+        name, slot = save.names[item.index.fqn]
+        kind = kind_of(item)
+        atoms[f"{name}/{slot}"] = {
+            "name": name, "slot": slot, "shape": list(kind.shape), "dtype": kind.dtype, KEY: item.index.fqn,
+            "fragments": [],
+        }  # fmt: skip
+    for key, item in tensors.items():
+        name, slot = save.names[item.index.fqn]
+        box = box_of(item)
+        fragment = {
+            "unit": save.unit,
+            "key": key,
+            "global": box.to_json(),
+            "local": Box.whole(box.shape).to_json(),
+        }
+        atoms[f"{name}/{slot}"]["fragments"].append(fragment)
+    return {"version": 1, "units": [save.unit], "atoms": atoms}
+
+
+def kind_of(item: WriteItem) -> Kind:
+    assert item.tensor_data is not None
+    dtype = item.tensor_data.properties.dtype
+    if dtype not in NAMES:
+        raise BadInput(
+            f"{item.index.fqn} is of {dtype}, which commits do not hold. Convert it, or leave it out."
+        )
+    return Kind(tuple(item.tensor_data.size), NAMES[dtype])
+
+
+def box_of(item: WriteItem) -> Box:
+    """The region of its tensor."""
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return Box(tuple(chunk.offsets), tuple(a + n for a, n in zip(chunk.offsets, chunk.sizes, strict=True)))
+
+
+def name_of(save: Save, item: WriteItem) -> str:
+    """In the file: that of the atom, and where the region begins."""
+    name, slot = save.names[item.index.fqn]
+    start = ",".join(map(str, box_of(item).start))
+    return f"{name}/{slot}@{start}"
+
+
+def nbytes_of(item: WriteItem) -> int:
+    return (
+        0 if item.tensor_data is None else box_of(item).elements * item.tensor_data.properties.dtype.itemsize
+    )

@@ -1,0 +1,242 @@
+"""The saving half of ``adapters.dcp``: each rank writes its tensors into a file of its own, the first one publishes.
+
+The first rank opens the run when it has the plans of all, and tells each rank the step and the timeline with its plan.
+What the ranks wrote it learns with their results; the commit is there when ``finish`` returns, and not before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..delta.image import METADATA, Image
+from ..delta.ranks import stream_of
+from ..errors import BadInput, Damaged, RunMismatch
+from ..state.atoms import Atom
+from ..store.layout import Layout
+from ..store.local import LocalStore, Written
+from ..store.manifest import Manifest, Timeline
+from ..store.retention import Keep
+from ..universal.keys import KEY, name_all
+from .dcp_items import Resolved, Save, box_of, index_of, kind_of, name_of, nbytes_of, value_of
+
+_FILE = re.compile(r"save-\d+\.t\d+\.rank-\d+\.0\.safetensors")
+
+
+class StorageWriter(dcp.StorageWriter):
+    """Makes every ``dcp.save`` a commit of the run in the directory ``root``, which is made if absent.
+
+    ``step`` is the commit's; without it, the one after the newest. A step that there is already, or after which there
+    are others, begins another timeline, as a resume from it does. ``keep`` says which commits stay.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike = "", *, step: int | None = None, keep: Keep | None = None
+    ) -> None:
+        self.root, self.step, self.keep = os.fspath(root), step, keep or Keep()
+        self._paths: dict[str, tuple[Any, ...]] = {}
+        self._first: _Opened | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.root
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        self.root = os.fspath(checkpoint_id) if checkpoint_id else self.root
+        self._close()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise BadInput(
+                "use_collectives=False saves what is no whole, and a commit is one: save with collectives"
+            )
+        if not self.root:
+            raise BadInput(
+                "no directory was given: StorageWriter(root), or dcp.save(..., checkpoint_id=root)"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank: opens the run, and names what is written."""
+        if not all(plan.usable for plan in plans):
+            raise BadInput("a planner with enable_plan_caching=True is not supported: pass one without it")
+        items = [item for plan in plans for item in plan.items]
+        paths = {key: path for plan in reversed(plans) for key, path in (plan.planner_data or {}).items()}
+        paths |= {item.index.fqn: (item.index.fqn,) for item in items if item.index.fqn not in paths}
+        there = {item.index.fqn for item in items}
+        self._paths = {key: path for key, path in paths.items() if key in there}
+        names = name_all(
+            {i.index.fqn: kind_of(i) for i in items if i.tensor_data is not None}, self._paths
+        ).tensors
+        self._first = opened = _Opened(self)
+        told = []
+        for rank, plan in enumerate(plans):
+            mine = {item.index.fqn: names[item.index.fqn] for item in plan.items if item.index.fqn in names}
+            save = Save(opened.step, asdict(opened.store.opened), rank, mine)
+            told.append(replace(plan, storage_data=save))
+        return told
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On every rank: durable when it returns."""
+        save: Save = plan.storage_data
+        try:
+            store = self._first.store if self._first is not None else _joined(self.root, self.keep, save)
+            try:
+                share, values = _write(store, save, plan.items, planner, first=self._first)
+            finally:
+                if self._first is None:
+                    store.close()
+        except BaseException:
+            self._close()
+            raise
+        results = [WriteResult(item.index, nbytes_of(item), None) for item in plan.items]
+        if results:
+            results[0] = replace(results[0], storage_data=(save.rank, share, values))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the first rank: makes what all wrote a commit. When it returns, it survives power loss."""
+        first = self._first
+        assert first is not None and first.written is not None
+        try:
+            told = [
+                result.storage_data for each in results for result in each if result.storage_data is not None
+            ]
+            values = {key: value for _, _, mine in told for key, value in mine.items()}
+            files, index = first.written
+            paths = {key: list(path) for key, path in self._paths.items()}
+            progress = {KEY: {"paths": paths, "values": values}}
+            step, unit = first.step, next(iter(files))
+            refs = {stream_of(0): first.store.share(step, files, index, progress, {unit: step}).ref}
+            refs |= {stream_of(rank): share for rank, share, _ in told if rank}
+            first.store.publish_shares(refs)
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            first.close()
+
+
+class _Opened:
+    """The run, open on the first rank for one save. Closed also when the writer goes without ``finish``, as after the
+    failure of another rank."""
+
+    def __init__(self, writer: StorageWriter) -> None:
+        self.store = LocalStore(writer.root, keep=writer.keep)
+        self.close = weakref.finalize(self, LocalStore.close, self.store)
+        self.written: tuple[Written, dict[str, Any]] | None = None
+        self.store.enter()
+        try:
+            before = _commit_before(self.store, writer.step)
+            self.step = (
+                writer.step if writer.step is not None else (before.step + 1 if before is not None else 0)
+            )
+            self._drop_others()
+            self._begin(before)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, before: Manifest | None) -> None:
+        """A save after the newest is of the same timeline; any other begins one."""
+        timelines = self.store.timelines()[0]
+        newest = max(timelines, default=0)
+        if (
+            before is None
+            or before.ref != self.store.line()[0]
+            or before.timeline != newest
+            or self.step <= before.step
+        ):
+            self.store.begin(before)
+        else:
+            self.store.go_on(timelines[newest])
+
+    def _drop_others(self) -> None:
+        """Remove the files of saves that did not come to their end."""
+        try:
+            commits = [self.store.load(ref) for ref in self.store.commits()]
+        except Damaged:  # one that cannot be read may name any
+            return
+        named = {file.path for manifest in commits for file in manifest.files.values()}
+        for name in self.store.disk.listdir("data"):
+            if _FILE.fullmatch(name) and f"data/{name}" not in named:
+                self.store.disk.unlink(f"data/{name}")
+
+
+def _commit_before(store: LocalStore, step: int | None) -> Manifest | None:
+    """The newest commit of the line that a save of ``step`` goes on from. Raises ``RunMismatch`` if the run is not one
+    of these saves, ``BadInput`` if it begins later."""
+    line = store.line()
+    found = next((ref for ref in line if step is None or ref.step <= step), None)
+    if line and found is None:
+        raise BadInput(
+            f"{store.root} begins with step {line[-1].step}, so step {step} cannot be saved there. Give another"
+            " directory."
+        )
+    if found is None:
+        return None
+    manifest = store.load(found)
+    if KEY not in manifest.progress_of(manifest.streams[0]):
+        raise RunMismatch(
+            f"{store.root} is a run that dcp.save did not write, so it cannot be gone on with. Give another directory."
+        )
+    return manifest
+
+
+def _joined(root: str, keep: Keep, save: Save) -> LocalStore:
+    """The run on a rank that is not the first, which has opened it."""
+    store = LocalStore(root, keep=keep)
+    timeline = Timeline(**save.timeline)
+    with suppress(OSError):
+        there = store.timelines()[0].get(timeline.id)
+        if there is not None and there.key == timeline.key:
+            store.join(timeline, save.rank)
+            return store
+    store.close()
+    raise BadInput(
+        f"rank {save.rank} does not see in {store.root} what the first rank wrote there. The directory has to be on a"
+        " file system that all ranks share."
+    )
+
+
+def _write(
+    store: LocalStore, save: Save, items: list[WriteItem], planner: SavePlanner, first: _Opened | None
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Write what a rank has. What its share is, on the first rank later, and its values by key."""
+    values = {i.index.fqn: value_of(planner, i) for i in items if i.type == WriteItemType.BYTE_IO}
+    tensors = {name_of(save, i): i for i in items if i.tensor_data is not None and box_of(i).elements}
+    if not tensors and first is None and not items:
+        return None, {}
+    atoms = {key: Atom(key, "", box_of(item).shape, kind_of(item).dtype) for key, item in tensors.items()}
+    layout = Layout.build([(key, atom.dtype, atom.shape) for key, atom in atoms.items()], METADATA)
+    unit = store.unit(save.unit, layout, copies=1)
+    unit.create()
+    generation = unit.acquire()
+    image = Image(layout, Resolved(tensors, planner))
+    checksums = unit.write_through(generation, image.fill, kind="state", phase="save", priority=2)
+    files: Written = {save.unit: (generation, checksums)}
+    index = store.put_index(index_of(save, items, tensors))
+    if first is not None:
+        first.written = files, index
+        return None, values
+    return store.share(save.step, files, index, {}, {save.unit: save.step}).ref, values

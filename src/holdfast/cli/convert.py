@@ -1,0 +1,123 @@
+"""``convert``: a state of any format that is read, as one of any format that is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from ..errors import BadInput
+from ..sources import source_of
+from ..units import counted, format_bytes, parse_bytes
+from ..universal.convert.dcp_writer import write_dcp
+from ..universal.convert.deepspeed import write_deepspeed
+from ..universal.convert.huggingface import write_huggingface, write_single
+from ..universal.save import write_run
+from ..universal.source import Source
+from .output import print_json
+from .runs import open_run
+
+DTYPES = {
+    "fp32": "F32",
+    "float32": "F32",
+    "bf16": "BF16",
+    "bfloat16": "BF16",
+    "fp16": "F16",
+    "float16": "F16",
+}
+FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed")
+
+Told = Callable[[int], None]
+
+
+def convert(
+    source: str,
+    destination: Path,
+    to: str,
+    *,
+    dtype: str | None,
+    file_size: str,
+    stage: int | None,
+    as_json: bool,
+) -> None:
+    """Write ``source`` to ``destination`` in the format ``to``, and say what that took."""
+    _refuse(destination, to, dtype, stage)
+    began = time.perf_counter()
+    opened = source_of(source, open_run)
+    total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
+    columns = (
+        "writing",
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    out = Console(stderr=True)
+    with Progress(*columns, console=out, transient=True, disable=as_json or not out.is_terminal) as bar:
+        task = bar.add_task("writing", total=total)
+        about = _write(
+            opened, destination, to, DTYPES.get(dtype or ""), file_size, stage, lambda n: bar.advance(task, n)
+        )
+    seconds = time.perf_counter() - began
+    about |= {"format": to, "from": opened.format, "bytes": total, "seconds": seconds}
+    if as_json:
+        print_json(about)
+        return
+    print(
+        f"{destination}: {counted(about['tensors'], 'tensor')} of {source} ({opened.format}) as {to},"
+        f" {format_bytes(total)} in {counted(len(about['files']), 'file')}, {seconds:.1f} s"
+    )
+    if about["left_out"]:
+        left = counted(about["left_out"], "tensor")
+        print(f"Not in it, since {to} holds parameters and buffers alone: {left} of the optimizer")
+
+
+def _refuse(destination: Path, to: str, dtype: str | None, stage: int | None) -> None:
+    if to not in FORMATS:
+        raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise BadInput(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    if dtype is not None and to in ("holdfast", "dcp", "deepspeed"):
+        raise BadInput(
+            "--dtype is for exports of parameters: a training state keeps its tensors as training had them"
+        )
+    if (to == "deepspeed") != (stage is not None):
+        raise BadInput(
+            "--to deepspeed needs --stage 1, 2 or 3, that of the ZeRO that will load it; nothing else has one"
+        )
+    if to == "safetensors" and destination.suffix != ".safetensors":
+        raise BadInput(f"--to safetensors writes one file, and {destination} does not end in .safetensors")
+
+
+def _goes_along(slot: str, to: str) -> bool:
+    return to != "huggingface" or slot in ("param", "buffer")
+
+
+def _write(
+    source: Source,
+    destination: Path,
+    to: str,
+    dtype: str | None,
+    file_size: str,
+    stage: int | None,
+    told: Told,
+) -> dict[str, Any]:
+    left_out = [key for key, each in source.atoms.items() if not _goes_along(each.atom.slot, to)]
+    if to == "huggingface":
+        files = write_huggingface(
+            source, destination, dtype=dtype, file_bytes=parse_bytes(file_size), told=told
+        )
+    elif to == "deepspeed":
+        files = write_deepspeed(source, destination, stage or 0, told=told)
+    elif to == "safetensors":
+        files = [write_single(source, destination, dtype=dtype, told=told)]
+    elif to == "dcp":
+        files = list(write_dcp(source, destination, told=told).glob("*.distcp"))
+    else:
+        files = [destination / ref.path for ref in write_run(source, destination, told).files.values()]
+    tensors = len(source.atoms) - len(left_out)
+    return {"files": [str(path) for path in files], "tensors": tensors, "left_out": len(left_out)}

@@ -1,0 +1,117 @@
+"""States of any format as the command line names them, and what ``show`` and ``verify`` say of those of others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
+
+from ..errors import Damaged
+from ..sources import source_of
+from ..store.reader import again_if_retired
+from ..store.target import Target
+from ..units import counted, format_bytes
+from ..universal.checking import unequal_copies
+from ..universal.convert.holdfast import Commit
+from ..universal.source import Source
+from .output import console, plain_table, print_facts, print_json, print_table
+from .runs import label, open_run, summary
+
+T = TypeVar("T")
+
+
+def with_sources(texts: Sequence[str], read: Callable[..., T]) -> T:
+    """What ``read`` returns, given the source that each of ``texts`` names. A run may be training: if its newest commit
+    is retired while it is read, the one that is the newest then is taken."""
+
+    def attempt() -> T:
+        return read(*(source_of(text, open_run) for text in texts))
+
+    steps = all(Target.parse(text).step is not None for text in texts)
+    return attempt() if steps else again_if_retired(attempt)
+
+
+def named(source: Source) -> str:
+    """As it may be named to the next verb, and what it is if it is no run."""
+    if isinstance(source, Commit):
+        return label(source.reader, source.manifest)
+    return source.path if source.format == "holdfast" else f"{source.path} ({source.format})"
+
+
+def about(source: Source) -> dict[str, Any]:
+    """What ``--json`` says of a state."""
+    if isinstance(source, Commit):
+        return summary(source.manifest)
+    nbytes = sum(stored.atom.nbytes for stored in source.atoms.values())
+    return {
+        "path": source.path,
+        "format": source.format,
+        "step": source.progress.get("step"),
+        "bytes": nbytes,
+    }
+
+
+def show(source: Source, *, as_json: bool) -> None:
+    """Print what a state of another library holds."""
+    atoms = [stored.atom for stored in source.atoms.values()]
+    rows = [{"name": a.name, "slot": a.slot, "shape": list(a.shape), "dtype": a.dtype} for a in atoms]
+    if as_json:
+        print_json(
+            {**about(source), "aliases": dict(source.aliases), "progress": source.progress, "atoms": rows}
+        )
+        return
+    sizes = [atom.elements for atom in atoms if atom.slot == "param"]
+    files = {part.path for part in source.parts}
+    nbytes = sum(atom.nbytes for atom in atoms)
+    facts = {"format": source.format, "size": f"{format_bytes(nbytes)} in {counted(len(files), 'file')}"}
+    if source.progress.get("step") is not None:
+        facts = {"step": f"{source.progress['step']:,}", **facts}
+    facts["parameters"] = f"{sum(sizes):,} in {counted(len(sizes), 'tensor')}"
+    if source.aliases:
+        facts["tied"] = ", ".join(f"{alias} is {name}" for alias, name in source.aliases.items())
+    out = console()
+    print_facts(out, facts)
+    out.print()
+    table = plain_table("tensor", ">shape", "slots")
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_name.setdefault(row["name"], []).append(row)
+    for name, slots in by_name.items():
+        held = ", ".join(f"{row['dtype']} {row['slot']}" for row in slots)
+        table.add_row(escape(name), "x".join(map(str, slots[0]["shape"])) or "scalar", held)
+    print_table(out, table)
+
+
+def verify(source: Source, *, as_json: bool) -> bool:
+    """Print whether a state of another library is whole, as far as that can be told; the same as the return value."""
+    damaged = _damaged(source, quiet=as_json)
+    checked = sum(part.crc32 is not None for part in source.parts)
+    if as_json:
+        texts = [{"path": error.path, "text": str(error)} for error in damaged]
+        print_json({**about(source), "whole": not damaged, "with_checksum": checked, "damaged": texts})
+    elif damaged:
+        print(f"{named(source)} is damaged in {counted(len(damaged), 'place')}:")
+        for error in damaged:
+            print(f"  {error}")
+    else:
+        print(f"{named(source)}: every tensor is there once, and no two copies differ")
+        print(
+            f"Checksums: {checked:,} of {counted(len(source.parts), 'stored array')} have one, and it agrees"
+        )
+    return not damaged
+
+
+def _damaged(source: Source, *, quiet: bool) -> list[Damaged]:
+    found: list[Damaged] = []
+    out = Console(stderr=True)
+    columns = "reading", BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as bar:
+        for part in bar.track(range(len(source.parts)), description="reading"):
+            try:
+                source.check(part)
+            except Damaged as error:
+                found.append(error)
+    return found + unequal_copies(source)

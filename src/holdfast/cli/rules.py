@@ -1,0 +1,78 @@
+"""``rules``: what a run is cut by, as rules; whether rules fit; and the packs that are there."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from ..errors import BadInput
+from ..state.rules import Rules, numbers_of
+from ..store.manifest import Manifest
+from ..store.reader import RunReader
+from ..units import counted
+from ..universal import packs, ruled
+from .output import console, plain_table, print_json, print_table
+from .runs import label, with_commits
+
+
+def infer(commit: str) -> None:
+    """Print the rules that make the tensors of a commit of what its ranks stored."""
+    print(with_commits([commit], ruled.infer), end="")
+
+
+def check(rules: str, commit: str, values: Path | None, *, as_json: bool) -> bool:
+    """Print what rules make of what the ranks of a commit stored; whether it is what the commit records."""
+    found = load(rules, values)
+    return with_commits([commit], partial(_check, found, as_json=as_json))
+
+
+def show_packs(name: str | None) -> None:
+    """Print the names of all packs, or one of them."""
+    if name is not None:
+        print(packs.text(name), end="")
+        return
+    table = plain_table("pack", "for")
+    for pack, purpose in packs.names().items():
+        table.add_row(pack, purpose)
+    print_table(console(), table)
+
+
+def load(rules: str, values: Path | None) -> Rules:
+    """Those of a file, or of a pack of that name; ``values`` is a JSON file with numbers, such as a config.json."""
+    try:
+        numbers = {} if values is None else numbers_of(_text(values))
+    except ValueError as error:
+        raise BadInput(f"{values} gives no values: {error}") from None
+    path = Path(rules)
+    if not path.is_file() and rules in packs.names():
+        return packs.load(rules, numbers)
+    return Rules.parse(_text(path), str(path), numbers)
+
+
+def _check(rules: Rules, reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
+    found, other = ruled.check(rules, reader, manifest)
+    if as_json:
+        print_json(
+            {
+                "atoms": sorted(found.atoms), "otherwise": other, "aliases": found.aliases, "unused": found.unused,
+                "dropped": found.dropped, "ambiguous": found.ambiguous,
+            }
+        )  # fmt: skip
+        return not other
+    print(f"{counted(len(found.atoms), 'tensor')} made of what {label(reader, manifest)} stores")
+    for name, numbers in found.ambiguous.items():
+        print(f"  ambiguous: {name} is matched by rules {', '.join(map(str, numbers))}; the first holds")
+    for number in found.unused:
+        print(f"  unused: {rules.rules[number - 1].label}")
+    for name in found.dropped:
+        print(f"  dropped: {name}")
+    for key in other:
+        print(f"  not as the run records it: {key}")
+    return not other
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read as a text file: {error}") from None

@@ -1,0 +1,144 @@
+"""Sources by name: a commit of a run, a step that its records lead to, or a state of another library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .delta.holder import replay_info
+from .delta.standing import state_at
+from .errors import NoCommit
+from .state.boxes import Box
+from .state.capture import TO_NAME, Captured, buffer_at
+from .store.chain import last_step
+from .store.journal import StoredRecord
+from .store.local import LocalStore
+from .store.reader import RunReader
+from .store.target import Target, holds_run
+from .universal.convert import open_source
+from .universal.convert.holdfast import Commit
+from .universal.matching import Allowed, Form, Match, match
+from .universal.memory import InMemory
+from .universal.restore import read_tensors, set_hyper_parameters
+from .universal.source import Source
+
+
+@dataclass(frozen=True)
+class From:
+    """The state at ``path``, of whatever format, to begin from: RUN, RUN@STEP, or what another library wrote.
+
+    ``rename`` gives the names in it by regular expressions over names here, the first that matches in full.
+    ``partial`` leaves what it does not have as it is, and what is not wanted of it unread. ``cast`` converts
+    floating-point tensors of another type. All three are told in a warning where they were needed.
+    """
+
+    path: str | Path
+    rename: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
+    cast: bool = False
+
+    @property
+    def allowed(self) -> Allowed:
+        return Allowed(self.rename, self.partial, self.cast)
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but the very state will do."""
+        return self.allowed == Allowed()
+
+    def open(self) -> Beginning:
+        """Raises as ``source_of``."""
+        return Beginning(source_of(str(self.path)), self.allowed)
+
+
+class Beginning:
+    """A state that a fresh run of ``offload`` begins from."""
+
+    def __init__(self, source: Source, allowed: Allowed) -> None:
+        self._source, self._allowed, self._match = source, allowed, Match()
+        self.path, self.format = source.path, source.format
+        self.step: int = source.progress.get("step") or 0
+        self.progress = source.progress
+
+    def match(self, captured: Captured) -> list[str]:
+        """Raise ``RunMismatch`` unless it is the state of this model. What of it is not as it was, for a person."""
+        forms = [
+            Form(p.names, p.shape, (TO_NAME[p.parameter.dtype], "F32"), p.trained)
+            for p in captured.parameters
+        ]
+        buffers = {name: buffer_at(place) for name, place in captured.buffers.items()}
+        forms += [Form((n,), tuple(b.shape), (TO_NAME[b.dtype],), is_buffer=True) for n, b in buffers.items()]
+        self._match = match(forms, self._source, self._allowed)
+        return self._match.told()
+
+    def check(self) -> None:
+        """Read all of it, and raise ``Damaged`` if it is not as it was written."""
+        for part in range(len(self._source.parts)):
+            self._source.check(part)
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """Whole; None if there is none. Raises ``Damaged``."""
+        return self._read(name, {"param"}).get("param")
+
+    def state(self, name: str) -> dict[str, torch.Tensor]:
+        """What the optimizer held for a parameter, whole, by slot."""
+        return self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"})
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        return self._read(name, {"buffer"}).get("buffer")
+
+    def _read(self, name: str, slots: Collection[str]) -> dict[str, torch.Tensor]:
+        there = {slot: each for slot, each in self._match.found.get(name, {}).items() if slot in slots}
+        wanted = [(stored, Box.whole(stored.atom.shape)) for stored in there.values()]
+        return dict(zip(there, read_tensors(self._source, wanted), strict=True))
+
+    def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
+        """Whether there were those of all groups."""
+        return set_hyper_parameters(groups, names, self.progress)
+
+
+def has_records(path: Path) -> bool:
+    """Whether in ``path`` there is a run of a Checkpointer."""
+    if not (path / "commits").is_dir():
+        return False
+    head = LocalStore.read(path).head()
+    return head is not None and "optimizers" in head.progress_of(head.streams[0])
+
+
+def source_of(text: str, open_run: Callable[[Path], RunReader] = LocalStore.read) -> Source:
+    """The state that ``text`` names: RUN, RUN@STEP, or a path of another format. A run without a step is meant at its
+    newest, and where records lead there, they are replayed in memory.
+
+    Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``.
+    """
+    target = Target.parse(text)
+    if not holds_run(target.run):
+        return open_source(Path(text))
+    reader = open_run(target.run)
+    if target.step is not None and target.timeline is not None:
+        return Commit(reader, reader.at(target.step, target.timeline))
+    newest = reader.head()
+    if newest is None:
+        raise NoCommit(f"{target.run} has no commit yet")
+    step = max(newest.step, last_step(reader, newest)) if target.step is None else target.step
+    for ref in reader.line():
+        if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
+            return Commit(reader, manifest)
+    if all(ref.step > step for ref in reader.line()):
+        return Commit(reader, reader.at(step))  # of another line, or nowhere
+    return _replayed(reader, step)
+
+
+def _replayed(reader: RunReader, step: int) -> Source:
+    state, point = state_at(reader.root, step)
+    owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
+    progress = point.about["progress"] if isinstance(point, StoredRecord) else {}
+    progress = {**progress, "step": step, "values": state.values()}
+    progress["replay"] = replay_info(state, after_update=False)
+    source = InMemory(f"{reader.root}@{step}", owned + list(state.buffers().values()), progress)
+    source.format = "holdfast"
+    return source

@@ -1,0 +1,132 @@
+"""Layouts: the index arithmetic of how tensors are divided. Numbers in, spans and boxes out, all in elements.
+
+A span is where something starts and stops along one dim. Three rules divide a length unevenly, and the same length is
+divided otherwise by each, so what was stored is compared with what its rule says and never taken for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from .boxes import Box
+
+Span = tuple[int, int]
+WIDTHS = ("even", "ceil", "balanced")
+
+
+def widths_of(rule: str, size: int, count: int) -> list[int]:
+    """How ``size`` is divided by ``count``: ``even`` in equal widths, ``ceil`` as torch.chunk does, ``balanced`` with
+    one more for each of the first.
+
+    >>> widths_of("ceil", 10, 4), widths_of("balanced", 10, 4)
+    ([3, 3, 3, 1], [3, 3, 2, 2])
+    """
+    if rule == "even":
+        if size % count:
+            raise ValueError(f"{size} is not divided evenly by {count}")
+        return [size // count] * count
+    if rule == "ceil":
+        width = -(-size // count)
+        return [max(0, min(width, size - number * width)) for number in range(count)]
+    return [size // count + (number < size % count) for number in range(count)]
+
+
+def spans(widths: Sequence[int]) -> list[Span]:
+    """One after the other.
+
+    >>> spans([2, 0, 3])
+    [(0, 2), (2, 2), (2, 5)]
+    """
+    return list(pairwise(accumulate(widths, initial=0)))
+
+
+def repeated(size: int, count: int, units: int) -> list[Span]:
+    """What each of ``count`` ranks holds of ``units`` heads: an equal share, or, where there are more ranks than heads,
+    the one head that it needs.
+
+    >>> repeated(20, 4, 2)
+    [(0, 10), (0, 10), (10, 20), (10, 20)]
+    """
+    if size % units or max(count, units) % min(count, units):
+        raise ValueError(f"{units} heads of {size} elements in all are not shared by {count}")
+    width = size // min(count, units)
+    first = [number * units // count if count > units else number for number in range(count)]
+    return [(number * width, (number + 1) * width) for number in first]
+
+
+def along(shape: Sequence[int], dim: int, span: Span) -> Box:
+    """The box of all that lies in ``span`` along ``dim``.
+
+    >>> along((4, 6), 1, (2, 5)).to_json()
+    [[0, 2], [4, 5]]
+    """
+    start, stop = [0] * len(shape), list(shape)
+    start[dim], stop[dim] = span
+    return Box(tuple(start), tuple(stop))
+
+
+def interleaved(heads: int, kv_heads: int, head_dim: int) -> list[tuple[Span, Span]]:
+    """The rows of fused projections: each span in the block layout [Q; K; V], and where it is in the interleaved one,
+    which has for each key-value head its query heads, the key head and the value head.
+
+    >>> interleaved(4, 2, 1)[:3]
+    [((0, 2), (0, 2)), ((4, 5), (2, 3)), ((6, 7), (3, 4))]
+    """
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not shared by {kv_heads} key-value heads")
+    queries = heads // kv_heads
+    found = []
+    for group in range(kv_heads):
+        first = group * (queries + 2)
+        blocks = (group * queries, queries), (heads + group, 1), (heads + kv_heads + group, 1)
+        places = first, first + queries, first + queries + 1
+        for (block, n), place in zip(blocks, places, strict=True):
+            found.append(
+                (
+                    (block * head_dim, (block + n) * head_dim),
+                    (place * head_dim, (place + n) * head_dim),
+                )
+            )
+    return found
+
+
+class FlatShare(NamedTuple):
+    """The elements ``start`` to ``stop`` of a flattened tensor: from ``offset`` on of what ``rank`` stored."""
+
+    rank: int
+    tensor: int
+    start: int
+    stop: int
+    offset: int
+
+
+def flat_shares(
+    sizes: Sequence[int], world: int, *, buckets: Sequence[int], align: int, tensor_align: int
+) -> tuple[list[FlatShare], int]:
+    """How tensors of ``sizes`` elements lie in flat partitions: ``buckets`` says how many are in each bucket; there
+    every tensor is followed by padding to a multiple of ``tensor_align``, all of them by padding to a multiple of
+    ``align``, and each rank has an equal share of each bucket, one after the other. Also how many each rank has.
+
+    >>> shares, size = flat_shares([3, 4], 2, buckets=[2], align=2, tensor_align=1)
+    >>> size, *shares[1:]
+    (4, FlatShare(rank=0, tensor=1, start=0, stop=1, offset=3), FlatShare(rank=1, tensor=1, start=1, stop=4, offset=0))
+    """
+    if align % world:
+        raise ValueError(f"a bucket that is a multiple of {align} is not divided by {world} ranks")
+    found, tensor, base = [], 0, 0
+    for number in buckets:
+        starts = list(accumulate((_up(n, tensor_align) for n in sizes[tensor : tensor + number]), initial=0))
+        share = _up(starts[-1], align) // world
+        for start, size in zip(starts, sizes[tensor : tensor + number]):
+            for rank in range(start // share, -(-(start + size) // share)) if size else ():
+                low, high = max(start, rank * share), min(start + size, (rank + 1) * share)
+                found.append(FlatShare(rank, tensor, low - start, high - start, base + low - rank * share))
+            tensor += 1
+        base += share
+    return found, base
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,133 @@
+"""Matching: which rule holds for each stored tensor: the first whose regex is its whole name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from ..errors import RuleError
+from .boxes import Box
+from .cutting import Laid, Names, Shape
+from .expressions import Value
+from .pieces import Piece, Pieces, row_major
+from .rules import Rule, Rules
+
+MOST_LISTED = 10
+PARAM = "param"
+"""The slot of the tensor itself; a state of another slot may be one number for the whole tensor."""
+ANYTHING = ".*"
+"""The regex of a last rule for all that is left: that others match before it is no ambiguity."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a rank stored it: in the part of number ``part``, from the element ``offset`` on, in C order if there
+    are no ``strides``. ``at`` says of each axis of the mesh where the rank was on it, and how long it is."""
+
+    part: int
+    name: str
+    shape: Shape
+    dtype: str
+    slot: str = PARAM
+    at: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    offset: int = 0
+    strides: Shape | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """A stored tensor, or one that lies in flat partitions. Matched, it has the number of its rule, from 1, and what
+    the expressions of that may name."""
+
+    name: str
+    slot: str
+    at: Mapping[str, tuple[int, int]]
+    laid: Laid
+    number: int = 0
+    names: Names = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stored: StoredTensor) -> Row:
+        for axis, (index, count) in stored.at.items():
+            if not 0 <= index < count:
+                raise RuleError(f"{stored.name} is said to be at {axis} {index} of {count}")
+        strides = row_major(stored.shape) if stored.strides is None else stored.strides
+        piece = Piece(Box.whole(stored.shape), stored.part, stored.offset, strides)
+        laid = Laid(stored.shape, stored.dtype, (Pieces.of([piece], len(stored.shape)),))
+        return cls(stored.name, stored.slot, stored.at, laid)
+
+
+class Matcher:
+    """Of one application of ``rules``: ``used`` are the numbers of those that held, ``ambiguous`` names that several
+    match, with the numbers of all, of which the first held."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules.rules
+        self._absent = {name: n for axis in rules.axes for name, n in ((axis, 0), (f"{axis}_count", 1))}
+        self._known: dict[tuple[str, str], list[tuple[int, dict[str, Value]]]] = {}
+        self.used: set[int] = set()
+        self.ambiguous: dict[str, tuple[int, ...]] = {}
+
+    def matched(self, rows: Iterable[Row], *, from_flat: bool = False) -> list[Row]:
+        """``rows``, each with its rule; those of flat partitions are in none again. Raises ``RuleError`` with all that
+        no rule matches."""
+        found, unmatched = [], dict[str, None]()
+        for row in rows:
+            fit = [
+                (number, more)
+                for number, more in self._matches(row)
+                if not from_flat or not self._rule(number).tensors
+            ]
+            if fit:
+                found.append(self._with_rule(row, fit))
+            else:
+                unmatched[f"{row.name}/{row.slot} {list(row.laid.shape)}"] = None
+        if unmatched:
+            listed = ", ".join(list(unmatched)[:MOST_LISTED])
+            more = f" and {len(unmatched) - MOST_LISTED} more" if len(unmatched) > MOST_LISTED else ""
+            raise RuleError(
+                f"no rule matches {listed}{more}. Write a rule for each, or one with `drop = true` for what is not"
+                " wanted."
+            )
+        return found
+
+    def _with_rule(self, row: Row, fit: Sequence[tuple[int, dict[str, Value]]]) -> Row:
+        (number, captures), *others = fit
+        odd = [other for other, _ in others if self._rule(other).match.pattern != ANYTHING]
+        if odd:
+            self.ambiguous[row.name] = (number, *odd)
+        self.used.add(number)
+        coordinates = {axis: index for axis, (index, _) in row.at.items()}
+        counts = {f"{axis}_count": count for axis, (_, count) in row.at.items()}
+        return replace(row, number=number, names={**self._absent, **coordinates, **counts, **captures})
+
+    def _matches(self, row: Row) -> Iterator[tuple[int, dict[str, Value]]]:
+        key = row.name, row.slot
+        if key not in self._known:
+            self._known[key] = list(self._by_name(*key))
+        for number, captures in self._known[key]:
+            if all(row.at.get(axis, (0, 1))[0] in at for axis, at in self._rule(number).where.items()):
+                yield number, captures
+
+    def _by_name(self, name: str, slot: str) -> Iterator[tuple[int, dict[str, Value]]]:
+        """The rules that match, and what they capture."""
+        for number, rule in enumerate(self._rules, 1):
+            match = rule.match.fullmatch(name)
+            if match and (rule.slots is None or rule.slots.fullmatch(slot)):
+                numbered = {f"${n}": text for n, text in enumerate(match.groups(""), 1)}
+                yield number, {**numbered, **match.groupdict("")}
+
+    def _rule(self, number: int) -> Rule:
+        return self._rules[number - 1]
+
+
+@contextmanager
+def explained(rule: Rule, rows: Sequence[Row]) -> Iterator[None]:
+    """Says of which rule and tensor a ``ValueError`` is."""
+    try:
+        yield
+    except RuleError:
+        raise
+    except ValueError as error:
+        raise RuleError(f"{rule.label}: {rows[0].name}/{rows[0].slot}: {error}") from None

@@ -1,0 +1,218 @@
+"""Pieces: where the elements of a tensor lie in the arrays that hold it.
+
+A *part* is one stored array: the local tensor of a rank, a flat partition, an entry of somebody's file. A piece says of
+one box of the tensor in which part it lies, and how: its element at ``index`` is at ``offset + sum((index[d] -
+start[d]) * strides[d])`` of the part, in elements. Every layout is a list of pieces: shards, flat partitions of ZeRO
+and FSDP, fused and interleaved projections, transposes.
+
+A tensor may have a million of them, so they are columns of arrays, and all that is done to them is done to all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from .boxes import Box
+
+
+class Piece(NamedTuple):
+    """One box of a tensor, and where it lies in the part of number ``part``."""
+
+    box: Box
+    part: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Of one tensor of ``rank`` axes: ``start``, ``stop`` and ``strides`` of shape (n, rank), ``part`` and ``offset``
+    of shape (n), all int64."""
+
+    start: np.ndarray
+    stop: np.ndarray
+    part: np.ndarray
+    offset: np.ndarray
+    strides: np.ndarray
+
+    @classmethod
+    def of(cls, pieces: Iterable[Piece], rank: int) -> Pieces:
+        """Those of a tensor of ``rank`` axes, in this order.
+
+        >>> pieces = Pieces.of(flat((4, 6), 8, 20, part=3), rank=2)
+        >>> [(piece.box.start, piece.box.stop, piece.offset) for piece in pieces]
+        [((1, 2), (2, 6), 0), ((2, 0), (3, 6), 4), ((3, 0), (4, 2), 10)]
+        """
+        rows = list(pieces)
+        shaped = [
+            np.array(column, dtype=np.int64).reshape(len(rows), rank)
+            for column in ([p.box.start for p in rows], [p.box.stop for p in rows], [p.strides for p in rows])
+        ]
+        part = np.array([p.part for p in rows], dtype=np.int64)
+        offset = np.array([p.offset for p in rows], dtype=np.int64)
+        return cls(shaped[0], shaped[1], part, offset, shaped[2])
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __iter__(self) -> Iterator[Piece]:
+        columns = (self.start, self.stop, self.part, self.offset, self.strides)
+        for start, stop, part, offset, strides in zip(*(column.tolist() for column in columns), strict=True):
+            yield Piece(Box(tuple(start), tuple(stop)), part, offset, tuple(strides))
+
+    @property
+    def rank(self) -> int:
+        return self.start.shape[1]
+
+    @property
+    def elements(self) -> np.ndarray:
+        """Of each piece."""
+        return np.prod(self.stop - self.start, axis=1, dtype=np.int64)
+
+    def within(self, box: Box) -> Pieces:
+        """What of them lies in ``box``, in the coordinates of the tensor; without pieces that are empty."""
+        start = np.maximum(self.start, np.array(box.start, dtype=np.int64))
+        stop = np.minimum(self.stop, np.array(box.stop, dtype=np.int64))
+        offset = self.offset + ((start - self.start) * self.strides).sum(axis=1)
+        kept = (start < stop).all(axis=1)
+        return Pieces(start[kept], stop[kept], self.part[kept], offset[kept], self.strides[kept])
+
+    def overlap(self) -> tuple[Box, Box] | None:
+        """Two boxes with an element in common, if there are any."""
+        groups = [np.arange(len(self))[self.elements > 0]]
+        while groups:
+            group = groups.pop()
+            if len(group) < 2:
+                continue
+            parts = next(
+                (found for axis in range(self.rank) if len(found := self._apart(group, axis)) > 1), None
+            )
+            if parts is not None:
+                groups += parts
+            elif (pair := self._meeting(group)) is not None:
+                return pair
+        return None
+
+    def _apart(self, group: np.ndarray, axis: int) -> list[np.ndarray]:
+        """The pieces of ``group`` in groups that have nothing in common along ``axis``."""
+        order = group[np.argsort(self.start[group, axis], kind="stable")]
+        reached = np.maximum.accumulate(self.stop[order, axis])
+        return np.split(order, np.flatnonzero(self.start[order[1:], axis] >= reached[:-1]) + 1)
+
+    def _meeting(self, group: np.ndarray) -> tuple[Box, Box] | None:
+        for number, one in enumerate(group[:-1]):
+            others = group[number + 1 :]
+            low, high = (
+                np.maximum(self.start[one], self.start[others]),
+                np.minimum(self.stop[one], self.stop[others]),
+            )
+            meeting = others[(low < high).all(axis=1)]
+            if len(meeting):
+                return self._box(int(one)), self._box(int(meeting[0]))
+        return None
+
+    def _box(self, number: int) -> Box:
+        return Box(tuple(self.start[number].tolist()), tuple(self.stop[number].tolist()))
+
+    def moved(self, by: Sequence[int]) -> Pieces:
+        """The same places, of a tensor in which everything lies ``by`` elements further on along each axis."""
+        shift = np.array(by, dtype=np.int64)
+        return Pieces(self.start + shift, self.stop + shift, self.part, self.offset, self.strides)
+
+    def permuted(self, axes: Sequence[int]) -> Pieces:
+        """Those of the tensor whose axis ``i`` is this one's axis ``axes[i]``."""
+        order = list(axes)
+        return Pieces(
+            self.start[:, order], self.stop[:, order], self.part, self.offset, self.strides[:, order]
+        )
+
+    def lifted(self, index: int) -> Pieces:
+        """Those of the slice ``index`` of a tensor that has one more axis, in front."""
+        first = np.full((len(self), 1), index, dtype=np.int64)
+        return Pieces(
+            np.hstack([first, self.start]), np.hstack([first + 1, self.stop]),
+            self.part, self.offset, np.hstack([np.zeros_like(first), self.strides]),
+        )  # fmt: skip
+
+    def sliced(self, index: int) -> Pieces:
+        """Those of the tensor that is slice ``index`` along the first axis."""
+        box = Box(
+            (index, *[0] * (self.rank - 1)), (index + 1, *self.stop[:, 1:].max(axis=0, initial=0).tolist())
+        )
+        inside = self.within(box)
+        return Pieces(
+            inside.start[:, 1:], inside.stop[:, 1:], inside.part, inside.offset, inside.strides[:, 1:]
+        )
+
+    def through(self, cut: Iterable[tuple[Box, Box]]) -> Pieces:
+        """These are of a rank's local tensor: those of the whole one, of which it holds, by ``cut``, each first box
+        at its second box."""
+        moved = [
+            self.within(local).moved([g - s for g, s in zip(box.start, local.start, strict=True)])
+            for box, local in cut
+        ]
+        return joined(moved, self.rank)
+
+
+def joined(many: Sequence[Pieces], rank: int) -> Pieces:
+    """All of ``many``, of one tensor of ``rank`` axes."""
+    if not many:
+        return Pieces.of((), rank)
+    return Pieces(
+        *(np.concatenate([getattr(pieces, column) for pieces in many]) for column in
+          ("start", "stop", "part", "offset", "strides"))
+    )  # fmt: skip
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of an array in C order.
+
+    >>> row_major((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def dense(box: Box, part: int, offset: int = 0) -> Piece:
+    """``box`` in C order, from the element ``offset`` of the part on."""
+    return Piece(box, part, offset, row_major(box.shape))
+
+
+def flat(shape: Sequence[int], start: int, stop: int, part: int, offset: int = 0) -> list[Piece]:
+    """The elements ``start`` to ``stop`` of a flattened tensor, which lie in the part from ``offset`` on: at most 2 r -
+    1 boxes for r axes."""
+    strides = row_major(shape)
+    return [
+        Piece(box, part, offset - start + sum(map(int.__mul__, box.start, strides)), strides)
+        for box in flat_boxes(shape, start, stop)
+    ]
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The boxes that the elements ``start`` to ``stop`` of a flattened tensor are, in their order.
+
+    >>> [box.to_json() for box in flat_boxes((3, 4), 3, 9)]
+    [[[0, 3], [1, 4]], [[1, 0], [2, 4]], [[2, 0], [3, 1]]]
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row, rest = prod(shape[1:]), tuple(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        return _rows_of(first, flat_boxes(rest, head, tail))
+    boxes = _rows_of(first, flat_boxes(rest, head, row)) if head else []
+    whole = first + 1 if head else first
+    if whole < last:
+        boxes.append(Box((whole, *[0] * len(rest)), (last, *rest)))
+    return boxes + (_rows_of(last, flat_boxes(rest, 0, tail)) if tail else [])
+
+
+def _rows_of(row: int, boxes: list[Box]) -> list[Box]:
+    return [Box((row, *box.start), (row + 1, *box.stop)) for box in boxes]

@@ -1,0 +1,144 @@
+"""Archives: the zip files of ``torch.save``, whose tensors lie in them uncompressed and so can be read in place.
+
+An archive is a file, or a stretch of one (the entries of DCP's ``.distcp`` files). Its entries have CRC-32 sums, which
+torch writes and does not check when it reads.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import Damaged
+from ..state.boxes import Box
+from ..state.pieces import Piece
+from . import pickles
+from .source import Part
+
+PICKLE_BYTES = 1 << 30
+"""More than any pickle beside tensors has."""
+
+
+class Stretch(io.RawIOBase):
+    """The bytes ``start`` to ``start + nbytes`` of a file, as a file to read."""
+
+    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._nbytes)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        count = max(0, min(len(into), self._nbytes - self._at))
+        self._file.seek(self._start + self._at)
+        data = self._file.read(count)
+        into[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Of an archive: ``offset`` is from the start of the file that it is in."""
+
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+class Archive:
+    """What ``torch.save`` wrote into ``path`` at ``start``: ``content`` is its pickle, read as data. ``name`` is what
+    the file was called, without its ending, when torch wrote it (``archive`` where it had no name)."""
+
+    def __init__(self, path: Path, start: int = 0, nbytes: int | None = None) -> None:
+        """Raises ``Damaged`` if it is none, or one whose pickle cannot be read."""
+        self.path, self.name = path, ""
+        self._entries: dict[str, Entry] = {}
+        size = path.stat().st_size
+        if nbytes is None:
+            nbytes = size - start
+        if start < 0 or nbytes < 0 or start + nbytes > size:
+            raise Damaged(
+                f"{path} has {size} bytes, and an entry of {nbytes} from {start} on", path=str(path)
+            )
+        try:
+            with open(path, "rb") as file:
+                self._index(file, start, nbytes)
+                entry = self._entries["data.pkl"]
+                if entry.nbytes > PICKLE_BYTES:
+                    raise ValueError(f"its pickle has {entry.nbytes} bytes")
+                file.seek(entry.offset)
+                data = file.read(entry.nbytes)
+                order = self._text(file, "byteorder")
+        except (zipfile.BadZipFile, ValueError, KeyError, struct.error, NotImplementedError) as error:
+            raise Damaged(
+                f"{path} is no archive of torch.save: {error}. Files of torch before 1.6, and those written without"
+                " the zip format, are read by loading and saving them again with torch.",
+                path=str(path),
+            ) from error
+        if zlib.crc32(data) != entry.crc32:
+            raise Damaged(f"{path}: the pickle of the archive fails its CRC-32", path=str(path))
+        if order not in (None, b"little"):
+            raise Damaged(
+                f"{path} was written on a big-endian machine, which is not supported", path=str(path)
+            )
+        self.content = pickles.load(data, str(path))
+
+    def part(self, storage: pickles.Storage) -> Part:
+        """Where the bytes of ``storage`` are. Raises ``Damaged`` if there are fewer than it claims."""
+        entry = self._entries.get(f"data/{storage.key}")
+        part = (
+            None
+            if entry is None
+            else Part(str(self.path), entry.offset, entry.nbytes, storage.dtype, entry.crc32)
+        )
+        if part is None or part.nbytes < storage.elements * part.itemsize:
+            raise Damaged(
+                f"{self.path} has no entry data/{storage.key} of {storage.elements} elements of {storage.dtype}",
+                path=str(self.path),
+            )
+        return part
+
+    def _index(self, file: BinaryIO, start: int, nbytes: int) -> None:
+        """The entries by name without the folder that all are in, and where their bytes begin."""
+        with zipfile.ZipFile(io.BufferedReader(Stretch(file, start, nbytes))) as archive:
+            for info in archive.infolist():
+                self.name, _, name = info.filename.partition("/")
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{info.filename} is compressed")
+                file.seek(start + info.header_offset)
+                local = file.read(30)
+                if local[:4] != b"PK\x03\x04":
+                    raise ValueError(f"{info.filename} has no header")
+                offset = info.header_offset + 30 + sum(struct.unpack("<HH", local[26:30]))
+                outside = info.header_offset < 0 or offset + info.file_size > nbytes
+                if outside or name in self._entries:
+                    raise ValueError(f"{info.filename} lies outside of it, or is there twice")
+                self._entries[name] = Entry(start + offset, info.file_size, info.CRC)
+
+    def _text(self, file: BinaryIO, name: str) -> bytes | None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return None
+        file.seek(entry.offset)
+        return file.read(min(entry.nbytes, 100))
+
+
+def piece_of(tensor: pickles.Tensor, part: int) -> Piece:
+    """Where the elements of a tensor of a pickle are in the part that its storage is."""
+    return Piece(Box.whole(tensor.shape), part, tensor.offset, tensor.strides)

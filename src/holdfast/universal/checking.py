@@ -1,0 +1,40 @@
+"""Checking: what a source holds more than once has to be the same."""
+
+from __future__ import annotations
+
+from ..errors import Damaged
+from .load import read_flat
+from .source import Source, Stored
+
+CHUNK = 1 << 22
+"""Elements compared at once."""
+
+
+def unequal_copies(source: Source) -> list[Damaged]:
+    """An error for each atom of which copies differ that should be equal."""
+    found = []
+    for key, stored in source.atoms.items():
+        first = Stored(stored.atom, stored.pieces)
+        for copy in () if stored.average else stored.copies:
+            if not _equal(source, first, Stored(stored.atom, copy)):
+                paths = sorted(
+                    {source.parts[n].path for pieces in (stored.pieces, copy) for n in pieces.part.tolist()}
+                )
+                found.append(
+                    Damaged(
+                        f"the copies of {key} differ, in {' and '.join(paths[:2])}",
+                        path=paths[-1],
+                        atoms=(key,),
+                    )
+                )
+                break
+    return found
+
+
+def _equal(source: Source, one: Stored, other: Stored) -> bool:
+    elements = one.atom.elements
+    return all(
+        read_flat(source, one, start, min(start + CHUNK, elements)).tobytes()
+        == read_flat(source, other, start, min(start + CHUNK, elements)).tobytes()
+        for start in range(0, elements, CHUNK)
+    )

@@ -1,0 +1,42 @@
+"""The formats: one reader each, of what the format says, as a ``Source``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ...errors import BadInput
+from ..source import Source
+from .dcp import DCP, is_dcp
+from .dcp_safetensors import ShardedSafetensors, is_sharded
+from .deepspeed import is_deepspeed, open_deepspeed
+from .huggingface import SafetensorsFiles, is_safetensors
+from .ruled import RuledFolder, is_ruled
+
+FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
+    ("rules", is_ruled, RuledFolder),
+    ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others put beside it
+    ("safetensors", is_safetensors, SafetensorsFiles),
+    ("dcp", is_dcp, DCP),
+    ("safetensors shards", is_sharded, ShardedSafetensors),
+]
+"""Of others: the name, whether a path is of that format, and what opens it."""
+
+
+def format_of(path: Path) -> str | None:
+    """Of a path; None if it is of none that is known."""
+    return next((name for name, is_it, _ in FORMATS if path.exists() and is_it(path)), None)
+
+
+def open_source(path: Path) -> Source:
+    """The training state at ``path``, of whatever foreign format it is.
+
+    Raises ``BadInput`` if it is of none that is known, ``Damaged`` if it is not whole.
+    """
+    if not path.exists():
+        raise BadInput(f"{path} is not there")
+    for _, is_it, opened in FORMATS:
+        if is_it(path):
+            return opened(path)
+    known = ", ".join(name for name, _, _ in FORMATS)
+    raise BadInput(f"{path} is neither a run nor of another format that is known here: {known}")

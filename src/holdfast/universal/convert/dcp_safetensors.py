@@ -1,0 +1,80 @@
+"""Folders of ``HuggingFaceStorageWriter`` of ``torch.distributed.checkpoint``: a safetensors file of each rank's
+shards, which say where in their tensors they begin.
+
+How large a tensor is, nothing says but where its last shard ends, so a folder that lacks the files of the last ranks
+looks like one of smaller tensors: whoever knows the shapes has to compare them. Consolidated ones are ordinary files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from ...errors import Damaged, FileMissing
+from ...state.atoms import Atom
+from ...state.boxes import Box
+from ...state.pieces import Piece, Pieces, dense
+from ..keys import Kind, name_all
+from ..source import Files, Part, Stored
+from .dcp_metadata import ints
+from .huggingface import header_of
+
+_FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
+_INFO = "DCP_SHARDING_INFO"
+
+
+def is_sharded(path: Path) -> bool:
+    return path.is_dir() and any(_FILE.fullmatch(each.name) for each in path.iterdir())
+
+
+class ShardedSafetensors(Files):
+    """The folder ``path``: parameters and buffers, with nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ``FileMissing`` if a rank's files are, but for the last, ``Damaged`` if the shards are not whole."""
+        super().__init__(str(path), "safetensors shards")
+        self._pieces: dict[str, list[Piece]] = {}
+        self._dtypes: dict[str, str] = {}
+        files = sorted(each for each in path.iterdir() if _FILE.fullmatch(each.name))
+        _refuse_gaps(path, [each.name for each in files])
+        for file in files:
+            self._add_file(file)
+        kinds = {key: Kind(_shape_of(pieces), self._dtypes[key]) for key, pieces in self._pieces.items()}
+        named = name_all(kinds, {key: (key,) for key in kinds})
+        for key, kind in kinds.items():
+            atom = Atom(*named.tensors[key], *kind)
+            self.add(Stored(atom, Pieces.of(self._pieces[key], len(kind.shape))))
+        self.progress = {"roots": named.roots}
+
+    def _add_file(self, path: Path) -> None:
+        layout, metadata = header_of(path)
+        try:
+            begins = {key: ints(item["saved_offsets"]) for key, item in json.loads(metadata[_INFO]).items()}
+            for entry in layout.entries:
+                start = begins[entry.key]
+                box = Box(start, tuple(a + n for a, n in zip(start, entry.shape, strict=True)))
+                if self._dtypes.setdefault(entry.key, entry.dtype) != entry.dtype:
+                    raise ValueError(f"{entry.key} is of {entry.dtype}, and of another type elsewhere")
+                part = self.add_part(Part(str(path), entry.offset, entry.nbytes, entry.dtype))
+                self._pieces.setdefault(entry.key, []).append(dense(box, part))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(
+                f"{path} does not say where its shards belong ({type(error).__name__}: {error})",
+                path=str(path),
+            ) from error
+
+
+def _shape_of(pieces: list[Piece]) -> tuple[int, ...]:
+    return tuple(max(stops) for stops in zip(*(piece.box.stop for piece in pieces), strict=True))
+
+
+def _refuse_gaps(path: Path, names: list[str]) -> None:
+    """Raise ``FileMissing`` if a rank before the last has no file."""
+    ranks = {int(match[1]) for name in names if (match := _FILE.fullmatch(name))}
+    missing = set(range(1, max(ranks) + 1)) - ranks
+    if missing:
+        raise FileMissing(
+            f"{path} has files of the ranks {sorted(ranks)}, and none of rank {min(missing)}: its shards are missing",
+            path=str(path),
+        )

@@ -1,0 +1,227 @@
+"""Writes folders that ``torch.distributed.checkpoint.load`` reads.
+
+One file has all entries, large tensors in chunks of a few MiB, which several threads read, wrap and write, each in
+memory of its own. ``.metadata`` comes last: without it the folder is no checkpoint. It is a pickle, since their format
+is; nothing of ours is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import BadInput
+from ...state.boxes import Box
+from ...state.pieces import row_major
+from ...state.progress import decode
+from ...store.files import TEMPORARY, Disk, write_durably, written_durably
+from ...units import KiB, MiB
+from ..keys import EXTRA, PROGRESS
+from ..load import in_threads, read_flat
+from ..matching import groups_of
+from ..pickles import DTYPES
+from ..source import Source, Stored
+from .dcp_metadata import METADATA
+
+FILE = "__0_0.distcp"
+CHUNK = 16 * MiB
+OVERHEAD = 8 * KiB
+"""More than an archive has beside its tensor."""
+FROM_NAME = {ours: getattr(torch, theirs) for theirs, ours in DTYPES.items()}
+
+Keys = dict[str, tuple[tuple[Any, ...], Any]]
+"""By key the names on the way to it, and a ``Stored``, a tensor or any other value."""
+
+
+def write_dcp(
+    source: Source,
+    folder: Path,
+    *,
+    model: str = "model",
+    optimizer: str = "optim",
+    told: Callable[[int], None] = lambda nbytes: None,
+) -> Path:
+    """All of ``source`` as the folder ``folder``, as ``dcp.save({model: ..., optimizer: ...})`` of what
+    ``get_state_dict`` returns has it; with hyper-parameters by group and by parameter, as either is asked for. Where
+    ``model`` is "", parameters have no name before them.
+
+    Durable when it returns. Raises ``BadInput`` if there is a checkpoint already, or two things would have one key.
+    """
+    if (folder / METADATA).exists():
+        raise BadInput(f"{folder} has a checkpoint already. Give another folder.")
+    keys = keys_of(source, model, optimizer)
+    disk = Disk(folder)
+    disk.makedirs("")
+    sizes = [
+        value.atom.nbytes if isinstance(value, Stored) else len(_saved(value)) for _, value in keys.values()
+    ]
+    chunks = sum(1 + size // CHUNK * 2 for size in sizes)
+    with written_durably(disk, FILE, sum(sizes) + chunks * OVERHEAD, why="payload") as file:
+        writing = _Writing(source, file)
+        in_threads(writing.jobs(keys), told)
+        disk.cut(FILE + TEMPORARY, writing.end)
+    write_durably(disk, METADATA, pickle.dumps(writing.metadata(folder, keys)), why="metadata")
+    return folder
+
+
+def keys_of(source: Source, model: str, optimizer: str) -> Keys:
+    """What is written, by key."""
+    keys: Keys = {}
+
+    def put(path: tuple[Any, ...], value: Any) -> None:
+        key = ".".join(map(str, path))
+        if key in keys:
+            raise BadInput(f"{source.path}: {key} would be in the checkpoint twice")
+        keys[key] = path, value
+
+    top = (model,) if model else ()
+    for stored in source.atoms.values():
+        name, slot = stored.atom.name, stored.atom.slot
+        if slot in ("param", "buffer"):
+            put((*top, name), stored)
+        else:
+            put((name,) if slot == EXTRA else (optimizer, "state", name, slot), stored)
+    for alias, name in source.aliases.items():
+        key = ".".join((*top, alias))
+        if key not in keys:
+            put((*top, alias), keys[".".join((*top, name))][1])
+    rest = dict(source.progress)
+    for name, slots in rest.pop("values", {}).items():
+        for slot, value in slots.items():
+            put((optimizer, "state", name, slot), decode(value))
+    for path, value in _groups(groups_of(rest), optimizer):
+        put(path, value)
+    for path, value in _flattened(("scheduler",), decode(rest.get("things", rest).get("scheduler", {}))):
+        put(path, value)
+    for key, value in rest.pop("extra", {}).items():
+        put((key,), decode(value))
+    said = {"roots"} | ({"scheduler"} if "things" not in rest else set())
+    said |= {"groups", "group_parameters"} if "group_parameters" in rest else set()
+    rest = {name: value for name, value in rest.items() if name not in said}
+    if rest:
+        put((PROGRESS,), json.dumps(rest))
+    return keys
+
+
+def _groups(
+    groups: list[tuple[dict[str, Any], list[str]]], optimizer: str
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Hyper-parameters, as a list of groups and by parameter."""
+    for number, (group, members) in enumerate(groups):
+        options = {option: decode(value) for option, value in group.items()}
+        for option, value in (options | {"params": members}).items():
+            yield (optimizer, "param_groups", number, option), value
+        for name in members:
+            for option, value in options.items():
+                yield (optimizer, f"param_groups.{name}.{option}"), value
+
+
+def _flattened(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Nested dictionaries, and lists that have any or tensors in them, as ``dcp.save`` takes them apart."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _flattened((*path, str(name)), item)
+    elif isinstance(value, list) and any(isinstance(item, (dict, list, torch.Tensor)) for item in value):
+        for place, item in enumerate(value):
+            yield from _flattened((*path, place), item)
+    else:
+        yield path, value
+
+
+def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """``shape`` in boxes of at most ``most`` elements, each of which is one stretch of it in C order.
+
+    >>> [box.to_json() for box in boxes_of((2, 5), 3)]
+    [[[0, 0], [1, 3]], [[0, 3], [1, 5]], [[1, 0], [2, 3]], [[1, 3], [2, 5]]]
+    """
+    if prod(shape) <= most:
+        yield Box.whole(shape)
+        return
+    row = prod(shape[1:])
+    if row > most:
+        for index in range(shape[0]):
+            for box in boxes_of(shape[1:], most):
+                yield Box((index, *box.start), (index + 1, *box.stop))
+        return
+    for start in range(0, shape[0], most // row):
+        stop = min(start + most // row, shape[0])
+        yield Box((start, *[0] * len(shape[1:])), (stop, *shape[1:]))
+
+
+@dataclass
+class _Writing:
+    """The file under way: ``end`` is where what is written ends. Entries come in the order in which they are ready."""
+
+    source: Source
+    file: Any
+    end: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    placed: dict[tuple[str, tuple[int, ...] | None], tuple[int, int]] = field(default_factory=dict)
+
+    def jobs(self, keys: Keys) -> Iterator[Callable[[], int]]:
+        for key, (_, value) in keys.items():
+            if isinstance(value, Stored):
+                for box in boxes_of(value.atom.shape, CHUNK // value.atom.itemsize):
+                    yield partial(self._write_box, key, value, box)
+            else:
+                start = (0,) * value.dim() if isinstance(value, torch.Tensor) else None
+                yield partial(self._write, key, start, _saved(value), 0)
+
+    def _write_box(self, key: str, stored: Stored, box: Box) -> int:
+        strides = row_major(stored.atom.shape)
+        first = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
+        values = read_flat(self.source, stored, first, first + box.elements)
+        tensor = torch.from_numpy(values.view(np.uint8)).view(FROM_NAME[stored.atom.dtype]).reshape(box.shape)
+        return self._write(key, box.start, _saved(tensor), values.nbytes)
+
+    def _write(self, key: str, start: tuple[int, ...] | None, archive: memoryview, nbytes: int) -> int:
+        with self.lock:
+            offset, self.end = self.end, self.end + len(archive)
+            self.placed[key, start] = offset, len(archive)
+        self.file.write(archive, offset)
+        return nbytes
+
+    def metadata(self, folder: Path, keys: Keys) -> Any:
+        """The object of torch that ``.metadata`` is."""
+        from torch.distributed.checkpoint import metadata as theirs
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        def about(value: Any) -> Any:
+            if isinstance(value, Stored):
+                shape, dtype = value.atom.shape, FROM_NAME[value.atom.dtype]
+                boxes = list(boxes_of(shape, CHUNK // value.atom.itemsize))
+            elif isinstance(value, torch.Tensor):
+                shape, dtype, boxes = tuple(value.shape), value.dtype, [Box.whole(tuple(value.shape))]
+            else:
+                return theirs.BytesStorageMetadata()
+            chunks = [
+                theirs.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes
+            ]
+            return theirs.TensorStorageMetadata(theirs.TensorProperties(dtype), torch.Size(shape), chunks)
+
+        return theirs.Metadata(
+            {key: about(value) for key, (_, value) in keys.items()},
+            {key: path for key, (path, _) in keys.items()},
+            {theirs.MetadataIndex(*which): _StorageInfo(FILE, *place) for which, place in self.placed.items()},
+            theirs.StorageMeta(checkpoint_id=str(folder), save_id=str(uuid.uuid4())),
+            "1.0.0",
+        )  # fmt: skip
+
+
+def _saved(value: Any) -> memoryview:
+    """The archive of ``torch.save``."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getbuffer()

@@ -1,0 +1,147 @@
+"""What ZeRO's checkpoints and universal folders have alike: names, the atoms of a parameter, and progress."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ....errors import BadInput
+from ....state.atoms import Atom
+from ....state.boxes import Box
+from ....state.capture import FROM_NAME, WRAPPED
+from ....state.pieces import Pieces, dense
+from ....state.progress import encode
+from ....units import MiB
+from ...archives import Archive
+from ...pickles import Record, Tensor
+from ...source import Files, Stored
+from .local import WithNumbers
+from .model import ModelStates
+from .parallel import Whole
+
+LARGEST_EXTRA = 1 * MiB
+"""Tensors of the client's state that are longer are not carried along, and named."""
+_OWN = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "global_steps", "mp_world_size", "universal_checkpoint_info",
+})  # fmt: skip
+"""Of the model states: what is read as something else than ``extra``."""
+
+
+class Names(Mapping[str, str]):
+    """Names without those of wrappers. Raises ``BadInput`` where two become one."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        found = {
+            name: ".".join(part for part in name.split(".") if part not in WRAPPED) for name in sorted(names)
+        }
+        while found and all(name.startswith("module.") for name in found.values()):
+            found = {name: plain.removeprefix("module.") for name, plain in found.items()}
+        self._plain = found
+        kept: dict[str, str] = {}
+        for name, plain in found.items():
+            if kept.setdefault(plain, name) != name:
+                raise BadInput(f"{kept[plain]} and {name} are both {plain} without the names of wrappers")
+
+    def __getitem__(self, name: str) -> str:
+        return self._plain[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plain)
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+
+def add_parameter(contents: WithNumbers, name: str, whole: Whole) -> None:
+    """The atoms of a parameter."""
+    for slot, (dtype, pieces) in whole.slots.items():
+        copies = tuple(whole.copies.get(slot, ()))
+        contents.add(Stored(Atom(name, slot, whole.shape, dtype), pieces, copies, whole.average))
+    for slot, value in whole.values.items():
+        if value.dtype:
+            atom, piece = Atom(name, slot, (), value.dtype), dense(Box((), ()), value.part, value.offset)
+        elif slot == "step":
+            atom, piece = Atom(name, slot, (), "F32"), dense(Box((), ()), contents.add_number(value.number))
+        else:
+            contents.progress.setdefault("values", {}).setdefault(name, {})[slot] = value.number
+            continue
+        contents.add(Stored(atom, Pieces.of([piece], 0)))
+
+
+def progress_of(
+    model: ModelStates, optimizer: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Of the model states and what the optimizer's file says beside its tensors. What means nothing here is in
+    ``extra``."""
+    content, plain = model.content, _Plain(model.archive)
+    config = content.get("ds_config") if isinstance(content.get("ds_config"), dict) else {}
+    progress: dict[str, Any] = {"step": int(content.get("global_steps") or 0)}
+    if isinstance(kind := (config.get("optimizer") or {}).get("type"), str):
+        progress["optimizer"] = kind
+    progress["groups"] = [
+        plain({key: value for key, value in group.items() if key != "params"}, f"param_groups[{i}]")
+        for i, group in enumerate(groups)
+    ]
+    if content.get("lr_scheduler") is not None:
+        progress["scheduler"] = plain(content["lr_scheduler"], "lr_scheduler")
+    extra = {
+        key: plain(value, key) for key, value in content.items() if key not in _OWN and value is not None
+    }
+    extra |= {key: plain(value, key) for key, value in optimizer.items()}
+    extra |= {key: plain(value, key) for key, value in model.module.items() if not isinstance(value, Tensor)}
+    progress["extra"] = extra | ({"not_carried": plain.left_out} if plain.left_out else {})
+    return progress
+
+
+class _Plain:
+    """What a pickle holds, as JSON."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+        self._files = Files(str(archive.path), "torch")
+        self.left_out: list[str] = []
+
+    def __call__(self, value: Any, where: str) -> Any:
+        return encode(self._made(value, where), where)
+
+    def _made(self, value: Any, where: str) -> Any:
+        if isinstance(value, dict):
+            return {self._made(k, where): self._made(v, f"{where}.{k}") for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            made = [self._made(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return made if isinstance(value, list) else tuple(made)
+        if isinstance(value, set | frozenset):
+            return sorted((self._made(item, where) for item in value), key=repr)
+        if isinstance(value, Record):
+            about = {"class": value.name}
+            for key in ("args", "fields", "items"):
+                if held := getattr(value, key):
+                    about[key] = self._made(held, f"{where}.{key}")
+            return about
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        if isinstance(value, bytes | bytearray):
+            return {"class": "bytes", "base64": base64.b64encode(value).decode()}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return {"class": type(value).__name__, "text": str(value)[:1000]}
+
+    def _tensor(self, tensor: Tensor, where: str) -> Any:
+        part = self._archive.part(tensor.storage)
+        count = tensor.storage.elements
+        last = tensor.offset + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
+        if (
+            count * part.itemsize > LARGEST_EXTRA
+            or part.dtype not in FROM_NAME
+            or not 0 <= last < max(count, 1)
+        ):
+            self.left_out.append(where)
+            return {"class": "tensor", "shape": list(tensor.shape), "dtype": part.dtype}
+        data = bytearray(part.nbytes)
+        self._files.read(self._files.add_part(part), 0, memoryview(data))
+        flat = torch.frombuffer(data, dtype=FROM_NAME[part.dtype]) if data else torch.empty(0)
+        return flat.as_strided(tensor.shape, tensor.strides, tensor.offset).clone()

@@ -1,0 +1,180 @@
+"""What the data-parallel ranks of one model-parallel rank have of a parameter, put together from their partitions."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ....errors import BadInput, Damaged
+from ....state.atoms import DTYPE_BYTES
+from ....state.capture import FROM_NAME
+from ....state.pieces import Piece, flat
+from ...archives import Archive
+from ...pickles import Record, Tensor
+from ...source import Files, Part
+
+Shape = tuple[int, ...]
+Number = bool | int | float
+
+
+class WithNumbers(Files):
+    """Files, and parts that are in none of them: numbers that others keep beside their tensors."""
+
+    def __init__(self, path: str, format: str) -> None:
+        super().__init__(path, format)
+        self._numbers: dict[int, bytes] = {}
+
+    def add_number(self, value: Number) -> int:
+        """The number of a part of one F32 element, as torch's optimizers keep a count of steps."""
+        part = self.add_part(Part("", 0, 4, "F32"))
+        self._numbers[part] = struct.pack("<f", value)
+        return part
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        if part in self._numbers:
+            into[:] = self._numbers[part][offset : offset + len(into)]
+        else:
+            super().read(part, offset, into)
+
+
+class Value(NamedTuple):
+    """One value for a whole parameter: ``data`` of ``dtype`` at ``offset`` of a part, or a number of Python."""
+
+    data: bytes = b""
+    dtype: str = ""
+    part: int = -1
+    offset: int = 0
+    number: Number = 0
+
+    def same(self, other: Value) -> bool:
+        return (self.data, self.dtype, self.number) == (other.data, other.dtype, other.number)
+
+
+@dataclass
+class Local:
+    """A parameter of ``shape`` in the optimizer's ``group``: by slot the pieces of each element-wise tensor, and the
+    values that there is one of for the whole parameter."""
+
+    shape: Shape
+    group: int
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> float | None:
+        """The optimizer's count of steps, where it has one."""
+        value = self.values.get("step")
+        if value is None or not value.dtype:
+            return None if value is None else value.number
+        return torch.frombuffer(bytearray(value.data), dtype=FROM_NAME[value.dtype]).item()
+
+    def add(self, slot: str, dtype: str, pieces: list[Piece], path: Path) -> None:
+        """``pieces`` of a rank. Raises ``Damaged`` if the other ranks have another dtype."""
+        if self.dtypes.setdefault(slot, dtype) != dtype:
+            raise Damaged(
+                f"{path}: {slot} is {dtype}, and in other ranks {self.dtypes[slot]}", path=str(path)
+            )
+        self.pieces.setdefault(slot, []).extend(pieces)
+
+    def add_values(self, values: dict[str, Value], path: Path) -> None:
+        """Of a rank. Raises ``Damaged`` if the ranks before it have others."""
+        for slot, value in values.items():
+            if not self.values.setdefault(slot, value).same(value):
+                raise Damaged(
+                    f"{path}: {slot!r} of group {self.group} is not what it is in other ranks: the files are of two"
+                    " checkpoints. Take all of them from one.",
+                    path=str(path),
+                )
+
+
+class Rank:
+    """The optimizer file of a data-parallel rank: ``state`` is what its optimizer gave."""
+
+    def __init__(self, archive: Archive, state: dict[str, Any]) -> None:
+        self.archive, self.state = archive, state
+        self._parts: dict[str, int] = {}
+
+    @property
+    def path(self) -> Path:
+        return self.archive.path
+
+    def part(self, contents: Files, tensor: Tensor) -> int:
+        """The number of the part that the storage of ``tensor`` is."""
+        key = tensor.storage.key
+        if key not in self._parts:
+            self._parts[key] = contents.add_part(self.archive.part(tensor.storage))
+        return self._parts[key]
+
+    def value(self, contents: Files, value: Tensor | Number) -> Value:
+        """What the file has for one number, read."""
+        if not isinstance(value, Tensor):
+            return Value(number=value)
+        part, size = self.part(contents, value), DTYPE_BYTES[value.storage.dtype]
+        data = bytearray(size)
+        if value.offset < 0 or (value.offset + 1) * size > contents.parts[part].nbytes:
+            raise Damaged(f"{self.path}: a number lies outside of what is stored", path=str(self.path))
+        contents.read(part, value.offset * size, memoryview(data))
+        return Value(bytes(data), value.storage.dtype, part, value.offset)
+
+    def stretch(
+        self, contents: Files, tensor: Tensor, shape: Shape, within: tuple[int, int], at: int
+    ) -> list[Piece]:
+        """The elements of a flattened parameter ``within`` two bounds, which lie at ``at`` of a flat ``tensor``."""
+        start, stop = within
+        if tensor.strides != (1,) or not 0 <= at <= at + stop - start <= tensor.shape[0]:
+            raise Damaged(
+                f"{self.path}: {stop - start} elements from {at} on are not in a flat tensor of {list(tensor.shape)}",
+                path=str(self.path),
+            )
+        return flat(shape, start, stop, self.part(contents, tensor), tensor.offset + at)
+
+
+def split_state(
+    rank: Rank, contents: Files, state: Mapping[str, Any], sizes: tuple[int, ...]
+) -> tuple[dict[str, Tensor], dict[str, Value]]:
+    """Of what an optimizer holds for a flat tensor: what is as long (one of ``sizes``), and what is a number."""
+    flats: dict[str, Tensor] = {}
+    values: dict[str, Value] = {}
+    for slot, value in state.items():
+        if isinstance(value, Tensor) and len(value.shape) == 1 and value.shape[0] in sizes:
+            flats[slot] = value
+        elif isinstance(value, bool | int | float) or (
+            isinstance(value, Tensor) and value.shape in ((), (1,))
+        ):
+            values[slot] = rank.value(contents, value)
+        elif value is not None:
+            what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {_kind(value)}"
+            raise BadInput(
+                f"{rank.path}: the optimizer keeps {slot!r}, {what}, for {sizes[0]} elements together. State that is"
+                " neither of each element nor one number cannot be given to another partition."
+            )
+    return flats, values
+
+
+def _kind(value: Any) -> str:
+    return value.name if isinstance(value, Record) else type(value).__name__
+
+
+def shapes_of(value: Any, path: Path) -> list[dict[str, Shape]]:
+    """``param_shapes``: by group the shape of each parameter."""
+    try:
+        shapes = [{str(name): tuple(map(int, shape)) for name, shape in group.items()} for group in value]
+    except (TypeError, AttributeError, ValueError) as error:
+        raise Damaged(f"{path}: param_shapes is no list of shapes: {error}", path=str(path)) from error
+    if any(n < 0 for group in shapes for shape in group.values() for n in shape):
+        raise Damaged(f"{path}: param_shapes has a negative size", path=str(path))
+    names = [name for group in shapes for name in group]
+    if len(set(names)) < len(names):
+        raise Damaged(f"{path}: param_shapes has a parameter in two groups", path=str(path))
+    return shapes
+
+
+def elements(shape: Shape) -> int:
+    return prod(shape)

@@ -1,0 +1,215 @@
+"""Checkpoints as ZeRO saves them, one optimizer file for each rank, read in place.
+
+``param`` is the fp32 master; of parameters that the optimizer does not have, and of buffers, what the model has.
+Buffers that every rank keeps for itself are those of rank 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....errors import BadInput, Damaged
+from ....state.atoms import DTYPE_BYTES
+from ....state.capture import FROM_NAME
+from ...load import read_flat
+from ...pickles import Record
+from . import zero3, zero12
+from .common import Names, add_parameter, progress_of
+from .folder import Folder, check_ranks, files_of, need, opened
+from .local import Local, Rank, WithNumbers, elements, shapes_of
+from .model import ModelStates, beside, check_models
+from .parallel import Info, Whole
+
+_SAME = (
+    "param_groups",
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    "clip_grad",
+    "zero_stage",
+    "ds_version",
+)
+"""What every rank's optimizer has to say alike."""
+SAMPLED = 64
+"""Parameters that are looked at, to tell whether the model is that of the optimizer."""
+
+
+class Native(WithNumbers):
+    """The checkpoint in ``path``, the folder of a tag."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ``FileMissing`` and ``Damaged`` naming the file that is not as it should be, ``BadInput`` for what is
+        not read."""
+        folder = files_of(path)
+        models, ranks = _files(folder)
+        super().__init__(str(path), f"deepspeed zero-{_stage(folder, ranks[0])}")
+        zero = zero3 if folder.partitioned else zero12
+        trained = [
+            zero.locals_of(
+                self, shapes_of(need(m[0].content, "param_shapes", m[0].archive.path), m[0].archive.path), r
+            )
+            for m, r in zip(models, ranks, strict=True)
+        ]
+        others = [
+            beside(self, m, set(mine), folder.partitioned) for m, mine in zip(models, trained, strict=True)
+        ]
+        first = models[0][0]
+        tensor_ranks, _ = _degrees(first, len(models))
+        info = Info(first.content.get("universal_checkpoint_info"), tensor_ranks, first.archive.path)
+        wholes = self._wholes(info, trained, tensor_ranks) | self._wholes(info, others, tensor_ranks)
+        info.check_used()
+        names = Names({*wholes, *(name for m in models for name in m[0].names)})
+        groups = _groups(ranks[0][0])
+        self.progress = progress_of(first, _others(ranks[0][0]), groups)
+        count = max([len(groups), *(whole.group + 1 for whole in wholes.values())])
+        self.progress["group_parameters"] = [
+            [names[name] for name, whole in wholes.items() if whole.group == group] for group in range(count)
+        ]
+        self.aliases = {names[a]: names[n] for m in models for a, n in m[0].aliases.items()}
+        for name, whole in wholes.items():
+            add_parameter(self, names[name], whole)
+        for model, mine in zip(models, trained, strict=True):
+            self._check_steps(model[0], mine, names)
+
+    def _wholes(self, info: Info, by_rank: list[dict[str, Local]], tensor_ranks: int) -> dict[str, Whole]:
+        """What the tensor-parallel ranks of each pipeline stage have, together; of two stages, once."""
+        found: dict[str, Whole] = {}
+        for start in range(0, len(by_rank), tensor_ranks):
+            stage = by_rank[start : start + tensor_ranks]
+            for name in stage[0]:
+                missing = [start + i for i, rank in enumerate(stage) if name not in rank]
+                if missing:
+                    raise Damaged(
+                        f"{self.path}: mp_rank_{missing[0]:02d} has no {name}, others have", path=self.path
+                    )
+                whole = info.whole(name, [rank[name] for rank in stage])
+                if name not in found:
+                    found[name] = whole
+                elif found[name].shape == whole.shape and (info.is_tied(name) or whole.group < 0):
+                    for slot, (_, pieces) in whole.slots.items():
+                        found[name].copies.setdefault(slot, []).append(pieces)
+                else:
+                    raise Damaged(
+                        f"{self.path}: two pipeline stages have a parameter {name} each", path=self.path
+                    )
+        return found
+
+    def _check_steps(self, model: ModelStates, trained: dict[str, Local], names: Names) -> None:
+        """Raise ``Damaged`` if the optimizer's files are of another step than the model states.
+
+        An optimizer may have done fewer steps than the model, if it was begun anew; then the model's parameters tell.
+        """
+        counts = [value for local in trained.values() if (value := local.steps) is not None]
+        steps = model.content.get("global_steps", 0) - (model.content.get("skipped_steps") or 0)
+        if not counts or max(counts) == steps:
+            return
+        mixed = max(counts) > steps
+        if not mixed and (
+            held := [key for key in trained if elements(trained[key].shape) and model.holds(key)]
+        ):
+            mixed = not any(self._is_copy(model, key, names[key]) for key in held[:SAMPLED])
+        if mixed:
+            raise Damaged(
+                f"{model.archive.path} is of {steps} steps, and the optimizer's files of {max(counts):g}: two"
+                " checkpoints are mixed. Take all files from one.",
+                path=str(model.archive.path),
+            )
+
+    def _is_copy(self, model: ModelStates, key: str, name: str) -> bool:
+        """Whether the first element of the model's parameter is that of the master."""
+        tensor, master = model.module[key], self.atoms[f"{name}/param"]
+        here, dtype = FROM_NAME[master.atom.dtype], FROM_NAME[tensor.storage.dtype]
+        data = bytearray(DTYPE_BYTES[tensor.storage.dtype])
+        self.read(model.part(self, tensor), tensor.offset * len(data), memoryview(data))
+        first = torch.from_numpy(read_flat(self, master, 0, 1).view("u1")).view(here)
+        return torch.equal(first.to(dtype), torch.frombuffer(data, dtype=dtype))
+
+
+def _files(folder: Folder) -> tuple[list[list[ModelStates]], list[list[Rank]]]:
+    """By model-parallel rank, and the files of each in the order of their data-parallel ranks; of one checkpoint."""
+    path = folder.models[min(folder.models)]
+    first = ModelStates(opened(path))
+    world, parallel = (need(first.content, key, path) for key in ("dp_world_size", "mp_world_size"))
+    parallel = max(parallel, len({mp for mp, _ in folder.models}))
+    if not folder.optimizers:
+        raise BadInput(
+            f"{folder.path} has no *_optim_states.pt: ZeRO was off (stage 0), or only the model was saved. The module"
+            f" in {path.name} is a state dict of torch."
+        )
+    check_ranks(folder.optimizers, parallel, world, "the optimizer's file", folder.path)
+    each = world if folder.partitioned else 1
+    check_ranks(folder.models, parallel, each, "the file of model states", folder.path)
+    models = [[ModelStates(opened(folder.models[mp, dp])) for dp in range(each)] for mp in range(parallel)]
+    ranks = [[_rank(folder.optimizers[mp, dp]) for dp in range(world)] for mp in range(parallel)]
+    for model, mine in zip(models, ranks, strict=True):
+        check_models(model, ("param_shapes", "frozen_param_shapes"))
+        check_models([models[0][0], model[0]])
+        _check_same([ranks[0][0], *mine])
+    return models, ranks
+
+
+def _rank(path: Path) -> Rank:
+    archive = opened(path)
+    return Rank(archive, need(archive.content, "optimizer_state_dict", archive.path))
+
+
+def _degrees(model: ModelStates, ranks: int) -> tuple[int, int]:
+    """Of tensor and pipeline parallelism."""
+    said = model.content.get("checkpoint_parallel_dimensions") or {}
+    tensor, pipeline = said.get("tp_degree") or 1, said.get("pp_degree") or 1
+    if not said and ranks > 1:
+        layer = sorted(
+            p.name.split("-")[0] for p in model.archive.path.parent.glob("layer_*-model_*-model_states.pt")
+        )
+        tensor = layer.count(layer[0]) if layer else ranks
+        pipeline = ranks // tensor
+    if tensor * pipeline != ranks:
+        raise Damaged(
+            f"{model.archive.path} says that {tensor} x {pipeline} tensor- and pipeline-parallel ranks saved, and"
+            f" there are {ranks}",
+            path=str(model.archive.path),
+        )
+    return tensor, pipeline
+
+
+def _check_same(ranks: list[Rank]) -> None:
+    def said(rank: Rank) -> dict[str, Any]:
+        return {"param_groups": _groups(rank)} | {key: rank.state[key] for key in _SAME if key in rank.state}
+
+    first = said(ranks[0])
+    for rank in ranks[1:]:
+        for key, value in said(rank).items():
+            if value != first.get(key):
+                raise Damaged(
+                    f"{rank.path}: {key} is not what it is in {ranks[0].path.name}: the files are of two checkpoints."
+                    " Take all of them from one.",
+                    path=str(rank.path),
+                )
+
+
+def _groups(rank: Rank) -> list[dict[str, Any]]:
+    """The optimizer's groups, with their hyper-parameters; none where the format does not have them."""
+    base = rank.state.get("base_optimizer_state") or rank.state.get("optimizer_state_dict")
+    return list(base.get("param_groups") or ()) if isinstance(base, dict) else []
+
+
+def _others(rank: Rank) -> dict[str, Any]:
+    """What the optimizer says beside its tensors."""
+    known = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+    return {key: rank.state[key] for key in known if key in rank.state}
+
+
+def _stage(folder: Folder, ranks: list[Rank]) -> int:
+    stage = ranks[0].state.get("zero_stage")
+    if isinstance(stage, Record) and stage.args and isinstance(stage.args[0], int):
+        stage = stage.args[0]
+    found = stage if isinstance(stage, int) else (3 if folder.partitioned else 1)
+    if (found == 3) != folder.partitioned:
+        raise Damaged(
+            f"{ranks[0].path} is of ZeRO-{found}, and the model states are not: two checkpoints in one folder",
+            path=str(ranks[0].path),
+        )
+    return found

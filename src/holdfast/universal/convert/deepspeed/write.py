@@ -1,0 +1,230 @@
+"""Universal folders written: what DeepSpeed loads with ``"checkpoint": {"load_universal": true}``, at any world size.
+
+It reads those of its own family alone, so the stage is the target's. Its loader takes parameters that are trained,
+with their optimizer state, hyper-parameters, the schedule and counts; frozen parameters and buffers are in the folder,
+and it leaves them as the script made them. Files are pickles, since the format is; nothing of ours is.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from ....errors import BadInput
+from ....state.atoms import Atom
+from ....state.live import RESIDUAL
+from ....state.progress import decode
+from ....store.files import Disk, write_durably
+from ...load import in_threads
+from ...matching import groups_of
+from ...source import Source, Stored
+from ...torchfile import Streamed, save_torch, streamed
+
+STAGES = (1, 2, 3)
+VERSION = "0.19.8"
+"""Of DeepSpeed, whose format this is."""
+ADAM = {"param", "exp_avg", "exp_avg_sq", "step"}
+Group = tuple[dict[str, Any], list[str]]
+"""Of the optimizer: hyper-parameters, and the names of its parameters."""
+Slots = dict[str, dict[str, Stored]]
+"""What there is, by name and slot."""
+_MARK = ".holdfast-conversion"
+_RESERVED = frozenset({
+    "dp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "skipped_steps", "global_samples",
+    "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "not_carried", "num_experts", "ds_autoep_layers",
+})  # fmt: skip
+"""Of ``extra``: what is written otherwise, or is of the checkpoint that it was in."""
+
+
+def write_deepspeed(
+    source: Source, folder: Path, stage: int, *, told: Callable[[int], None] = lambda nbytes: None
+) -> list[Path]:
+    """All of ``source`` as a universal folder for ZeRO-``stage``, with ``latest_universal``. Durable when it returns.
+
+    An earlier try of the same goes on. Raises ``BadInput`` for what DeepSpeed would not read, before anything is
+    written.
+    """
+    if stage not in STAGES:
+        raise BadInput(f"stage {stage} is not one of {', '.join(map(str, STAGES))}")
+    slots = _slots(source)
+    groups = _groups(source, slots)
+    _refuse(source, groups, slots, stage)
+    disk, tag = Disk(folder), f"global_step{source.progress.get('step') or 0}"
+    _begin(disk, tag, [source.path, source.progress.get("step"), stage, sorted(source.atoms)])
+    jobs = (
+        partial(_write_parameter, source, disk, f"{tag}/zero/{name}", slots[name], told)
+        for _, names in groups
+        for name in names
+    )
+    in_threads(jobs, lambda _: None)
+    model = f"{tag}/{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
+    _write(disk, f"{tag}/zero/optimizer_state.pt", _common(source, groups, stage))
+    _write(disk, model, _model_states(source, groups, stage))
+    disk.sync_dir(f"{tag}/zero", why="universal")
+    disk.unlink(f"{tag}/{_MARK}")
+    disk.sync_dir(tag, why="universal")
+    write_durably(disk, "latest_universal", tag.encode(), why="universal")
+    return sorted((folder / tag).rglob("*.pt"))
+
+
+def _slots(source: Source) -> Slots:
+    found: Slots = {}
+    for stored in source.atoms.values():
+        if stored.atom.slot == RESIDUAL:
+            warnings.warn(
+                f"{stored.atom.key} is not written: DeepSpeed has no residuals of error feedback",
+                stacklevel=4,
+            )
+        else:
+            found.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
+    return found
+
+
+def _groups(source: Source, slots: Slots) -> list[Group]:
+    """With the names that are trained: those without state are frozen where others have it."""
+    groups = [
+        ({k: decode(v) for k, v in group.items()}, names) for group, names in groups_of(source.progress)
+    ]
+    if not any(names for _, names in groups):
+        raise BadInput(
+            f"{source.path} does not say which parameters are in which group of the optimizer, and DeepSpeed reads a"
+            " state by groups. Resume it with holdfast and save it, or write --to huggingface."
+        )
+    for name in (name for _, names in groups for name in names):
+        if "param" not in slots.get(name, {}):
+            raise BadInput(f"{source.path} has no parameter {name}, which a group of the optimizer has")
+    stateless = not any(len(slots[name]) > 1 for _, names in groups for name in names)
+    return [(group, [n for n in names if stateless or len(slots[n]) > 1]) for group, names in groups]
+
+
+def _refuse(source: Source, groups: list[Group], slots: Slots, stage: int) -> None:
+    """Raise ``BadInput`` for what DeepSpeed's loader would not take."""
+    trained = {name for _, names in groups for name in names}
+    for name, held in slots.items():
+        if "/" in name or name in (".", ".."):
+            raise BadInput(f"{name} cannot be the name of a folder")
+        if name in trained:
+            _refuse_state(name, {slot: stored.atom for slot, stored in held.items()}, stage)
+        elif not held.keys() <= {"param", "buffer"}:
+            key = next(stored.atom.key for slot, stored in held.items() if slot not in ("param", "buffer"))
+            raise BadInput(f"{key} is of a parameter that no group of the optimizer has")
+    if values := {name: held for name, held in (source.progress.get("values") or {}).items() if held}:
+        name, held = next(iter(values.items()))
+        raise BadInput(f"{sorted(held)} of {name} are no tensors, which DeepSpeed's loader cannot take")
+
+
+def _refuse_state(name: str, held: dict[str, Atom], stage: int) -> None:
+    master = held["param"]
+    if master.dtype not in ("F32", "BF16", "F16"):
+        raise BadInput(f"{master.key} is {master.dtype}, and DeepSpeed's master parameters are fp32")
+    for slot, atom in held.items():
+        if slot not in ("buffer", "step") and atom.shape != master.shape:
+            raise BadInput(
+                f"{atom.key} is {list(atom.shape)} and the parameter {list(master.shape)}: DeepSpeed's loader takes"
+                " state of each element, and a count of steps. Use an optimizer with such, or write --to huggingface."
+            )
+    if stage == 3 and held.keys() != ADAM:
+        raise BadInput(
+            f"{name} has {sorted(held.keys() - {'param'})}: DeepSpeed's ZeRO-3 loader reads exp_avg, exp_avg_sq and"
+            " step of every parameter, and nothing else. Write --stage 1 or 2, or train a step with Adam."
+        )
+
+
+def _begin(disk: Disk, tag: str, what: list[Any]) -> None:
+    """Make the folders, or find those of an earlier try of the same."""
+    mark = xxhash.xxh3_128_hexdigest(json.dumps(what).encode()).encode()
+    if disk.exists("latest_universal") or (
+        disk.exists(tag) and (not disk.exists(f"{tag}/{_MARK}") or disk.read_bytes(f"{tag}/{_MARK}") != mark)
+    ):
+        raise BadInput(f"{disk.root} holds a checkpoint already, or a part of another. Give another folder.")
+    disk.makedirs(f"{tag}/zero")
+    write_durably(disk, f"{tag}/{_MARK}", mark, why="universal")
+
+
+def _write_parameter(
+    source: Source, disk: Disk, folder: str, held: dict[str, Stored], told: Callable[[int], None]
+) -> int:
+    """The folder of one parameter; it has its name when it is whole."""
+    if not disk.exists(folder):
+        (disk.root / f"{folder}.part").mkdir(exist_ok=True)
+        for slot, stored in held.items():
+            tensor = streamed(source, stored, "F32" if slot == "param" else None)
+            content = tensor if slot == "step" else {"param": tensor, "cat_dim": 0}
+            _write(disk, f"{folder}.part/{'fp32' if slot == 'param' else slot}.pt", content)
+        disk.sync_dir(f"{folder}.part", why="universal")
+        disk.rename(f"{folder}.part", folder)
+    nbytes = sum(stored.atom.nbytes for stored in held.values())
+    told(nbytes)
+    return nbytes
+
+
+def _write(disk: Disk, path: str, content: Any) -> None:
+    save_torch(disk.root / path, content)
+    disk.sync(path, why="universal")
+
+
+def _common(source: Source, groups: list[Group], stage: int) -> dict[str, Any]:
+    """``optimizer_state.pt``: what is not of one parameter."""
+    params = [{**group, "params": [number]} for number, (group, _) in enumerate(groups)]
+    common: dict[str, Any] = {
+        "zero_stage": stage, "ds_version": VERSION, "overflow": False, "param_groups": params,
+        "partition_count": 1 if stage == 3 else [1] * len(groups),
+    }  # fmt: skip
+    if isinstance(clip := (source.progress.get("extra") or {}).get("clip_grad"), float | int):
+        common["clip_grad"] = clip
+    if stage == 3:
+        names = next(names for _, names in groups if names)
+        step = streamed(source, source.atoms[f"{names[0]}/step"])
+        common["optimizer_state_dict"] = {"state": {0: {"step": step}}, "param_groups": params}
+    return common
+
+
+def _model_states(source: Source, groups: list[Group], stage: int) -> dict[str, Any]:
+    """What a checkpoint of one rank says of the model."""
+    trained = {name for _, names in groups for name in names}
+    extra = source.progress.get("extra") or {}
+    model = {key: stored for key, stored in source.atoms.items() if stored.atom.slot in ("param", "buffer")}
+    buffers = {s.atom.name: streamed(source, s) for s in model.values() if s.atom.slot == "buffer"}
+    frozen = {
+        stored.atom.name: streamed(source, stored)
+        for stored in model.values()
+        if stored.atom.slot == "param" and stored.atom.name not in trained
+    }
+    flat = {name: Streamed(each.dtype, (_elements(each),), each.chunks) for name, each in frozen.items()}
+    shapes = [{name: source.atoms[f"{name}/param"].atom.shape for name in names} for _, names in groups]
+    states = {key: decode(value) for key, value in extra.items() if key not in _RESERVED}
+    scheduler = source.progress.get("scheduler")
+    states |= {
+        "module": OrderedDict(buffers if stage == 3 else buffers | frozen),
+        "buffer_names": list(buffers),
+        "optimizer": None,
+        "param_shapes": [
+            OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in shapes
+        ],
+        "frozen_param_shapes": {name: torch.Size(each.shape) for name, each in frozen.items()} or None,
+        "frozen_param_fragments": (flat if stage == 3 else frozen) or None,
+        "shared_params": dict(source.aliases),
+        "lr_scheduler": None if scheduler is None else decode(scheduler),
+        "data_sampler": decode(extra.get("data_sampler")),
+        "random_ltd": None,
+        "skipped_steps": extra.get("skipped_steps", 0),
+        "global_steps": source.progress.get("step") or 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": {},
+        "ds_version": VERSION,
+    }
+    return states | ({"global_samples": extra["global_samples"]} if "global_samples" in extra else {})
+
+
+def _elements(tensor: Streamed) -> int:
+    return torch.Size(tensor.shape).numel()

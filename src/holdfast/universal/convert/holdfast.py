@@ -1,0 +1,104 @@
+"""This library's own commits as sources: every byte that is read has been verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import BadInput, Damaged
+from ...state.atoms import Atom
+from ...state.boxes import Box
+from ...state.pieces import Piece, Pieces, row_major
+from ...store.layout import CHECKSUM_BLOCK
+from ...store.manifest import FileRef, Manifest
+from ...store.ranges import VerifiedFiles
+from ...store.reader import RunReader
+from ...store.reading import INSPECT
+from ..keys import KEY, Kind, name_all, progress_of
+from ..small import is_small, value_of
+from ..source import Contents, Part, Stored
+
+
+class Commit(Contents):
+    """The commit that ``manifest`` is of, of the run that ``reader`` reads.
+
+    Raises ``CommitRetired`` wherever its writer has retired it meanwhile.
+    """
+
+    def __init__(self, reader: RunReader, manifest: Manifest) -> None:
+        """Raises ``BadInput`` if the parts of the commit are of several steps, ``Damaged`` if files of it are."""
+        super().__init__(f"{reader.root}@{manifest.step}", "holdfast")
+        if manifest.oldest_step < manifest.step:
+            raise BadInput(
+                f"{self.path} is a base whose parts are of steps {manifest.oldest_step} to {manifest.step}, and only"
+                " its records bring them to one"
+            )
+        self.manifest = manifest
+        self.reader, self._files = reader, VerifiedFiles(reader.disk)
+        self._of_part: list[FileRef] = []
+        self._numbers: dict[tuple[str, str], int] = {}
+        self.by_key: dict[str, Stored] = {}
+        """Of a commit that ``dcp.save`` made, its tensors by their keys in the state dict."""
+        told = manifest.progress_of(manifest.streams[0])
+        with reader.listed(manifest):
+            atoms = reader.atoms(manifest)
+            for atom in atoms.values():
+                self._take(atom, self._stored(atom, manifest.files))
+            told = told if KEY not in told else self._told_of_state_dict(atoms.values(), **told[KEY])
+        self.progress = {"step": manifest.step, **told}
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        with self.reader.listed(self.manifest):
+            self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
+
+    def check(self, part: int) -> None:
+        where = self.parts[part]
+        buffer = memoryview(bytearray(min(where.nbytes, CHECKSUM_BLOCK)))
+        for start in range(0, where.nbytes, CHECKSUM_BLOCK):
+            self.read(part, start, buffer[: min(CHECKSUM_BLOCK, where.nbytes - start)])
+
+    @property
+    def bytes_read(self) -> int:
+        """That were verified."""
+        return self._files.bytes_read
+
+    def _take(self, atom: dict[str, Any], stored: Stored) -> None:
+        if KEY in atom:
+            self.by_key[atom[KEY]] = stored
+        if KEY in atom and is_small(stored):
+            self._check(stored.atom.key, stored.atom, stored.pieces)
+        else:
+            self.add(stored)
+
+    def _told_of_state_dict(
+        self, atoms: Iterable[dict[str, Any]], paths: dict[str, list[Any]], values: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The progress of a commit that ``dcp.save`` made."""
+        ways = {key: tuple(path) for key, path in paths.items()}
+        kinds = {atom[KEY]: Kind(tuple(atom["shape"]), atom["dtype"]) for atom in atoms}
+        small = {key: value_of(self, stored) for key, stored in self.by_key.items() if is_small(stored)}
+        found = {key: values.get(key, small.get(key)) for key in ways if key in values or key in small}
+        return progress_of(found, ways, name_all(kinds, ways))
+
+    def _stored(self, atom: dict[str, Any], files: dict[str, FileRef]) -> Stored:
+        shape = tuple(atom["shape"])
+        pieces = []
+        for fragment in atom["fragments"]:
+            part, held = self._part(files[fragment["unit"]], fragment["key"])
+            local, strides = Box.from_json(fragment["local"]), row_major(held)
+            offset = sum(a * stride for a, stride in zip(local.start, strides, strict=True))
+            pieces.append(Piece(Box.from_json(fragment["global"]), part, offset, strides))
+        return Stored(Atom(atom["name"], atom["slot"], shape, atom["dtype"]), Pieces.of(pieces, len(shape)))
+
+    def _part(self, ref: FileRef, key: str) -> tuple[int, tuple[int, ...]]:
+        """The part that is the tensor ``key`` of a file, and the shape of that."""
+        layout = self._files.layout(ref)
+        if key not in layout:
+            raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
+        entry = layout[key]
+        number = self._numbers.get((ref.path, key))
+        if number is None:
+            number = self.add_part(Part(ref.path, entry.offset, entry.nbytes, entry.dtype))
+            self._numbers[ref.path, key] = number
+            self._of_part.append(ref)
+        return number, entry.shape

@@ -1,0 +1,295 @@
+"""Safetensors, read and written: one file, or a folder of them with an index, as Hugging Face's libraries have it.
+
+A file that ``write`` made says in its metadata what of a training state its keys are; in others every tensor is a
+parameter. Files are written in place, in parallel, each under a temporary name until it is durable; a conversion that
+was interrupted goes on with the files that are not there.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ...errors import BadInput, Damaged
+from ...state.atoms import DTYPE_BYTES, Atom
+from ...state.boxes import Box
+from ...state.capture import FROM_NAME
+from ...state.pieces import Pieces, dense
+from ...store.files import Disk, write_durably, written_durably
+from ...store.layout import PAD, Layout
+from ...units import GiB, MiB
+from ..load import in_threads, read_flat
+from ..source import Files, Part, Source, Stored
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+KEYS, PROGRESS = "holdfast.keys", "holdfast.progress"
+HEADER_BYTES = 100 * MiB
+"""More than any header has (the limit of the safetensors library)."""
+CHUNK = 16 * MiB
+
+
+def is_safetensors(path: Path) -> bool:
+    if path.is_file():
+        return path.suffix == ".safetensors"
+    return (path / INDEX).is_file() or (path / SINGLE).is_file()
+
+
+class SafetensorsFiles(Files):
+    """The file ``path``, or the folder with its index."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), "safetensors")
+        files, expected = _files_of(path)
+        for file in files:
+            self._add_file(file)
+        found = {key for key in self._where if expected is None or key in expected}
+        missing = sorted(set(expected or ()) - found)
+        if missing:
+            raise Damaged(f"{path}: its index names {missing[0]}, which is in no file", path=str(path))
+
+    @property
+    def _where(self) -> set[str]:
+        return {
+            stored.atom.name if stored.atom.slot == "param" else key for key, stored in self.atoms.items()
+        }
+
+    def _add_file(self, path: Path) -> None:
+        layout, metadata = header_of(path)
+        slots = json.loads(metadata.get(KEYS, "{}"))
+        self.progress |= json.loads(metadata.get(PROGRESS, "{}"))
+        for entry in layout.entries:
+            name, slot = slots.get(entry.key, [entry.key, "param"])
+            part = self.add_part(Part(str(path), entry.offset, entry.nbytes, entry.dtype))
+            atom = Atom(name, slot, entry.shape, entry.dtype)
+            self.add(Stored(atom, Pieces.of([dense(Box.whole(entry.shape), part)], len(entry.shape))))
+
+
+def header_of(path: Path) -> tuple[Layout, dict[str, str]]:
+    """Where the tensors of a safetensors file lie, and its metadata. Raises ``Damaged`` if it is none, or not whole."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
+        if length > min(HEADER_BYTES, size - 8):
+            raise Damaged(
+                f"{path} is no safetensors file: of {size} bytes, {length} would be header", path=str(path)
+            )
+        header = file.read(length)
+    try:
+        metadata = json.loads(header).get("__metadata__") or {}
+        layout = Layout.parse(struct.pack("<Q", length) + header)
+    except (ValueError, AttributeError, Damaged) as error:
+        raise Damaged(f"{path} is no safetensors file: {error}", path=str(path)) from error
+    if layout.file_bytes != size:
+        raise Damaged(
+            f"{path} has {size} bytes, its header says {layout.file_bytes}: it was cut short", path=str(path)
+        )
+    return layout, {str(key): str(value) for key, value in metadata.items()}
+
+
+def _files_of(path: Path) -> tuple[list[Path], set[str] | None]:
+    """The files, and the tensors that the index names, if there is one."""
+    if path.is_file():
+        return [path], None
+    if not (path / INDEX).is_file():
+        return [path / SINGLE], None
+    try:
+        named = json.loads((path / INDEX).read_text())["weight_map"]
+        names = sorted(set(named.values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file of it is not in the folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(
+            f"{path / INDEX} is no index of safetensors files: {error}", path=str(path / INDEX)
+        ) from error
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise Damaged(f"{path / missing[0]} is missing, which the index names", path=str(path / missing[0]))
+    return [path / name for name in names], set(named)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An atom that is written under ``key``, as ``dtype``."""
+
+    key: str
+    stored: Stored
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.atom.elements * DTYPE_BYTES[self.dtype]
+
+
+def write_huggingface(
+    source: Source,
+    folder: Path,
+    *,
+    dtype: str | None = None,
+    file_bytes: int = 5 * GiB,
+    told: Callable[[int], None] = lambda nbytes: None,
+) -> list[Path]:
+    """The parameters and buffers of ``source`` as a folder that ``from_pretrained`` loads: files of ``file_bytes`` at
+    most (but for a tensor that is longer), and an index if there are several. Floating-point tensors become ``dtype``.
+    Names that are others' under another name are left out, as Hugging Face does.
+
+    Durable when it returns. Files of an earlier try of the same are kept.
+    """
+    wanted = [
+        Wanted(stored.atom.name, stored, _cast(stored.atom.dtype, dtype))
+        for stored in source.atoms.values()
+        if stored.atom.slot in ("param", "buffer") and stored.atom.name not in source.aliases
+    ]
+    if not wanted:
+        raise BadInput(f"{source.path} has no parameters to export")
+    groups = _grouped(wanted, file_bytes)
+    total = len(groups)
+    names = (
+        [SINGLE] if total == 1 else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
+    )
+    disk = Disk(folder)
+    disk.makedirs("")
+    done = _Done(disk, [source.path, source.progress.get("step"), dtype, file_bytes, [w.key for w in wanted]])
+    for name, group in zip(names, groups, strict=True):
+        if name in done.names and disk.exists(name):
+            told(sum(each.stored.atom.nbytes for each in group))
+            continue
+        _write_file(source, disk, name, group, {"format": "pt"}, told)
+        done.add(name)
+    if total > 1:
+        where = {each.key: name for name, group in zip(names, groups, strict=True) for each in group}
+        size = sum(each.nbytes for each in wanted)
+        text = json.dumps(
+            {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}, indent=2
+        )
+        write_durably(disk, INDEX, text.encode(), why="index")
+    done.finish()
+    return [folder / name for name in names]
+
+
+def write_single(
+    source: Source, path: Path, *, dtype: str | None = None, told: Callable[[int], None] = lambda nbytes: None
+) -> Path:
+    """Everything that ``source`` has as one safetensors file: parameters and buffers under their names, what belongs to
+    a parameter under ``name/slot``, which keeps its type. Its metadata has the progress. Durable when it returns."""
+    wanted = []
+    for key, stored in source.atoms.items():
+        atom = stored.atom
+        of_model = atom.slot in ("param", "buffer")
+        wanted.append(
+            Wanted(
+                atom.name if of_model else key, stored, _cast(atom.dtype, dtype) if of_model else atom.dtype
+            )
+        )
+    slots = {each.key: [each.stored.atom.name, each.stored.atom.slot] for each in wanted}
+    metadata = {"format": "pt", KEYS: json.dumps(slots), PROGRESS: json.dumps(source.progress)}
+    disk = Disk(path.parent)
+    disk.makedirs("")
+    _write_file(source, disk, path.name, wanted, metadata, told)
+    return path
+
+
+def _cast(dtype: str, wanted: str | None) -> str:
+    return wanted if wanted is not None and dtype in ("F64", "F32", "F16", "BF16") else dtype
+
+
+def _grouped(wanted: Sequence[Wanted], file_bytes: int) -> list[list[Wanted]]:
+    groups: list[list[Wanted]] = [[]]
+    size = 0
+    for each in wanted:
+        if groups[-1] and size + each.nbytes > file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(each)
+        size += each.nbytes
+    return groups
+
+
+def _write_file(
+    source: Source,
+    disk: Disk,
+    name: str,
+    wanted: Sequence[Wanted],
+    metadata: dict[str, str],
+    told: Callable[[int], None],
+) -> None:
+    """One file, durable under its name when this returns."""
+    header = _header(wanted, metadata)
+    places, position = [], len(header)
+    for each in wanted:
+        places.append(position)
+        position += each.nbytes
+    with written_durably(disk, name, position, why="payload") as file:
+        file.write(memoryview(header), 0)
+        jobs = (job for each, at in zip(wanted, places, strict=True) for job in _jobs(source, each, file, at))
+        in_threads(jobs, told)
+
+
+def _jobs(source: Source, wanted: Wanted, file: Any, offset: int) -> Iterator[Callable[[], int]]:
+    """What copies a tensor, a stretch at a time."""
+    atom, size = wanted.stored.atom, DTYPE_BYTES[wanted.dtype]
+    row = max(1, atom.elements // atom.shape[0]) if atom.shape and atom.shape[0] else 1
+    step = max(1, CHUNK // atom.itemsize)
+    step = step // row * row or step
+
+    def copy(start: int) -> int:
+        stop = min(start + step, atom.elements)
+        values = read_flat(source, wanted.stored, start, stop)
+        file.write(_as(values, atom.dtype, wanted.dtype).data, offset + start * size)
+        return values.nbytes
+
+    return (partial(copy, start) for start in range(0, atom.elements, step))
+
+
+def _as(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
+    """The bytes of ``values``, opaque elements that are of ``dtype``, as ``wanted``."""
+    if dtype == wanted:
+        return values.view(np.uint8)
+    tensor = torch.from_numpy(values.view(np.uint8)).view(FROM_NAME[dtype])
+    return tensor.to(FROM_NAME[wanted]).view(torch.uint8).numpy()
+
+
+def _header(wanted: Sequence[Wanted], metadata: dict[str, str]) -> bytearray:
+    table: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for each in wanted:
+        if each.key in table or each.key.startswith(PAD):
+            raise BadInput(f"{each.key} would be in one file twice, or is a reserved name")
+        table[each.key] = {
+            "dtype": each.dtype,
+            "shape": list(each.stored.atom.shape),
+            "data_offsets": [position, position + each.nbytes],
+        }
+        position += each.nbytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return bytearray(struct.pack("<Q", len(text)) + text)
+
+
+class _Done:
+    """Which files of a conversion are finished, in a file beside them until all are."""
+
+    NAME = ".holdfast-conversion.json"
+
+    def __init__(self, disk: Disk, what: list[Any]) -> None:
+        self._disk, self.names = disk, list[str]()
+        self._what = xxhash.xxh3_128_hexdigest(json.dumps(what).encode())
+        if disk.exists(self.NAME):
+            told = json.loads(disk.read_bytes(self.NAME))
+            self.names = told["names"] if told["what"] == self._what else []
+
+    def add(self, name: str) -> None:
+        self.names.append(name)
+        told = {"what": self._what, "names": self.names}
+        write_durably(self._disk, self.NAME, json.dumps(told).encode(), why="conversion")
+
+    def finish(self) -> None:
+        self._disk.unlink(self.NAME)

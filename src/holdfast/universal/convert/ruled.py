@@ -1,0 +1,114 @@
+"""Folders of files that record nothing of their layout, with a file of rules beside them that says it.
+
+``rules.toml`` lies in the folder. Its ``[[files]]`` say of each file of tensors, by its name, where on the mesh the
+rank was that wrote it; its rules say what the tensors are. Numbers of a ``config.json`` beside it are their values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import BadInput, Damaged
+from ...state.assembly import assemble
+from ...state.matching import StoredTensor
+from ...state.rules import Rules, numbers_of
+from ..archives import Archive
+from ..pickles import Record, Storage, Tensor
+from ..ruled import add_to
+from ..source import Files, Part
+from .huggingface import header_of
+
+RULES, CONFIG = "rules.toml", "config.json"
+SAFETENSORS = ".safetensors"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", SAFETENSORS)
+"""Of files that may hold tensors: each has to be said something of."""
+
+
+def is_ruled(path: Path) -> bool:
+    return (path / RULES).is_file()
+
+
+class RuledFolder(Files):
+    """The folder ``path``. Names are as in the files, those of nested dictionaries joined by dots."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ``RuleError`` if the rules do not fit the files, ``Damaged`` if files are."""
+        super().__init__(str(path), "rules")
+        config = path / CONFIG
+        try:
+            values = numbers_of(config.read_text()) if config.is_file() else {}
+            text = (path / RULES).read_text()
+        except ValueError as error:
+            raise BadInput(f"{path}: its {RULES} or {CONFIG} cannot be read: {error}") from None
+        rules = Rules.parse(text, str(path / RULES), values)
+        self._numbers: dict[tuple[Path, str], int] = {}
+        self._rest: dict[str, dict[str, Any]] = {}
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+        places = [rules.place_of_file(file.relative_to(path).as_posix()) for file in files]
+        rows = [row for file, at in zip(files, places, strict=True) for row in self._rows(file, at)]
+        if self._rest:
+            self.progress["extra"] = {"files": self._rest}
+        add_to(self, assemble(rules, rows))
+
+    def _rows(self, path: Path, at: Mapping[str, tuple[int, int]]) -> Iterator[StoredTensor]:
+        if path.suffix == SAFETENSORS:
+            for entry in header_of(path)[0].entries:
+                part = self.add_part(Part(str(path), entry.offset, entry.nbytes, entry.dtype))
+                yield StoredTensor(part, entry.key, entry.shape, entry.dtype, at=at)
+            return
+        archive, rest = Archive(path), dict[str, Any]()
+        for name, value in _leaves(archive.content, ""):
+            if isinstance(value, Tensor):
+                part = self._part(path, archive, value.storage)
+                self._check_inside(name, value, part)
+                yield StoredTensor(
+                    part,
+                    name,
+                    value.shape,
+                    value.storage.dtype,
+                    at=at,
+                    offset=value.offset,
+                    strides=value.strides,
+                )
+            else:
+                rest[name] = value
+        if rest:
+            self._rest[path.relative_to(self.path).as_posix()] = rest
+
+    def _part(self, path: Path, archive: Archive, storage: Storage) -> int:
+        key = path, storage.key
+        if key not in self._numbers:
+            self._numbers[key] = self.add_part(archive.part(storage))
+        return self._numbers[key]
+
+    def _check_inside(self, name: str, tensor: Tensor, part: int) -> None:
+        where = self.parts[part]
+        last = tensor.offset + sum(
+            (n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True)
+        )
+        if 0 not in tensor.shape and not 0 <= last < where.nbytes // where.itemsize:
+            raise Damaged(
+                f"{where.path}: {name} {list(tensor.shape)} lies outside of what is stored", path=where.path
+            )
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """The tensors of what a pickle holds, and what else there is, as JSON; each with its way from the top."""
+    items: Mapping[Any, Any] | None = None
+    if isinstance(value, Mapping):
+        items = value
+    elif isinstance(value, Record):
+        items = value.fields | value.items | dict(enumerate(value.args))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = dict(enumerate(value))
+    if items is None:
+        yield name, value if isinstance(value, Tensor) else _plain(value)
+        return
+    for key, inner in items.items():
+        yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

@@ -1,0 +1,309 @@
+"""Keys: what the entries of a nested state dict are: of the model, of an optimizer, or something else.
+
+An entry is known by its key, as ``torch.distributed.checkpoint`` forms it of the names on the way, and by these names,
+where the writer kept them: ``optim.state.w.step``. An optimizer is where ``param_groups`` are. The model is where the
+names of its parameters are, or what is called so, or what is not inside of anything.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from ..state.capture import WRAPPED
+
+MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict", "model_state", "net")
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "masked_bias")
+"""What names of buffers end with."""
+STEPS = ("step", "global_step", "train_step", "iteration")
+SCHEDULERS = ("scheduler", "lr_scheduler", "sched", "lr_schedulers", "schedulers")
+INTEGERS = ("I64", "I32", "I16")
+EXTRA = "extra"
+"""The slot of tensors that are neither of the model nor of its optimizer."""
+KEY = "dcp"
+"""Of an atom in an index its key in a state dict; of a commit's progress the ``paths`` and the ``values`` by key."""
+PROGRESS = "holdfast.progress"
+"""The key of a progress as JSON, where that has no keys of its own."""
+_GROUPS = re.compile(r"(?:^|\.)(?=param_groups(?:\.|$))")
+
+Path = tuple[Any, ...]
+"""The names on the way to an entry; numbers are places in lists."""
+
+
+class Kind(NamedTuple):
+    """Of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class Named:
+    """``tensors`` has the name and the slot of each tensor, ``optimizers`` and ``model`` what their keys begin with."""
+
+    tensors: dict[str, tuple[str, str]]
+    model: str
+    optimizers: list[str]
+    numbers: dict[str, str] = field(default_factory=dict)
+    """The names of parameters that an optimizer knows by number."""
+
+    @property
+    def roots(self) -> dict[str, Any]:
+        """For a person: where what was found."""
+        return {"model": self.model.rstrip("."), "optimizer": [root.rstrip(".") for root in self.optimizers]}
+
+
+def canonical(name: str) -> str:
+    """``name`` without the wrappers on the way.
+
+    >>> canonical("module._orig_mod.layers.0._checkpoint_wrapped_module.w")
+    'layers.0.w'
+    """
+    parts = [part for part in name.split(".") if part not in WRAPPED]
+    return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts)
+
+
+def name_all(tensors: Mapping[str, Kind], paths: Mapping[str, Path]) -> Named:
+    """What ``tensors`` are, by key. ``paths`` are those of all entries, tensors or not, in the writer's order, where it
+    kept them; else one name each, the key."""
+    optimizers = sorted({key[: found.end()] for key in paths for found in [_GROUPS.search(key)] if found})
+    states = {key: found for key in tensors if (found := _state_of(key, paths[key], optimizers)) is not None}
+    rest = [key for key in paths if key in tensors and key not in states and not _inside(key, optimizers)]
+    known = {canonical(name) for name, _ in states.values() if not name.isdecimal()}
+    known |= {canonical(name) for name in _names_in_groups(paths, optimizers)}
+    model = _model_root(rest, paths, known)
+    in_model = [key for key in rest if key.startswith(model) and _is_direct(key, paths[key], model)]
+    plain = {key: canonical(key.removeprefix(model)) for key in in_model}
+    named = Named({}, model, optimizers)
+    named.numbers = _numbered(states, [(plain[key], tensors[key]) for key in in_model], tensors)
+    known |= set(named.numbers.values())
+    for key, kind in tensors.items():
+        if key in states:
+            name, slot = states[key]
+            name = named.numbers.get(name, _numbered_name(key, name))
+            named.tensors[key] = (canonical(name), slot)
+        elif key in plain:
+            named.tensors[key] = (plain[key], "param" if plain[key] in known else _slot_of(plain[key], kind))
+        else:
+            named.tensors[key] = (key, EXTRA)
+    _set_seconds_apart(named)
+    return named
+
+
+def _set_seconds_apart(named: Named) -> None:
+    """Of two that have one name the second is something else; an optimizer with such is none."""
+    taken: set[tuple[str, str]] = set()
+    seconds = [key for key, name in named.tensors.items() if name in taken or taken.add(name)]
+    others = {root for root in named.optimizers if any(key.startswith(f"{root}state.") for key in seconds)}
+    named.optimizers = [root for root in named.optimizers if root not in others]
+    for key in named.tensors:
+        if key in seconds or _inside(key, list(others)):
+            named.tensors[key] = key, EXTRA
+
+
+def _state_of(key: str, path: Path, optimizers: Sequence[str]) -> tuple[str, str] | None:
+    """The parameter and the slot, if the entry is an optimizer's state."""
+    for root in optimizers:
+        if not key.startswith(f"{root}state."):
+            continue
+        depth = next((i for i in range(len(path)) if _joined(path[: i + 1]) == f"{root}state"), None)
+        if depth is not None and len(path) > depth + 2:
+            return str(path[depth + 1]), _joined(path[depth + 2 :])
+        name, _, slot = key.removeprefix(f"{root}state.").rpartition(".")
+        return (name, slot) if name else None
+    return None
+
+
+def _joined(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _inside(key: str, optimizers: Sequence[str]) -> bool:
+    return any(key.startswith((f"{root}state.", f"{root}param_groups")) for root in optimizers)
+
+
+def _names_in_groups(paths: Mapping[str, Path], optimizers: Sequence[str]) -> set[str]:
+    """Of parameters, where hyper-parameters are by parameter."""
+    found = set()
+    for key, path in paths.items():
+        for root in optimizers:
+            if key.startswith(f"{root}param_groups.") and not in_list(path):
+                found.add(key.removeprefix(f"{root}param_groups.").rpartition(".")[0])
+    return found
+
+
+def in_list(path: Path) -> bool:
+    """Whether an entry of ``param_groups`` is in a list of groups."""
+    return any(a == "param_groups" and isinstance(b, int) for a, b in pairwise(path))
+
+
+def _model_root(rest: Iterable[str], paths: Mapping[str, Path], known: set[str]) -> str:
+    """What the keys of the model begin with."""
+    keys = list(rest)
+    hits: Counter[str] = Counter()
+    for key in keys:
+        parts = key.split(".")
+        for i in range(len(parts)):
+            if canonical(".".join(parts[i:])) in known:
+                hits["".join(f"{part}." for part in parts[:i])] += 1
+                break
+    if hits:
+        most = max(hits.values())
+        best = [root for root, count in hits.items() if count == most]
+        return next((root for root in best if root.rstrip(".").split(".")[-1] in MODEL_NAMES), best[0])
+    tops = [paths[key][:-1] for key in keys]
+    called = next((top for name in MODEL_NAMES for top in tops if name in top), None)
+    if called is not None:
+        depth = max(i for i, name in enumerate(called) if name in MODEL_NAMES)
+        return "".join(f"{name}." for name in called[: depth + 1])
+    if tops and () not in tops:
+        return "".join(f"{name}." for name in Counter(tops).most_common(1)[0][0])
+    return ""
+
+
+def _is_direct(key: str, path: Path, root: str) -> bool:
+    """Whether an entry is in the dictionary ``root``, and not in one inside of that."""
+    return len(path) == 1 or not key.removeprefix(root).removesuffix(str(path[-1]))
+
+
+def _slot_of(name: str, kind: Kind) -> str:
+    number = kind.dtype in ("F64", "F32", "F16", "BF16", "C64", "F8_E4M3", "F8_E5M2")
+    return "param" if number and name.rpartition(".")[2] not in BUFFERS else "buffer"
+
+
+def _numbered(
+    states: Mapping[str, tuple[str, str]], model: list[tuple[str, Kind]], tensors: Mapping[str, Kind]
+) -> dict[str, str]:
+    """The names of parameters that the optimizer knows by number: the model's tensors in order, if they are as many and
+    of the shapes of what the optimizer has for them; else none is named."""
+    shapes: dict[int, set[tuple[int, ...]]] = {}
+    for key, (name, slot) in states.items():
+        if name.isdecimal() and slot != "step":
+            shapes.setdefault(int(name), set()).add(tensors[key].shape)
+    trained = [(name, kind) for name, kind in model if _slot_of(name, kind) == "param"]
+    if sorted(shapes) != list(range(len(trained))):
+        return {}
+    if any(shapes[i] - {kind.shape} for i, (_, kind) in enumerate(trained)):
+        return {}
+    return {str(i): name for i, (name, _) in enumerate(trained)}
+
+
+def _numbered_name(key: str, name: str) -> str:
+    """A name for what an optimizer knows by a number that says nothing: all of its key but the slot."""
+    return key.rpartition(".")[0] if name.isdecimal() else name
+
+
+def progress_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Named) -> dict[str, Any]:
+    """The progress (as of ``Contents``) that ``values`` by key are: all that is no tensor, or a small one, as JSON."""
+    progress: dict[str, Any] = {**_own(values.get(PROGRESS)), "roots": named.roots}
+    groups = _groups_of(values, paths, named)
+    if groups:
+        progress["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        progress["group_parameters"] = [group.get("params", []) for group in groups]
+    states: dict[str, dict[str, Any]] = {}
+    rest = {}
+    for key, value in values.items():
+        state = _state_of(key, paths[key], named.optimizers)
+        if state is not None and key not in named.tensors:
+            name = named.numbers.get(state[0], _numbered_name(key, state[0]))
+            states.setdefault(canonical(name), {})[state[1]] = value
+        elif not _inside(key, named.optimizers) and key != PROGRESS:
+            rest[key] = value
+    if states:
+        progress["values"] = states
+    _take_scheduler(progress, rest, paths)
+    steps = [key for key in rest if _step_in(key, rest[key]) is not None]
+    if steps:
+        progress["step"] = _step_in(*min(((key, rest[key]) for key in steps), key=lambda each: len(each[0])))
+    if rest:
+        progress["extra"] = rest
+    return progress
+
+
+def _own(text: Any) -> dict[str, Any]:
+    """What a progress of this library was, if ``text`` is one."""
+    try:
+        told = json.loads(text)
+    except (TypeError, ValueError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _step_in(key: str, value: Any) -> int | None:
+    """The step that a value is, by its name."""
+    if key.rpartition(".")[2] not in STEPS:
+        return None
+    if isinstance(value, dict) and value.get("shape") in ([], [1]) and value["__tensor__"] in INTEGERS:
+        return int.from_bytes(base64.b64decode(value["bytes"]), "little", signed=True)
+    return value if type(value) is int else None
+
+
+class _Nested(dict[Any, Any]):
+    """A dictionary or a list that was flattened."""
+
+
+def _take_scheduler(progress: dict[str, Any], rest: dict[str, Any], paths: Mapping[str, Path]) -> None:
+    """Move what is of a schedule from ``rest`` to where progress has it, nested as it was."""
+    found = _Nested()
+    for key in list(rest):
+        path = paths[key]
+        place = next((i for i, name in enumerate(path) if name in SCHEDULERS), None)
+        if place is not None:
+            table = found
+            for name in ("scheduler", *path[place + 1 : -1])[: len(path) - place - 1]:
+                table = table.setdefault(name, _Nested())
+            table[path[-1] if place + 1 < len(path) else "scheduler"] = rest.pop(key)
+    progress |= _unflattened(found)
+
+
+def _unflattened(value: Any) -> Any:
+    if not isinstance(value, _Nested):
+        return value
+    if value and all(isinstance(name, int) for name in value):
+        return [_unflattened(value[place]) for place in sorted(value)]
+    return {str(name): _unflattened(item) for name, item in value.items()}
+
+
+def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Named) -> list[dict[str, Any]]:
+    """Hyper-parameters by group, with the names of the parameters."""
+    found: list[dict[str, Any]] = []
+    for root in named.optimizers:
+        start = f"{root}param_groups"
+        if isinstance(values.get(start), list):
+            found += [dict(group) for group in values[start]]
+            continue
+        listed: dict[int, dict[str, Any]] = {}
+        single: dict[str, dict[str, Any]] = {}
+        for key in values:
+            if not key.startswith(f"{start}."):
+                continue
+            if in_list(paths[key]):
+                place = next(i for i, name in enumerate(paths[key]) if name == "param_groups")
+                listed.setdefault(paths[key][place + 1], {})[_joined(paths[key][place + 2 :])] = values[key]
+            else:
+                name, _, option = key.removeprefix(f"{start}.").rpartition(".")
+                single.setdefault(name, {})[option] = values[key]
+        by_list = [listed[i] for i in sorted(listed)]
+        found += by_list or _joined_groups(single)  # the same, where there are both
+    for group in found:
+        if "params" in group:
+            group["params"] = [canonical(named.numbers.get(str(name), str(name))) for name in group["params"]]
+    return found
+
+
+def _joined_groups(single: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One group of the parameters that have the same hyper-parameters."""
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for name, options in single.items():
+        same = next((names for other, names in groups if other == options), None)
+        if same is None:
+            groups.append((options, [name]))
+        else:
+            same.append(name)
+    return [{**options, "params": names} for options, names in groups]

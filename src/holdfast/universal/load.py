@@ -1,0 +1,175 @@
+"""Load: what is wanted of a source, read in long runs by several threads, with bounded memory beside it.
+
+A target is a box of an atom and the array that it shall fill. What lies in it is cut into runs: spans of one part of at
+most ``WINDOW`` bytes, with holes of at most ``GAP`` bytes, which are read and left out. Runs are read in the order in
+which they lie.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import Damaged
+from ..state.atoms import DTYPE_BYTES
+from ..state.boxes import Box
+from ..state.capture import FROM_NAME
+from ..state.pieces import Piece, flat_boxes, row_major
+from ..units import KiB, MiB
+from .source import Source, Stored
+
+WINDOW, GAP = 32 * MiB, 64 * KiB
+THREADS = 4
+
+
+class Target(NamedTuple):
+    """``box`` of ``stored`` goes to ``array``, of the box's shape and of elements of the atom's size (opaque ones)."""
+
+    stored: Stored
+    box: Box
+    array: np.ndarray
+
+
+class Run(NamedTuple):
+    """Elements ``start`` to ``start + count`` of a part, of which those at ``strides`` from the first on are the region
+    ``box`` of the array of the target."""
+
+    part: int
+    start: int
+    count: int
+    target: int
+    box: Box
+    strides: tuple[int, ...]
+
+
+def read_all(source: Source, targets: list[Target], told: Callable[[int], None] | None = None) -> None:
+    """Fill the arrays of ``targets``, with several threads. ``told`` is told the bytes of each run that was read, holes
+    included.
+
+    Raises ``Damaged`` where the source is, or does not cover what is wanted. Arrays may be half filled then.
+    """
+
+    def read(run: Run) -> int:
+        _read(source, run, targets[run.target].array)
+        return run.count * source.parts[run.part].itemsize
+
+    in_threads((partial(read, run) for run in plan(source, targets)), told or (lambda nbytes: None))
+
+
+def read(source: Source, targets: list[Target]) -> None:
+    """As ``read_all``, with this thread alone."""
+    for run in plan(source, targets):
+        _read(source, run, targets[run.target].array)
+
+
+def read_flat(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
+    """The elements ``start`` to ``stop`` of an atom in C order, as opaque ones of its size; where copies are to be
+    averaged, their mean."""
+    if stored.average:
+        return _mean_of(source, stored, start, stop)
+    result = np.empty(stop - start, dtype=f"V{stored.atom.itemsize}")
+    targets, at = [], 0
+    for box in flat_boxes(stored.atom.shape, start, stop):
+        targets.append(Target(stored, box, result[at : at + box.elements].reshape(box.shape)))
+        at += box.elements
+    read(source, targets)
+    return result
+
+
+def _mean_of(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
+    """In float64, rounded once."""
+    dtype = FROM_NAME[stored.atom.dtype]
+    each = [Stored(stored.atom, pieces) for pieces in (stored.pieces, *stored.copies)]
+    values = [
+        torch.from_numpy(read_flat(source, one, start, stop).view(np.uint8)).view(dtype) for one in each
+    ]
+    mean = torch.stack([value.double() for value in values]).mean(0).to(dtype)
+    return mean.view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
+
+
+def in_threads(jobs: Iterable[Callable[[], int]], told: Callable[[int], None]) -> None:
+    """Do ``jobs``, a few at once and begun in order; ``told`` is told what each returns. The first error ends it."""
+    waiting: deque[Future[int]] = deque()
+    with ThreadPoolExecutor(THREADS, "load") as pool:
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(job))
+                if len(waiting) > 2 * THREADS:
+                    told(waiting.popleft().result())
+            while waiting:
+                told(waiting.popleft().result())
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def plan(source: Source, targets: Iterable[Target]) -> list[Run]:
+    """The runs that fill ``targets``, in the order in which they lie. Raises ``Damaged`` if there are too few."""
+    runs: list[Run] = []
+    for number, (stored, box, _) in enumerate(targets):
+        pieces = stored.pieces.within(box)
+        if (found := int(pieces.elements.sum())) != box.elements:
+            raise Damaged(
+                f"{source.path}: of the region {box.to_json()} of {stored.atom.key} {list(stored.atom.shape)}, {found}"
+                f" of {box.elements} elements are stored",
+                path=source.path,
+            )
+        back = [-start for start in box.start]
+        itemsize = DTYPE_BYTES[stored.atom.dtype]
+        for piece in pieces.moved(back):
+            runs.extend(
+                Run(part.part, part.offset, _span(part), number, part.box, part.strides)
+                for part in _readable(piece, itemsize)
+            )
+    runs.sort(key=lambda run: (source.parts[run.part].path, source.parts[run.part].offset, run.start))
+    return runs
+
+
+def _span(piece: Piece) -> int:
+    """From its first element to its last, in the part."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
+
+
+def _readable(piece: Piece, itemsize: int) -> Iterator[Piece]:
+    """The piece in parts whose spans are short enough and have small holes alone."""
+    axes = [axis for axis, n in enumerate(piece.box.shape) if n > 1]
+    axes.sort(key=lambda axis: piece.strides[axis])
+    inner, widest_hole = 1, 0
+    for axis in axes:
+        widest_hole = max(widest_hole, piece.strides[axis] - inner)
+        inner += (piece.box.shape[axis] - 1) * piece.strides[axis]
+    if not axes or (widest_hole * itemsize <= GAP and inner * itemsize <= WINDOW):
+        yield piece
+        return
+    outer = axes[-1]
+    stride = piece.strides[outer]
+    row = inner - (piece.box.shape[outer] - 1) * stride
+    rows = 1 if widest_hole * itemsize > GAP else max(1, (WINDOW // itemsize - row) // stride + 1)
+    for first in range(piece.box.start[outer], piece.box.stop[outer], rows):
+        yield from _readable(_between(piece, outer, first, first + rows), itemsize)
+
+
+def _between(piece: Piece, axis: int, start: int, stop: int) -> Piece:
+    """Its rows ``start`` to ``stop`` along ``axis``, as far as it has them."""
+    low, high = list(piece.box.start), list(piece.box.stop)
+    offset = piece.offset + (start - low[axis]) * piece.strides[axis]
+    low[axis], high[axis] = start, min(stop, high[axis])
+    return piece._replace(box=Box(tuple(low), tuple(high)), offset=offset)
+
+
+def _read(source: Source, run: Run, array: np.ndarray) -> None:
+    region = array[(*run.box.slices, ...)]  # a view, also of a scalar
+    first = run.start * array.itemsize
+    if run.strides == row_major(run.box.shape) and region.flags.c_contiguous:
+        source.read(run.part, first, region.reshape(-1).view(np.uint8).data)
+        return
+    read = np.empty(run.count, dtype=array.dtype)
+    source.read(run.part, first, read.view(np.uint8).data)
+    strides = tuple(stride * array.itemsize for stride in run.strides)
+    region[...] = np.lib.stride_tricks.as_strided(read, run.box.shape, strides)

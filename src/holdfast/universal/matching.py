@@ -1,0 +1,144 @@
+"""Matching: which tensor of a source is which of a model's, and what of either is left over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..errors import RunMismatch
+from .source import Source, Stored
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """``rename`` gives the names in the source by regular expressions over names here, the first that matches in full.
+    ``partial`` leaves what the source does not have as it is, and what is not wanted of it unread. ``cast`` converts
+    floating-point tensors of another type."""
+
+    rename: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
+    cast: bool = False
+
+
+class Form(NamedTuple):
+    """A tensor of the model: all its names, its whole shape, the types that it may have in a source as they are."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    trained: bool = False
+    is_buffer: bool = False
+
+
+@dataclass
+class Match:
+    """``found`` has, by name here, the tensors of the source by slot; the rest are names: what the source does not
+    have, what nothing wants of it, what is converted, and the trained parameters whose optimizer state begins anew."""
+
+    found: dict[str, dict[str, Stored]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    without_state: list[str] = field(default_factory=list)
+
+    def told(self) -> list[str]:
+        """What is not as the source has it, for a person."""
+        told = []
+        if self.missing:
+            told.append(f"it has no {_some(self.missing)}, which stay as they are")
+        if self.unused:
+            told.append(f"nothing here wants its {_some(self.unused)}")
+        if self.cast:
+            told.append(f"{_some(self.cast)} were converted to another type")
+        if self.without_state:
+            told.append(f"it has no optimizer state of {_some(self.without_state)}, which begins anew")
+        return told
+
+
+def match(forms: Iterable[Form], source: Source, allowed: Allowed) -> Match:
+    """What ``source`` has of ``forms``. Raises ``RunMismatch`` unless it is just that, or the rest is ``allowed``."""
+    by_name: dict[str, dict[str, Stored]] = {}
+    for stored in source.atoms.values():
+        by_name.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
+    by_name |= {alias: by_name[name] for alias, name in source.aliases.items() if name in by_name}
+    weights_only = all(each.keys() <= {"param", "buffer"} for each in by_name.values())
+    result, used = Match(), set[str]()
+    for form in forms:
+        there = _there(form.names, by_name, allowed)
+        if there is None:
+            result.missing.append(form.names[0])
+            continue
+        used |= {there, *(name for name in by_name if by_name[name] is by_name[there])}
+        slots = dict(by_name[there])
+        main = slots.get("buffer" if form.is_buffer else "param") or slots["param"]
+        _compare(form, main, allowed, result)
+        if form.is_buffer:
+            slots = {"buffer": main}
+        elif not form.trained:
+            result.unused += [f"{there}/{slot}" for slot in slots if slot != "param"]
+            slots = {"param": main}
+        elif slots.keys() == {"param"} and not (weights_only and source.progress.get("groups")):
+            result.without_state.append(form.names[0])
+        result.found[form.names[0]] = slots
+    result.unused += [name for name in by_name if name not in used]
+    _refuse(source, result, allowed, weights_only)
+    return result
+
+
+def groups_of(progress: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
+    """The parameter groups that a source knows of, each with its hyper-parameters and the names in it."""
+    groups, names = progress.get("groups", []), progress.get("group_parameters")
+    if names is None and "replay" in progress:  # of a Checkpointer: by optimizer
+        pairs = zip(groups, progress["replay"]["parameters"], strict=True)
+        return [pair for each in pairs for pair in zip(*each, strict=True)]
+    return list(zip(groups, names or [], strict=False))
+
+
+def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed) -> str | None:
+    """The name in the source of what has ``names`` here."""
+    for name in names:
+        for pattern, replacement in allowed.rename.items():
+            if re.fullmatch(pattern, name):
+                name = re.sub(pattern, replacement, name)
+                break
+        if name in by_name and by_name[name].keys() & {"param", "buffer"}:
+            return name
+    return None
+
+
+def _compare(form: Form, stored: Stored, allowed: Allowed, result: Match) -> None:
+    """Raises ``RunMismatch`` if ``stored`` is of another shape or type."""
+    name, atom = form.names[0], stored.atom
+    if atom.shape != form.shape:
+        raise RunMismatch(
+            f"{name} is {list(atom.shape)} in the source and {list(form.shape)} here. Build the model as it was."
+        )
+    if atom.dtype in form.dtypes:
+        return
+    if not (allowed.cast and atom.dtype in FLOATS and form.dtypes[0] in FLOATS):
+        raise RunMismatch(
+            f"{name} is {atom.dtype} in the source and {form.dtypes[0]} here. Pass cast=True to convert floating-point"
+            " tensors, or build the model in that type."
+        )
+    result.cast.append(name)
+
+
+def _refuse(source: Source, result: Match, allowed: Allowed, weights_only: bool) -> None:
+    odd = [f"it has no {name}" for name in result.missing] + [
+        f"nothing here wants its {n}" for n in result.unused
+    ]
+    if not weights_only:
+        odd += [f"it has no optimizer state of {name}" for name in result.without_state]
+    if odd and not allowed.partial:
+        raise RunMismatch(
+            f"{source.path} is not the state of this model: {_some(odd)}. Build model and optimizers as they were, give"
+            " rename= for other names, or partial=True to take what there is."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

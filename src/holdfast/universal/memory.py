@@ -1,0 +1,32 @@
+"""Memory: a state that is in memory, as a source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..state.atoms import Atom
+from ..state.boxes import Box
+from ..state.pieces import Pieces, dense
+from .source import Contents, Part, Stored
+
+
+class InMemory(Contents):
+    """``atoms`` are whole tensors; what is read is what is in them then."""
+
+    def __init__(self, path: str, atoms: list[tuple[Atom, torch.Tensor]], progress: dict[str, Any]) -> None:
+        super().__init__(path, "memory", progress=progress)
+        self._arrays: list[np.ndarray] = []
+        for atom, tensor in atoms:
+            array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            self._arrays.append(array)
+            part = self.add_part(Part(path, 0, array.nbytes, atom.dtype))
+            self.add(Stored(atom, Pieces.of([dense(Box.whole(atom.shape), part)], len(atom.shape))))
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        np.frombuffer(into, dtype=np.uint8)[:] = self._arrays[part][offset : offset + len(into)]
+
+    def check(self, part: int) -> None:
+        """There is nothing to compare with."""

@@ -1,0 +1,170 @@
+"""Restore: a source into a live model and its optimizers, each rank what it holds, whoever wrote it and however cut.
+
+Names and shapes are compared first, then everything that is needed is read and verified, and only then is a tensor that
+was there before written to. What the optimizer holds is new, and so is filled as it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import RunMismatch
+from ..state.boxes import Box
+from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
+from ..state.live import LiveState
+from ..state.progress import decode
+from ..units import MiB
+from .load import Target, read_all
+from .matching import Allowed, Form, Match, groups_of, match
+from .source import Source, Stored
+
+BATCH_BYTES = 256 * MiB
+IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "maximize"}
+"""Of a parameter group: how the update is computed here, which is not carried over."""
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """``box`` of ``stored`` goes to the tensor ``slot`` of ``name`` here."""
+
+    name: str
+    slot: str
+    stored: Stored
+    box: Box
+
+
+def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, bool]:
+    """Bring the tensors of ``state``, and the hyper-parameters of its optimizers, to what ``source`` has. Returns what
+    was found, and whether that had the hyper-parameters of every parameter group.
+
+    Raises ``RunMismatch`` if it is of another model, ``Damaged`` if it is not whole; with nothing of the model changed.
+    """
+    found = match(_forms_of(state), source, allowed)
+    live, slots = _wanted(state, found)
+    for part in sorted({int(n) for each in live for n in each.stored.pieces.within(each.box).part}):
+        source.check(part)
+    before, residuals = [dict(optimizer.state) for optimizer in state.optimizers], dict(state.residuals)
+    state.forget_optimizer_state()
+    try:
+        _load(state, source, slots)
+        values = source.progress.get("values", {})
+        state.load_values({name: values[name] for name in found.found if name in values})
+    except BaseException:
+        for optimizer, held in zip(state.optimizers, before, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(held)
+        state.residuals.update(residuals)
+        raise
+    _load(state, source, live)
+    return found, _set_hyper_parameters(state, source.progress)
+
+
+def _forms_of(state: LiveState) -> list[Form]:
+    forms = [
+        Form(p.names, tuple(p.parameter.shape), (TO_NAME[p.parameter.dtype],), state.is_trained(p))
+        for p in state.parameters
+    ]
+    return forms + [
+        Form((atom.name,), atom.shape, (atom.dtype,), is_buffer=True) for atom, _ in state.buffers().values()
+    ]
+
+
+def _wanted(state: LiveState, found: Match) -> tuple[list[_Wanted], list[_Wanted]]:
+    """What goes to tensors that are there, and what optimizers hold."""
+    live, slots = [], []
+    for name, there in found.found.items():
+        for slot, stored in there.items():
+            if slot == "buffer":
+                live.append(_Wanted(name, slot, stored, Box.whole(stored.atom.shape)))
+                continue
+            box = _box_here(state.parameter(name), slot, stored, state.boxes[name])
+            (live if slot == "param" else slots).append(_Wanted(name, slot, stored, box))
+    return live, slots
+
+
+def _box_here(parameter: CapturedParameter, slot: str, stored: Stored, box: Box) -> Box:
+    """What this rank holds of a tensor of a parameter. Raises ``RunMismatch`` if that cannot be told."""
+    shape = stored.atom.shape
+    if shape == parameter.shape:
+        return box
+    if stored.atom.elements > 1 and box != Box.whole(parameter.shape):
+        raise RunMismatch(
+            f"{parameter.name}/{slot} is {list(shape)} and not of its parameter's shape, of which this rank holds"
+            f" {box.to_json()}: how it is cut cannot be told. Resume on one rank, or with the parameters unsharded."
+        )
+    return Box.whole(shape)
+
+
+def _load(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:
+    """Read what is wanted, so many bytes at once, and put it where it is held."""
+    batch: list[_Wanted] = []
+    filled = 0
+    for number, each in enumerate(wanted):
+        batch.append(each)
+        filled += each.box.elements * each.stored.atom.itemsize
+        if filled >= BATCH_BYTES or number == len(wanted) - 1:
+            _load_batch(state, source, batch)
+            batch, filled = [], 0
+
+
+def _load_batch(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:
+    tensors = read_tensors(source, [(each.stored, each.box) for each in wanted])
+    for each, tensor in zip(wanted, tensors, strict=True):
+        if each.slot != "buffer" and each.box == state.boxes[each.name]:
+            state.load_part(each.name, each.slot, tensor, each.box)
+        else:
+            state.load({f"{each.name}/{each.slot}": tensor})
+
+
+def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch.Tensor]:
+    """Regions of atoms, as tensors on the host. Raises ``Damaged``."""
+    targets, tensors = [], []
+    for stored, box in wanted:
+        if stored.average:
+            tensors.append(_mean(source, stored, box))
+            continue
+        tensor = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
+        array = (
+            tensor.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}").reshape(box.shape)
+        )
+        targets.append(Target(stored, box, array))
+        tensors.append(tensor)
+    read_all(source, targets)
+    return tensors
+
+
+def _mean(source: Source, stored: Stored, box: Box) -> torch.Tensor:
+    """Of all copies, in float64, rounded once."""
+    each = [(Stored(stored.atom, pieces), box) for pieces in (stored.pieces, *stored.copies)]
+    values = [tensor.double() for tensor in read_tensors(source, each)]
+    return torch.stack(values).mean(0).to(FROM_NAME[stored.atom.dtype])
+
+
+def _set_hyper_parameters(state: LiveState, progress: Mapping[str, Any]) -> bool:
+    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+    names = [[state.name_of[id(p)] for p in group["params"] if p.requires_grad] for group in groups]
+    return set_hyper_parameters(groups, names, progress)
+
+
+def set_hyper_parameters(
+    groups: list[dict[str, Any]], names: list[list[str]], progress: Mapping[str, Any]
+) -> bool:
+    """Give each parameter group, of the trained parameters ``names``, the hyper-parameters that a source has for these,
+    where it has the same for all; whether it had them for all groups."""
+    of_name: dict[str, dict[str, Any]] = {}
+    for group, members in groups_of(progress):
+        of_name |= dict.fromkeys(members, group)
+    complete = True
+    for group, members in zip(groups, names, strict=True):
+        theirs = [of_name.get(name) for name in members]
+        if None in theirs or any(each != theirs[0] for each in theirs):
+            complete = False
+        elif theirs and theirs[0] is not None:
+            group.update(
+                {k: decode(v) for k, v in theirs[0].items() if k in group and k not in IMPLEMENTATION}
+            )
+    return complete

@@ -1,0 +1,104 @@
+"""Save: any source as a run directory of this library, which is one commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import BadInput, DiskFull
+from ..state.boxes import Box
+from ..store.layout import Layout
+from ..store.local import LocalStore, Written
+from ..store.manifest import Manifest
+from ..units import MiB, format_bytes
+from .load import read_flat
+from .source import Source, Stored
+
+UNIT_BYTES = 256 * MiB
+"""About how much goes into one file; what belongs to one parameter is not divided."""
+METADATA = {"format": "holdfast", "version": "1"}
+
+
+def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda nbytes: None) -> Manifest:
+    """Make ``root`` a run whose one commit is ``source``, at its step. Durable when this returns.
+
+    Raises ``BadInput`` if there is a run already, ``DiskFull`` if there is no room for it, both with nothing written.
+    """
+    with LocalStore(root) as store:
+        if store.disk.exists("commits") and store.commits():
+            raise BadInput(f"{root} holds a run already; name a directory that is not there")
+        units = {f"unit_{number:03d}": group for number, group in enumerate(_grouped(source))}
+        layouts = {name: _layout(group) for name, group in units.items()}
+        needed, free = sum(layout.file_bytes for layout in layouts.values()), _free_bytes(root)
+        if needed > free:
+            raise DiskFull(f"{root} takes {format_bytes(needed)}, and {format_bytes(free)} are free there")
+        store.enter()
+        store.begin(None)
+        files: Written = {}
+        for name, layout in layouts.items():
+            unit = store.unit(name, layout, copies=1)
+            unit.create()
+            generation = unit.acquire()
+            fill = partial(_fill, source, layout, told)
+            files[name] = (
+                generation,
+                unit.write_through(generation, fill, kind="state", phase="save", priority=2),
+            )
+        index = store.put_index({"version": 1, "atoms": dict(_index(units))})
+        origin = {"converted_from": {"path": source.path, "format": source.format}}
+        return store.publish(source.progress.get("step") or 0, files, index, {**source.progress, **origin})
+
+
+def _free_bytes(root: Path) -> int:
+    from ..store.files import Disk
+
+    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
+    return Disk(there).free_bytes()
+
+
+def _grouped(source: Source) -> Iterator[list[Stored]]:
+    """Atoms by parameter, in files of about ``UNIT_BYTES``."""
+    by_name: dict[str, list[Stored]] = {}
+    for stored in source.atoms.values():
+        by_name.setdefault(stored.atom.name, []).append(stored)
+    group: list[Stored] = []
+    for atoms in by_name.values():
+        if group and sum(each.atom.nbytes for each in [*group, *atoms]) > UNIT_BYTES:
+            yield group
+            group = []
+        group += atoms
+    if group:
+        yield group
+
+
+def _layout(group: list[Stored]) -> Layout:
+    return Layout.build([(each.atom.key, each.atom.dtype, each.atom.shape) for each in group], METADATA)
+
+
+def _index(units: dict[str, list[Stored]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, group in units.items():
+        for atom in (stored.atom for stored in group):
+            whole = Box.whole(atom.shape).to_json()
+            fragment = {"unit": name, "key": atom.key, "global": whole, "local": whole}
+            about = {"name": atom.name, "slot": atom.slot, "shape": list(atom.shape), "dtype": atom.dtype}
+            yield atom.key, {**about, "fragments": [fragment]}
+
+
+def _fill(source: Source, layout: Layout, told: Callable[[int], None], view: memoryview, start: int) -> None:
+    """Put the bytes of a file of ``layout`` from ``start`` on into ``view``."""
+    stop = start + len(view)
+    piece = np.frombuffer(view, dtype=np.uint8)
+    piece[:] = 0
+    head = layout.header[start:stop]
+    view[: len(head)] = head
+    for key in layout.keys_between(start, stop):
+        entry, stored = layout[key], source.atoms[key]
+        first, last = max(entry.offset, start), min(entry.end, stop)
+        size = stored.atom.itemsize
+        values = read_flat(source, stored, (first - entry.offset) // size, (last - entry.offset) // size)
+        piece[first - start : last - start] = values.view(np.uint8)
+        told(values.nbytes)

@@ -1,0 +1,29 @@
+"""Small tensors that are neither the model's nor its optimizer's: they belong to the progress, by value."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, cast
+
+from ..units import KiB
+from .keys import EXTRA
+from .load import read_flat
+from .source import Contents, Source, Stored
+
+SMALL_BYTES = 16 * KiB
+
+
+def is_small(stored: Stored) -> bool:
+    """Whether a tensor is one of these."""
+    return stored.atom.slot == EXTRA and stored.atom.nbytes <= SMALL_BYTES
+
+
+def value_of(source: Contents, stored: Stored) -> dict[str, Any]:
+    """Its value as JSON."""
+    data = read_flat(cast(Source, source), stored, 0, stored.atom.elements).tobytes()
+    return tensor_json(stored.atom.dtype, stored.atom.shape, data)
+
+
+def tensor_json(dtype: str, shape: tuple[int, ...], data: bytes) -> dict[str, Any]:
+    """As ``state.progress.encode`` has a tensor."""
+    return {"__tensor__": dtype, "shape": list(shape), "bytes": base64.b64encode(data).decode()}

@@ -1,0 +1,136 @@
+"""Files that ``torch.load`` reads, written as their tensors come: a zip of a pickle and of the tensors, not compressed.
+
+The pickle names torch's own classes alone. The same content gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from ..errors import BadInput
+from ..state.atoms import DTYPE_BYTES
+from ..state.capture import FROM_NAME, TO_NAME
+from ..state.pieces import row_major
+from ..units import MiB
+from .load import read_flat
+from .pickles import STORAGES
+from .source import Source, Stored
+
+CHUNK = 16 * MiB
+ALIGNMENT = 64
+_STORAGE = {name: kind for kind, name in STORAGES.items() if kind != "UntypedStorage"}
+
+
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """A tensor of ``dtype`` (a name of safetensors) whose bytes, in C order, ``chunks`` gives."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Callable[[], Iterator[Any]]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def streamed(source: Source, stored: Stored, cast: str | None = None) -> Streamed:
+    """An atom of a source, read as it is written; as ``cast``, if that is given."""
+    atom = stored.atom
+    step = CHUNK // atom.itemsize
+
+    def chunks() -> Iterator[Any]:
+        for start in range(0, atom.elements, step):
+            values = read_flat(source, stored, start, min(start + step, atom.elements)).view("u1")
+            if cast is None or cast == atom.dtype:
+                yield values.data
+            else:
+                tensor = torch.from_numpy(values).view(FROM_NAME[atom.dtype])
+                yield tensor.to(FROM_NAME[cast]).view(torch.uint8).numpy().data
+
+    return Streamed(cast or atom.dtype, atom.shape, chunks)
+
+
+def write_torch(file: IO[bytes], name: str, content: Any) -> None:
+    """Put ``content`` into ``file``: dictionaries, lists and numbers, with tensors and ``Streamed`` ones in them.
+    ``name`` is that of the file, without its ending. Raises ``BadInput`` for what is none of these."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    try:
+        pickler.dump(content)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise BadInput(f"{name}.pt would hold what is no data: {error}") from error
+    with zipfile.ZipFile(file, "w") as archive:
+        _put(archive, f"{name}/data.pkl", [buffer.getvalue()], buffer.tell())
+        _put(archive, f"{name}/byteorder", [b"little"], 6)
+        for number, tensor in enumerate(pickler.tensors):
+            _put(archive, f"{name}/data/{number}", tensor.chunks(), tensor.nbytes)
+        _put(archive, f"{name}/version", [b"3\n"], 2)
+
+
+def save_torch(path: Path, content: Any) -> int:
+    """Make ``path`` such a file, whatever was there. Not durable until it is synced. Returns its bytes."""
+    with open(path, "wb") as file:
+        write_torch(file, path.stem, content)
+        return file.tell()
+
+
+class _Place:
+    """Stands for a storage in the pickle."""
+
+    def __init__(self, number: int, tensor: Streamed) -> None:
+        self.number, self.tensor = number, tensor
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file, protocol=2)
+        self.tensors: list[Streamed] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Place):
+            return None
+        dtype, elements = obj.tensor.dtype, prod(obj.tensor.shape)
+        return "storage", getattr(torch, _STORAGE[dtype]), str(obj.number), "cpu", elements
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            obj = _streamed_tensor(obj)
+        if isinstance(obj, Streamed):
+            if obj.dtype not in _STORAGE:
+                raise BadInput(f"a tensor of {obj.dtype} cannot be put into a file of torch here")
+            self.tensors.append(obj)
+            place = _Place(len(self.tensors) - 1, obj)
+            arguments = (place, 0, obj.shape, row_major(obj.shape), False, OrderedDict())
+            return torch._utils._rebuild_tensor_v2, arguments
+        if isinstance(obj, OrderedDict | torch.Size | type) or obj is torch._utils._rebuild_tensor_v2:
+            return NotImplemented
+        raise BadInput(f"a {type(obj).__name__} is no data")
+
+
+def _streamed_tensor(tensor: torch.Tensor) -> Streamed:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return Streamed(TO_NAME[tensor.dtype], tuple(tensor.shape), lambda: iter([flat.data]))
+
+
+def _put(archive: zipfile.ZipFile, name: str, chunks: Any, nbytes: int) -> None:
+    """An entry whose bytes begin at a multiple of ``ALIGNMENT``, as torch has them."""
+    info = zipfile.ZipInfo(name)
+    info.file_size = nbytes
+    large = nbytes > zipfile.ZIP64_LIMIT // 2
+    used = archive.fp.tell() + 30 + len(name.encode()) + 4 + (20 if large else 0)  # pyrefly: ignore
+    info.extra = struct.pack("<HH", 0x4246, -used % ALIGNMENT) + bytes(-used % ALIGNMENT)
+    with archive.open(info, "w", force_zip64=large) as entry:
+        for chunk in chunks:
+            entry.write(chunk)

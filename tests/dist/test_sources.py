@@ -1,0 +1,39 @@
+"""Ranks begin a run from one that others wrote, with records in it, under another parallelism or in one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist.world import World
+
+STEPS = 9
+KINDS = [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def written(world, tmp_path_factory):
+    """By kind and size a run, and what it said."""
+    found = {}
+    for kind, size in KINDS:
+        root = tmp_path_factory.mktemp(f"{kind}{size}")
+        found[kind, size] = root, world.run(size, kind=kind, root=root, steps=STEPS)[0]
+    return found
+
+
+@pytest.mark.parametrize("target", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+@pytest.mark.parametrize("source", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def test_a_run_begins_from_that_of_another_parallelism(world, written, tmp_path, source, target):
+    root, said = written[source]
+    assert said["finished"], said.get("trace")
+    kind, size = target
+    ranks = world.run(size, kind=kind, root=tmp_path, steps=STEPS + 2, resume={"source": str(root)})
+    for rank in ranks:
+        assert rank.get("finished"), rank.get("trace")
+        assert rank["resumed"] == STEPS
+        assert rank["digests"][str(STEPS)] == said["digests"][str(STEPS)]

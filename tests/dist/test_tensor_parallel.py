@@ -1,0 +1,82 @@
+"""Tensor parallelism, by itself and under FSDP2: ranks hold columns, rows, parts of parts, and the same as others."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist.test_ranks import ended
+from dist.world import World
+from holdfast.store.reader import RunReader
+from holdfast.store.reading import index_of_stream
+
+WIDTH = 10
+"""Of the layer that is cut in two, and each half in two again: of three rows and of two."""
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World() as world:
+        yield world
+
+
+@pytest.mark.parametrize("more", [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"codec": ("int8", 16)}])
+@pytest.mark.parametrize("kind, ranks", [("tp", 2), ("fsdp_tp", 4)])
+def test_a_run_that_stopped_goes_on_as_if_it_had_not(world, tmp_path, kind, ranks, more):
+    common = {"kind": kind, "mlp": WIDTH, **more}
+    whole = ended(world.run(ranks, root=tmp_path / "whole", steps=9, **common))
+    ended(world.run(ranks, root=tmp_path / "cut", steps=5, base_every=3, **common))
+    rest = ended(world.run(ranks, root=tmp_path / "cut", steps=9, base_every=3, **common))
+    for one, other in zip(whole, rest, strict=True):
+        assert other["resumed"] == 5
+        assert other["losses"] == one["losses"][5:]
+        assert other["digests"] == {step: d for step, d in one["digests"].items() if int(step) >= 5}
+
+
+@pytest.mark.parametrize("kind, ranks", [("tp", 2), ("fsdp_tp", 4)])
+def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, kind, ranks):
+    common = {"kind": kind, "mlp": WIDTH, "steps": 12, "base_every": 3}
+    whole = ended(world.run(ranks, root=tmp_path / "whole", **common))
+    cut = world.run(ranks, root=tmp_path / "cut", kill=[1, 9], pause=0.03, **common)
+    rest = ended(world.run(ranks, root=tmp_path / "cut", **common))
+    assert max(said["durable"] for said in cut) <= rest[0]["resumed"] <= 9
+    assert rest[0]["digests"].items() <= whole[0]["digests"].items()
+
+
+@pytest.mark.parametrize("width", [WIDTH, 12])
+@pytest.mark.parametrize(
+    "kinds",
+    [("tp", 2, "plain", 1), ("tp", 2, "ddp", 2), ("tp", 2, "fsdp", 3), ("fsdp_tp", 4, "plain", 1),
+     ("fsdp_tp", 4, "fsdp", 2), ("fsdp_tp", 4, "tp", 2), ("fsdp_tp", 4, "ddp", 2), ("ddp", 2, "tp", 2),
+     ("fsdp", 3, "fsdp_tp", 4), ("plain", 1, "fsdp_tp", 4)],
+)  # fmt: skip
+def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, width):
+    """With records behind the base, replayed in the cut that wrote them."""
+    kind, ranks, other, others = kinds
+    before = ended(world.run(ranks, kind=kind, root=tmp_path, steps=5, base_every=100, mlp=width))
+    after = ended(world.run(others, kind=other, root=tmp_path, steps=8, base_every=3, mlp=width))
+    assert after[0]["resumed"] == 5
+    assert after[0]["digests"]["5"] == before[0]["digests"]["5"]
+    again = ended(world.run(1, kind="plain", root=tmp_path, steps=8, mlp=width))
+    assert again[0]["digests"]["8"] == after[0]["digests"]["8"]
+
+
+def test_a_matrix_of_which_a_rank_holds_several_pieces_is_refused_with_the_way_out(world, tmp_path):
+    said = world.run(2, kind="plain", root=tmp_path / "run", steps=2, mlp=12, spoilt="by strides")
+    assert all("first.weight is cut into several regions on one rank" in each["error"] for each in said)
+    assert all("Redistribute it first" in each["error"] for each in said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_several_ranks_hold_one_of_them_stores(world, tmp_path):
+    ended(world.run(4, kind="fsdp_tp", root=tmp_path, steps=3, mlp=WIDTH))
+    with RunReader(tmp_path) as reader:
+        manifest = reader.head()
+        assert reader.verify(manifest) == []
+        stored = sum(
+            fragment["global"][1][0] - fragment["global"][0][0]
+            for stream in manifest.streams
+            for atom in index_of_stream(reader.disk, manifest, stream)["atoms"].values()
+            if (atom["name"], atom["slot"]) == ("second.bias", "param")
+            for fragment in atom["fragments"]
+        )
+    assert stored == 3

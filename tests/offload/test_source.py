@@ -1,0 +1,144 @@
+"""Training goes on out of core from what a Checkpointer wrote, and in memory from what the engine wrote."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import BadInput, ChunkCorrupt, RunMismatch
+from holdfast.sources import source_of
+from holdfast.store.local import LocalStore
+from holdfast.store.reader import RunReader
+from holdfast.universal.convert.holdfast import Commit
+from holdfast.universal.convert.huggingface import write_huggingface
+from holdfast.universal.save import write_run
+from training import adamw, batches, decoder, differing, state_of, stored, warm_up
+
+BEFORE, STEPS, COUNT = 5, 9, 2
+
+
+def make(seed=0, **options):
+    """A model with a frozen parameter and a buffer, its optimizer and a schedule."""
+    model = decoder(blocks=3)
+    model.blocks[1].mlp.up.weight.requires_grad_(False)
+    model.register_buffer("noted", torch.zeros(3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(seed * 0.01)
+    optimizer = adamw(model, **options)
+    return model, optimizer, warm_up(optimizer)
+
+
+def plain_step(model, optimizer, scheduler, step):
+    for batch in batches(step, COUNT):
+        (model(**batch) / COUNT).backward()
+    torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.5)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    model.noted.add_(1)
+
+
+def recorded(root, start, stop, source=None, seed=0):
+    """The state after steps ``start`` to ``stop`` of a plain loop with a checkpointer in ``root``."""
+    model, optimizer, scheduler = make(seed, fused=True)
+    with holdfast.Checkpointer(root, model=model, optimizer=optimizer, scheduler=scheduler) as checkpointer:
+        assert checkpointer.resume(source=source) == start
+        for step in range(start, stop):
+            plain_step(model, optimizer, scheduler, step)
+            checkpointer.step()
+    return state_of(model, optimizer)
+
+
+def out_of_core(root, start, stop, source=None, seed=0, **options):
+    model, optimizer, scheduler = make(seed)
+    with holdfast.offload(
+        model, optimizer, root, scheduler=scheduler, dtype="fp32", clip_norm=0.5, source=source, **options
+    ) as engine:
+        assert engine.steps_done == start
+        noted = float(model.noted[0])
+        for step in range(start, stop):
+            engine.step(batches(step, COUNT))
+    assert LocalStore.read(root).head().step == stop
+    return noted
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return recorded(tmp_path_factory.mktemp("whole"), 0, STEPS)
+
+
+@pytest.fixture(scope="module")
+def recorded_run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("recorded")
+    recorded(root, 0, BEFORE)
+    return root
+
+
+def test_a_run_of_a_checkpointer_goes_on_out_of_core_bit_for_bit(tmp_path, reference, recorded_run):
+    noted = out_of_core(tmp_path, BEFORE, STEPS, holdfast.From(recorded_run), seed=1)
+    assert differing(stored(tmp_path), reference) == [] and noted == BEFORE
+
+
+def test_a_run_of_the_engine_goes_on_in_memory_bit_for_bit(tmp_path, reference):
+    out_of_core(tmp_path / "engine", 0, BEFORE)
+    assert differing(recorded(tmp_path / "run", BEFORE, STEPS, tmp_path / "engine", seed=1), reference) == []
+
+
+def test_a_run_of_the_engine_goes_on_in_another_directory(tmp_path, reference):
+    out_of_core(tmp_path / "a", 0, BEFORE)
+    out_of_core(tmp_path / "b", BEFORE, STEPS, holdfast.From(tmp_path / "a"), seed=1, params_on_host=1.0)
+    assert differing(stored(tmp_path / "b"), reference) == []
+
+
+def test_a_directory_that_has_a_run_goes_on_from_that(tmp_path, recorded_run):
+    out_of_core(tmp_path, BEFORE, BEFORE + 1, holdfast.From(recorded_run))
+    out_of_core(tmp_path, BEFORE + 1, BEFORE + 2, holdfast.From(recorded_run))
+
+
+def test_weights_alone_begin_at_step_0(tmp_path, recorded_run):
+    write_huggingface(source_of(str(recorded_run)), tmp_path / "hf", dtype="F32")
+    with pytest.warns(UserWarning) as warned:
+        out_of_core(tmp_path / "run", 0, 0, holdfast.From(tmp_path / "hf"), seed=1)
+    texts = "\n".join(str(each.message) for each in warned)
+    assert "no optimizer state of" in texts and "it has no scheduler" in texts
+    begun, trained = stored(tmp_path / "run"), source_of(str(recorded_run))
+    assert not begun["head.weight/exp_avg"].any()
+    reader = RunReader(tmp_path / "run")
+    here = Commit(reader, reader.head())
+    assert here.atoms.keys() == trained.atoms.keys()
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9}])
+def test_state_that_the_optimizer_does_not_keep_is_refused_with_nothing_left(tmp_path, recorded_run, options):
+    model = make()[0]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **options)
+    with pytest.raises(BadInput, match=r"exp_avg"), pytest.warns(UserWarning):
+        holdfast.offload(model, optimizer, tmp_path, dtype="fp32", source=holdfast.From(recorded_run))
+    assert RunReader(tmp_path).commits() == []
+    assert not any(tmp_path.glob("data/*"))
+
+
+def test_another_model_is_refused_with_nothing_written(tmp_path, recorded_run):
+    model = decoder(blocks=4)
+    with pytest.raises(RunMismatch, match=r"it has no blocks\.3"):
+        holdfast.offload(
+            model, adamw(model), tmp_path / "run", dtype="fp32", source=holdfast.From(recorded_run)
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_damage_is_found_before_anything_is_written(tmp_path, recorded_run):
+    copy = tmp_path / "copy"
+    write_run(source_of(str(recorded_run)), copy)
+    [file] = (copy / "data").iterdir()
+    data = bytearray(file.read_bytes())
+    data[-5000] ^= 1
+    file.write_bytes(data)
+    model, optimizer, _ = make(seed=1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(ChunkCorrupt):
+        holdfast.offload(model, optimizer, tmp_path / "run", dtype="fp32", source=holdfast.From(copy))
+    assert not (tmp_path / "run").exists()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

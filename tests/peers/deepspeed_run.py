@@ -1,0 +1,123 @@
+"""One world of DeepSpeed on gloo: trains and saves, or loads universal folders; tells what it holds.
+
+Run by torchrun: ``deepspeed_run.py JOBS.json``, a list of jobs, one engine after another in one world (the start of
+Python is most of the time of any of them). What each parameter and its optimizer state are, as DeepSpeed reports them
+itself, goes to the file ``report`` of the job, by rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from odd_model import Model, groups_of, loss_of, tokens_of
+
+SAVED = 3
+"""The step of checkpoints."""
+
+
+def engine_of(job):
+    torch.manual_seed(7)
+    model = Model()
+    groups = groups_of(model)
+    optimizer = (
+        torch.optim.SGD(groups, lr=1e-3, momentum=0.9) if job.get("sgd") else torch.optim.AdamW(groups)
+    )
+    config = {
+        "train_batch_size": 12,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 1.0,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 2e-3}},
+        "zero_optimization": {
+            "stage": job["stage"],
+            "stage3_param_persistence_threshold": 0,
+            **job.get("zero", {}),
+        },
+        "checkpoint": {"load_universal": job["do"] == "load"},
+        **({job["dtype"]: {"enabled": True}} if job.get("dtype") else {}),
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def train(engine, first, steps):
+    """The losses, and the learning rates of each step."""
+    losses, rates = [], []
+    world, rank = deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()
+    for step in range(first, first + steps):
+        rates.append([group["lr"] for group in engine.optimizer.param_groups])
+        loss = loss_of(engine, tokens_of(step).chunk(world)[rank])
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        losses.append(float(mean) / world)
+    return losses, rates
+
+
+def about(engine, job):
+    """What DeepSpeed says of the state, and what of it there is beside."""
+    if hasattr(
+        engine.optimizer, "_hp_optimizer_states_linked"
+    ):  # 0.19.8 links those of the first group alone
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    held = {}
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            held[f"{name}/param"] = safe_get_full_fp32_param(parameter)
+            for slot in ["momentum_buffer"] if job.get("sgd") else ["exp_avg", "exp_avg_sq"]:
+                held[f"{name}/{slot}"] = safe_get_full_optimizer_state(parameter, slot)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    module = (
+        {n: p.detach().clone() for n, p in engine.module.state_dict().items()} if job["stage"] < 3 else {}
+    )
+    return {
+        "tensors": {key: value.detach().float().cpu().clone().contiguous() for key, value in held.items()},
+        "module": module,
+        "global_steps": engine.global_steps,
+        "skipped_steps": engine.skipped_steps,
+        "groups": groups,
+        "scheduler": engine.lr_scheduler.state_dict(),
+    }
+
+
+def amend(engine, own):
+    """What 0.19.8 does wrong when it loads a universal folder into ZeRO-3, whoever wrote that: all groups have the
+    hyper-parameters of the first, and all sub-groups one count of steps, which each of them counts up."""
+    for group, weight_decay in zip(engine.optimizer.param_groups, own, strict=True):
+        group["weight_decay"] = weight_decay
+    states = list(engine.optimizer.optimizer.state.values())
+    assert states[0]["step"] is states[-1]["step"], "not so by now: leave this out"
+    for state in states:
+        state["step"] = state["step"].clone()
+
+
+def main():
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+    deepspeed.init_distributed("gloo")
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        engine = engine_of(job)
+        own = [group["weight_decay"] for group in engine.optimizer.param_groups]
+        if job["do"] == "save":
+            train(engine, 0, SAVED)
+            engine.save_checkpoint(job["folder"], client_state={"epoch": 4})
+        else:
+            engine.load_checkpoint(job["folder"])
+        told = about(engine, job)
+        if job["do"] == "load" and job["stage"] == 3:
+            amend(engine, own)
+        losses, rates = train(engine, SAVED, 3)
+        if deepspeed.comm.get_rank() == 0:
+            torch.save({**told, "losses": losses, "rates": rates}, job["report"])
+        engine.destroy()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""A fresh run begins from another run, or from a state of another library, and training goes on as it would have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from delta.loops import FEATURES, make, same
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import BadInput, ChunkCorrupt, NoCommit, RunMismatch
+from holdfast.events import read_events
+from holdfast.sources import From, source_of
+from holdfast.store.reader import RunReader
+from holdfast.universal.convert.holdfast import Commit
+from holdfast.universal.convert.huggingface import write_huggingface
+from holdfast.universal.save import write_run
+from test_checkpointer import ADAMW, go_on, reference, start
+
+HAVE_THEIR_SCRIPT = ("average", "ema")
+"""What is done after an update only the script can replay, so such runs are begun from where they saved."""
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A run of 7 steps, the last ones in records."""
+    return run_of(tmp_path / "other", "batchnorm")
+
+
+def run_of(root, feature, save=False):
+    loop, checkpointer = start(root, feature)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 7)
+        if save:
+            checkpointer.save()
+    return root
+
+
+@pytest.mark.parametrize("feature", ["", *FEATURES])
+def test_training_goes_on_from_another_run_as_if_it_were_that_one(tmp_path, feature):
+    other = run_of(tmp_path / "other", feature, save=feature in HAVE_THEIR_SCRIPT)
+    states, losses = reference(12, feature)
+    loop = make(ADAMW, feature, seed=5)
+    checkpointer = Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers, **loop.things)
+    with checkpointer:
+        assert checkpointer.resume(source=other) == 7
+        assert same(loop.state(), states[7])
+        go_on(loop, checkpointer, 12)
+    assert same(loop.state(), states[12]) and loop.losses == losses[-len(loop.losses) :]
+    assert RunReader(tmp_path / "run").head().step >= 7
+
+
+def test_a_run_that_has_steps_goes_on_from_its_own(tmp_path, other):
+    loop, checkpointer = start(tmp_path / "run")
+    with checkpointer:
+        checkpointer.resume(source=f"{other}@0")
+        go_on(loop, checkpointer, 3)
+    loop, checkpointer = start(tmp_path / "run")
+    with checkpointer:
+        assert checkpointer.resume(source=other) == 3
+
+
+def test_a_step_that_records_lead_to_can_be_begun_from(tmp_path, other):
+    states, _ = reference(7)
+    loop, checkpointer = start(tmp_path / "run")
+    with checkpointer:
+        assert checkpointer.resume(source=f"{other}@5") == 5
+        assert same(loop.state(), states[5])
+    loop, checkpointer = start(tmp_path / "run2")
+    with checkpointer, pytest.raises(NoCommit, match="cannot be brought to step 70"):
+        checkpointer.resume(source=f"{other}@70")
+
+
+def test_weights_alone_begin_a_run_at_step_0_and_say_what_they_lack(tmp_path, other):
+    reader = RunReader(other)
+    write_huggingface(Commit(reader, reader.at(0)), tmp_path / "hf")
+    states, _ = reference(0)
+    loop = make(ADAMW, "batchnorm", seed=5)
+    checkpointer = Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers)
+    with checkpointer, pytest.warns(UserWarning) as warned:
+        assert checkpointer.resume(source=tmp_path / "hf") == 0
+    assert all(map(torch.equal, loop.model.state_dict().values(), states[0]["model"].values()))
+    texts = "\n".join(str(each.message) for each in warned)
+    assert "no optimizer state of scale, first.weight" in texts and "hyper-parameters" in texts
+    [event] = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "began_from"]
+    assert event["step"] == 0 and len(event["told"]) == 2
+
+
+class Renamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    torch.manual_seed(1)
+    tensors = {
+        "old.body.weight": torch.randn(3, 4),
+        "old.body.bias": torch.randn(3).bfloat16(),
+        "more": torch.ones(2),
+    }
+    save_file(tensors, tmp_path / "w.safetensors")
+    return tensors
+
+
+def begin(tmp_path, start):
+    torch.manual_seed(2)
+    model = Renamed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume(source=start)
+    return model.state_dict(), before
+
+
+def test_names_types_and_what_is_missing_differ_only_where_that_is_allowed(tmp_path, weights):
+    start = From(tmp_path / "w.safetensors", rename={r"body\.(.*)": r"old.body.\1"}, partial=True, cast=True)
+    with pytest.warns(UserWarning) as warned:
+        after, before = begin(tmp_path, start)
+    assert torch.equal(after["body.weight"], weights["old.body.weight"])
+    assert torch.equal(after["body.bias"], weights["old.body.bias"].float())
+    assert torch.equal(after["head.weight"], before["head.weight"])
+    texts = "\n".join(str(each.message) for each in warned)
+    assert "it has no head.weight, head.bias, which stay as they are" in texts
+    assert "nothing here wants its more" in texts and "body.bias were converted" in texts
+
+
+@pytest.mark.parametrize(
+    ("allowed", "text"),
+    [
+        ({}, "it has no body.weight, it has no body.bias, it has no head.weight and"),
+        (
+            {"rename": {r"body\.(.*)": r"old.body.\1"}, "partial": True},
+            r"body\.bias is BF16 in the source and F32 here",
+        ),
+        ({"rename": {r"body\.(.*)": r"old.body.\1"}, "cast": True}, "it has no head.weight"),
+        (
+            {"rename": {r"(body|head).weight": "old.body.weight"}, "partial": True},
+            r"is \[3, 4\] in the source and \[2, 3\]",
+        ),
+    ],
+)
+def test_what_is_not_allowed_is_refused_with_nothing_changed_and_nothing_written(
+    tmp_path, weights, allowed, text
+):
+    torch.manual_seed(2)
+    model = Renamed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.raises(RunMismatch, match=text):
+        checkpointer.resume(source=From(tmp_path / "w.safetensors", **allowed))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert RunReader(tmp_path / "run").commits() == []
+
+
+@pytest.mark.parametrize("slot", ["param", "exp_avg"])
+def test_damage_is_found_before_a_tensor_is_touched(tmp_path, other, slot):
+    copy = tmp_path / "copy"
+    write_run(source_of(str(other)), copy)
+    reader = RunReader(copy)
+    commit = Commit(reader, reader.at(7))
+    part = commit.parts[next(iter(commit.atoms[f"second.weight/{slot}"].pieces)).part]
+    data = bytearray((copy / part.path).read_bytes())
+    data[part.offset] ^= 1
+    (copy / part.path).write_bytes(data)
+    loop = make(ADAMW, "batchnorm", seed=5)
+    loop.iteration(0, lambda: None)
+    before = loop.state()
+    checkpointer = Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers)
+    with checkpointer, pytest.raises(ChunkCorrupt, match="fail"):
+        checkpointer.resume(source=f"{copy}@7")
+    assert same(loop.state(), before)
+
+
+def test_a_run_that_was_converted_has_all_but_the_position_of_the_script(tmp_path, other):
+    """Its tensors and hyper-parameters, and what it knows of the rest."""
+    write_run(source_of(str(other)), tmp_path / "copy")
+    states, _ = reference(7)
+    loop = make(ADAMW, "batchnorm", seed=5)
+    checkpointer = Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers)
+    with checkpointer:
+        assert checkpointer.resume(source=From(tmp_path / "copy", cast=True)) == 7
+    assert same(loop.state(), states[7])
+
+
+def test_a_source_that_is_not_there_or_of_no_known_format_is_refused(tmp_path):
+    (tmp_path / "odd.txt").write_text("hello")
+    for path, text in ((tmp_path / "none", "is not there"), (tmp_path / "odd.txt", "neither a run nor")):
+        _loop, checkpointer = start(tmp_path / "run")
+        with checkpointer, pytest.raises(BadInput, match=text):
+            checkpointer.resume(source=path)

@@ -1,0 +1,207 @@
+"""Files of torch.save are read in place; what is hostile or damaged in them is refused and does nothing."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import resource
+import struct
+import zipfile
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from holdfast.errors import ChunkCorrupt, Damaged
+from holdfast.state.atoms import Atom
+from holdfast.state.boxes import Box
+from holdfast.state.pieces import Pieces
+from holdfast.universal import pickles
+from holdfast.universal.archives import Archive, piece_of
+from holdfast.universal.load import Target, read_all
+from holdfast.universal.pickles import Record
+from holdfast.universal.source import Files, Stored
+
+TENSORS = {
+    "plain": torch.arange(12.0).reshape(3, 4),
+    "bf16": torch.arange(5).bfloat16(),
+    "transposed": torch.arange(24.0).reshape(4, 6).T,
+    "part": torch.arange(100)[10:90:3],
+    "expanded": torch.arange(3.0).reshape(3, 1).expand(3, 5),
+    "scalar": torch.tensor(7.5),
+    "none": torch.empty(0, 3),
+    "parameter": nn.Parameter(torch.arange(4.0)),
+}
+
+
+def archive_of(path, content):
+    torch.save(content, path)
+    return Archive(path)
+
+
+def read_tensors(archive, tensors):
+    """What ``tensors`` of the pickle of an archive hold, as NumPy arrays of unsigned integers."""
+    source = Files(str(archive.path), "torch")
+    targets = {}
+    for name, tensor in tensors.items():
+        part = source.add_part(archive.part(tensor.storage))
+        pieces = Pieces.of([piece_of(tensor, part)], len(tensor.shape))
+        source.add(Stored(Atom(name, "param", tensor.shape, tensor.storage.dtype), pieces))
+        size = source.parts[part].itemsize
+        targets[name] = Target(
+            source.atoms[f"{name}/param"], Box.whole(tensor.shape), np.empty(tensor.shape, f"u{size}")
+        )
+    read_all(source, list(targets.values()))
+    return {name: target.array for name, target in targets.items()}
+
+
+def bits(tensor):
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_tensors_of_any_strides_and_dtypes_are_what_they_were(tmp_path):
+    archive = archive_of(tmp_path / "x.pt", TENSORS)
+    found = read_tensors(archive, archive.content)
+    assert {name: array.tobytes() for name, array in found.items()} == {
+        n: bits(t) for n, t in TENSORS.items()
+    }
+
+
+def test_what_is_around_tensors_is_there_too(tmp_path):
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    content = {
+        "model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3, "args": argparse.Namespace(tp=2),
+        "dtype": torch.bfloat16, "size": torch.Size([1, 2]), "device": torch.device("cpu"),
+    }  # fmt: skip
+    found = archive_of(tmp_path / "x.pt", content).content
+    assert list(found["model"]) == ["weight", "bias"] and isinstance(found["model"], OrderedDict)
+    assert found["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert found["optimizer"]["state"][0]["exp_avg"].shape == (3, 2)
+    assert (found["step"], found["dtype"], found["size"], found["device"]) == (3, "BF16", (1, 2), "cpu")
+    assert found["args"] == Record("argparse.Namespace", (), {"tp": 2})
+
+
+class Runs:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_a_tensor_with_attributes_is_read_and_no_other_way_to_make_one_is_known(tmp_path):
+    tensor = torch.arange(5.0)
+    tensor.note = "of DeepSpeed's flat groups"
+    archive = archive_of(tmp_path / "x.pt", {"a": tensor})
+    assert read_tensors(archive, archive.content)["a"].tobytes() == bits(tensor)
+    for rebuild in (b"cbuiltins\ngetattr\n", b"ctorch\nSize\n"):
+        data = b"ctorch._tensor\n_rebuild_from_type_v2\n(" + rebuild + b"ctorch\nTensor\n(I1\nt}tR."
+        with pytest.raises(Damaged, match="a way that is not known"):
+            pickles.load(data, "somewhere")
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"), [(os.system, "touch {}"), (eval, "open('{}', 'w')"), (print, "hello")]
+)
+def test_a_pickle_that_would_run_something_is_refused_by_name(tmp_path, function, argument):
+    mark = tmp_path / "ran"
+    torch.save({"x": Runs(function, argument.format(mark))}, tmp_path / "x.pt")
+    with pytest.raises(
+        Damaged, match=rf"names {function.__module__}\.{function.__name__}.* Nothing was executed"
+    ):
+        Archive(tmp_path / "x.pt")
+    assert not mark.exists()
+
+
+def test_an_allowed_name_is_not_imported_and_not_called(tmp_path):
+    data = b"cbuiltins\ngetattr\n(cargparse\nNamespace\nX\x05\x00\x00\x00__doctR."
+    found = pickles.load(data, "somewhere")
+    assert isinstance(found, Record) and found.name == "builtins.getattr"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",  # a bytearray of a tebibyte
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b".",
+        b"", b".", b"\x80\x04", b"garbage", b"\x80\x04N" * 5, b"(" * 100, b"\x80\x04]}R.", b"I1\nI2\nR.",
+    ],
+)  # fmt: skip
+def test_pickles_of_no_sense_are_refused_without_memory_for_what_they_claim(data):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(Damaged, match="somewhere holds no pickle"):
+        pickles.load(data, "somewhere")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04Nr" + struct.pack("<I", 0xFFFFFFF0) + b".",  # to be remembered at place 4 billion
+        b"\x80\x04\x95" + struct.pack("<Q", 1 << 60) + b"N.",  # a frame that is longer than the file
+    ],
+)
+def test_places_and_lengths_that_are_only_claimed_take_no_memory(data):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert pickles.load(data, "somewhere") is None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
+
+
+def test_a_flipped_bit_in_any_tensor_is_found(tmp_path):
+    archive = archive_of(tmp_path / "x.pt", {"a": torch.arange(1000.0), "b": torch.arange(10.0)})
+    part = archive.part(archive.content["b"].storage)
+    data = bytearray((tmp_path / "x.pt").read_bytes())
+    data[part.offset + 7] ^= 4
+    (tmp_path / "x.pt").write_bytes(data)
+    read_tensors(archive, {"a": archive.content["a"]})
+    with pytest.raises(ChunkCorrupt, match="CRC-32"):
+        read_tensors(archive, {"b": archive.content["b"]})
+
+
+def test_a_flipped_bit_in_the_pickle_is_found(tmp_path):
+    archive_of(tmp_path / "x.pt", {"a": torch.arange(4.0)})
+    with zipfile.ZipFile(tmp_path / "x.pt") as file:
+        info = next(each for each in file.infolist() if each.filename.endswith("data.pkl"))
+    data = bytearray((tmp_path / "x.pt").read_bytes())
+    data[data.index(b"\x80\x02}", info.header_offset) + 5] ^= 1
+    (tmp_path / "x.pt").write_bytes(data)
+    with pytest.raises(Damaged, match="CRC-32"):
+        Archive(tmp_path / "x.pt")
+
+
+def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path):
+    archive_of(tmp_path / "x.pt", {"a": torch.arange(4.0)})
+    whole = (tmp_path / "x.pt").read_bytes()
+    for data in (whole[:-30], whole[:100], b"", b"PK\x03\x04" * 10):
+        (tmp_path / "y.pt").write_bytes(data)
+        with pytest.raises(Damaged, match=r"y\.pt is no archive of torch\.save"):
+            Archive(tmp_path / "y.pt")
+    torch.save({"a": torch.arange(4.0)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(Damaged, match=r"before 1\.6"):
+        Archive(tmp_path / "old.pt")
+
+
+def test_a_storage_that_is_smaller_than_its_tensor_is_refused(tmp_path):
+    archive = archive_of(tmp_path / "x.pt", {"a": torch.arange(4.0)})
+    tensor = archive.content["a"]
+    with pytest.raises(Damaged, match="no entry data/0 of 5 elements"):
+        archive.part(pickles.Storage("0", "F32", 5))
+    source = Files("x", "torch")
+    part = source.add_part(archive.part(tensor.storage))
+    wide = pickles.Tensor(tensor.storage, 0, (4, 2), (1, 1))
+    with pytest.raises(Damaged, match="lies outside"):
+        source.add(Stored(Atom("a", "param", (4, 2), "F32"), Pieces.of([piece_of(wide, part)], 2)))
+
+
+def test_an_archive_in_the_middle_of_a_file_is_read_there(tmp_path):
+    buffer = io.BytesIO()
+    torch.save({"a": TENSORS["transposed"]}, buffer)
+    (tmp_path / "x").write_bytes(b"#" * 77 + buffer.getvalue() + b"#" * 9)
+    archive = Archive(tmp_path / "x", 77, len(buffer.getvalue()))
+    assert read_tensors(archive, archive.content)["a"].tobytes() == bits(TENSORS["transposed"])

@@ -1,0 +1,196 @@
+"""Safetensors: what Hugging Face's libraries wrote is read, and what is written here they load."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from holdfast.errors import BadInput, Damaged
+from holdfast.state.boxes import Box
+from holdfast.universal.convert import huggingface
+from holdfast.universal.convert.huggingface import (
+    INDEX,
+    SafetensorsFiles,
+    header_of,
+    write_huggingface,
+    write_single,
+)
+from holdfast.universal.load import Target, read_all
+
+
+def tensors():
+    torch.manual_seed(0)
+    return {
+        "embed.weight": torch.randn(37, 16),
+        "layers.0.w": torch.randn(5, 7, 3),
+        "layers.0.half": torch.randn(33).bfloat16(),
+        "count": torch.tensor(5),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(2.5),
+    }
+
+
+def read(source):
+    """All of a source, by key, as bytes."""
+    targets = {
+        key: Target(
+            stored, Box.whole(stored.atom.shape), np.empty(stored.atom.shape, f"u{stored.atom.itemsize}")
+        )
+        for key, stored in source.atoms.items()
+    }
+    read_all(source, list(targets.values()))
+    return {key: target.array.tobytes() for key, target in targets.items()}
+
+
+def bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture
+def source(tmp_path):
+    save_file(tensors(), tmp_path / "source.safetensors")
+    return SafetensorsFiles(tmp_path / "source.safetensors")
+
+
+def test_a_file_is_read_as_it_was_written(source):
+    assert read(source) == {f"{name}/param": bits(tensor) for name, tensor in tensors().items()}
+
+
+@pytest.mark.parametrize("file_bytes", [1, 1000, 2000, 10**6])
+def test_files_written_here_are_loaded_there_and_read_again(source, tmp_path, file_bytes):
+    folder = tmp_path / "out"
+    files = write_huggingface(source, folder, file_bytes=file_bytes)
+    loaded = {}
+    for file in files:
+        loaded |= load_file(file)
+    assert loaded.keys() == tensors().keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors().items())
+    assert {path.name for path in folder.iterdir()} == {f.name for f in files} | (
+        {INDEX} if len(files) > 1 else set()
+    )
+    assert read(SafetensorsFiles(folder)) == read(source)
+
+
+def test_floating_point_tensors_become_another_type_and_no_others(source, tmp_path):
+    [file] = write_huggingface(source, tmp_path / "out", dtype="BF16")
+    loaded = load_file(file)
+    for name, tensor in tensors().items():
+        expected = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert loaded[name].dtype == expected.dtype and torch.equal(loaded[name], expected)
+
+
+def test_a_long_tensor_is_copied_a_stretch_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "CHUNK", 100)
+    big = {"w": torch.randn(40, 11), "wide": torch.randn(2, 300)}
+    save_file(big, tmp_path / "a.safetensors")
+    told = []
+    [file] = write_huggingface(
+        SafetensorsFiles(tmp_path / "a.safetensors"), tmp_path / "out", told=told.append
+    )
+    assert all(torch.equal(load_file(file)[name], tensor) for name, tensor in big.items())
+    assert max(told) <= 100 and sum(told) == sum(t.nbytes for t in big.values())
+
+
+def test_a_single_file_holds_all_that_there_is_and_says_what_it_is(source, tmp_path):
+    source.progress = {"step": 7}
+    first = write_single(source, tmp_path / "one.safetensors")
+    again = SafetensorsFiles(first)
+    assert again.progress == {"step": 7} and read(again) == read(source)
+
+
+def test_an_interrupted_conversion_goes_on_with_the_files_that_are_missing(source, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    write, written = huggingface._write_file, []
+
+    def failing(source, disk, name, *rest):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(name)
+        write(source, disk, name, *rest)
+
+    monkeypatch.setattr(huggingface, "_write_file", failing)
+    with pytest.raises(KeyboardInterrupt):
+        write_huggingface(source, folder, file_bytes=1)
+    first, written = written, []
+    monkeypatch.setattr(huggingface, "_write_file", lambda *a: (written.append(a[2]), write(*a)))
+    files = write_huggingface(source, folder, file_bytes=1)
+    assert first + written == [file.name for file in files] and len(first) == 2
+    assert read(SafetensorsFiles(folder)) == read(source)
+
+
+def test_files_of_another_conversion_are_not_taken_for_finished_ones(source, tmp_path, monkeypatch):
+    folder = tmp_path / "out"
+    monkeypatch.setattr(huggingface._Done, "finish", lambda self: None)
+    write_huggingface(source, folder, dtype="BF16")
+    [file] = write_huggingface(source, folder)
+    assert load_file(file)["embed.weight"].dtype == torch.float32
+
+
+def header(table, data=b""):
+    text = json.dumps(table).encode() if isinstance(table, dict) else table
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(start, stop, shape, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"123", struct.pack("<Q", 1 << 60) + b"{}", header(b"[1]"), header(b"not json"),
+        header({"a": entry(0, 8, [2])}, b"1234567"), header({"a": entry(0, 8, [2])}, b"123456789"),
+        header({"a": entry(0, 8, [3])}, b"12345678"), header({"a": entry(4, 8, [1])}, b"12345678"),
+        header({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"123456781234"),
+        header({"a": entry(0, 8, [-2, -1])}, b"12345678"), header({"a": entry(0, 8, [1 << 40, 1 << 40])}, b"12345678"),
+        header({"a": entry(0, 8, [2], "F99")}, b"12345678"), header({"a": entry(0, -8, [2])}, b"12345678"),
+        header({"a": 3}), header({"a": {"dtype": "F32"}}),
+    ],
+)  # fmt: skip
+def test_headers_of_no_sense_are_refused_by_file(tmp_path, data):
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match=r"bad\.safetensors"):
+        SafetensorsFiles(path)
+
+
+@pytest.mark.parametrize("change", ["missing file", "missing tensor", "outside", "no json"])
+def test_an_index_that_is_not_so_is_refused(source, tmp_path, change):
+    folder = tmp_path / "out"
+    files = write_huggingface(source, folder, file_bytes=1)
+    index = json.loads((folder / INDEX).read_text())
+    if change == "missing file":
+        files[1].unlink()
+    elif change == "missing tensor":
+        index["weight_map"]["more"] = files[0].name
+    elif change == "outside":
+        index["weight_map"]["more"] = "../source.safetensors"
+    (folder / INDEX).write_text("{" if change == "no json" else json.dumps(index))
+    with pytest.raises(Damaged, match=r"is missing|is in no file|is no index"):
+        SafetensorsFiles(folder)
+
+
+def test_a_source_without_parameters_is_not_exported(source, tmp_path):
+    source.atoms.clear()
+    with pytest.raises(BadInput, match="no parameters"):
+        write_huggingface(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_header_of_gives_metadata(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors", metadata={"who": "me"})
+    assert header_of(tmp_path / "a.safetensors")[1] == {"who": "me"}
+
+
+def test_what_belongs_to_a_parameter_keeps_its_type_in_a_single_file(source, tmp_path):
+    stored = source.atoms["embed.weight/param"]
+    source.atoms["embed.weight/exp_avg"] = replace(stored, atom=replace(stored.atom, slot="exp_avg"))
+    again = SafetensorsFiles(write_single(source, tmp_path / "one.safetensors", dtype="BF16"))
+    kinds = {key: again.atoms[key].atom.dtype for key in ("embed.weight/param", "embed.weight/exp_avg")}
+    assert kinds == {"embed.weight/param": "BF16", "embed.weight/exp_avg": "F32"}

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test lint types test-crash test-peers clean
+.PHONY: install train test lint types test-crash test-matrix test-peers clean
 
 install: $(STAMP)
 
@@ -28,10 +28,13 @@ types: install
 	$(BIN)/pyrefly check
 
 test: install lint types
-	$(BIN)/pytest -n 2 -m "not crash and not gpu and not peers"
+	$(BIN)/pytest -n 2 -m "not crash and not gpu and not peers and not matrix"
 
 test-crash: install
 	$(BIN)/pytest -n 2 --session-timeout=3300 tests/crash
+
+test-matrix: install
+	$(BIN)/pytest -n 2 --session-timeout=1800 tests/matrix
 
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed.

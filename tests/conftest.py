@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 
+from buckets import emptied, served
 from holdfast import failpoints
 from killed import kill
 
@@ -31,3 +32,15 @@ def kill_at(monkeypatch):
 
     monkeypatch.setattr(failpoints, "action", kill)
     return arm
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """The address of an S3 server, one for each module that asks for it."""
+    yield from served()
+
+
+@pytest.fixture
+def bucket(s3, monkeypatch):
+    """A place in an empty bucket, which the environment says how to reach."""
+    return emptied(s3, monkeypatch)

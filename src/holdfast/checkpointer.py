@@ -44,6 +44,7 @@ from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
 from .delta.recovery import Recovered, recover, refuse_unless_one_is_whole
+from .delta.remote import Remote
 from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
 from .delta.replicas import Replicas
 from .delta.script import Script
@@ -91,6 +92,8 @@ class Checkpointer:
     With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script.
     ``replica`` has a second process do every step as well, in host memory that outlives this one, instead of recording
     steps on the disk, which then has bases only; a path is where it keeps things in memory instead of ``/dev/shm``.
+
+    ``remote``, s3://BUCKET/PREFIX, is where a copy of the run is kept up with beside training; ``keep`` goes for both.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Checkpointer:
         direct: bool = True,
         clip_norm: float | None = None,
         replica: bool | str | Path = False,
+        remote: str | None = None,
         disk: Any = None,
     ) -> None:
         """Raises ``BadInput`` and its kin with nothing written."""
@@ -171,6 +175,7 @@ class Checkpointer:
         events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
         self._events = EventLog(events)
         self._replica: Replica | None = None
+        self._remote: Remote | None = None
 
         def prepare() -> None:
             refuse_clipping(self._state, clip_norm)
@@ -181,6 +186,8 @@ class Checkpointer:
                     staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
                     deadline_seconds=deadline_seconds, events=self._events, ranks=ranks,
                 )  # fmt: skip
+            if remote is not None and ranks.rank == 0:
+                self._remote = Remote(run, remote, keep, self._events)
 
         ranks.or_close(lambda: ranks.all_do(prepare))
         self._queue = IOQueue()
@@ -222,6 +229,12 @@ class Checkpointer:
         ``durable_step``."""
         return self.durable_step if self._replica is None else self._replica.replica_step
 
+    @property
+    def remote_durable_step(self) -> int:
+        """The newest step that can be recovered from ``remote=`` alone; -1 before there is one, and on ranks but the
+        first."""
+        return -1 if self._remote is None else self._remote.durable_step
+
     def resume(
         self,
         step: int | None = None,
@@ -253,6 +266,7 @@ class Checkpointer:
         target, exact = step if before is None else before - 1, step is not None
         self._source = source if source is None or isinstance(source, From) else From(source)
         try:
+            self._ranks.first_does(self._check_remote)
             if self._replica is not None:
                 self._resume_beside(self._replica, target, exact)
             else:
@@ -260,10 +274,16 @@ class Checkpointer:
             self._scale = self._scale_now()
             self._tap.attach()
             self._sigterm = SigTerm.watched()
+            if self._remote is not None:
+                self._remote.start()
         except BaseException:
             self.close(save=False)
             raise
         return self.steps_done
+
+    def _check_remote(self) -> None:
+        if self._remote is not None:
+            self._remote.check()
 
     def _resume(
         self,
@@ -503,8 +523,12 @@ class Checkpointer:
             if self._agreement is not None:
                 self._agreement.close(orderly=save)
             self._ranks.close()
-            if self._recorder is None or not self._recorder.is_alive:
-                self._let_go()
+            try:
+                if self._remote is not None:
+                    self._remote.close(self.steps_done if save else None)
+            finally:
+                if self._recorder is None or not self._recorder.is_alive:
+                    self._let_go()
         if save and self._sigterm is not None and self._sigterm.arrived:
             raise SystemExit(128 + signal.SIGTERM)
 

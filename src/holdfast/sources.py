@@ -18,7 +18,7 @@ from .store.chain import last_step
 from .store.journal import StoredRecord
 from .store.local import LocalStore
 from .store.reader import RunReader
-from .store.target import Target, holds_run
+from .store.target import Target, Url, holds_run
 from .universal.convert import open_source
 from .universal.convert.holdfast import Commit
 from .universal.matching import Allowed, Form, Match, match
@@ -101,15 +101,15 @@ class Beginning:
         return set_hyper_parameters(groups, names, self.progress)
 
 
-def has_records(path: Path) -> bool:
+def has_records(path: Path | Url) -> bool:
     """Whether in ``path`` there is a run of a Checkpointer."""
-    if not (path / "commits").is_dir():
+    if not isinstance(path, Url) and not (path / "commits").is_dir():
         return False
     head = LocalStore.read(path).head()
     return head is not None and "optimizers" in head.progress_of(head.streams[0])
 
 
-def source_of(text: str, open_run: Callable[[Path], RunReader] = LocalStore.read) -> Source:
+def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStore.read) -> Source:
     """The state that ``text`` names: RUN, RUN@STEP, or a path of another format. A run without a step is meant at its
     newest, and where records lead there, they are replayed in memory.
 

@@ -61,3 +61,14 @@ def test_packs_are_listed_printed_and_take_values_from_a_configuration(run, tmp_
     (tmp_path / "config.json").write_text("[1]")
     refused = holdfast("rules", "check", "llama", run, "--values", tmp_path / "config.json")
     assert refused.code == 2 and "holds no table" in refused.err
+
+
+def test_rules_that_put_elements_elsewhere_are_told(tmp_path, holdfast):
+    with TinyRun(tmp_path / "run", tensors={"block": [("qkv/param", "F32", (6, 2))]}, frozen={}) as tiny:
+        tiny.take_step()
+    (tmp_path / "rules.toml").write_text(
+        "version = 1\n[[rule]]\nmatch = 'qkv'\n"
+        "permute = {dim = 0, from = 'block', to = 'interleaved', heads = 2, kv_heads = 2}"
+    )
+    checked = holdfast("rules", "check", tmp_path / "rules.toml", tmp_path / "run")
+    assert checked.code == 1 and "not as the run records it: qkv/param" in checked.out

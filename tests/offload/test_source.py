@@ -9,6 +9,7 @@ import holdfast
 from holdfast.errors import BadInput, ChunkCorrupt, RunMismatch
 from holdfast.sources import source_of
 from holdfast.store.local import LocalStore
+from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
 from holdfast.universal.convert.holdfast import Commit
 from holdfast.universal.convert.huggingface import write_huggingface
@@ -90,6 +91,14 @@ def test_a_run_of_the_engine_goes_on_in_another_directory(tmp_path, reference):
     out_of_core(tmp_path / "a", 0, BEFORE)
     out_of_core(tmp_path / "b", BEFORE, STEPS, holdfast.From(tmp_path / "a"), seed=1, params_on_host=1.0)
     assert differing(stored(tmp_path / "b"), reference) == []
+
+
+def test_runs_in_a_bucket_go_on_out_of_core_and_in_memory(tmp_path, reference, recorded_run, bucket):
+    Pusher(recorded_run, bucket / "recorded").push()
+    out_of_core(tmp_path / "a", BEFORE, STEPS - 1, holdfast.From(f"{bucket}/recorded"), seed=1)
+    Pusher(tmp_path / "a", bucket / "engine").push()
+    source = f"{bucket}/engine@{STEPS - 1}"
+    assert differing(recorded(tmp_path / "b", STEPS - 1, STEPS, source, seed=1), reference) == []
 
 
 def test_a_directory_that_has_a_run_goes_on_from_that(tmp_path, recorded_run):

@@ -12,7 +12,8 @@ from holdfast.state.matching import StoredTensor
 from holdfast.state.rules import KINDS, OPTIONS, Rules
 from holdfast.universal import packs
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "moves.md").read_text()
+WHOLE = (Path(__file__).parents[2] / "docs" / "moves.md").read_text()
+DOCUMENT = WHOLE.partition("\n## Rules")[2].partition("\n## ")[0]
 EXAMPLES = re.findall(r"```toml\n(.*?)```", DOCUMENT, re.DOTALL)
 MODIFIERS = [
     "cut",

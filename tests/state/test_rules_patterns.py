@@ -343,3 +343,11 @@ def test_stacks_may_be_along_any_dim_and_cuts_over_several_axes(a, b, dim):
     np.testing.assert_array_equal(found["whole/param"], whole)
     for n in range(5):
         np.testing.assert_array_equal(found[f"slice.{n}/param"], np.take(whole, n, axis=dim))
+
+
+def test_tensors_of_a_flat_partition_are_in_none_themselves():
+    ranks = Ranks()
+    ranks.store("all", numbered((6,)))
+    text = rule_of(flat="dp", tensors=[{"name": "all.a", "shape": [2, 2]}, {"name": "all.b", "shape": [2]}])
+    found = ranks.tensors(text + "\n[[rule]]\nmatch = 'all[.](.)'\nrename = '{1}'")
+    assert found["a/param"].tolist() == [[0, 1], [2, 3]] and found["b/param"].tolist() == [4, 5]

@@ -249,7 +249,7 @@ def test_a_tied_head_on_the_last_stage_is_an_alias():
 
 
 def test_all_packs_can_be_read_and_say_what_they_are_for():
-    assert len(packs.names()) == 13
+    assert len(packs.names()) == 14
     for name, purpose in packs.names().items():
         assert packs.load(name).rules and len(purpose) > 20
     with pytest.raises(

@@ -31,7 +31,7 @@ from ..store.reader import RunReader
 from ..units import MiB
 from ..universal.convert.holdfast import Commit
 from ..universal.keys import KEY
-from ..universal.load import Run, Target, in_threads, plan, read_all
+from ..universal.load import Plan, Run, Target, in_threads, plan, read_all
 from ..universal.source import Source, Stored
 from .dcp_items import NAMES
 from .dcp_write import StorageWriter
@@ -149,7 +149,7 @@ class StorageReader(dcp.StorageReader):
                 tensor.copy_(into)
             planner.commit_tensor(item, tensor)
 
-    def _runs(self, loaded: LoadPlan) -> list[Run]:
+    def _runs(self, loaded: LoadPlan) -> Plan:
         items = [item for item in loaded.items if item.type == LoadItemType.TENSOR]
         nothing = np.empty(0)
         return plan(cast(Source, self._opened), [Target(*self._wanted(item), nothing) for item in items])

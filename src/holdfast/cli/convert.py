@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,23 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from ..errors import BadInput
+from ..models.decoder import DecoderConfig
+from ..models.llama import PACK, llama_config
 from ..sources import source_of
+from ..store.files import Disk, write_durably
+from ..store.target import Target
 from ..units import counted, format_bytes, parse_bytes
+from ..universal import packs
 from ..universal.convert.dcp_writer import write_dcp
 from ..universal.convert.deepspeed import write_deepspeed
 from ..universal.convert.huggingface import write_huggingface, write_single
+from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
+from .build import decoder_config
 from .output import print_json
+from .record import NAME, read_record
+from .rules import load
 from .runs import open_run
 
 DTYPES = {
@@ -34,20 +45,29 @@ FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed")
 Told = Callable[[int], None]
 
 
-def convert(
-    source: str,
-    destination: Path,
-    to: str,
-    *,
-    dtype: str | None,
-    file_size: str,
-    stage: int | None,
-    as_json: bool,
-) -> None:
-    """Write ``source`` to ``destination`` in the format ``to``, and say what that took."""
-    _refuse(destination, to, dtype, stage)
-    began = time.perf_counter()
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """What the options say. ``rules`` is a file or a pack, ``values`` a JSON file with the numbers that they name."""
+
+    to: str
+    dtype: str | None = None
+    file_size: str = "5GB"
+    stage: int | None = None
+    rules: str | None = None
+    values: Path | None = None
+
+
+def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
+    """Write ``source`` to ``destination``, and say what that took."""
+    _refuse(destination, how)
+    began, to = time.perf_counter(), how.to
+    rules = None if how.rules is None else load(how.rules, how.values)
     opened = source_of(source, open_run)
+    trained = _trained_here(source) if to == "huggingface" else None
+    if trained is not None and rules is None:
+        rules = packs.load(PACK)
+    if rules is not None:
+        opened = UnderRules(opened, rules)
     total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
     columns = (
         "writing",
@@ -59,9 +79,10 @@ def convert(
     out = Console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=as_json or not out.is_terminal) as bar:
         task = bar.add_task("writing", total=total)
-        about = _write(
-            opened, destination, to, DTYPES.get(dtype or ""), file_size, stage, lambda n: bar.advance(task, n)
-        )
+        about = _write(opened, destination, how, lambda nbytes: bar.advance(task, nbytes))
+    if trained is not None:
+        text = json.dumps(llama_config(trained), indent=2)
+        write_durably(Disk(destination), "config.json", text.encode(), why="configuration")
     seconds = time.perf_counter() - began
     about |= {"format": to, "from": opened.format, "bytes": total, "seconds": seconds}
     if as_json:
@@ -76,7 +97,15 @@ def convert(
         print(f"Not in it, since {to} holds parameters and buffers alone: {left} of the optimizer")
 
 
-def _refuse(destination: Path, to: str, dtype: str | None, stage: int | None) -> None:
+def _trained_here(source: str) -> DecoderConfig | None:
+    """The sizes of the reference decoder, if ``source`` is a run of `holdfast train`, which trains that."""
+    run = Target.parse(source).run
+    config = read_record(run) if isinstance(run, Path) and (run / NAME).exists() else None
+    return None if config is None else decoder_config(config)
+
+
+def _refuse(destination: Path, how: How) -> None:
+    to, dtype, stage = how.to, how.dtype, how.stage
     if to not in FORMATS:
         raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
@@ -97,25 +126,17 @@ def _goes_along(slot: str, to: str) -> bool:
     return to != "huggingface" or slot in ("param", "buffer")
 
 
-def _write(
-    source: Source,
-    destination: Path,
-    to: str,
-    dtype: str | None,
-    file_size: str,
-    stage: int | None,
-    told: Told,
-) -> dict[str, Any]:
-    left_out = [key for key, each in source.atoms.items() if not _goes_along(each.atom.slot, to)]
-    if to == "huggingface":
-        files = write_huggingface(
-            source, destination, dtype=dtype, file_bytes=parse_bytes(file_size), told=told
-        )
-    elif to == "deepspeed":
-        files = write_deepspeed(source, destination, stage or 0, told=told)
-    elif to == "safetensors":
+def _write(source: Source, destination: Path, how: How, told: Told) -> dict[str, Any]:
+    left_out = [key for key, each in source.atoms.items() if not _goes_along(each.atom.slot, how.to)]
+    dtype = DTYPES.get(how.dtype or "")
+    if how.to == "huggingface":
+        size = parse_bytes(how.file_size)
+        files = write_huggingface(source, destination, dtype=dtype, file_bytes=size, told=told)
+    elif how.to == "deepspeed":
+        files = write_deepspeed(source, destination, how.stage or 0, told=told)
+    elif how.to == "safetensors":
         files = [write_single(source, destination, dtype=dtype, told=told)]
-    elif to == "dcp":
+    elif how.to == "dcp":
         files = list(write_dcp(source, destination, told=told).glob("*.distcp"))
     else:
         files = [destination / ref.path for ref in write_run(source, destination, told).files.values()]

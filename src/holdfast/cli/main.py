@@ -173,6 +173,34 @@ def compact(
 
 
 @app.command()
+def push(
+    run: Run,
+    destination: Annotated[str, typer.Argument(metavar="s3://BUCKET/PREFIX", help="Where the copy is.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on copying what the run writes, until Ctrl-C.")
+    ] = False,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(
+            "--keep-last",
+            min=1,
+            metavar="N",
+            help="Remove all but the N newest bases there, and their records.",
+        ),
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Copy a run, which may be training, to a bucket: what is not there yet, every block verified on its way.
+
+    RUN of other verbs may be s3://BUCKET/PREFIX then.
+    """
+    from .push import push_run
+
+    good = push_run(run, destination, keep_last=keep_last, follow=follow, as_json=json)
+    raise typer.Exit(0 if good else 1)
+
+
+@app.command()
 def convert(
     source: Annotated[
         str,
@@ -182,7 +210,8 @@ def convert(
     ],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="What is made; not there yet.")],
     to: Annotated[
-        str, typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp or deepspeed.")
+        str,
+        typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp or deepspeed."),
     ],
     dtype: Annotated[
         str | None,
@@ -195,12 +224,24 @@ def convert(
         int | None,
         typer.Option("--stage", min=1, max=3, help="Of ZeRO, for deepspeed: the one that will load it."),
     ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(
+            "--rules", metavar="RULES", help="A file or pack of rules: other names, joined, split, permuted."
+        ),
+    ] = None,
+    values: Annotated[
+        Path | None,
+        typer.Option("--values", metavar="JSON", help="Numbers that the rules name, such as a config.json."),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
+    from .convert import How
     from .convert import convert as convert_state
 
-    convert_state(source, destination, to, dtype=dtype, file_size=file_size, stage=stage, as_json=json)
+    how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values)
+    convert_state(source, destination, how, as_json=json)
 
 
 @app.command()

@@ -9,13 +9,12 @@ from ..store.pruning import Pruning, planned, prune
 from ..store.retention import Keep
 from ..units import counted, format_bytes
 from .output import console, plain_table, print_json, print_table
-from .runs import open_run
+from .runs import directory_of, open_run
 
 
 def prune_run(run: Path, keep: Keep, *, dry_run: bool, as_json: bool) -> None:
     """Remove what ``keep`` does not keep, or only say what that would be."""
-    reader = open_run(run)
-    found = planned(reader, keep) if dry_run else prune(reader.root, keep)
+    found = planned(open_run(run), keep) if dry_run else prune(directory_of(run, "prune"), keep)
     if as_json:
         print_json(_document(found) | {"dry_run": dry_run})
         return

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import NoCommit
+from ..errors import BadInput, NoCommit
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.reader import RunReader, again_if_retired
-from ..store.target import Target
+from ..store.target import Target, Url, place_of
 from .record import NAME, read_record, state_directory
 
 T = TypeVar("T")
@@ -43,8 +43,11 @@ def open_commit(text: str) -> tuple[RunReader, Manifest]:
     return reader, newest
 
 
-def open_run(run: Path) -> RunReader:
-    """The run in directory ``run``; its state may lie elsewhere, where its configuration says."""
+def open_run(place: Path | Url) -> RunReader:
+    """The run in directory ``run``, whose state may lie elsewhere, where its configuration says; or in a bucket."""
+    run = place_of(place)
+    if isinstance(run, Url):
+        return LocalStore.read(run)
     if not run.is_dir():
         raise NoCommit(_not_a_directory(run))
     if (run / "commits").is_dir():
@@ -63,6 +66,17 @@ def _not_a_directory(run: Path) -> str:
     if Target.parse(str(run)).step is None:
         return f"{step!r} in {run} is not a step, which is a number; `holdfast ls {start}` lists them"
     return f"{run} names a step, and all of a run is asked for: {start}. `holdfast show {run}` shows one step"
+
+
+def directory_of(run: Path, verb: str) -> Path:
+    """Where the run lies that ``verb`` changes. Raises ``BadInput`` if that is no directory."""
+    root = open_run(run).root
+    if isinstance(root, Url):
+        raise BadInput(
+            f"{root} is in a bucket, where `holdfast {verb}` changes nothing: use it on the run's directory, and"
+            " `holdfast push --keep-last` for what is kept of its copy"
+        )
+    return root
 
 
 def label(reader: RunReader, manifest: Manifest) -> str:

@@ -8,6 +8,7 @@ from ..errors import BadInput
 from ..state.live import LiveState
 from ..store.local import LocalStore
 from ..store.manifest import Point
+from ..store.target import Url
 from .holder import rebuilt
 from .ranks import Ranks
 from .recovery import recover
@@ -15,7 +16,7 @@ from .script import NoScript
 from .watching import Recovery
 
 
-def state_at(root: Path, step: int, watch: Recovery | None = None) -> tuple[LiveState, Point]:
+def state_at(root: Path | Url, step: int, watch: Recovery | None = None) -> tuple[LiveState, Point]:
     """What the run in ``root`` has at ``step``, from the base before it and the records after that.
 
     Takes no lock and changes nothing. Raises ``NoCommit`` if no records lead there, ``BadInput`` if it takes the script

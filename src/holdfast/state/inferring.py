@@ -96,8 +96,7 @@ def _cut(shape: tuple[int, ...], held: Sequence[Held], world: int) -> str:
                 break
             widths[rank], at = stop - start, stop
         else:
-            if at == shape[dim]:
-                return f'shard = "{AXIS}"\ndim = {dim}\nwidths = {widths}\n'
+            return f'shard = "{AXIS}"\ndim = {dim}\nwidths = {widths}\n'
     at_each = [boxes[rank].to_json() if rank in boxes else [] for rank in range(world)]
     return f'boxes = "{AXIS}"\nat = {json.dumps(at_each)}\n'
 

@@ -61,9 +61,20 @@ class Pieces:
         return len(self.part)
 
     def __iter__(self) -> Iterator[Piece]:
-        columns = (self.start, self.stop, self.part, self.offset, self.strides)
-        for start, stop, part, offset, strides in zip(*(column.tolist() for column in columns), strict=True):
-            yield Piece(Box(tuple(start), tuple(stop)), part, offset, tuple(strides))
+        return map(self.piece, range(len(self)))
+
+    def piece(self, number: int) -> Piece:
+        """The one of that number."""
+        box = Box(tuple(self.start[number].tolist()), tuple(self.stop[number].tolist()))
+        return Piece(
+            box, int(self.part[number]), int(self.offset[number]), tuple(self.strides[number].tolist())
+        )
+
+    def only(self, kept: np.ndarray) -> Pieces:
+        """Those of which ``kept``, bool[n], is true."""
+        return Pieces(
+            self.start[kept], self.stop[kept], self.part[kept], self.offset[kept], self.strides[kept]
+        )
 
     @property
     def rank(self) -> int:
@@ -79,8 +90,7 @@ class Pieces:
         start = np.maximum(self.start, np.array(box.start, dtype=np.int64))
         stop = np.minimum(self.stop, np.array(box.stop, dtype=np.int64))
         offset = self.offset + ((start - self.start) * self.strides).sum(axis=1)
-        kept = (start < stop).all(axis=1)
-        return Pieces(start[kept], stop[kept], self.part[kept], offset[kept], self.strides[kept])
+        return Pieces(start, stop, self.part, offset, self.strides).only(np.all(start < stop, axis=1))
 
     def overlap(self) -> tuple[Box, Box] | None:
         """Two boxes with an element in common, if there are any."""
@@ -113,11 +123,8 @@ class Pieces:
             )
             meeting = others[(low < high).all(axis=1)]
             if len(meeting):
-                return self._box(int(one)), self._box(int(meeting[0]))
+                return self.piece(int(one)).box, self.piece(int(meeting[0])).box
         return None
-
-    def _box(self, number: int) -> Box:
-        return Box(tuple(self.start[number].tolist()), tuple(self.stop[number].tolist()))
 
     def moved(self, by: Sequence[int]) -> Pieces:
         """The same places, of a tensor in which everything lies ``by`` elements further on along each axis."""

@@ -295,14 +295,15 @@ def _written_bytes(disk: AnyDisk, path: str) -> int:
     return 0
 
 
-def read_segment(disk: AnyDisk, ref: SegmentRef) -> tuple[list[StoredRecord], Damaged | None]:
-    """The records of a segment by their headers, and what ended the reading if it was not the clean end.
+def read_segment(disk: AnyDisk, ref: SegmentRef, start: int = 0) -> tuple[list[StoredRecord], Damaged | None]:
+    """The records of a segment by their headers, from the one at ``start`` on, and what ended the reading if it was not
+    the clean end.
 
     The payloads are not read; the last one may be torn. A segment that was removed since it was listed has none.
     """
     found: list[StoredRecord] = []
     try:
-        size, offset = disk.size(ref.path), 0
+        size, offset = disk.size(ref.path), start
         file = disk.open(ref.path, write=False, direct=False)
     except FileNotFoundError:
         return [], None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import xxhash
@@ -35,6 +35,7 @@ from holdfast.store.retained import RetainedCommits
 from holdfast.store.retention import Keep
 from holdfast.store.room import Need, unneeded_segments
 from holdfast.store.scratch import Scratch
+from holdfast.store.target import place_of, remote_disk
 
 LOCK = "lock"
 DIRECTORIES = ("data", "index", "commits", "timelines", "scratch")
@@ -52,7 +53,7 @@ class LocalStore(RetainedCommits):
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | PurePath,
         *,
         retain: int = 2,
         keep: Keep | None = None,
@@ -70,8 +71,9 @@ class LocalStore(RetainedCommits):
         retain = retain if keep is None else keep.last
         if retain < 1:
             raise ValueError(f"durability.retain is at least 1, got {retain}")
+        disk = disk or remote_disk(place_of(root))
         if disk is None:
-            check_place(root)
+            check_place(Path(root))
         self.queue, self._own_queue = queue or IOQueue(), queue is None
         super().__init__(
             root, retain=retain, spare=spare, keep=keep, disk=disk, queue=self.queue, direct=direct
@@ -83,7 +85,7 @@ class LocalStore(RetainedCommits):
         self._failed: BaseException | None = None
 
     @classmethod
-    def open(cls, root: str | Path, **options: Any) -> LocalStore:
+    def open(cls, root: str | PurePath, **options: Any) -> LocalStore:
         """A store that has been entered; ``options`` are those of the constructor."""
         store = cls(root, **options)
         store.enter()
@@ -117,7 +119,7 @@ class LocalStore(RetainedCommits):
             raise
 
     @staticmethod
-    def read(root: str | Path, **options: Any) -> RunReader:
+    def read(root: str | PurePath, **options: Any) -> RunReader:
         """Open ``root`` for reading: takes no lock, writes nothing, may be used beside a writer. ``options`` are
         those of ``RunReader``."""
         reader = RunReader(root, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, Self, TypeVar
 
 from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, ManifestCorrupt, NoCommit
@@ -20,6 +20,7 @@ from holdfast.store.journal import timelines_of_segments
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
 from holdfast.store.retention import lineage
+from holdfast.store.target import place_of, remote_disk
 from holdfast.store.verifying import Report
 
 T = TypeVar("T")
@@ -28,19 +29,19 @@ ATTEMPTS = 3
 
 
 class RunReader:
-    """The commits, timelines and atoms of the run directory ``root``. A context manager."""
+    """The commits, timelines and atoms of the run ``root``: a directory, or s3://bucket/prefix. A context manager."""
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | PurePath,
         *,
         disk: AnyDisk | None = None,
         queue: IOQueue | None = None,
         direct: bool = True,
     ) -> None:
         """Without ``queue`` each verification has its own for the time being."""
-        self.root = Path(root)
-        self.disk: AnyDisk = disk if disk is not None else Disk(self.root)
+        self.root = place_of(root)
+        self.disk: AnyDisk = disk or remote_disk(self.root) or Disk(str(self.root))
         self.direct = direct
         self._queue = queue
 

@@ -72,6 +72,11 @@ def read_shares(disk: AnyDisk, manifest: Manifest) -> Manifest:
 
 def read_named(disk: AnyDisk, ref: dict[str, Any], what: str) -> dict[str, Any]:
     """The JSON in a file that is named with its hash. Raises ``FileMissing`` or ``ManifestCorrupt``."""
+    return json.loads(read_verified(disk, ref, what))
+
+
+def read_verified(disk: AnyDisk, ref: dict[str, Any], what: str) -> bytes:
+    """All of a file that is named with its hash. Raises as ``read_named``."""
     path, expected = ref["path"], ref["xxh3_128"]
     try:
         text = disk.read_bytes(path)
@@ -85,7 +90,7 @@ def read_named(disk: AnyDisk, ref: dict[str, Any], what: str) -> dict[str, Any]:
             path=path,
             nbytes=len(text),
         )
-    return json.loads(text)
+    return text
 
 
 def read_atom(disk: AnyDisk, manifest: Manifest, atom: dict[str, Any], *, direct: bool = True) -> bytearray:

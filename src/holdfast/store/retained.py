@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import PurePath
 
 from holdfast import failpoints
 from holdfast.io.queue import IOQueue
@@ -25,7 +25,7 @@ class RetainedCommits(RunReader):
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | PurePath,
         *,
         retain: int,
         spare: int,

@@ -1,10 +1,24 @@
-"""Targets: commits as a person names them: RUN, RUN@STEP, RUN@STEP.tTIMELINE."""
+"""Targets: commits as a person names them: RUN, RUN@STEP, RUN@STEP.tTIMELINE. A run is a directory, or a prefix of a
+bucket: s3://bucket/prefix."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
+
+from .files import AnyDisk
+
+
+class Url(PurePosixPath):
+    """``s3://bucket/prefix``, a place in an object store. A path that lost one of the slashes is understood.
+
+    >>> print(Url("s3:/bucket/run") / "commits")
+    s3://bucket/run/commits
+    """
+
+    def __str__(self) -> str:
+        return "s3://" + super().__str__().removeprefix("s3:/")
 
 
 @dataclass(frozen=True)
@@ -15,7 +29,7 @@ class Target:
     Target(run=PosixPath('runs/7b'), step=1200, timeline=2)
     """
 
-    run: Path
+    run: Path | Url
     step: int | None = None
     timeline: int | None = None
 
@@ -23,10 +37,26 @@ class Target:
     def parse(cls, text: str) -> Target:
         match = re.fullmatch(r"(.+)@(\d+)(?:\.t(\d+))?", text)
         if match is None or Path(text).is_dir():
-            return cls(Path(text))
-        return cls(Path(match[1]), int(match[2]), int(match[3]) if match[3] else None)
+            return cls(place_of(text))
+        return cls(place_of(match[1]), int(match[2]), int(match[3]) if match[3] else None)
 
 
-def holds_run(path: Path) -> bool:
+def place_of(path: str | PurePath) -> Path | Url:
+    """Of a run. ``Path`` makes one slash of the two of an address."""
+    return Url(path) if str(path).startswith("s3:/") else Path(path)
+
+
+def remote_disk(place: Path | Url) -> AnyDisk | None:
+    """What reads a run in a bucket; None for one in a directory."""
+    if not isinstance(place, Url):
+        return None
+    from .objects import ObjectDisk
+
+    return ObjectDisk(place)
+
+
+def holds_run(path: Path | Url) -> bool:
     """Whether there is a run in ``path``, or the configuration of one."""
+    if isinstance(path, Url):  # nothing else is read from there
+        return True
     return (path / "commits").is_dir() or (path / "config.toml").is_file()

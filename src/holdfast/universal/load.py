@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -17,10 +18,9 @@ import numpy as np
 import torch
 
 from ..errors import Damaged
-from ..state.atoms import DTYPE_BYTES
 from ..state.boxes import Box
 from ..state.capture import FROM_NAME
-from ..state.pieces import Piece, flat_boxes, row_major
+from ..state.pieces import Piece, Pieces, flat_boxes, joined, row_major
 from ..units import KiB, MiB
 from .source import Source, Stored
 
@@ -109,31 +109,66 @@ def in_threads(jobs: Iterable[Callable[[], int]], told: Callable[[int], None]) -
                 future.cancel()
 
 
-def plan(source: Source, targets: Iterable[Target]) -> list[Run]:
-    """The runs that fill ``targets``, in the order in which they lie. Raises ``Damaged`` if there are too few."""
-    runs: list[Run] = []
-    for number, (stored, box, _) in enumerate(targets):
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The runs that fill some targets, in the order in which they lie: the piece ``index`` of those of ``target``.
+    There may be millions, so each is made when it is its turn."""
+
+    pieces: list[Pieces]
+    target: np.ndarray
+    index: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def __iter__(self) -> Iterator[Run]:
+        for target, index in zip(self.target.tolist(), self.index.tolist(), strict=True):
+            piece = self.pieces[target].piece(index)
+            yield Run(piece.part, piece.offset, _span(piece), target, piece.box, piece.strides)
+
+
+def plan(source: Source, targets: Iterable[Target]) -> Plan:
+    """How ``targets`` are filled. Raises ``Damaged`` if there is too little of one."""
+    found: list[Pieces] = []
+    itemsizes: list[int] = []
+    for stored, box, _ in targets:
         pieces = stored.pieces.within(box)
-        if (found := int(pieces.elements.sum())) != box.elements:
+        if (elements := int(pieces.elements.sum())) != box.elements:
             raise Damaged(
-                f"{source.path}: of the region {box.to_json()} of {stored.atom.key} {list(stored.atom.shape)}, {found}"
-                f" of {box.elements} elements are stored",
+                f"{source.path}: of the region {box.to_json()} of {stored.atom.key} {list(stored.atom.shape)},"
+                f" {elements} of {box.elements} elements are stored",
                 path=source.path,
             )
-        back = [-start for start in box.start]
-        itemsize = DTYPE_BYTES[stored.atom.dtype]
-        for piece in pieces.moved(back):
-            runs.extend(
-                Run(part.part, part.offset, _span(part), number, part.box, part.strides)
-                for part in _readable(piece, itemsize)
-            )
-    runs.sort(key=lambda run: (source.parts[run.part].path, source.parts[run.part].offset, run.start))
-    return runs
+        itemsizes.append(stored.atom.itemsize)
+        found.append(_readable_ones(pieces.moved([-start for start in box.start]), itemsizes[-1]))
+    counts = [len(pieces) for pieces in found]
+    target = np.repeat(np.arange(len(found)), counts)
+    index = np.concatenate([np.arange(count) for count in counts]) if counts else target
+    if not len(target):
+        return Plan(found, target, index)
+    part = np.concatenate([pieces.part for pieces in found])
+    start = np.concatenate([pieces.offset * size for pieces, size in zip(found, itemsizes, strict=True)])
+    files = {path: number for number, path in enumerate(sorted({each.path for each in source.parts}))}
+    file = np.array([files[each.path] for each in source.parts])
+    offset = np.array([each.offset for each in source.parts])
+    order = np.lexsort((offset[part] + start, file[part]))
+    return Plan(found, target[order], index[order])
 
 
 def _span(piece: Piece) -> int:
     """From its first element to its last, in the part."""
     return 1 + sum((n - 1) * stride for n, stride in zip(piece.box.shape, piece.strides, strict=True))
+
+
+def _readable_ones(pieces: Pieces, itemsize: int) -> Pieces:
+    """``pieces`` in parts that can be read at once: most are as they are, without a hole and short."""
+    spans = 1 + ((pieces.stop - pieces.start - 1) * pieces.strides).sum(axis=1)
+    easy = (spans == pieces.elements) & (spans * itemsize <= WINDOW)
+    if easy.all():
+        return pieces
+    others = (pieces.piece(number) for number in np.flatnonzero(~easy).tolist())
+    cut = Pieces.of((part for piece in others for part in _readable(piece, itemsize)), pieces.rank)
+    return joined([pieces.only(easy), cut], pieces.rank)
 
 
 def _readable(piece: Piece, itemsize: int) -> Iterator[Piece]:

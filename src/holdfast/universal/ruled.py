@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ..state.assembly import Assembled, Ruled, assemble
 from ..state.atoms import Atom
 from ..state.boxes import Box
@@ -13,7 +15,8 @@ from ..state.matching import StoredTensor
 from ..state.rules import Rules
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
-from .source import Contents, Stored
+from .load import read_flat
+from .source import Contents, Part, Source, Stored
 
 
 def infer(reader: RunReader, manifest: Manifest) -> str:
@@ -54,6 +57,32 @@ def add_to(contents: Contents, found: Assembled) -> None:
     lost = {name: some for name, some in (("averaged", averaged), ("dropped", list(found.dropped))) if some}
     if lost:
         contents.progress.setdefault("extra", {}).update(lost)
+
+
+class UnderRules(Contents):
+    """What ``rules`` make of the whole tensors of ``source``: other names, joined, split, permuted. Nothing is copied:
+    its parts are the tensors of the source, read as they are asked for."""
+
+    def __init__(self, source: Source, rules: Rules) -> None:
+        """Raises ``RuleError`` if the rules do not fit."""
+        super().__init__(source.path, source.format, progress=dict(source.progress))
+        self._source, self._stored = source, list(source.atoms.values())
+        for stored in self._stored:
+            self.add_part(Part(source.path, 0, stored.atom.nbytes, stored.atom.dtype))
+        rows = [
+            StoredTensor(number, stored.atom.name, stored.atom.shape, stored.atom.dtype, stored.atom.slot)
+            for number, stored in enumerate(self._stored)
+        ]
+        add_to(self, assemble(rules, rows))
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        stored, size = self._stored[part], self.parts[part].itemsize
+        values = read_flat(self._source, stored, offset // size, (offset + len(into)) // size)
+        np.frombuffer(into, dtype=np.uint8)[:] = values.view(np.uint8)
+
+    def check(self, part: int) -> None:
+        for number in sorted(set(self._stored[part].pieces.part.tolist())):
+            self._source.check(number)
 
 
 def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:

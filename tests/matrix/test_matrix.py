@@ -8,6 +8,8 @@ import pytest
 
 from dist.world import World
 
+pytestmark = pytest.mark.matrix
+
 WRITTEN, STEPS = 3, 8
 SIZES = {
     "plain": 1, "ddp2": 2, "ddp4": 4, "fsdp2": 2, "fsdp3": 3, "fsdp4": 4, "hsdp2x2": 4, "tp2": 2, "tp4": 4,

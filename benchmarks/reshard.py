@@ -1,0 +1,225 @@
+"""What it takes to read a state under another parallelism, and to export it, beside what others take.
+
+    python benchmarks/reshard.py [--mib 1024] [--rounds 5] [--folder FOLDER] [--keep] [--small]
+
+Two ranks of FSDP2 write one state with torch DCP and as a run. In turn, each from the disk and not from the page cache:
+
+* ``load``: one process loads it whole, with every byte verified, against ``dcp.load``, which verifies nothing;
+* ``export``: the parameters as a Hugging Face folder, durable, against a copy of as many bytes, synced;
+* ``half``: half of the rows of every tensor, with the bytes that were read of those that were wanted.
+
+``plan`` is how long planning takes for a quarter, a half and a whole million of fragments, in a process of its own,
+with its peak memory. Prints a table and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import finish, interleaved, options_of, paired_ratio, table
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+from holdfast.sources import source_of
+from holdfast.state.atoms import Atom
+from holdfast.state.boxes import Box
+from holdfast.state.pieces import Pieces, flat
+from holdfast.universal.convert.holdfast import Commit
+from holdfast.universal.convert.huggingface import write_huggingface
+from holdfast.universal.load import Target, plan, read_all
+from holdfast.universal.restore import read_tensors
+from holdfast.universal.source import Contents, Part, Stored
+
+LAYERS = 16
+
+
+def model_of(mib: int) -> nn.Module:
+    """Parameters of so many MiB in fp32, in matrices of equal size."""
+    width = int((mib * 2**20 / 4 / LAYERS) ** 0.5) // 64 * 64
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+
+
+def write(folder: Path, mib: int) -> None:
+    """On each of the ranks: a state with Adam's, by DCP and as a run."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = fully_shard(model_of(mib), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    with holdfast.Checkpointer(folder / "run", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        checkpointer.save()
+    held = {name: p.detach() for name, p in model.named_parameters()}
+    slots = {f"{n}.{s}": v for n, p in model.named_parameters() for s, v in optimizer.state[p].items()}
+    dcp.save({"model": held, "optim": slots}, checkpoint_id=folder / "dcp")
+    dist.destroy_process_group()
+
+
+def forget(folder: Path) -> None:
+    """Let the page cache forget what is below ``folder``."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def load_run(folder: Path) -> int:
+    forget(folder / "run")
+    source = source_of(str(folder / "run"))
+    stored = list(source.atoms.values())
+    tensors = read_tensors(source, [(each, Box.whole(each.atom.shape)) for each in stored])
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def load_dcp(folder: Path, targets: dict) -> None:
+    forget(folder / "dcp")
+    dcp.load(targets, checkpoint_id=folder / "dcp", no_dist=True)
+
+
+def targets_of(folder: Path) -> dict:
+    """Empty tensors for all that a DCP folder has."""
+    metadata = dcp.FileSystemReader(folder / "dcp").read_metadata().state_dict_metadata
+    found: dict = {"model": {}, "optim": {}}
+    for key, about in metadata.items():
+        kind, _, name = key.partition(".")
+        found[kind][name] = torch.empty(about.size, dtype=about.properties.dtype)
+    return found
+
+
+def export(folder: Path) -> None:
+    forget(folder / "run")
+    shutil.rmtree(folder / "hf", ignore_errors=True)
+    write_huggingface(source_of(str(folder / "run")), folder / "hf")
+
+
+def copy(folder: Path, nbytes: int) -> None:
+    """As many bytes from one file to another, 16 MiB at a time, synced."""
+    source, made = folder / "raw", folder / "copy"
+    if not source.exists():
+        with source.open("wb") as file:
+            for _ in range(nbytes >> 20):
+                file.write(os.urandom(1 << 20))
+    forget(folder)
+    with source.open("rb", 0) as file, made.open("wb", 0) as out:
+        while data := file.read(16 << 20):
+            out.write(data)
+        os.fsync(out.fileno())
+    made.unlink()
+
+
+def amplification(folder: Path) -> float:
+    """Bytes verified for half of the rows of every tensor, by those that were wanted."""
+    source = source_of(str(folder / "run"))
+    assert isinstance(source, Commit)
+    before, targets = source.bytes_read, []
+    for stored in source.atoms.values():
+        if len(stored.atom.shape) == 2:
+            rows, columns = stored.atom.shape
+            array = np.empty((rows // 2, columns), f"u{stored.atom.itemsize}")
+            targets.append(Target(stored, Box((0, 0), (rows // 2, columns)), array))
+    read_all(source, targets)
+    return (source.bytes_read - before) / sum(target.array.nbytes for target in targets)
+
+
+def plan_millions(fragments: int, atoms: int) -> dict:
+    """Plan one read of everything, of ``fragments`` flat parts; each is up to three boxes."""
+    shape = (4096, 1024)
+    elements, ranks = shape[0] * shape[1], fragments // atoms
+    each = -(-elements // ranks)
+    contents = Contents("planned", "flat")
+    contents.parts = [Part(f"rank{r}", 0, (each * atoms + 1) * 4, "F32") for r in range(ranks)]
+    targets, array = [], np.empty(shape, np.uint32)
+    for number in range(atoms):
+        pieces = [
+            p
+            for r in range(ranks)
+            for p in flat(shape, r * each, min((r + 1) * each, elements), r, number * each)
+        ]
+        stored = Stored(Atom(f"p{number}", "param", shape, "F32"), Pieces.of(pieces, 2))
+        targets.append(Target(stored, Box.whole(shape), array))
+    before = time.perf_counter()
+    runs = plan(contents, targets)  # type: ignore[arg-type]
+    seconds = time.perf_counter() - before
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"fragments": fragments, "runs": len(runs), "seconds": round(seconds, 2), "peak_bytes": peak}
+
+
+def in_a_process(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def main() -> None:
+    parser = options_of(__doc__)
+    parser.add_argument("--mib", type=int, default=1024, help="of the parameters")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plan", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.write:
+        return write(Path(args.folder), args.mib)
+    if args.plan:
+        return print(json.dumps(plan_millions(args.plan, 40 if args.small else 1000)))
+    mib, rounds = (4, 1) if args.small else (args.mib, args.rounds)
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        in_a_process(
+            "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__, "--write", "--mib", str(mib),
+            "--folder", name,
+        )  # fmt: skip
+        state, targets = load_run(folder), targets_of(folder)
+        export(folder)
+        exported = sum(path.stat().st_size for path in (folder / "hf").iterdir())
+        seconds = interleaved(
+            {
+                "load": lambda: load_run(folder), "dcp.load": lambda: load_dcp(folder, targets),
+                "export": lambda: export(folder), "copy": lambda: copy(folder, exported),
+            },
+            rounds, warm_up=0 if args.small else 1,
+        )  # fmt: skip
+        half = amplification(folder)
+    small = ["--small"] if args.small else []
+    counts = [4000] if args.small else [250_000, 500_000, 1_000_000]
+    planned = [json.loads(in_a_process(__file__, "--plan", str(count), *small)) for count in counts]
+    rows = [["", "seconds", "MB/s"]]
+    for case, taken in seconds.items():
+        median = statistics.median(taken)
+        nbytes = state if "load" in case else exported
+        rows.append([case, f"{median:.2f}", f"{nbytes / median / 1e6:.0f}"])
+    table(rows)
+    for each in planned:
+        print(
+            f"plan of {each['fragments']:,} fragments: {each['seconds']} s, {each['peak_bytes'] / 1e6:.0f} MB at most"
+        )
+    result = {
+        "state_bytes": state, "exported_bytes": exported, "seconds": seconds,
+        "load_of_dcp": paired_ratio(seconds["load"], seconds["dcp.load"]),
+        "export_of_copy": paired_ratio(seconds["copy"], seconds["export"]), "half_read_of_wanted": half,
+        "plan": planned,
+    }  # fmt: skip
+    finish("reshard", result, args.keep)
+
+
+if __name__ == "__main__":
+    main()

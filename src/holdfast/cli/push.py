@@ -1,0 +1,99 @@
+"""``push``: a run copied to a bucket, once or as it goes on."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from ..errors import BadInput
+from ..store.pushing import Pushed, Pusher
+from ..store.retention import Keep
+from ..store.target import Url, place_of
+from ..units import counted, format_bytes
+from .output import print_json
+from .runs import directory_of
+
+SECONDS = 2.0
+"""Between two looks at a run that is followed."""
+
+
+def push_run(run: Path, destination: str, *, keep_last: int | None, follow: bool, as_json: bool) -> bool:
+    """Copy what of ``run`` is not at ``destination``, and say so; with ``follow`` again and again until Ctrl-C. Whether
+    all of it was as it was written."""
+    place = place_of(destination)
+    if not isinstance(place, Url):
+        raise BadInput(
+            f"{destination} is no place in a bucket: give s3://BUCKET/PREFIX. A directory can be copied."
+        )
+    pusher = Pusher(directory_of(run, "push"), place, keep=None if keep_last is None else Keep(keep_last))
+    try:
+        done = _push(pusher, place, follow, as_json)
+        while follow:
+            time.sleep(SECONDS)
+            _push(pusher, place, follow, as_json)
+    except KeyboardInterrupt:
+        if not follow:
+            raise
+        return True
+    return not done.damaged
+
+
+def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> Pushed:
+    began = time.perf_counter()
+    columns = (
+        "copying",
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    out = Console(stderr=True)
+    with Progress(*columns, console=out, transient=True, disable=as_json or not out.is_terminal) as bar:
+        task = bar.add_task("copying", total=None)
+        done = pusher.push(lambda total, nbytes: bar.update(task, total=total, advance=nbytes))
+    if not follow or done.commits or done.records or done.removed or done.damaged:
+        _say(done, place, time.perf_counter() - began, follow, as_json)
+    return done
+
+
+def _say(done: Pushed, place: Url, seconds: float, follow: bool, as_json: bool) -> None:
+    if as_json:
+        document = _document(done, seconds)
+        print(json.dumps(document), flush=True) if follow else print_json(document)
+        return
+    steps = "".join(f", step {ref.step:,}" for ref in sorted(done.commits))
+    print(
+        f"{place}: {counted(len(done.commits), 'commit')}{steps}, and {counted(done.records, 'record')} copied,"
+        f" {format_bytes(done.bytes)}, {seconds:.1f} s"
+    )
+    if done.retired:
+        print(
+            f"Not copied: {counted(len(done.retired), 'commit')} that the run retired meanwhile. Push again, or let it"
+            " keep more of them: keep=Keep(last=...), or durability.retain."
+        )
+    if done.removed:
+        print(f"Removed there: {counted(len(done.removed), 'older commit')}")
+    for error in done.damaged:
+        print(f"Not copied, since it is damaged: {error}")
+    if done.durable_step is None:
+        print("Nothing can be recovered from there yet: it has no commit")
+    else:
+        print(f"Everything up to step {done.durable_step:,} can be recovered from there", flush=True)
+
+
+def _document(done: Pushed, seconds: float) -> dict[str, Any]:
+    return {
+        "commits": [{"step": ref.step, "timeline": ref.timeline} for ref in done.commits],
+        "removed": [{"step": ref.step, "timeline": ref.timeline} for ref in done.removed],
+        "retired": [{"step": ref.step, "timeline": ref.timeline} for ref in done.retired],
+        "records": done.records,
+        "bytes": done.bytes,
+        "seconds": seconds,
+        "durable_step": done.durable_step,
+        "damaged": [{"path": error.path, "text": str(error)} for error in done.damaged],
+    }

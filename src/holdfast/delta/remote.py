@@ -1,0 +1,87 @@
+"""Remote: the copy of a run in a bucket, kept up with by a thread of its own while training goes on.
+
+It reads what the run has on its disk and nothing else, so training never waits for it, and what fails there is tried
+again at the next look. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from pathlib import Path
+
+from ..errors import BadInput, Damaged, HoldfastError
+from ..events import EventLog
+from ..store.pushing import Pusher
+from ..store.retention import Keep
+from ..store.target import Url, place_of
+
+SECONDS = 1.0
+"""Between two looks."""
+
+
+class Remote:
+    """The copy at ``address`` of the run in ``root``. ``start`` it when that can be read, ``close`` it at the end."""
+
+    def __init__(self, root: str | Path, address: str, keep: Keep, events: EventLog) -> None:
+        """Raises ``BadInput``. Nothing is asked yet."""
+        place = place_of(address)
+        if not isinstance(place, Url):
+            raise BadInput(f"remote = {address!r} is no place in a bucket: give s3://BUCKET/PREFIX")
+        self._root, self._place, self._events = Path(root), place, events
+        self._pusher = Pusher(self._root, place, keep=keep)
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    @property
+    def durable_step(self) -> int:
+        """The newest step that can be recovered from the bucket alone; -1 before there is one."""
+        step = self._pusher.durable_step
+        return -1 if step is None else step
+
+    def check(self) -> None:
+        """Raise ``RunMismatch`` if the bucket holds another run, ``DiskFailed`` if it does not answer."""
+        self._pusher.check()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._follow, name="holdfast-remote", daemon=True)
+        self._thread.start()
+
+    def close(self, step: int | None) -> None:
+        """End the thread. With ``step``, the newest of the run, what is missing is copied before, and a warning tells
+        if that is not all. A second call does nothing."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._ending.set()
+        thread.join()
+        if step is None:
+            return
+        self._push()
+        if self.durable_step < step:
+            warnings.warn(
+                f"the copy of {self._root} in {self._place} ends at step {self.durable_step} of {step}:"
+                f" {self._error or 'what follows is not durable in the run either.'} To copy what can be:"
+                f" `holdfast push {self._root} {self._place}`.",
+                stacklevel=2,
+            )
+
+    def _follow(self) -> None:
+        while not self._ending.wait(SECONDS):
+            self._push()
+
+    def _push(self) -> None:
+        try:
+            done = self._pusher.push()
+        except (HoldfastError, OSError) as error:
+            if str(error) != str(self._error):
+                self._events.emit("push_failed", step=self.durable_step, error=str(error))
+            self._error = error
+            return
+        if done.damaged or not isinstance(self._error, Damaged):  # which is told once
+            self._error = done.damaged[-1] if done.damaged else None
+        for damage in done.damaged:
+            self._events.emit("push_failed", step=self.durable_step, error=str(damage))
+        if done.commits:
+            self._events.emit("pushed", step=self.durable_step, bytes=done.bytes)

@@ -1,0 +1,248 @@
+"""Objects: a run in an S3-compatible bucket, read as a disk is, and what a copy of a run is written with.
+
+Paths are relative to the prefix, ``/``-separated; offsets and sizes are bytes. An object appears whole or not at all,
+and none is ever written again with other content, so a range of one may be read at any time. Requests that fail are
+tried again for a while, after that it is ``DiskFailed``. Where the bucket is and whose it is, is said by the usual
+variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..errors import BadInput, DiskFailed
+from ..units import KiB, MiB
+from .lock import HeldLock
+from .target import Url
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+AHEAD = 64 * KiB
+"""Read at once where less is asked for: the headers of small records lie close together."""
+PART_BYTES = 8 * MiB
+"""Of an object that is sent in parts."""
+RETRIES = 5
+
+
+class ObjectDisk:
+    """What lies under the prefix ``root`` of a bucket. Safe to use from several threads."""
+
+    def __init__(self, root: Url) -> None:
+        """Raises ``BadInput`` if ``root`` names no bucket, or what talks to it is not installed. Asks nothing yet."""
+        self.root: Any = root
+        if len(root.parts) < 2:
+            raise BadInput(f"{root} names no bucket: give s3://BUCKET/PREFIX")
+        self._store = _connected(root)
+
+    def listdir(self, path: str) -> list[str]:
+        """The names directly below ``path``, sorted; none if there are no such objects."""
+        with self._asking("list", path):
+            found = self._list(path)
+            return sorted(name.rpartition("/")[2] for name in (*found["common_prefixes"], *_paths(found)))
+
+    def sizes(self, path: str) -> dict[str, int]:
+        """Of the objects directly below ``path``, by their whole paths."""
+        with self._asking("list", path):
+            return {item["path"]: item["size"] for item in self._list(path)["objects"]}
+
+    def exists(self, path: str) -> bool:
+        """Whether there is such an object, or any below it."""
+        try:
+            return self.size(path) >= 0
+        except FileNotFoundError:
+            return bool(self.listdir(path))
+
+    def size(self, path: str) -> int:
+        """``FileNotFoundError`` if it is absent."""
+        import obstore
+
+        with self._asking("find", path):
+            return obstore.head(self._store, path)["size"]
+
+    def read_bytes(self, path: str) -> bytes:
+        """All of a small object. ``FileNotFoundError`` if it is absent."""
+        import obstore
+
+        with self._asking("read", path):
+            return obstore.get(self._store, path).bytes().to_bytes()
+
+    def read_range(self, path: str, offset: int, nbytes: int) -> memoryview:
+        """Less than ``nbytes`` where the object ends before."""
+        import obstore
+
+        with self._asking("read", path):
+            return memoryview(obstore.get_range(self._store, path, start=offset, length=nbytes))
+
+    def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> ObjectFile:
+        """For reading by ranges, whatever is asked for. That it is absent shows when it is read."""
+        return ObjectFile(self, path)
+
+    def put(self, path: str, data: bytes | Iterator[bytes]) -> None:
+        """Store ``data`` under ``path``, all of it or, if ``data`` raises, nothing. Durable when this returns."""
+        import obstore
+
+        with self._asking("write", path):
+            obstore.put(self._store, path, data, chunk_size=PART_BYTES)
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        """As ``put``, unless there is such an object: whether there was none. Of two at the same time one succeeds."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._asking("write", path):
+            try:
+                obstore.put(self._store, path, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+            return True
+
+    def unlink(self, path: str) -> None:
+        """Remove ``path``; nothing happens if it is absent."""
+        import obstore
+
+        with self._asking("remove", path):
+            obstore.delete(self._store, path)
+
+    def free_bytes(self) -> int:
+        self._refuse()
+
+    def allocate(self, path: str, nbytes: int) -> None:
+        self._refuse()
+
+    def cut(self, path: str, nbytes: int) -> None:
+        self._refuse()
+
+    def sync(self, target: Any, *, why: str) -> None:
+        self._refuse()
+
+    def sync_dir(self, path: str, *, why: str) -> None:
+        self._refuse()
+
+    def rename(self, src: str, dst: str) -> None:
+        self._refuse()
+
+    def makedirs(self, path: str) -> None:
+        self._refuse()
+
+    def is_named(self, path: str, file: Any) -> bool:
+        self._refuse()
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        self._refuse()
+
+    def is_locked(self, path: str) -> bool:
+        return False
+
+    def lock(self, path: str, owner: dict) -> HeldLock:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise BadInput(
+            f"{self.root} is in a bucket, and no run is written there: write it in a directory, and copy it with"
+            f" `holdfast push DIRECTORY {self.root}`."
+        )
+
+    def _list(self, path: str) -> Any:
+        import obstore
+
+        return obstore.list_with_delimiter(self._store, path or None)
+
+    @contextmanager
+    def _asking(self, verb: str, path: str) -> Iterator[None]:
+        """What the library raises, as errors of ours."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, FileNotFoundError) as error:
+            if "NoSuchBucket" in str(error):
+                raise BadInput(f"{self.root}: there is no bucket {self.root.parts[1]!r}") from error
+            if isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(f"{self.root / path} is not there") from None
+            raise DiskFailed(
+                f"cannot {verb} {self.root / path}: {_plain(error)}. What was there before still is: check the"
+                " network and the AWS_ variables, then run again."
+            ) from error
+
+
+class ObjectFile:
+    """An object that is read by ranges."""
+
+    def __init__(self, disk: ObjectDisk, path: str) -> None:
+        self._disk, self._name = disk, path
+        self._lock = threading.Lock()
+        self._ahead, self._from = memoryview(b""), 0
+
+    @property
+    def path(self) -> Path:
+        return self._disk.root / self._name
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill ``view`` from ``offset``: all of it, or ``DiskFailed``."""
+        data = (
+            self._near(offset, len(view))
+            if len(view) < AHEAD
+            else self._disk.read_range(self._name, offset, len(view))
+        )
+        if len(data) < len(view):
+            raise DiskFailed(
+                f"cannot read {self.path}: it ends at {offset + len(data)}, {len(view)} bytes from {offset} are wanted"
+            )
+        view[:] = data
+
+    def write(self, view: memoryview, offset: int) -> None:
+        self._disk._refuse()
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+    def _near(self, offset: int, nbytes: int) -> memoryview:
+        with self._lock:
+            if not (self._from <= offset and offset + nbytes <= self._from + len(self._ahead)):
+                self._ahead, self._from = self._disk.read_range(self._name, offset, AHEAD), offset
+            start = offset - self._from
+            return self._ahead[start : start + nbytes]
+
+
+def _connected(root: Url) -> S3Store:
+    try:
+        from obstore.store import S3Store
+    except ImportError as error:
+        raise BadInput(f"{root} is in a bucket, which takes obstore: pip install 'holdfast[s3]'") from error
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+    return S3Store(
+        root.parts[1],
+        prefix="/".join(root.parts[2:]) or None,
+        endpoint=endpoint,
+        client_options={
+            "allow_http": (endpoint or "").startswith("http://"),
+            "connect_timeout": timedelta(seconds=10),
+            "timeout": timedelta(seconds=180),
+        },
+        retry_config={
+            "max_retries": RETRIES,
+            "retry_timeout": timedelta(seconds=120),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=10),
+                "base": 2,
+            },
+        },
+    )
+
+
+def _paths(found: Any) -> list[str]:
+    return [item["path"] for item in found["objects"]]
+
+
+def _plain(error: Exception) -> str:
+    """What the library says, without its debug output."""
+    text = " ".join(str(error).partition("\n\nDebug source")[0].split())
+    return text.removeprefix("Generic S3 error: ").rstrip(" .:")

@@ -1,0 +1,290 @@
+"""Pushing: a run of a directory copied to a bucket, so that at any time all that the bucket lists can be recovered.
+
+The order is that of the disk: records and payload, indexes, and the manifest last, by a conditional put. No object is
+written again with other content. Payload files of a directory are, so in the bucket they are named by their checksums,
+and the manifest there names them so. Records are cut into objects anew, of whole records each, whatever segment they
+come from. Every block is verified on its way; what is there already is not sent again. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from ..errors import CommitRetired, Damaged, DiskFailed, RunMismatch
+from .chain import chain_of
+from .copying import Pushed, RecordsCopy
+from .generations import corrupt
+from .layout import block_spans
+from .manifest import CommitRef, FileRef, Manifest, Share, Timeline
+from .objects import ObjectDisk
+from .reader import RunReader
+from .reading import INSPECT, check_size, read_verified
+from .retention import Keep, dropped, kept_for_good, lineage
+from .room import needs, unneeded_segments
+from .target import Url
+
+_OBJECT = re.compile(r"data/.+\.[0-9a-f]{32}\.safetensors")
+Told = Callable[[int, int], None]
+"""Told of how many bytes of payload how many more are done with."""
+
+
+class Pusher:
+    """Copies the run in ``root`` to ``url``, as often as ``push`` is called. Used by one thread."""
+
+    def __init__(self, root: Path, url: Url, *, keep: Keep | None = None) -> None:
+        """``keep``: which commits stay in the bucket, with what of the records; None: all. Raises as ``ObjectDisk``."""
+        self._local, self._disk = RunReader(root), ObjectDisk(url)
+        self._remote = RunReader(url, disk=self._disk)
+        self._keep = keep
+        self._published: dict[CommitRef, Manifest] = {}
+        self._timelines: dict[int, Timeline] = {}
+        self._records = RecordsCopy(self._local.disk, self._disk)
+        self._begun = self._tidy = False
+        self._unreadable = False
+        """Whether a manifest in the bucket is: nothing is removed then, since it may need anything."""
+        self._done = Pushed()
+        self._damaged: set[CommitRef] = set()
+        """Of the directory, which are not tried again."""
+        self._told: Callable[[int], None] = lambda nbytes: None
+        self.durable_step: int | None = None
+        """The newest step that can be recovered from the bucket alone, as far as is known here."""
+
+    def check(self) -> None:
+        """See what is there. Raises ``RunMismatch`` if it is of another run."""
+        here = self._local.timelines()[0]
+        self._timelines = there = self._remote.timelines()[0]
+        if there and not here:
+            raise RunMismatch(
+                f"{self._disk.root} holds a run, and {self._local.root} has none yet that it could be the copy of. To"
+                f' go on from it: resume(source="{self._disk.root}"), with another place for the copy of that.'
+            )
+        for timeline in sorted(here.keys() & there.keys()):
+            self._refuse_another(here[timeline], there[timeline])
+
+    def push(self, told: Told | None = None) -> Pushed:
+        """Copy what is not there. When it returns, what the directory had when it was called is in the bucket, but for
+        what is ``damaged`` or was ``retired``.
+
+        Raises ``RunMismatch``, with nothing written, if the bucket holds another run; ``DiskFailed`` if it does not
+        answer. What was copied then needs not be again.
+        """
+        self._done = Pushed()
+        self._begin()
+        missing = self._missing()
+        total = sum(manifest.total_bytes for manifest in missing)
+        self._told = (lambda nbytes: None) if told is None else partial(told, total)
+        self._push_timelines()
+        self._push_records()
+        for manifest in missing:
+            try:
+                self._push_commit(manifest)
+            except CommitRetired:
+                self._done.retired.append(manifest.ref)
+            except Damaged as error:
+                self._give_up(manifest.ref, error)
+        if self._keep is not None and not self._unreadable and (self._done.commits or not self._tidy):
+            self._retire()
+            self._tidy = True
+        self._done.durable_step = self.durable_step
+        line = lineage(self._published, self._timelines, _tip(self._published, self._timelines))
+        self._records.forget(min((self._published[ref].oldest_step for ref in line[:2]), default=-1))
+        return self._done
+
+    def _missing(self) -> list[Manifest]:
+        """The commits of the directory that are to be copied, newest first."""
+        found = {}
+        for ref in _newest_first(self._local):
+            if ref in self._damaged:
+                continue
+            with suppress(CommitRetired):
+                try:
+                    found[ref] = self._local.load(ref) if ref not in self._published else self._published[ref]
+                except Damaged as error:
+                    self._give_up(ref, error)
+        unwanted = self._unwanted({**found, **self._published}, self._local.timelines()[0])[0]
+        return [each for ref, each in found.items() if ref not in self._published and ref not in unwanted]
+
+    def _begin(self) -> None:
+        """See what is there, once: from then on it is known, but for what others copy, which a put shows."""
+        if self._begun:
+            return
+        self.check()
+        for ref in self._remote.commits():
+            with suppress(CommitRetired):
+                try:
+                    self._published[ref] = self._remote.load(ref)
+                except Damaged as error:
+                    self._unreadable = True
+                    self._done.damaged.append(error)
+        self._records.look()
+        self.durable_step = self._reach()
+        self._begun = True
+
+    def _give_up(self, ref: CommitRef, error: Damaged) -> None:
+        self._damaged.add(ref)
+        self._done.damaged.append(error)
+
+    def _push_timelines(self) -> None:
+        for timeline, record in sorted(self._local.timelines()[0].items()):
+            if timeline in self._timelines:
+                continue
+            if not self._disk.put_new(record.path, record.encode()):
+                there = Timeline.decode(self._disk.read_bytes(record.path), record.path)
+                self._refuse_another(record, there)
+            self._timelines[timeline] = record
+            self.durable_step = self._reach()
+
+    def _refuse_another(self, here: Timeline, there: Timeline) -> None:
+        if here.key != there.key:
+            raise RunMismatch(
+                f"{self._disk.root} holds another run than {self._local.root}, or a copy of it that went on by itself:"
+                f" they mean different timelines by {here.id}. Push to another place."
+            )
+
+    def _push_commit(self, manifest: Manifest) -> None:
+        with self._local.listed(manifest):
+            sizes = self._disk.sizes("data")
+            for ref in manifest.files.values():
+                self._push_file(ref, sizes)
+                self._push_records()
+            copy = self._push_indexes(manifest)
+        for stream in copy.streams:  # a base may need records to be of one step
+            journal = self._records.journal(stream, self._timelines, copy.timeline)
+            chain_of(copy, stream, journal, copy.step)
+        sizes = self._disk.sizes("data")
+        for ref in copy.files.values():
+            if sizes.get(ref.path) != ref.bytes:
+                raise DiskFailed(
+                    f"{self._disk.root / ref.path} was removed by another that pushes, before the commit that needs it"
+                    " was there: push again, and let one process remove what is not kept"
+                )
+        if not self._disk.put_new(copy.path, copy.encode()):
+            copy = self._remote.load(copy.ref)  # of another that pushes, and was faster
+            if copy.key != manifest.key:
+                raise RunMismatch(f"{self._disk.root / copy.path} is of another run than {self._local.root}")
+        self._published[copy.ref] = copy
+        self._done.commits.append(copy.ref)
+        self.durable_step = self._reach()
+
+    def _push_records(self) -> None:
+        before = self._done.records
+        self._records.push(self._done)
+        if self._done.records > before:
+            self.durable_step = self._reach()
+
+    def _push_file(self, ref: FileRef, sizes: dict[str, int]) -> None:
+        path = object_path(ref)
+        if sizes.get(path) == ref.bytes:
+            return self._told(ref.bytes)
+        check_size(self._local.disk, ref)
+        self._disk.put(path, self._blocks(ref))
+        sizes[path] = ref.bytes
+        self._done.bytes += ref.bytes
+
+    def _blocks(self, ref: FileRef) -> Iterator[bytes]:
+        """The verified blocks of a payload file. Raises ``Damaged``, and what was sent of it is forgotten."""
+        with closing(self._local.disk.open(ref.path, write=False, direct=False)) as file:
+            for (start, stop), expected in zip(block_spans(ref.bytes), ref.checksums, strict=True):
+                data = bytearray(stop - start)
+                file.read(memoryview(data), start)
+                got = xxhash.xxh3_64_hexdigest(data)
+                if got != expected:
+                    raise corrupt(ref.path, start, len(data), (), expected, got, INSPECT)
+                yield bytes(data)
+                self._told(len(data))
+
+    def _push_indexes(self, manifest: Manifest) -> Manifest:
+        """The manifest of the copy, with what it names beside payload in the bucket."""
+        for ref in manifest.index_refs:
+            self._push_small(ref["path"], read_verified(self._local.disk, ref, "an index"))
+        files = {unit: replace(ref, path=object_path(ref)) for unit, ref in manifest.files.items()}
+        copy = replace(manifest, files=files)
+        if not manifest.shares:
+            return copy
+        return copy.with_shares(
+            {stream: self._push_share(share) for stream, share in manifest.shares.items()}
+        )
+
+    def _push_share(self, share: Share) -> Share:
+        files = {unit: replace(ref, path=object_path(ref)) for unit, ref in share.files.items()}
+        copy = replace(share, files=files)
+        text = json.dumps(copy.to_json()).encode()
+        digest = xxhash.xxh3_128_hexdigest(text)
+        self._push_small(f"index/{digest}.json", text)
+        return replace(copy, path=f"index/{digest}.json", bytes=len(text), xxh3_128=digest)
+
+    def _push_small(self, path: str, text: bytes) -> None:
+        if self._disk.put_new(path, text):
+            self._done.bytes += len(text)
+
+    def _reach(self) -> int | None:
+        """The newest step to which the bucket leads."""
+        tip = _tip(self._published, self._timelines)
+        for ref in lineage(self._published, self._timelines, tip):
+            base = self._published[ref]
+            with suppress(Damaged):
+                return min(
+                    chain_of(
+                        base, stream, self._records.journal(stream, self._timelines, tip), None
+                    ).last.step
+                    for stream in base.streams
+                )
+        return None
+
+    def _unwanted(
+        self, commits: dict[CommitRef, Manifest], timelines: dict[int, Timeline]
+    ) -> tuple[list[CommitRef], set[CommitRef]]:
+        """Which of ``commits`` are not kept, and which are without the records since."""
+        if self._keep is None:
+            return [], set()
+        tip, last = _tip(commits, timelines), self._keep.last
+        line = lineage(commits, timelines, tip)
+        for_good = kept_for_good([commits[ref] for ref in line], self._keep)
+        gone = dropped(commits, timelines, tip, retain=last, room=last, for_good=for_good)
+        return gone, for_good - set(line[:last])
+
+    def _retire(self) -> None:
+        """Remove the manifests of commits that are not kept, then what no other needs. Not what a commit of the
+        directory has, which another may be about to push."""
+        gone, alone = self._unwanted(self._published, self._timelines)
+        for ref in gone:
+            self._disk.unlink(ref.path)
+        named = {path for ref in gone for path in self._published.pop(ref).small_paths}
+        self._done.removed += gone
+        kept = list(self._published.values())
+        for path in sorted(named - {path for manifest in kept for path in manifest.small_paths}):
+            self._disk.unlink(path)
+        needed = {file.path for manifest in kept for file in manifest.files.values()}
+        here = [self._local._load_or_none(ref) for ref in self._local.commits()]
+        needed |= {object_path(file) for each in here if each is not None for file in each.files.values()}
+        for path in sorted(self._disk.sizes("data").keys() - needed):
+            if _OBJECT.fullmatch(path):
+                self._disk.unlink(path)
+        if gone:
+            for path in list(unneeded_segments(self._disk, needs(kept, alone), None)):
+                self._disk.unlink(path)
+
+
+def object_path(ref: FileRef) -> str:
+    """What the payload file is called in a bucket: by its content, since the directory writes the file again."""
+    digest = xxhash.xxh3_128_hexdigest(" ".join((str(ref.bytes), *ref.checksums)).encode())
+    return f"{ref.path.removesuffix('.safetensors').rpartition('.')[0]}.{digest}.safetensors"
+
+
+def _tip(commits: Collection[CommitRef], timelines: dict[int, Timeline]) -> int:
+    """The newest timeline whose line has commits."""
+    return next((t for t in sorted(timelines, reverse=True) if lineage(commits, timelines, t)), 0)
+
+
+def _newest_first(reader: RunReader) -> list[CommitRef]:
+    """The commits of the line, then others."""
+    line = reader.line()
+    return line + [ref for ref in reader.commits() if ref not in line]

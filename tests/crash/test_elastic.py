@@ -1,0 +1,78 @@
+"""The example as its first lines say: four ranks, killed; three, killed; one out of core; exported and sampled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from crash.test_torchrun import free_port, kill
+
+HERE = Path(__file__).parent.parent.parent
+SCRIPT = str(HERE / "examples" / "elastic.py")
+ENV = {
+    **os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE / "src"),
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}  # fmt: skip
+
+
+def told(path):
+    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+def train_until_killed(folder, ranks, until):
+    """Kill all of it once a step from ``until`` on is durable; what it told."""
+    out = folder / f"out-{ranks}"
+    arguments = [
+        f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--local-addr=127.0.0.1", SCRIPT, "train", "--folder", str(folder), "--steps", "100000",
+    ]  # fmt: skip
+    with out.open("w") as file, (folder / "errors").open("a") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *arguments], env=ENV, stdout=file, stderr=errors,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            end = time.monotonic() + 120
+            while not any(line["durable"] >= until for line in told(out)):
+                assert process.poll() is None and time.monotonic() < end, (folder / "errors").read_text()[
+                    -4000:
+                ]
+                time.sleep(0.1)
+        finally:
+            kill(process)
+            process.wait()
+    return told(out)
+
+
+def run(folder, *arguments):
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments, "--folder", str(folder)],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(400)
+def test_four_ranks_then_three_then_one_out_of_core_then_a_llama_that_talks(tmp_path):
+    four = train_until_killed(tmp_path, 4, 20)
+    three = train_until_killed(tmp_path, 3, four[-1]["step"] + 20)
+    assert {line["ranks"] for line in three} == {3}
+    assert four[-1]["durable"] < three[0]["step"] <= four[-1]["step"] + 2
+    assert three[0]["loss"] < four[0]["loss"] / 1.3
+    last = three[-1]["step"] + 20
+    alone = [json.loads(line) for line in run(tmp_path, "out-of-core", "--steps", str(last)).splitlines()]
+    assert three[-1]["durable"] < alone[0]["step"] <= three[-1]["step"] + 2 and alone[-1]["step"] == last
+    assert alone[-1]["loss"] < four[0]["loss"] / 1.5
+    run(tmp_path, "export")
+    assert run(tmp_path, "sample").startswith("def ")

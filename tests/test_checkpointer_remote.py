@@ -1,0 +1,129 @@
+"""A Checkpointer keeps up a copy of its run in a bucket, beside training and without harm to it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from delta.loops import make, same
+from holdfast.checkpointer import Checkpointer
+from holdfast.delta import remote
+from holdfast.errors import BadInput, DiskFailed, RunMismatch
+from holdfast.events import read_events
+from holdfast.store.chain import verify_records
+from holdfast.store.objects import ObjectDisk
+from holdfast.store.reader import RunReader
+from test_checkpointer import ADAMW, go_on, reference
+
+
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch):
+    monkeypatch.setattr(remote, "SECONDS", 0.02)
+
+
+def begin(root, bucket, seed=None, **options):
+    loop = make(ADAMW, "batchnorm") if seed is None else make(ADAMW, "batchnorm", seed=seed)
+    things = {**loop.things, **options}
+    return loop, Checkpointer(root, model=loop.model, optimizer=loop.optimizers, remote=str(bucket), **things)
+
+
+def until(true, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_the_remote_mark_says_can_be_recovered_from_the_bucket_alone(tmp_path, bucket):
+    states, losses = reference(12, "batchnorm")
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    with checkpointer:
+        assert checkpointer.remote_durable_step == -1
+        checkpointer.resume()
+        go_on(loop, checkpointer, 5)
+        checkpointer.wait()
+        until(lambda: checkpointer.remote_durable_step == 5)
+        again, other = begin(tmp_path / "other", f"{bucket}-other", seed=5)
+        with other:
+            assert other.resume(source=str(bucket)) == 5
+            assert same(again.state(), states[5])
+        go_on(loop, checkpointer, 12)
+    assert same(loop.state(), states[12]) and loop.losses == losses
+    assert checkpointer.remote_durable_step == 12
+    reader = RunReader(bucket)
+    assert verify_records(reader, reader.head()) == (12, [])
+
+
+def test_a_run_that_goes_on_goes_on_with_its_copy(tmp_path, bucket):
+    for steps in (4, 9):
+        loop, checkpointer = begin(tmp_path / "run", bucket)
+        with checkpointer:
+            checkpointer.resume()
+            go_on(loop, checkpointer, steps)
+    reader = RunReader(bucket)
+    assert verify_records(reader, reader.head())[0] == 9 and reader.tip() == 2
+
+
+def test_what_the_run_does_not_keep_goes_from_the_copy_too(tmp_path, bucket):
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    with checkpointer:
+        checkpointer.resume()
+        for step in (2, 4, 6, 8):
+            go_on(loop, checkpointer, step)
+            checkpointer.save()
+            until(lambda: checkpointer.remote_durable_step == step)  # noqa: B023
+    assert [ref.step for ref in RunReader(bucket).commits()] == [8, 6]
+    assert RunReader(bucket).commits() == RunReader(tmp_path / "run").commits()
+
+
+def test_a_bucket_that_fails_for_a_while_is_caught_up_with(tmp_path, bucket, monkeypatch):
+    put_new, failed = ObjectDisk.put_new, []
+
+    def fails(self, path, data):
+        if len(failed) < 3:
+            failed.append(path)
+            raise DiskFailed("the network is down")
+        return put_new(self, path, data)
+
+    monkeypatch.setattr(ObjectDisk, "put_new", fails)
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+        until(lambda: len(failed) == 3)
+    assert checkpointer.remote_durable_step == 3
+    told = [
+        event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "push_failed"
+    ]
+    assert len(told) == 1 and told[0]["error"] == "the network is down"
+
+
+def test_a_copy_that_stays_behind_is_told_at_the_end_and_the_run_is_whole(tmp_path, bucket, monkeypatch):
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    checkpointer.resume()
+    go_on(loop, checkpointer, 3)
+    monkeypatch.setattr(ObjectDisk, "put_new", lambda *_: (_ for _ in ()).throw(DiskFailed("no network.")))
+    go_on(loop, checkpointer, 6)
+    with pytest.warns(
+        UserWarning, match=r"ends at step -?\d of 6: no network\. To copy what can be: `holdfast push"
+    ):
+        checkpointer.close()
+    reader = RunReader(tmp_path / "run")
+    assert verify_records(reader, reader.head()) == (6, [])
+
+
+def test_a_bucket_with_another_run_is_refused_before_anything_is_written(tmp_path, bucket):
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 2)
+    _, other = begin(tmp_path / "other", bucket)
+    with pytest.raises(RunMismatch, match=f"{bucket} holds a run, and .*other has none yet"):
+        other.resume()
+    assert not (tmp_path / "other" / "commits").exists()
+
+
+def test_a_place_that_is_no_bucket_is_refused(tmp_path):
+    with pytest.raises(BadInput, match="give s3://BUCKET/PREFIX"):
+        begin(tmp_path / "run", tmp_path / "copy")

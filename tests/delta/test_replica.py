@@ -276,6 +276,8 @@ def test_what_another_process_cannot_go_on_with_is_refused(tmp_path):
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(BadInput, match="a replica cannot call after_update"):
         Checkpointer(tmp_path / "run", optimizer=plain, after_update=lambda: None, **options)
+    with pytest.raises(BadInput, match="storage = 1GB is for records, and a replica leaves none"):
+        Checkpointer(tmp_path / "run", optimizer=plain, storage="1GB", **options)
     with pytest.raises(BadInput, match="is not a directory"):
         Checkpointer(tmp_path / "run", optimizer=plain, model=model, replica=tmp_path / "nowhere")
     with pytest.raises(BadInput, match="clip_norm = 0 must be more than 0"):

@@ -294,6 +294,44 @@ def test_what_was_kept_of_another_cut_is_not_taken_and_it_is_said(world, tmp_pat
     assert "replicas kept steps up to 8 in memory, and rank 0 and 1 of 2 has nothing" in rest[0]["warnings"][0]
 
 
+@pytest.mark.parametrize("topology, ranks", [("pp2", 2), ("pp2v2", 2), ("ep2", 2), ("tp2", 2), ("fsdp2xtp2", 4)])
+def test_ranks_that_hold_different_tensors_go_on_from_memory(world, tmp_path, memory, topology, ranks):
+    """Stages of a pipeline, experts, and what tensor parallelism cuts."""
+    order = {"topology": topology, "steps": 6, "base_every": 1000}
+    whole = world.run(ranks, root=tmp_path / "whole", **order)
+    order |= {"root": tmp_path / "run", "replica": memory}
+    died = world.run(ranks, fails_after=4, **order)
+    assert [said["error"] for said in died] == ["ValueError: a mistake of the script"] * ranks
+    rest = world.run(ranks, **order)
+    assert from_memory(tmp_path) == [4] and not events(tmp_path, "drift")
+    for one, other in zip(whole, rest, strict=True):
+        assert other["finished"] and other["resumed"] == 4 and other["losses"] == one["losses"][4:]
+        assert other["digests"] == {step: one["digests"][step] for step in ("4", "5", "6")}
+
+
+def test_of_a_pipeline_no_rank_has_the_norm(world, tmp_path):
+    for said in world.run(2, topology="pp2", root=tmp_path / "run", steps=1, clip_norm=0.5):
+        assert "BadInput: clip_norm = 0.5: this rank does not hold " in said["error"]
+
+
+@pytest.mark.parametrize("more", [{}, {"save_at": 8}])
+def test_a_rank_that_was_killed_is_named_to_who_waits_for_it(world, tmp_path, memory, more):
+    """In ``close`` and in ``save``. No collective of the training tells of it, and the lock is its replica's."""
+    died = run(world, tmp_path, "plain", 8, 3, kill=[1, 5], **more)
+    for other in (died[0], died[2]):
+        assert "RankFailed: rank 1 has ended without a word" in other["error"], other
+    rest = ended(run(world, tmp_path, "plain", 8, 3))
+    assert [said["resumed"] for said in rest] == [4] * 3 and from_memory(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_one_rank_is_refused_every_rank_is_told_at_once(world, tmp_path, memory, who):
+    said = run(world, tmp_path, "ddp", 3, options_of={who: {"storage": "1GB"}})
+    assert "BadInput: storage = 1GB is for records" in said[who]["error"]
+    assert f"RankFailed: rank {who} failed" in said[1 - who]["error"]
+    assert not (tmp_path / "run").exists()
+
+
 def test_ranks_that_see_another_directory_are_refused_with_replicas_too(world, tmp_path):
     (tmp_path / "memory").mkdir()
     said = run(world, tmp_path, "ddp", 5, elsewhere=1)

@@ -362,8 +362,8 @@ def train(
     fails_after: int | None = None,
     **options: Any,
 ) -> None:
-    """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step. The script fails
-    after the step ``fails_after``."""
+    """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step. After the
+    step ``fails_after`` the script fails."""
     if topology == "engine":
         assert root is not None
         return out_of_core(say, steps=steps, sizes=sizes, root=root, source=source)

@@ -63,8 +63,8 @@ def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
     cuts = {getattr(p.parameter, "device_mesh", None) for p in state.parameters if p.trained}
     if len(cuts) > 1:
         raise BadInput(
-            f"clip_norm = {clip_norm}: some parameters are sharded, others are not or over other ranks, and torch has no"
-            " norm of all. Clip in the script."
+            f"clip_norm = {clip_norm}: some parameters are sharded, others are not or over other ranks, and torch has"
+            " no norm of all. Clip in the script."
         )
     here = {name for p in state.parameters for name in p.names} | {a.name for a, _ in state.buffers().values()}
     away = sorted(set(state.elsewhere) - here)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from delta.loops import FEATURES, make, same
+from delta.loops import FEATURES, cut_small, make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, NoCommit, RunMismatch
 from holdfast.events import read_events
@@ -193,3 +193,52 @@ def test_a_source_that_is_not_there_or_of_no_known_format_is_refused(tmp_path):
         _loop, checkpointer = start(tmp_path / "run")
         with checkpointer, pytest.raises(BadInput, match=text):
             checkpointer.resume(source=path)
+
+
+def test_a_base_of_several_steps_has_the_script_and_its_hyper_parameters(tmp_path, monkeypatch):
+    """Records bring its parts to one step, and say nothing of the script themselves."""
+    cut_small(monkeypatch)
+    loop, checkpointer = start(tmp_path / "other", "schedule", base_every=2)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 7)
+    reader = RunReader(tmp_path / "other")
+    mixed = reader.load(reader.line()[0])
+    assert mixed.oldest_step < mixed.step
+    states, _ = reference(7, "schedule")
+    loop = make(ADAMW, "schedule", seed=5)
+    checkpointer = Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers, **loop.things)
+    with checkpointer:
+        assert checkpointer.resume(source=From(f"{tmp_path / 'other'}@{mixed.step}", cast=True)) == mixed.step
+        assert same(loop.state(), states[mixed.step])
+
+
+def test_the_timeline_that_is_named_is_the_one_that_is_taken(tmp_path):
+    kept = []
+    for seed, options in ((1, {}), (2, {"step": 0})):
+        loop, checkpointer = start(tmp_path / "run")
+        with checkpointer:
+            checkpointer.resume(**options)
+            torch.manual_seed(seed)
+            go_on(loop, checkpointer, 3)
+            checkpointer.save()
+        kept.append(loop.state()["model"])
+    assert not same(*kept)
+    for timeline, expected in enumerate(kept, 1):
+        loop, checkpointer = start(tmp_path / f"again-{timeline}")
+        with checkpointer:
+            assert checkpointer.resume(source=f"{tmp_path / 'run'}@3.t{timeline}") == 3
+        assert same(loop.state()["model"], expected)
+
+
+def test_both_names_of_a_tied_weight_are_known(tmp_path):
+    torch.manual_seed(1)
+    weight = torch.randn(3, 3)
+    save_file({"one.weight": weight, "two.weight": weight.clone()}, tmp_path / "w.safetensors")
+    model = nn.ModuleDict({"one": nn.Linear(3, 3, bias=False), "two": nn.Linear(3, 3, bias=False)})
+    model["two"].weight = model["one"].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.warns(UserWarning):  # of what weights alone do not have
+        checkpointer.resume(source=tmp_path / "w.safetensors")
+    assert torch.equal(model["one"].weight, weight)

@@ -64,7 +64,8 @@ from .store.manifest import Point
 from .store.retention import Keep
 from .store.target import Target
 from .units import GiB, MiB, parse_bytes
-from .universal.restore import restore
+from .universal.restore import check, restore
+from .universal.source import Source
 from .update.optimizer import is_elementwise
 
 BASE_BYTES_PER_STEP = 64 * MiB
@@ -355,7 +356,8 @@ class Checkpointer:
     def _begin_from(self, start: From) -> None:
         """Bring everything to where ``start`` is, as far as it says; what it does not say is told."""
         target = Target.parse(str(start.path))
-        if start.plain and has_records(target.run):
+        of_line = start.plain and target.timeline is None
+        if of_line and self._ranks.first_does(partial(has_records, target.run)):
             with LocalStore(target.run) as store:
                 self._ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step))
                 found = recover(
@@ -365,8 +367,22 @@ class Checkpointer:
             self._note(found)
             return
 
+        opened: list[Source] = []
+
+        def look() -> str:
+            opened.append(source_of(str(start.path)))
+            if not self._ranks.alone:
+                check(self._state, opened[0], start.allowed)
+            return opened[0].path
+
+        if len(paths := set(self._ranks.all_do(look))) > 1:
+            raise BadInput(
+                f"the ranks would begin from different states, as one was made meanwhile: {', '.join(sorted(paths))}."
+                " Say which: RUN@STEP."
+            )
+
         def bring() -> tuple[int, list[str]]:
-            source = source_of(str(start.path))
+            source = opened[0]
             found, complete = restore(self._state, source, start.allowed)
             about = found.told()
             for name in self._script.adopt(source.progress, self._ranks.rank):

@@ -14,11 +14,12 @@ from .delta.standing import state_at
 from .errors import NoCommit
 from .state.boxes import Box
 from .state.capture import TO_NAME, Captured, buffer_at
+from .state.progress import decode
 from .store.chain import last_step
-from .store.journal import StoredRecord
 from .store.local import LocalStore
 from .store.reader import RunReader
 from .store.target import Target, Url, holds_run
+from .universal.checking import refuse_unequal
 from .universal.convert import open_source
 from .universal.convert.holdfast import Commit
 from .universal.matching import Allowed, Form, Match, match
@@ -79,6 +80,9 @@ class Beginning:
         """Read all of it, and raise ``Damaged`` if it is not as it was written."""
         for part in range(len(self._source.parts)):
             self._source.check(part)
+        refuse_unequal(
+            self._source, (each for slots in self._match.found.values() for each in slots.values())
+        )
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """Whole; None if there is none. Raises ``Damaged``."""
@@ -86,7 +90,12 @@ class Beginning:
 
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """What the optimizer held for a parameter, whole, by slot."""
-        return self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"})
+        found = self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"})
+        values = self.progress.get("values", {}).get(self._match.names.get(name), {})
+        numbers = {slot: decode(value) for slot, value in values.items() if slot not in found}
+        return found | {
+            slot: torch.tensor(n) for slot, n in numbers.items() if isinstance(n, (bool, int, float))
+        }
 
     def buffer(self, name: str) -> torch.Tensor | None:
         return self._read(name, {"buffer"}).get("buffer")
@@ -98,7 +107,8 @@ class Beginning:
 
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
         """Whether there were those of all groups."""
-        return set_hyper_parameters(groups, names, self.progress)
+        there = [[self._match.names.get(name, name) for name in members] for members in names]
+        return set_hyper_parameters(groups, there, self.progress)
 
 
 def has_records(path: Path | Url) -> bool:
@@ -134,9 +144,8 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
 
 
 def _replayed(reader: RunReader, step: int) -> Source:
-    state, point = state_at(reader.root, step)
+    state, progress = state_at(reader.root, step)
     owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
-    progress = point.about["progress"] if isinstance(point, StoredRecord) else {}
     progress = {**progress, "step": step, "values": state.values()}
     progress["replay"] = replay_info(state, after_update=False)
     source = InMemory(f"{reader.root}@{step}", owned + list(state.buffers().values()), progress)

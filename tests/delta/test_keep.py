@@ -8,7 +8,7 @@ import pytest
 from delta.loops import cut_small, manifests, same
 from holdfast.cli.inspect import ls
 from holdfast.errors import CommitRetired, Damaged, NoCommit
-from holdfast.store.chain import read_journal, verify_records
+from holdfast.store.chain import last_step, read_journal, verify_records
 from holdfast.store.local import LocalStore
 from holdfast.store.pruning import prune
 from holdfast.store.retention import Keep
@@ -181,13 +181,13 @@ def test_who_reads_a_base_kept_for_good_while_its_records_go_has_what_is_left(tm
 
 def test_ls_beside_a_writer_that_prunes_lists_what_is_there(tmp_path, monkeypatch, capsys):
     trained(tmp_path, 60, base_every=10, keep=Keep(9))
-    real = read_journal
+    real = last_step
 
-    def pruned(reader, stream):
+    def pruned(reader, manifest):
         prune(tmp_path, Keep(1))
-        return real(reader, stream)
+        return real(reader, manifest)
 
-    monkeypatch.setattr("holdfast.cli.inspect.read_journal", pruned)
+    monkeypatch.setattr("holdfast.cli.inspect.last_step", pruned)
     ls(tmp_path, as_json=False)
     assert "damaged" not in capsys.readouterr().out
 

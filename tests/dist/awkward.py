@@ -171,8 +171,8 @@ class Training:
         """Matrices decay, vectors do not."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1, "lr": 0.01},
-            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.02},
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1, "lr": 0.001},
+            {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0, "lr": 0.002},
         ]
         return torch.optim.AdamW(groups, foreach=False)
 

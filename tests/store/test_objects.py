@@ -210,6 +210,22 @@ def test_only_the_newest_bases_stay_where_that_is_asked_for(long_run, tmp_path, 
     assert assert_whole(bucket) == 20
 
 
+def test_what_another_copied_meanwhile_goes_whole_or_not_at_all(long_run, tmp_path, bucket, monkeypatch):
+    """Of commits that the directory does not have any more, and that were not there when this one began to copy."""
+    first = Pusher(long_run, bucket, keep=Keep(1))
+    retire = Pusher._retire
+
+    def after_another(self):
+        if self is first:
+            Pusher(tmp_path / "earlier", bucket).push()
+        retire(self)
+
+    monkeypatch.setattr(Pusher, "_retire", after_another)
+    first.push()
+    assert assert_whole(bucket) == 20
+    assert len(RunReader(bucket).commits()) == 1
+
+
 def test_a_manifest_goes_before_its_files(long_run, tmp_path, bucket, monkeypatch):
     Pusher(tmp_path / "earlier", bucket).push()
     gone, unlink = [], ObjectDisk.unlink

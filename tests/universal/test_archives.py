@@ -107,6 +107,16 @@ def test_a_tensor_with_attributes_is_read_and_no_other_way_to_make_one_is_known(
 
 
 @pytest.mark.parametrize(
+    ("shape", "strides", "offset"),
+    [((1 << 70,), (1,), 0), ((2,), (-1,), 1), ((2,), (1,), -3), ((-2,), (1,), 0)],
+)
+def test_a_tensor_of_sizes_that_no_tensor_has_is_refused(shape, strides, offset):
+    storage = pickles.Storage("0", "F32", 4)
+    with pytest.raises(ValueError, match="a tensor of"):
+        pickles._tensor(storage, offset, shape, strides)
+
+
+@pytest.mark.parametrize(
     ("function", "argument"), [(os.system, "touch {}"), (eval, "open('{}', 'w')"), (print, "hello")]
 )
 def test_a_pickle_that_would_run_something_is_refused_by_name(tmp_path, function, argument):

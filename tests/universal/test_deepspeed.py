@@ -308,6 +308,30 @@ def test_stages_that_are_mixed_are_refused(tmp_path):
         open_source(folder)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("place", ["optim", "model"])
+def test_files_that_hold_anything_else_are_refused_or_read_as_they_are(tmp_path, stage, place):
+    """Whatever is in the place of a field: no error but ours."""
+    folder = write(tmp_path, state_of(), stage, 2)
+    [path] = (
+        folder.glob(f"*rank_1_*{place}*")
+        if stage == 3 or place == "optim"
+        else folder.glob("*model_states.pt")
+    )
+    whole, refused = load(path), 0
+    fields = whole["optimizer_state_dict"] if place == "optim" else whole
+    for key in list(fields):
+        for value in (None, 5, "x", [], [None], {}, {"x": 1}, torch.zeros(2)):
+            before, fields[key] = fields[key], value
+            save(whole, path)
+            fields[key] = before
+            try:
+                open_source(folder)
+            except (Damaged, BadInput):
+                refused += 1
+    assert refused > 20
+
+
 def test_two_files_of_one_rank_are_refused(tmp_path):
     folder = write(tmp_path, state_of(), 1, 2)
     shutil.copy(

@@ -124,12 +124,24 @@ def test_an_interrupted_conversion_goes_on_with_the_files_that_are_missing(sourc
     assert read(SafetensorsFiles(folder)) == read(source)
 
 
-def test_files_of_another_conversion_are_not_taken_for_finished_ones(source, tmp_path, monkeypatch):
+def test_files_of_another_conversion_are_not_mixed_with_its_own(source, tmp_path, monkeypatch):
     folder = tmp_path / "out"
-    monkeypatch.setattr(huggingface._Done, "finish", lambda self: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface._Done, "finish", lambda self: None)
+        [file] = write_huggingface(source, folder, dtype="BF16")
+    before = file.read_bytes()
+    for options in ({}, {"dtype": "BF16", "file_bytes": 1}):
+        with pytest.raises(BadInput, match=r"has model\.safetensors, which would be mixed"):
+            write_huggingface(source, folder, **options)
     write_huggingface(source, folder, dtype="BF16")
-    [file] = write_huggingface(source, folder)
-    assert load_file(file)["embed.weight"].dtype == torch.float32
+    assert file.read_bytes() == before
+
+
+def test_a_state_is_not_exported_into_its_own_folder(source, tmp_path):
+    before = (tmp_path / "source.safetensors").read_bytes()
+    with pytest.raises(BadInput, match="would be mixed"):
+        write_huggingface(source, tmp_path)
+    assert (tmp_path / "source.safetensors").read_bytes() == before
 
 
 def header(table, data=b""):

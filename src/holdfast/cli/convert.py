@@ -20,6 +20,7 @@ from ..store.files import Disk, write_durably
 from ..store.target import Target
 from ..units import counted, format_bytes, parse_bytes
 from ..universal import packs
+from ..universal.checking import refuse_unequal
 from ..universal.convert.dcp_writer import write_dcp
 from ..universal.convert.deepspeed import write_deepspeed
 from ..universal.convert.huggingface import write_huggingface, write_single
@@ -68,6 +69,7 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
         rules = packs.load(PACK)
     if rules is not None:
         opened = UnderRules(opened, rules)
+    refuse_unequal(opened, opened.atoms.values())
     total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
     columns = (
         "writing",

@@ -114,4 +114,4 @@ def _damaged(source: Source, *, quiet: bool) -> list[Damaged]:
                 source.check(part)
             except Damaged as error:
                 found.append(error)
-    return found + unequal_copies(source)
+    return found + list(unequal_copies(source, source.atoms.values()))

@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import BadInput
 from ..state.capture import FROM_NAME
 from ..state.live import RESIDUAL, LiveState
+from ..state.progress import joined_members
 from ..store.manifest import Manifest
 from ..update.optimizer import ELEMENTWISE
 from .shell import members_of, module_of, optimizer_of
@@ -56,21 +57,11 @@ def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
         if atom["slot"] in ("param", "buffer")
     }
     kinds = [getattr(torch.optim, _class_name(kind)) for kind in about["classes"]]
-    described = zip(kinds, _members(base), progress["groups"], strict=True)
+    members = joined_members([base.progress_of(s)["replay"]["parameters"] for s in base.streams])
+    described = zip(kinds, members, progress["groups"], strict=True)
     optimizers = [optimizer_of(kind, members, groups, held) for kind, members, groups in described]
     torch.set_num_threads(about["threads"])
     return LiveState(module_of(held), optimizers)
-
-
-def _members(base: Manifest) -> list[list[list[str]]]:
-    """The names of the parameters by optimizer and group: of all ranks, as each stage of a pipeline knows its own."""
-    first, *others = [base.progress_of(stream)["replay"]["parameters"] for stream in base.streams]
-    members = [[dict.fromkeys(names) for names in groups] for groups in first]
-    for other in others:
-        for mine, theirs in zip(members, other, strict=True):
-            for known, names in zip(mine, theirs, strict=True):
-                known.update(dict.fromkeys(names))
-    return [[list(names) for names in groups] for groups in members]
 
 
 def _refuse(about: dict[str, Any], atoms: dict[str, dict[str, Any]]) -> None:

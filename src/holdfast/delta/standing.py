@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..errors import BadInput
 from ..state.live import LiveState
 from ..store.local import LocalStore
-from ..store.manifest import Point
 from ..store.target import Url
 from .holder import rebuilt
 from .ranks import Ranks
 from .recovery import recover
 from .script import NoScript
-from .watching import Recovery
 
 
-def state_at(root: Path | Url, step: int, watch: Recovery | None = None) -> tuple[LiveState, Point]:
-    """What the run in ``root`` has at ``step``, from the base before it and the records after that.
+class _Kept(NoScript):
+    """Stands where the script would be, and keeps what it would be put to."""
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        self.progress = progress
+
+
+def state_at(root: Path | Url, step: int) -> tuple[LiveState, dict[str, Any]]:
+    """What the run in ``root`` has at ``step``, from the base before it and the records after that; and the progress of
+    its script there.
 
     Takes no lock and changes nothing. Raises ``NoCommit`` if no records lead there, ``BadInput`` if it takes the script
     to bring the state there.
     """
     with LocalStore(root) as store:
-        base = store.load(next(ref for ref in store.line() if ref.step <= step))
-        state = rebuilt(base, store.atoms(base))
-        found = recover(store, state, NoScript(), ranks=Ranks(), target=step, exact=True, watch=watch)
+        base, script = store.load(next(ref for ref in store.line() if ref.step <= step)), _Kept()
+        threads = torch.get_num_threads()
+        try:
+            state = rebuilt(base, store.atoms(base))  # which computes with as many threads as the run did
+            found = recover(store, state, script, ranks=Ranks(), target=step, exact=True)
+        finally:
+            torch.set_num_threads(threads)
         if found.residuals_lost:
             raise BadInput(
                 f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"
                 " record. Name a step that `holdfast ls` lists."
             )
-        return state, found.point
+        return state, script.progress

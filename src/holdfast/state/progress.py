@@ -71,6 +71,32 @@ def decode(value: Any) -> Any:
     return {key: decode(item) for key, item in value.items()}
 
 
+def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """That of several ranks which trained together: the first one's, with what each knew of its own parameters alone,
+    since each stores some, and each stage of a pipeline has its own."""
+    first = dict(progress[0])
+    if all("values" in each for each in progress):
+        first["values"] = {
+            name: values for each in reversed(progress) for name, values in each["values"].items()
+        }
+    if all("replay" in each for each in progress):
+        first["replay"] = {
+            **first["replay"],
+            "parameters": joined_members([e["replay"]["parameters"] for e in progress]),
+        }
+    return first
+
+
+def joined_members(ranks: Sequence[list[list[list[str]]]]) -> list[list[list[str]]]:
+    """By optimizer and group the names of the parameters of all ``ranks``, each once."""
+    members = [[dict.fromkeys(names) for names in groups] for groups in ranks[0]]
+    for other in ranks[1:]:
+        for mine, theirs in zip(members, other, strict=True):
+            for known, names in zip(mine, theirs, strict=True):
+                known.update(dict.fromkeys(names))
+    return [[list(names) for names in groups] for groups in members]
+
+
 def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of an optimizer's parameter ``groups``, as JSON. Raises ``BadInput`` naming the first that cannot be stored by
     value."""

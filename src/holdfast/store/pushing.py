@@ -117,13 +117,7 @@ class Pusher:
         if self._begun:
             return
         self.check()
-        for ref in self._remote.commits():
-            with suppress(CommitRetired):
-                try:
-                    self._published[ref] = self._remote.load(ref)
-                except Damaged as error:
-                    self._unreadable = True
-                    self._done.damaged.append(error)
+        self._learn()
         self._records.look()
         self.durable_step = self._reach()
         self._begun = True
@@ -239,6 +233,16 @@ class Pusher:
                 )
         return None
 
+    def _learn(self) -> None:
+        """Of the commits in the bucket that are not known yet."""
+        for ref in self._remote.commits():
+            with suppress(CommitRetired):
+                try:
+                    self._published[ref] = self._published.get(ref) or self._remote.load(ref)
+                except Damaged as error:
+                    self._unreadable = True
+                    self._done.damaged.append(error)
+
     def _unwanted(
         self, commits: dict[CommitRef, Manifest], timelines: dict[int, Timeline]
     ) -> tuple[list[CommitRef], set[CommitRef]]:
@@ -254,6 +258,9 @@ class Pusher:
     def _retire(self) -> None:
         """Remove the manifests of commits that are not kept, then what no other needs. Not what a commit of the
         directory has, which another may be about to push."""
+        self._learn()  # others may have copied what is not in the directory any more
+        if self._unreadable:
+            return
         gone, alone = self._unwanted(self._published, self._timelines)
         for ref in gone:
             self._disk.unlink(ref.path)

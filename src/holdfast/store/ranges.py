@@ -38,7 +38,6 @@ class VerifiedFiles:
         """Where its tensors lie, verified. Raises ``FileMissing`` if it is absent or of another size, ``Damaged``."""
         if ref.path not in self._layouts:
             check_size(self._disk, ref)
-            self._layouts[ref.path] = Layout((), (), b"", 0)  # nothing is known yet
             self._layouts[ref.path] = Layout.parse(self._header(ref))
         return self._layouts[ref.path]
 
@@ -88,7 +87,8 @@ class VerifiedFiles:
         with self._lock:
             self.bytes_read += len(data)
         if got != ref.checksums[block]:
-            atoms = self._layouts[ref.path].keys_between(start, start + len(data))
+            known = self._layouts.get(ref.path)  # not while its header is read
+            atoms = [] if known is None else known.keys_between(start, start + len(data))
             raise corrupt(ref.path, start, len(data), atoms, ref.checksums[block], got, INSPECT)
 
     def _header(self, ref: FileRef) -> bytearray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from ..errors import Damaged
 from .load import read_flat
 from .source import Source, Stored
@@ -10,25 +12,26 @@ CHUNK = 1 << 22
 """Elements compared at once."""
 
 
-def unequal_copies(source: Source) -> list[Damaged]:
+def refuse_unequal(source: Source, wanted: Iterable[Stored]) -> None:
+    """Raise ``Damaged`` if copies of one of those that are ``wanted`` differ and should be equal."""
+    for error in unequal_copies(source, wanted):
+        raise error
+
+
+def unequal_copies(source: Source, among: Iterable[Stored]) -> Iterator[Damaged]:
     """An error for each atom of which copies differ that should be equal."""
-    found = []
-    for key, stored in source.atoms.items():
+    for stored in among:
+        key = stored.atom.key
         first = Stored(stored.atom, stored.pieces)
         for copy in () if stored.average else stored.copies:
             if not _equal(source, first, Stored(stored.atom, copy)):
                 paths = sorted(
                     {source.parts[n].path for pieces in (stored.pieces, copy) for n in pieces.part.tolist()}
                 )
-                found.append(
-                    Damaged(
-                        f"the copies of {key} differ, in {' and '.join(paths[:2])}",
-                        path=paths[-1],
-                        atoms=(key,),
-                    )
+                yield Damaged(
+                    f"the copies of {key} differ, in {' and '.join(paths[:2])}", path=paths[-1], atoms=(key,)
                 )
                 break
-    return found
 
 
 def _equal(source: Source, one: Stored, other: Stored) -> bool:

@@ -148,10 +148,12 @@ def plan(source: Source, targets: Iterable[Target]) -> Plan:
         return Plan(found, target, index)
     part = np.concatenate([pieces.part for pieces in found])
     start = np.concatenate([pieces.offset * size for pieces, size in zip(found, itemsizes, strict=True)])
-    files = {path: number for number, path in enumerate(sorted({each.path for each in source.parts}))}
-    file = np.array([files[each.path] for each in source.parts])
-    offset = np.array([each.offset for each in source.parts])
-    order = np.lexsort((offset[part] + start, file[part]))
+    used, place = np.unique(part, return_inverse=True)
+    where = [source.parts[number] for number in used.tolist()]
+    files = {path: number for number, path in enumerate(sorted({each.path for each in where}))}
+    file = np.array([files[each.path] for each in where])
+    offset = np.array([each.offset for each in where])
+    order = np.lexsort((offset[place] + start, file[place]))
     return Plan(found, target[order], index[order])
 
 

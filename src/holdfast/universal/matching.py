@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import RunMismatch
 from .source import Source, Stored
 
+CARRIED = ("residual", "subspace")
+"""Slots of what error feedback carries from step to step: each rank's own."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -44,6 +46,10 @@ class Match:
     unused: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     without_state: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    """By name here the name in the source."""
+    left: list[str] = field(default_factory=list)
+    """What is of the run that it comes from alone: residuals of error feedback."""
 
     def told(self) -> list[str]:
         """What is not as the source has it, for a person."""
@@ -54,26 +60,37 @@ class Match:
             told.append(f"nothing here wants its {_some(self.unused)}")
         if self.cast:
             told.append(f"{_some(self.cast)} were converted to another type")
+        if self.left:
+            told.append(f"its {_some(self.left)} are left, so error feedback begins anew")
         if self.without_state:
             told.append(f"it has no optimizer state of {_some(self.without_state)}, which begins anew")
         return told
 
 
-def match(forms: Iterable[Form], source: Source, allowed: Allowed) -> Match:
-    """What ``source`` has of ``forms``. Raises ``RunMismatch`` unless it is just that, or the rest is ``allowed``."""
+def match(forms: Iterable[Form], source: Source, allowed: Allowed, elsewhere: Collection[str] = ()) -> Match:
+    """What ``source`` has of ``forms``. Raises ``RunMismatch`` unless it is just that, or the rest is ``allowed`` or is
+    of other stages of a pipeline, which hold the names ``elsewhere``."""
     by_name: dict[str, dict[str, Stored]] = {}
-    for stored in source.atoms.values():
-        by_name.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
+    result, used = Match(), set[str]()
+    for key, stored in source.atoms.items():
+        if stored.atom.slot in CARRIED:
+            result.left.append(key)
+        else:
+            by_name.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
     by_name |= {alias: by_name[name] for alias, name in source.aliases.items() if name in by_name}
     weights_only = all(each.keys() <= {"param", "buffer"} for each in by_name.values())
-    result, used = Match(), set[str]()
+    same: dict[int, set[str]] = {}
+    for name, slots in by_name.items():
+        same.setdefault(id(slots), set()).add(name)
     for form in forms:
         there = _there(form.names, by_name, allowed)
         if there is None:
             result.missing.append(form.names[0])
             continue
-        used |= {there, *(name for name in by_name if by_name[name] is by_name[there])}
+        used |= same[id(by_name[there])] | set(form.names)
         slots = dict(by_name[there])
+        if not form.is_buffer and "param" not in slots:
+            slots["param"] = slots.pop("buffer")  # as formats call it that go by the type
         main = slots.get("buffer" if form.is_buffer else "param") or slots["param"]
         _compare(form, main, allowed, result)
         if form.is_buffer:
@@ -83,8 +100,8 @@ def match(forms: Iterable[Form], source: Source, allowed: Allowed) -> Match:
             slots = {"param": main}
         elif slots.keys() == {"param"} and not (weights_only and source.progress.get("groups")):
             result.without_state.append(form.names[0])
-        result.found[form.names[0]] = slots
-    result.unused += [name for name in by_name if name not in used]
+        result.found[form.names[0]], result.names[form.names[0]] = slots, there
+    result.unused += [name for name in by_name if name not in used and name not in elsewhere]
     _refuse(source, result, allowed, weights_only)
     return result
 

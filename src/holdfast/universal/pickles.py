@@ -29,6 +29,10 @@ DTYPES = {
 """Names of safetensors, by those of torch."""
 
 
+MOST_ELEMENTS = 1 << 62
+"""More than any tensor has along an axis."""
+
+
 @dataclass(frozen=True)
 class Storage:
     """The bytes of the entry ``key`` of an archive, which are ``elements`` of ``dtype``."""
@@ -185,7 +189,10 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
 def _tensor(storage: Storage, offset: int, shape: Any, strides: Any, *_: Any) -> Tensor:
     if not isinstance(storage, Storage):
         raise TypeError("a tensor without a storage")
-    return Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+    made = Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+    if not all(0 <= number < MOST_ELEMENTS for number in (made.offset, *made.shape, *made.strides)):
+        raise ValueError(f"a tensor of {made.shape}, strides {made.strides}, from {made.offset} on")
+    return made
 
 
 def _typed(rebuild: Any, _: Any, args: Any, *__: Any) -> Tensor:

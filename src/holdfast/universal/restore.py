@@ -18,6 +18,7 @@ from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
 from ..state.live import LiveState
 from ..state.progress import decode
 from ..units import MiB
+from .checking import refuse_unequal
 from .load import Target, read_all
 from .matching import Allowed, Form, Match, groups_of, match
 from .source import Source, Stored
@@ -37,22 +38,33 @@ class _Wanted:
     box: Box
 
 
+def check(state: LiveState, source: Source, allowed: Allowed) -> None:
+    """Raise what ``restore`` would, having read all that it will: for several ranks, none of which is to be changed if
+    another cannot be."""
+    live, slots = _wanted(state, match(_forms_of(state), source, allowed, state.elsewhere))
+    for part in sorted({n for each in live + slots for n in _parts_of(each)}):
+        source.check(part)
+
+
 def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, bool]:
     """Bring the tensors of ``state``, and the hyper-parameters of its optimizers, to what ``source`` has. Returns what
     was found, and whether that had the hyper-parameters of every parameter group.
 
     Raises ``RunMismatch`` if it is of another model, ``Damaged`` if it is not whole; with nothing of the model changed.
     """
-    found = match(_forms_of(state), source, allowed)
+    found = match(_forms_of(state), source, allowed, state.elsewhere)
+    groups_of(source.progress)  # what cannot be told is told now
     live, slots = _wanted(state, found)
-    for part in sorted({int(n) for each in live for n in each.stored.pieces.within(each.box).part}):
+    refuse_unequal(source, (each.stored for each in live + slots))
+    for part in sorted({n for each in live for n in _parts_of(each)}):
         source.check(part)
     before, residuals = [dict(optimizer.state) for optimizer in state.optimizers], dict(state.residuals)
     state.forget_optimizer_state()
     try:
         _load(state, source, slots)
-        values = source.progress.get("values", {})
-        state.load_values({name: values[name] for name in found.found if name in values})
+        values, there = source.progress.get("values", {}), found.names
+        trained = [p.name for p in state.parameters if state.is_trained(p)]
+        state.load_values({name: values[there[name]] for name in trained if there.get(name) in values})
     except BaseException:
         for optimizer, held in zip(state.optimizers, before, strict=True):
             optimizer.state.clear()
@@ -60,7 +72,14 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
         state.residuals.update(residuals)
         raise
     _load(state, source, live)
-    return found, _set_hyper_parameters(state, source.progress)
+    return found, _set_hyper_parameters(state, source.progress, found)
+
+
+def _parts_of(wanted: _Wanted) -> set[int]:
+    """That are read for it: where copies are averaged, of all of them."""
+    stored = wanted.stored
+    each = (stored.pieces, *stored.copies) if stored.average else (stored.pieces,)
+    return {number for pieces in each for number in pieces.within(wanted.box).part.tolist()}
 
 
 def _forms_of(state: LiveState) -> list[Form]:
@@ -144,17 +163,18 @@ def _mean(source: Source, stored: Stored, box: Box) -> torch.Tensor:
     return torch.stack(values).mean(0).to(FROM_NAME[stored.atom.dtype])
 
 
-def _set_hyper_parameters(state: LiveState, progress: Mapping[str, Any]) -> bool:
+def _set_hyper_parameters(state: LiveState, progress: Mapping[str, Any], found: Match) -> bool:
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
-    names = [[state.name_of[id(p)] for p in group["params"] if p.requires_grad] for group in groups]
+    here = [[state.name_of[id(p)] for p in group["params"] if p.requires_grad] for group in groups]
+    names = [[found.names.get(name, name) for name in members] for members in here]
     return set_hyper_parameters(groups, names, progress)
 
 
 def set_hyper_parameters(
     groups: list[dict[str, Any]], names: list[list[str]], progress: Mapping[str, Any]
 ) -> bool:
-    """Give each parameter group, of the trained parameters ``names``, the hyper-parameters that a source has for these,
-    where it has the same for all; whether it had them for all groups."""
+    """Give each parameter group, of the trained parameters ``names`` there, the hyper-parameters that a source has for
+    these, where it has the same for all; whether it had them for all groups."""
     of_name: dict[str, dict[str, Any]] = {}
     for group, members in groups_of(progress):
         of_name |= dict.fromkeys(members, group)

@@ -9,6 +9,7 @@ from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
 from ...state.boxes import Box
 from ...state.pieces import Piece, Pieces, row_major
+from ...state.progress import joined
 from ...store.layout import CHECKSUM_BLOCK
 from ...store.manifest import FileRef, Manifest
 from ...store.ranges import VerifiedFiles
@@ -39,7 +40,7 @@ class Commit(Contents):
         self._numbers: dict[tuple[str, str], int] = {}
         self.by_key: dict[str, Stored] = {}
         """Of a commit that ``dcp.save`` made, its tensors by their keys in the state dict."""
-        told = manifest.progress_of(manifest.streams[0])
+        told = joined([manifest.progress_of(stream) for stream in manifest.streams])
         with reader.listed(manifest):
             atoms = reader.atoms(manifest)
             for atom in atoms.values():

@@ -156,8 +156,9 @@ def write_huggingface(
         [SINGLE] if total == 1 else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
     )
     disk = Disk(folder)
+    done = _Done(disk, [dtype, file_bytes, _what(source, wanted)])
+    _refuse_others(folder, source, done)
     disk.makedirs("")
-    done = _Done(disk, [source.path, source.progress.get("step"), dtype, file_bytes, [w.key for w in wanted]])
     for name, group in zip(names, groups, strict=True):
         if name in done.names and disk.exists(name):
             told(sum(each.stored.atom.nbytes for each in group))
@@ -173,6 +174,33 @@ def write_huggingface(
         write_durably(disk, INDEX, text.encode(), why="index")
     done.finish()
     return [folder / name for name in names]
+
+
+def _what(source: Source, wanted: Sequence[Wanted]) -> list[Any]:
+    """What a conversion is of, so that files of another are not taken for its own: tensors, where they lie, and the
+    files as they are."""
+    files = [path for path in sorted({part.path for part in source.parts}) if Path(path).exists()]
+    stats = [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in files]
+    places = xxhash.xxh3_128()
+    for stored in (each.stored for each in wanted):
+        for column in (stored.pieces.start, stored.pieces.offset, stored.pieces.strides, stored.pieces.part):
+            places.update(np.ascontiguousarray(column).tobytes())
+    kinds = [(each.key, each.dtype, each.stored.atom.shape) for each in wanted]
+    return [source.path, source.progress.get("step"), kinds, places.hexdigest(), stats]
+
+
+def _refuse_others(folder: Path, source: Source, done: _Done) -> None:
+    """Raise ``BadInput`` if there are tensors in ``folder`` that this conversion has not written."""
+    there = [path.name for path in folder.glob("*.safetensors")] if folder.is_dir() else []
+    there += [INDEX] if (folder / INDEX).exists() else []
+    others = sorted(set(there) - set(done.names))
+    inside = {Path(part.path).parent.resolve() for part in source.parts if Path(part.path).exists()}
+    if others or folder.resolve() in inside:
+        what = others[0] if others else "what is to be converted"
+        raise BadInput(
+            f"{folder} has {what}, which would be mixed with what is written there. Name a folder that is not there, or"
+            " empty it."
+        )
 
 
 def write_single(

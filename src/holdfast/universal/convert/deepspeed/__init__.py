@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ....errors import Damaged, HoldfastError
 from ...source import Source
 from .folder import is_deepspeed, is_universal, tag_folder
 from .native import Native
@@ -20,4 +21,18 @@ def open_deepspeed(path: Path) -> Source:
     Raises ``Damaged`` if it is not whole, or of several; ``BadInput`` for what is not read.
     """
     folder = tag_folder(path)
-    return Universal(folder) if is_universal(folder) else Native(folder)
+    try:
+        return Universal(folder) if is_universal(folder) else Native(folder)
+    except HoldfastError:
+        raise
+    except (
+        AttributeError,
+        TypeError,
+        LookupError,
+        ValueError,
+        OverflowError,
+    ) as error:  # the files are anybody's
+        raise Damaged(
+            f"{folder} has what no DeepSpeed checkpoint has: {type(error).__name__}: {error}",
+            path=str(folder),
+        ) from error

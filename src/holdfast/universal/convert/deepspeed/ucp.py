@@ -53,6 +53,8 @@ class Universal(WithNumbers):
         """Parameters that have been trained together, so that the same is known of each."""
         slots: set[str] | None = None
         for name, shape in named.items():
+            if "/" in name:
+                raise Damaged(f"{root.parent}: {name} cannot be the name of a folder", path=str(root.parent))
             folder = root / name
             found = (
                 {file.stem for file in folder.iterdir() if file.suffix == ".pt"} if folder.is_dir() else set()

@@ -9,7 +9,7 @@ from torch import nn
 
 from delta.loops import FEATURES, cut_small, make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.errors import BadInput, ChunkCorrupt, NoCommit, RunMismatch
+from holdfast.errors import BadInput, ChunkCorrupt, Damaged, NoCommit, RunMismatch
 from holdfast.events import read_events
 from holdfast.sources import From, source_of
 from holdfast.store.reader import RunReader
@@ -231,14 +231,22 @@ def test_the_timeline_that_is_named_is_the_one_that_is_taken(tmp_path):
         assert same(loop.state()["model"], expected)
 
 
-def test_both_names_of_a_tied_weight_are_known(tmp_path):
+@pytest.mark.parametrize("same_values", [True, False])
+def test_both_names_of_a_tied_weight_are_known_and_compared(tmp_path, same_values):
     torch.manual_seed(1)
     weight = torch.randn(3, 3)
-    save_file({"one.weight": weight, "two.weight": weight.clone()}, tmp_path / "w.safetensors")
+    other = weight.clone() if same_values else weight + 1
+    save_file({"one.weight": weight, "two.weight": other}, tmp_path / "w.safetensors")
     model = nn.ModuleDict({"one": nn.Linear(3, 3, bias=False), "two": nn.Linear(3, 3, bias=False)})
     model["two"].weight = model["one"].weight
+    before = model["one"].weight.detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
-    with checkpointer, pytest.warns(UserWarning):  # of what weights alone do not have
-        checkpointer.resume(source=tmp_path / "w.safetensors")
-    assert torch.equal(model["one"].weight, weight)
+    if same_values:
+        with checkpointer, pytest.warns(UserWarning):  # of what weights alone do not have
+            checkpointer.resume(source=tmp_path / "w.safetensors")
+        assert torch.equal(model["one"].weight, weight)
+    else:
+        with checkpointer, pytest.raises(Damaged, match=r"copies of one\.weight/param differ"):
+            checkpointer.resume(source=tmp_path / "w.safetensors")
+        assert torch.equal(model["one"].weight, before)

@@ -372,7 +372,7 @@ class Checkpointer:
         def look() -> str:
             opened.append(source_of(str(start.path)))
             if not self._ranks.alone:
-                check(self._state, opened[0], start.allowed)
+                check(self._state, opened[0], start)
             return opened[0].path
 
         if len(paths := set(self._ranks.all_do(look))) > 1:
@@ -383,7 +383,7 @@ class Checkpointer:
 
         def bring() -> tuple[int, list[str]]:
             source = opened[0]
-            found, complete = restore(self._state, source, start.allowed)
+            found, complete = restore(self._state, source, start)
             about = found.told()
             for name in self._script.adopt(source.progress, self._ranks.rank):
                 about.append(f"it has no {name}; that of the script goes on as it is")

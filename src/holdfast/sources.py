@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +29,24 @@ from .universal.source import Source
 
 
 @dataclass(frozen=True)
-class From:
+class From(Allowed):
     """The state at ``path``, of whatever format, to begin from: RUN, RUN@STEP, or what another library wrote.
 
     ``rename`` gives the names in it by regular expressions over names here, the first that matches in full.
     ``partial`` leaves what it does not have as it is, and what is not wanted of it unread. ``cast`` converts
-    floating-point tensors of another type. All three are told in a warning where they were needed.
+    floating-point tensors of another type. What came of these is told in warnings.
     """
 
     path: str | Path
-    rename: Mapping[str, str] = field(default_factory=dict)
-    partial: bool = False
-    cast: bool = False
-
-    @property
-    def allowed(self) -> Allowed:
-        return Allowed(self.rename, self.partial, self.cast)
 
     @property
     def plain(self) -> bool:
         """Nothing but the very state will do."""
-        return self.allowed == Allowed()
+        return self == From(self.path)
 
     def open(self) -> Beginning:
         """Raises as ``source_of``."""
-        return Beginning(source_of(str(self.path)), self.allowed)
+        return Beginning(source_of(str(self.path)), self)
 
 
 class Beginning:
@@ -61,7 +54,7 @@ class Beginning:
 
     def __init__(self, source: Source, allowed: Allowed) -> None:
         self._source, self._allowed, self._match = source, allowed, Match()
-        self.path, self.format = source.path, source.format
+        self.path = source.path
         self.step: int = source.progress.get("step") or 0
         self.progress = source.progress
 
@@ -148,6 +141,4 @@ def _replayed(reader: RunReader, step: int) -> Source:
     owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
     progress = {**progress, "step": step, "values": state.values()}
     progress["replay"] = replay_info(state, after_update=False)
-    source = InMemory(f"{reader.root}@{step}", owned + list(state.buffers().values()), progress)
-    source.format = "holdfast"
-    return source
+    return InMemory(f"{reader.root}@{step}", "holdfast", owned + list(state.buffers().values()), progress)

@@ -110,7 +110,10 @@ def test_torch_loads_what_is_written_as_plain_data(tmp_path):
 def test_parameters_of_16_bits_are_written_as_the_fp32_that_they_are(tmp_path):
     tensor = torch.randn(3, 2).bfloat16()
     source = InMemory(
-        "here", [(Atom("w", "param", (3, 2), "BF16"), tensor)], {"groups": [{}], "group_parameters": [["w"]]}
+        "here",
+        "memory",
+        [(Atom("w", "param", (3, 2), "BF16"), tensor)],
+        {"groups": [{}], "group_parameters": [["w"]]},
     )
     write_deepspeed(source, tmp_path, 1)
     found = torch.load(tmp_path / "global_step0/zero/w/fp32.pt", weights_only=True)["param"]
@@ -175,7 +178,7 @@ def test_sources_that_deepspeed_cannot_hold_are_refused(tmp_path, atoms, progres
     kinds = {"F32": torch.float32, "F64": torch.float64}
     held = [(atom, torch.zeros(atom.shape, dtype=kinds[atom.dtype])) for atom in atoms]
     with pytest.raises(BadInput, match=said):
-        write_deepspeed(InMemory("here", held, progress), tmp_path / "out", 1)
+        write_deepspeed(InMemory("here", "memory", held, progress), tmp_path / "out", 1)
     assert not (tmp_path / "out").exists()
 
 

@@ -13,10 +13,10 @@ from holdfast.state.boxes import Box
 from holdfast.state.pieces import Piece, Pieces, dense, flat, row_major
 from holdfast.universal import load
 from holdfast.universal.load import Target, plan, read_all
-from holdfast.universal.source import Contents, Part, Stored
+from holdfast.universal.source import Part, Source, Stored
 
 
-class InMemory(Contents):
+class InMemory(Source):
     """A source whose parts are arrays. Counts what is read."""
 
     def __init__(self, arrays):

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from ..units import MiB
 from ..universal.convert.holdfast import Commit
 from ..universal.keys import KEY
 from ..universal.load import Plan, Run, Target, in_threads, plan, read_all
-from ..universal.source import Source, Stored
+from ..universal.source import Stored
 from .dcp_items import NAMES
 from .dcp_write import StorageWriter
 
@@ -143,7 +143,7 @@ class StorageReader(dcp.StorageReader):
             flat = into.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
             targets.append(Target(stored, box, flat.reshape(box.shape)))
             ways.append((item, tensor, into))
-        read_all(cast(Source, self._opened), targets)
+        read_all(self._opened, targets)
         for item, tensor, into in ways:
             if into is not tensor:
                 tensor.copy_(into)
@@ -152,7 +152,7 @@ class StorageReader(dcp.StorageReader):
     def _runs(self, loaded: LoadPlan) -> Plan:
         items = [item for item in loaded.items if item.type == LoadItemType.TENSOR]
         nothing = np.empty(0)
-        return plan(cast(Source, self._opened), [Target(*self._wanted(item), nothing) for item in items])
+        return plan(self._opened, [Target(*self._wanted(item), nothing) for item in items])
 
     def _wanted(self, item: ReadItem) -> tuple[Stored, Box]:
         stored = self._opened.by_key[item.storage_index.fqn]

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ..errors import BadInput
 from ..models.decoder import DecoderConfig
@@ -28,7 +27,7 @@ from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
 from .build import decoder_config
-from .output import print_json
+from .output import print_json, progress
 from .record import NAME, read_record
 from .rules import load
 from .runs import open_run
@@ -78,8 +77,7 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    out = Console(stderr=True)
-    with Progress(*columns, console=out, transient=True, disable=as_json or not out.is_terminal) as bar:
+    with progress(*columns, quiet=as_json) as bar:
         task = bar.add_task("writing", total=total)
         about = _write(opened, destination, how, lambda nbytes: bar.advance(task, nbytes))
     if trained is not None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress
+from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
 from ..sources import source_of
@@ -17,7 +15,8 @@ from ..units import counted, format_bytes
 from ..universal.checking import unequal_copies
 from ..universal.convert.holdfast import Commit
 from ..universal.source import Source
-from .output import console, plain_table, print_facts, print_json, print_table
+from .inspect import atom_table
+from .output import console, print_facts, print_json, print_table, progress
 from .runs import label, open_run, summary
 
 T = TypeVar("T")
@@ -75,14 +74,7 @@ def show(source: Source, *, as_json: bool) -> None:
     out = console()
     print_facts(out, facts)
     out.print()
-    table = plain_table("tensor", ">shape", "slots")
-    by_name: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_name.setdefault(row["name"], []).append(row)
-    for name, slots in by_name.items():
-        held = ", ".join(f"{row['dtype']} {row['slot']}" for row in slots)
-        table.add_row(escape(name), "x".join(map(str, slots[0]["shape"])) or "scalar", held)
-    print_table(out, table)
+    print_table(out, atom_table(rows))
 
 
 def verify(source: Source, *, as_json: bool) -> bool:
@@ -106,9 +98,8 @@ def verify(source: Source, *, as_json: bool) -> bool:
 
 def _damaged(source: Source, *, quiet: bool) -> list[Damaged]:
     found: list[Damaged] = []
-    out = Console(stderr=True)
     columns = "reading", BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as bar:
+    with progress(*columns, quiet=quiet) as bar:
         for part in bar.track(range(len(source.parts)), description="reading"):
             try:
                 source.check(part)

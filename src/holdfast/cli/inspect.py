@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ..errors import CommitRetired, Damaged
@@ -21,7 +20,7 @@ from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..store.target import Target, holds_run
 from ..units import counted, format_bytes
-from .output import console, plain_table, print_facts, print_json, print_table
+from .output import console, plain_table, print_facts, print_json, print_table, progress
 from .runs import label, local_time, open_run, summary, with_commits
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
     out = console()
     print_facts(out, _facts(manifest, atoms))
     out.print()
-    print_table(out, _atom_table(atoms))
+    print_table(out, atom_table(atoms))
 
 
 def verify(commit: str, *, as_json: bool) -> bool:
@@ -192,7 +191,7 @@ def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
     return f"{entry['step']:,}", str(entry["timeline"]), written, size, ", ".join(remarks)
 
 
-def _atom_table(atoms: list[dict[str, Any]]) -> Table:
+def atom_table(atoms: list[dict[str, Any]]) -> Table:
     """One row for each tensor's name, with all its slots."""
     table = plain_table("tensor", ">shape", "slots")
     by_name: dict[str, list[dict[str, Any]]] = {}
@@ -207,10 +206,9 @@ def _atom_table(atoms: list[dict[str, Any]]) -> Table:
 
 def _verify_showing_progress(reader: RunReader, manifest: Manifest, *, quiet: bool) -> list[Damaged]:
     columns = "reading", BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn()
-    out = Console(stderr=True)
-    with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as progress:
-        task = progress.add_task("reading", total=manifest.total_bytes)
-        return reader.verify(manifest, report=lambda done: progress.update(task, completed=done))
+    with progress(*columns, quiet=quiet) as bar:
+        task = bar.add_task("reading", total=manifest.total_bytes)
+        return reader.verify(manifest, report=lambda done: bar.update(task, completed=done))
 
 
 def _damage(error: Damaged) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import textwrap
 from typing import Any, TextIO
 
 from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -46,6 +47,12 @@ class Enduring:
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, self._stream.fileno())
         os.close(nothing)
+
+
+def progress(*columns: ProgressColumn | str, quiet: bool = False) -> Progress:
+    """On standard error if that is a terminal, and gone when it ends."""
+    out = Console(stderr=True)
+    return Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal)
 
 
 def plain_table(*columns: str) -> Table:

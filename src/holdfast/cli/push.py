@@ -7,15 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ..errors import BadInput
 from ..store.pushing import Pushed, Pusher
 from ..store.retention import Keep
 from ..store.target import Url, place_of
 from ..units import counted, format_bytes
-from .output import print_json
+from .output import print_json, progress
 from .runs import directory_of
 
 SECONDS = 2.0
@@ -52,8 +51,7 @@ def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> Pushed:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    out = Console(stderr=True)
-    with Progress(*columns, console=out, transient=True, disable=as_json or not out.is_terminal) as bar:
+    with progress(*columns, quiet=as_json) as bar:
         task = bar.add_task("copying", total=None)
         done = pusher.push(lambda total, nbytes: bar.update(task, total=total, advance=nbytes))
     if not follow or done.commits or done.records or done.removed or done.damaged:

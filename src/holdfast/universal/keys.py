@@ -200,7 +200,7 @@ def _numbered_name(key: str, name: str) -> str:
 
 
 def progress_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Named) -> dict[str, Any]:
-    """The progress (as of ``Contents``) that ``values`` by key are: all that is no tensor, or a small one, as JSON."""
+    """The progress (as of ``Source``) that ``values`` by key are: all that is no tensor, or a small one, as JSON."""
     progress: dict[str, Any] = {**_own(values.get(PROGRESS)), "roots": named.roots}
     groups = _groups_of(values, paths, named)
     if groups:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..errors import RunMismatch
@@ -15,7 +15,7 @@ CARRIED = ("residual", "subspace")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Allowed:
     """``rename`` gives the names in the source by regular expressions over names here, the first that matches in full.
     ``partial`` leaves what the source does not have as it is, and what is not wanted of it unread. ``cast`` converts
@@ -87,12 +87,18 @@ def match(forms: Iterable[Form], source: Source, allowed: Allowed, elsewhere: Co
         if there is None:
             result.missing.append(form.names[0])
             continue
-        used |= same[id(by_name[there])] | set(form.names)
+        used |= same[id(by_name[there])]
         slots = dict(by_name[there])
         if not form.is_buffer and "param" not in slots:
             slots["param"] = slots.pop("buffer")  # as formats call it that go by the type
         main = slots.get("buffer" if form.is_buffer else "param") or slots["param"]
         _compare(form, main, allowed, result)
+        for other in set(form.names) & by_name.keys() - used:  # of a tied tensor, as some formats have it
+            if (copy := by_name[other].get("param")) is not None and copy.atom.shape == main.atom.shape:
+                main = replace(main, copies=(*main.copies, copy.pieces))
+                used.add(other)
+        if not form.is_buffer:
+            slots["param"] = main
         if form.is_buffer:
             slots = {"buffer": main}
         elif not form.trained:

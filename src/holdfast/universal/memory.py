@@ -10,14 +10,16 @@ import torch
 from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.pieces import Pieces, dense
-from .source import Contents, Part, Stored
+from .source import Part, Source, Stored
 
 
-class InMemory(Contents):
+class InMemory(Source):
     """``atoms`` are whole tensors; what is read is what is in them then."""
 
-    def __init__(self, path: str, atoms: list[tuple[Atom, torch.Tensor]], progress: dict[str, Any]) -> None:
-        super().__init__(path, "memory", progress=progress)
+    def __init__(
+        self, path: str, format: str, atoms: list[tuple[Atom, torch.Tensor]], progress: dict[str, Any]
+    ) -> None:
+        super().__init__(path, format, progress=progress)
         self._arrays: list[np.ndarray] = []
         for atom, tensor in atoms:
             array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

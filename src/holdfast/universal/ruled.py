@@ -16,7 +16,7 @@ from ..state.rules import Rules
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from .load import read_flat
-from .source import Contents, Part, Source, Stored
+from .source import Part, Source, Stored
 
 
 def infer(reader: RunReader, manifest: Manifest) -> str:
@@ -47,7 +47,7 @@ def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assemble
     ]
 
 
-def add_to(contents: Contents, found: Assembled) -> None:
+def add_to(contents: Source, found: Assembled) -> None:
     """What rules made, as the atoms of a source; what they lost is said in its progress. Raises ``Damaged`` if they are
     not whole."""
     for ruled in found.atoms.values():
@@ -59,7 +59,7 @@ def add_to(contents: Contents, found: Assembled) -> None:
         contents.progress.setdefault("extra", {}).update(lost)
 
 
-class UnderRules(Contents):
+class UnderRules(Source):
     """What ``rules`` make of the whole tensors of ``source``: other names, joined, split, permuted. Nothing is copied:
     its parts are the tensors of the source, read as they are asked for."""
 

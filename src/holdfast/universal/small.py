@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-from typing import Any, cast
+from typing import Any
 
 from ..units import KiB
 from .keys import EXTRA
 from .load import read_flat
-from .source import Contents, Source, Stored
+from .source import Source, Stored
 
 SMALL_BYTES = 16 * KiB
 
@@ -18,9 +18,9 @@ def is_small(stored: Stored) -> bool:
     return stored.atom.slot == EXTRA and stored.atom.nbytes <= SMALL_BYTES
 
 
-def value_of(source: Contents, stored: Stored) -> dict[str, Any]:
+def value_of(source: Source, stored: Stored) -> dict[str, Any]:
     """Its value as JSON."""
-    data = read_flat(cast(Source, source), stored, 0, stored.atom.elements).tobytes()
+    data = read_flat(source, stored, 0, stored.atom.elements).tobytes()
     return tensor_json(stored.atom.dtype, stored.atom.shape, data)
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -50,36 +49,10 @@ class Stored:
     average: bool = False
 
 
-class Source(Protocol):
-    """A stored training state. ``atoms`` are by key, ``progress`` what is known of the rest (step, schedule,
-    hyper-parameters by group), as JSON, ``aliases`` names of tensors that are others' under another name."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def atoms(self) -> Mapping[str, Stored]: ...
-    @property
-    def parts(self) -> Sequence[Part]: ...
-    @property
-    def progress(self) -> dict[str, Any]: ...
-    @property
-    def aliases(self) -> Mapping[str, str]: ...
-
-    def read(self, part: int, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of a part from ``offset`` on. Raises ``Damaged``, also where the format has a
-        checksum over them that does not agree. Called from several threads."""
-        ...
-
-    def check(self, part: int) -> None:
-        """Raise ``Damaged`` if a part is not as it was written, as far as its format can tell."""
-        ...
-
-
 @dataclass
-class Contents:
-    """What the reader of a format found: all of a source but the reading.
+class Source:
+    """A stored training state, as the reader of a format found it. ``atoms`` are by key, ``progress`` what is known of
+    the rest as JSON, ``aliases`` names of tensors that are others' under another name.
 
     Of ``progress`` these mean the same in all formats: ``step``, ``optimizer`` (its class), ``groups``
     (hyper-parameters by parameter group), ``group_parameters`` (the names of each), ``scheduler``; ``extra`` is what
@@ -92,6 +65,15 @@ class Contents:
     parts: list[Part] = field(default_factory=list)
     progress: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of a part from ``offset`` on. Raises ``Damaged``, also where the format has a
+        checksum over them that does not agree. Called from several threads."""
+        raise NotImplementedError
+
+    def check(self, part: int) -> None:
+        """Raise ``Damaged`` if a part is not as it was written, as far as its format can tell."""
+        raise NotImplementedError
 
     def add_part(self, part: Part) -> int:
         """Its number."""
@@ -135,7 +117,7 @@ class Contents:
 
 
 @dataclass
-class Files(Contents):
+class Files(Source):
     """A source whose parts are stretches of files as they are. Of a part with a checksum nothing is given before all of
     it was verified."""
 

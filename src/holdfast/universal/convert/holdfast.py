@@ -17,10 +17,10 @@ from ...store.reader import RunReader
 from ...store.reading import INSPECT
 from ..keys import KEY, Kind, name_all, progress_of
 from ..small import is_small, value_of
-from ..source import Contents, Part, Stored
+from ..source import Part, Source, Stored
 
 
-class Commit(Contents):
+class Commit(Source):
     """The commit that ``manifest`` is of, of the run that ``reader`` reads.
 
     Raises ``CommitRetired`` wherever its writer has retired it meanwhile.

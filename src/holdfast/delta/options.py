@@ -66,7 +66,9 @@ def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
             f"clip_norm = {clip_norm}: some parameters are sharded, others are not or over other ranks, and torch has"
             " no norm of all. Clip in the script."
         )
-    here = {name for p in state.parameters for name in p.names} | {a.name for a, _ in state.buffers().values()}
+    here = {name for p in state.parameters for name in p.names} | {
+        a.name for a, _ in state.buffers().values()
+    }
     away = sorted(set(state.elsewhere) - here)
     if away:
         raise BadInput(

@@ -198,8 +198,9 @@ def drifting(monkeypatch):
     def arm(at, change):
         real = host.apply
 
-        def apply(state, record, parts):
-            real(state, record, parts)
+        def apply(state, records):
+            real(state, records)
+            record = records[0].about
             if record["progress"]["things"] == {} and len(done) + 1 == at:
                 change(state)
             done.append(record)

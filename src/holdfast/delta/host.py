@@ -38,7 +38,7 @@ from .ranks import Ranks
 from .rebuild import adopt, rebuild
 from .recorder import Inline
 from .recovery import recover
-from .replay import apply, fingerprint
+from .replay import Taken, apply, fingerprint
 from .replica import SYNC, Terms
 from .ring import Ring
 from .script import NoScript
@@ -191,7 +191,7 @@ class Host:
             self._equal = False  # until it is whole again
             failpoints.reach("before_replica_update")
             clip_as_told(record, parts)
-            apply(self._state, record, parts)
+            apply(self._state, [Taken(record, parts)])
             failpoints.reach("after_replica_update")
             self._step, self._progress = about["step"], {**record["progress"], "values": self._state.values()}
             self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step)

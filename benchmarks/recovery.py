@@ -72,16 +72,16 @@ class Cheap:
 
 
 def record(model: str, name: str, folder: Path, lengths: tuple[int, ...]) -> dict[int, str]:
-    """A run of the longest length in ``folder``. Returns digests of the state by length."""
+    """A run of one step more than the longest length in ``folder``, since a codec with residuals ends with a base.
+    Returns digests of the state by length."""
     cheap, digests = Cheap(model), {}
     arm = ARMS[name](folder, cheap.training, base_every=10**9, storage="1TB")
     arm.resume()
     for step in range(max(lengths) + 1):
         if step in lengths:
             digests[step] = cheap.digest()
-        if step < max(lengths):
-            cheap.step()
-            arm.step()
+        cheap.step()
+        arm.step()
     arm.close()
     return digests
 
@@ -141,7 +141,7 @@ def forget_pages(folder: Path) -> None:
 
 def measure(model: str, name: str, lengths: tuple[int, ...], rounds: int, folder: str) -> dict:
     place = Path(tempfile.mkdtemp(dir=folder, prefix="holdfast-bench-"))
-    run, longest = place / "run", max(lengths)
+    run, records = place / "run", max(lengths) + 1
     try:
         digests = record(model, name, run, lengths)
         cheap = Cheap(model)
@@ -160,12 +160,12 @@ def measure(model: str, name: str, lengths: tuple[int, ...], rounds: int, folder
     load, step, read = (
         statistics.median(resumes[0]),
         statistics.median(steps),
-        statistics.median(reads) / longest,
+        statistics.median(reads) / records,
     )
     least = step if name == "topk" else max(step, read)
     return {
         "load_seconds": load,
-        "record_bytes": round(nbytes / longest),
+        "record_bytes": round(nbytes / records),
         "optimizer_seconds_per_step": step,
         "reading_seconds_per_record": read,
         "lengths": {

@@ -75,11 +75,9 @@ def stay_with(descriptor: int) -> None:
     os._exit(0)
 
 
-def drifting(
-    real: Callable[..., None], at: int, state: Any, record: Any, parts: Any, slot: str | None = None
-) -> None:
+def drifting(real: Callable[..., None], at: int, state: Any, records: Any, slot: str | None = None) -> None:
     """Do a step, and change the state behind its back after the step ``at``: a weight, or what is in ``slot``."""
-    real(state, record, parts)
+    real(state, records)
     held = state.optimizers[0].state
     parameter = state.parameters[-1].parameter if slot is None else list(held)[-1]
     if next(iter(held.values()))["step"] == at:

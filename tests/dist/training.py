@@ -235,7 +235,8 @@ def train(
     if averages is not None:
         options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
-    torch.manual_seed(100 + (rank // 2 if kind in ("tp", "fsdp_tp") else rank))  # one batch for both halves
+    same_batch = {"plain": world_size, "tp": 2, "fsdp_tp": 2}.get(kind, 1)  # so many ranks in a row
+    torch.manual_seed(100 + rank // same_batch)
     losses: list[float] = []
     digests: dict[int, str] = {}
     early: list[bool] = []

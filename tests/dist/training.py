@@ -311,7 +311,7 @@ def train(
                 checkpointer._recorder.wait(step - 1)
                 make_read_only(Path(root))
             if slow is not None and rank == slow[0] and step in slow[1:]:
-                rate = 300_000 if step == slow[1] else None
+                rate = 100_000 if step == slow[1] else None
                 checkpointer._queue._throttles[True] = Throttle(rate)
             digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)

@@ -107,17 +107,22 @@ def test_a_person_reads_the_choice_what_binds_what_helps_and_what_the_engine_run
     assert "speculate`, `per_block` and `snake` are planned for and not built" in text
 
 
-def test_the_settings_for_the_engine_are_toml_that_a_run_takes(holdfast):
-    result = holdfast("plan", "--model", "gpt-319m", "--machine", "cpu-2-core")
+@pytest.mark.parametrize("clipping, norm", [("none", 0), ("defer", 1.0)])
+def test_the_settings_for_the_engine_are_toml_that_a_run_takes(holdfast, clipping, norm):
+    options = ("--micro-batches", "4", "--commit-every", "3", "--clipping", clipping)
+    result = holdfast("plan", "--model", "gpt-319m", "--machine", "cpu-2-core", *options)
     settings = tomllib.loads(result.out[result.out.index("  [train]") :])
-    path_like = {f"{s}.{k}": v for s, keys in settings.items() for k, v in keys.items()}
-    assert set(path_like) == {
+    keys_of = {f"{s}.{k}": v for s, keys in settings.items() for k, v in keys.items()}
+    assert set(keys_of) == {
         "train.micro_batches",
+        "train.clip_norm",
+        "durability.every",
         "offload.params_on_host",
         "offload.optimizer_on_host",
         "offload.activations_on_host",
     }
-    sets = [word for key, value in path_like.items() for word in ("--set", f"{key}={value}")]
+    assert (keys_of["train.clip_norm"], keys_of["durability.every"]) == (norm, 3)
+    sets = [word for key, value in keys_of.items() for word in ("--set", f"{key}={value}")]
     assert holdfast("train", *sets, "--print-config").code == 0
 
 

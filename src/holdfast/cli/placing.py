@@ -272,7 +272,10 @@ def _print_settings(engine: Solution) -> None:
     """For the configuration of ``holdfast train``, and by the same names for ``holdfast.offload``."""
     print("\n  [train]")
     print(f"  micro_batches = {engine.setting.micro_batches}")
+    print("  clip_norm = 0" if engine.setting.method.clipping == "none" else "  clip_norm = 1.0")
     print("\n  [offload]")
     for name in ("params", "optimizer", "activations"):
         blocks = engine.setting.blocks
         print(f"  {name}_on_host = {int(engine.fractions[name] * blocks + 1e-6) / blocks:g}")
+    if engine.setting.method.commit_every != 1:
+        print(f"\n  [durability]\n  every = {engine.setting.method.commit_every}")

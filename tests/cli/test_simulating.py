@@ -97,3 +97,11 @@ def test_what_cannot_be_played_is_one_line_and_exit_2(holdfast, options, text):
     assert (result.code, result.out) == (2, "")
     assert len(result.err.splitlines()) == 1
     assert text in result.err
+
+
+def test_both_orders_keep_to_the_same_memory(simulate):
+    """With 1.2 GB neither can keep everything; the process itself counts."""
+    found = simulate(*SMALL, "--host", "1.2GB")
+    for order in found["orders"].values():
+        assert 0.6e9 < order["host_bytes"] <= 1.2e9
+        assert order["on_host"]["optimizer"] < 1

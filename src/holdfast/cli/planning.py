@@ -156,7 +156,7 @@ def simulate(
     activations_on_host: Annotated[
         float | None, _fraction("--activations-on-host", "Of what flows between blocks; else planned.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=2, help="That are played.")] = 4,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="That are played.")] = 6,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="FILE", help="Write a trace for chrome://tracing or Perfetto."),

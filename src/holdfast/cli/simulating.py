@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadInput, ConfigError
+from ..plan.formulas import PROCESS_BYTES
 from ..plan.horizontal import horizontal
-from ..plan.lists import EVALUATION_BATCHES, fit, machine_of, shape_of, work_of
-from ..plan.memory import MakesOps, predict
+from ..plan.lists import EVALUATION_BATCHES, fit, host_bytes, machine_of, shape_of, work_of
+from ..plan.memory import MakesOps
 from ..plan.placement import choose
 from ..plan.search import Case, engine_case, search
 from ..plan.setting import Setting
@@ -39,6 +40,7 @@ class Played:
 
     placement: Placement
     host_bytes: int
+    """Of the whole process."""
     found: Simulation
     tokens: int
     """Of a step."""
@@ -105,6 +107,7 @@ def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str,
         setting.machine.host_memory_bytes,
         schedule=schedule,
         evaluation_batches=EVALUATION_BATCHES,
+        held_bytes=PROCESS_BYTES,
         **asked,
     )
 
@@ -113,8 +116,7 @@ def _play(setting: Setting, schedule: MakesOps, placement: Placement, steps: int
     work, shape = work_of(setting), shape_of(setting)
     operations = schedule(work, placement, shape)
     found = play_steps([operations] * steps, machine_of(setting, operations))
-    memory = predict(work, placement, shape, schedule, EVALUATION_BATCHES)
-    return Played(placement, memory.host_bytes, found, setting.tokens)
+    return Played(placement, host_bytes(setting, placement, schedule), found, setting.tokens)
 
 
 def _fractions(placement: Placement) -> dict[str, float]:
@@ -171,7 +173,7 @@ def _print(setting: Setting, played: Mapping[str, Played], trace: Path | None) -
             name,
             format_seconds(run.found.seconds_per_step),
             rate_text(run.tokens_per_second),
-            f"{lane}, {seconds / run.found.seconds_per_step:.0%} of the time",
+            f"{lane}, {min(seconds / run.found.seconds_per_step, 1):.0%} of the time",
             format_bytes(run.host_bytes),
             stays,
         )

@@ -29,6 +29,7 @@ from holdfast.delta.powersgd import PowerSGD
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput
 from holdfast.io.queue import Throttle
+from holdfast.state.cuts import local_of
 from read_only import make_read_only
 from survive_run import digest
 
@@ -189,6 +190,7 @@ def train(
     between: int | None = None,
     options_of: dict[str, dict[str, Any]] | None = None,
     edit_at: int | None = None,
+    drift: tuple[int, int] | None = None,
     spoilt: str | None = None,
     mlp: int = 0,
     **options: Any,
@@ -254,6 +256,8 @@ def train(
             chosen.step()
             schedule.step()
             chosen.zero_grad()
+            if drift is not None and (rank, step) == tuple(drift):
+                local_of(plain.second.weight.detach()).add_(1)
             if kill is not None and (rank, step) == tuple(kill):
                 os.kill(os.getpid(), signal.SIGKILL)
             if signal_at is not None and (rank, step) == tuple(signal_at):

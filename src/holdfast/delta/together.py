@@ -8,6 +8,7 @@ from typing import Any
 from ..store.local import LocalStore
 from ..store.manifest import Share
 from .agreement import Agreement
+from .alike import Alike
 from .allotment import Allotment
 from .bases import BaseMaker
 from .ranks import Ranks, stream_of
@@ -20,6 +21,7 @@ class Together:
         self._ranks, self._store, self._emit = ranks, store, emit
         self.agreement: Agreement | None = None
         self.room: Allotment
+        self.alike = Alike(ranks, emit)
         self._number = 0
         self.sharing = False
         """Whether the share of the base that is under way waits for the records before it."""
@@ -29,12 +31,13 @@ class Together:
         assert self.agreement is not None
         self.agreement.call()
 
-    def is_due(self, due: bool, bases: BaseMaker) -> bool:
+    def is_due(self, due: bool, bases: BaseMaker, step: int) -> bool:
         """The first rank decides, by whether one is ``due`` there; the others follow when they see it."""
         assert self.agreement is not None
         if self._ranks.rank == 0:
             if due:
                 self._number = self.agreement.begin_base()
+                self.alike.begin(step)
             return due
         wanted = self.agreement.standing.base_wanted
         if wanted <= self._number or self.sharing:

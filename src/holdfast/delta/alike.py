@@ -65,9 +65,9 @@ class Alike:
         return {**progress, "copies": {"step": step, "different": different}} if different else progress
 
     def begin(self, step: int) -> None:
-        """On the first rank: a comparison begins at a step soon after ``step``."""
-        lead = 1 + ceil(LEAD_SECONDS / max(self._seconds, 1e-3))
-        if self._number == self._wanted[0] and not self._left:  # not while one is under way
+        """Have all compare soon after ``step``, unless that is under way. The first rank says when."""
+        if self._ranks.rank == 0 and self._number == self._wanted[0] and not self._left:
+            lead = 1 + ceil(LEAD_SECONDS / max(self._seconds, 1e-3))
             self.tell("compare", json.dumps([self._number + 1, step + lead]))
 
     def go_on(self, state: LiveState, step: int) -> None:

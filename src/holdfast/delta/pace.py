@@ -129,6 +129,8 @@ class Pace:
             if self._is_time(step):
                 self.whole(step)
         elif self._is_due(step):
+            if self._together is not None:
+                self._together.alike.begin(step)
             self._begin(step)
         if bases.under_way and not bases.all_staged:
             self._stage(step)
@@ -146,7 +148,7 @@ class Pace:
 
     def _is_due(self, step: int) -> bool:
         due = not self.bases.under_way and self._is_time(step)
-        return due if self._together is None else self._together.is_due(due, self.bases, step)
+        return due if self._together is None else self._together.is_due(due, self.bases)
 
     def whole(self, step: int) -> None:
         """A base of ``step``, the present one, unit after unit, durable when this returns. Called on all ranks."""

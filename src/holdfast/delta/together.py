@@ -31,13 +31,12 @@ class Together:
         assert self.agreement is not None
         self.agreement.call()
 
-    def is_due(self, due: bool, bases: BaseMaker, step: int) -> bool:
+    def is_due(self, due: bool, bases: BaseMaker) -> bool:
         """The first rank decides, by whether one is ``due`` there; the others follow when they see it."""
         assert self.agreement is not None
         if self._ranks.rank == 0:
             if due:
                 self._number = self.agreement.begin_base()
-                self.alike.begin(step)
             return due
         wanted = self.agreement.standing.base_wanted
         if wanted <= self._number or self.sharing:

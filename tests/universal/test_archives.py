@@ -287,8 +287,8 @@ def test_copies_of_copies_are_refused_before_they_fill_the_memory():
 
 
 def test_what_many_share_is_read_as_it_is(tmp_path):
-    betas = (0.9, 0.999)
-    groups = [{"betas": betas, "params": list(range(100))} for _ in range(1000)]
+    betas, numbers = (0.9, 0.999), list(range(100))
+    groups = [{"betas": betas, "params": numbers} for _ in range(5000)]
     assert archive_of(tmp_path / "x.pt", {"groups": groups}).content["groups"] == groups
 
 

@@ -50,7 +50,7 @@ def two(monkeypatch):
     monkeypatch.setattr(alike, "BYTES_PER_STEP", 40)
     board = Board(Alike.common)
     ranks = [Rank(rank, board) for rank in range(2)]
-    ranks[0].alike.begin(10)
+    ranks[0].alike.begin(ranks[0].state, 10)
     return ranks, board, json.loads(board["compare"])[1]
 
 
@@ -88,12 +88,12 @@ def test_where_one_could_not_compare_nothing_is_said_of_what_they_hold(two, why)
             rank.step(step)
     ranks[0].alike.lead(board, board)
     assert ranks[0].events == [("copies", {"step": at, "compared": False})]
-    ranks[0].alike.begin(at + 6)
+    ranks[0].alike.begin(ranks[0].state, at + 6)
     assert json.loads(board["compare"])[0] == 2
 
 
 def test_a_comparison_is_not_begun_while_one_is_under_way(two):
     ranks, board, at = two
     ranks[0].step(at)
-    ranks[0].alike.begin(at)
+    ranks[0].alike.begin(ranks[0].state, at)
     assert json.loads(board["compare"]) == [1, at]

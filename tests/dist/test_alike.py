@@ -37,7 +37,7 @@ def marks(root):
         return manifest.progress_of(manifest.streams[0]).get("copies")
 
 
-@pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("hsdp", 4), ("tp", 2)])
+@pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("ddp", 4), ("hsdp", 4), ("tp", 2)])
 def test_copies_that_are_the_same_are_found_to_be(world, tmp_path, kind, ranks):
     """At once before a base that all wait for, and beside training."""
     mlp = {"mlp": 8} if kind == "tp" else {}
@@ -48,6 +48,11 @@ def test_copies_that_are_the_same_are_found_to_be(world, tmp_path, kind, ranks):
     steps = {event["step"] for event in events if event["compared"]}  # on a slow machine one may hear too late
     assert {0, 100} < steps and not any(event.get("different") for event in events)
     assert marks(tmp_path) is None and not any("do not" in text for each in said for text in each.get("warned", []))
+
+
+def test_ranks_that_hold_nothing_alike_compare_nothing(world, tmp_path):
+    ended(world.run(2, kind="fsdp", root=tmp_path, steps=20, base_every=5, save_at=20, pause=0.03))
+    assert compared(tmp_path) == []
 
 
 @pytest.mark.parametrize("who", [0, 1])

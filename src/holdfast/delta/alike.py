@@ -64,9 +64,10 @@ class Alike:
         step, different = self._verdict[1:]
         return {**progress, "copies": {"step": step, "different": different}} if different else progress
 
-    def begin(self, step: int) -> None:
+    def begin(self, state: LiveState, step: int) -> None:
         """Have all compare soon after ``step``, unless that is under way. The first rank says when."""
-        if self._ranks.rank == 0 and self._number == self._wanted[0] and not self._left:
+        under_way = self._left or self._number < self._wanted[0]
+        if self._ranks.rank == 0 and state.copies and not under_way:
             lead = 1 + ceil(LEAD_SECONDS / max(self._seconds, 1e-3))
             self.tell("compare", json.dumps([self._number + 1, step + lead]))
 
@@ -91,6 +92,8 @@ class Alike:
 
     def compare(self, state: LiveState, step: int) -> None:
         """Compare all at once, at ``step``, at which all ranks are. Called on all."""
+        if not state.copies:
+            return
         found = self._digests(state, range(len(state.copies)))
         self._take(Verdict(self._verdict.number, step, _judged(self._ranks.everyone(found), state.copies)))
         self._report()

@@ -130,7 +130,7 @@ class Pace:
                 self.whole(step)
         elif self._is_due(step):
             if self._together is not None:
-                self._together.alike.begin(step)
+                self._together.alike.begin(self._state, step)
             self._begin(step)
         if bases.under_way and not bases.all_staged:
             self._stage(step)

@@ -59,7 +59,7 @@ def test_ranks_that_hold_nothing_alike_compare_nothing(world, tmp_path):
 def test_a_rank_that_holds_something_else_is_named_and_the_base_is_marked(world, tmp_path, who):
     """Whether it is the one that stores it or not; and the run goes on."""
     options = {"kind": "ddp", "root": tmp_path, "base_every": 1000}
-    said = finished(world.run(2, steps=8, drift=[who, 4], save_at=6, **options))
+    said = finished(world.run(2, steps=8, altered=[who, 4], save_at=6, **options))
     [before, event] = compared(tmp_path)
     assert before["different"] is None and event["step"] == 6
     assert "second.weight" in event["different"] and "than rank" in event["different"]
@@ -74,7 +74,7 @@ def test_a_rank_that_holds_something_else_is_named_and_the_base_is_marked(world,
 def test_what_differs_is_found_beside_training_too_and_is_no_more_when_it_was_mended(world, tmp_path):
     """Of four ranks that hold two parts twice, one has something else; the ranks that resume have all the same."""
     options = {"kind": "hsdp", "root": tmp_path, "base_every": 5, "pause": 0.03, "keep_last": 99}
-    said = finished(world.run(4, steps=100, drift=[3, 4], **options))
+    said = finished(world.run(4, steps=100, altered=[3, 4], **options))
     found = [event for event in compared(tmp_path) if event.get("different")]
     assert found and all("rank 3" in event["different"] for event in found)
     assert all("rank 2" not in event["different"] and "rank 0" not in event["different"] for event in found)

@@ -47,7 +47,7 @@ def test_copies_that_are_the_same_are_found_to_be(world, tmp_path, kind, ranks):
     events = compared(tmp_path)
     steps = {event["step"] for event in events if event["compared"]}  # on a slow machine one may hear too late
     assert {0, 100} < steps and not any(event.get("different") for event in events)
-    assert marks(tmp_path) is None and not any("do not" in text for each in said for text in each.get("warned", []))
+    assert marks(tmp_path) is None and not any("do not" in text for each in said for text in each.get("warnings", []))
 
 
 def test_ranks_that_hold_nothing_alike_compare_nothing(world, tmp_path):
@@ -64,7 +64,7 @@ def test_a_rank_that_holds_something_else_is_named_and_the_base_is_marked(world,
     assert before["different"] is None and event["step"] == 6
     assert "second.weight" in event["different"] and "than rank" in event["different"]
     for each in said:
-        [text] = [text for text in each["warned"] if "should hold the same do not" in text]
+        [text] = [text for text in each["warnings"] if "should hold the same do not" in text]
         assert event["different"] in text and "at step 6" in text
     assert marks(tmp_path) == {"step": 6, "different": event["different"]}
     after = ended(world.run(2, steps=9, **options))
@@ -79,7 +79,7 @@ def test_what_differs_is_found_beside_training_too_and_is_no_more_when_it_was_me
     assert found and all("rank 3" in event["different"] for event in found)
     assert all("rank 2" not in event["different"] and "rank 0" not in event["different"] for event in found)
     for each in said:
-        assert 1 <= sum("should hold the same" in text for text in each["warned"]) <= len(found)
+        assert 1 <= sum("should hold the same" in text for text in each["warnings"]) <= len(found)
     assert marks(tmp_path)["different"] == found[-1]["different"]
     ended(world.run(4, steps=102, save_at=101, **options))
     assert compared(tmp_path)[-1]["different"] is None and marks(tmp_path) is None

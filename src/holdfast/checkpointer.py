@@ -680,7 +680,7 @@ class Checkpointer:
             self._agreement = together.agreement = Agreement(
                 self._ranks, recorder=recorder, steps_done=lambda: self.steps_done,
                 publish=together.publish_shares, follow=store.follow, is_there=store.has_writer,
-                deadline_seconds=self._deadline,
+                alike=together.alike, deadline_seconds=self._deadline,
             )  # fmt: skip
         newest = store.newest_base
         if same_cut and newest is not None:

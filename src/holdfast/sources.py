@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from .store.target import Target, Url, holds_run
 from .universal.checking import refuse_unequal
 from .universal.convert import open_source
 from .universal.convert.holdfast import Commit
+from .universal.hyper import kept_by, set_hyper_parameters
 from .universal.matching import Allowed, Form, Match, match
 from .universal.memory import InMemory
-from .universal.restore import read_tensors, set_hyper_parameters
+from .universal.restore import read_tensors
 from .universal.source import Source
 
 
@@ -57,16 +58,24 @@ class Beginning:
         self.path = source.path
         self.step: int = source.progress.get("step") or 0
         self.progress = source.progress
+        self.kept: dict[str, frozenset[str] | None] = {}
 
-    def match(self, captured: Captured) -> list[str]:
-        """Raise ``RunMismatch`` unless it is the state of this model. What of it is not as it was, for a person."""
+    def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Raise ``RunMismatch`` unless it is the state of this model and optimizer. What of it is not as it was, for a
+        person. ``kept`` are from then on the slots that the optimizer keeps with the hyper-parameters of this state."""
         forms = [
             Form(p.names, p.shape, (TO_NAME[p.parameter.dtype], "F32"), p.trained)
             for p in captured.parameters
         ]
         buffers = {name: buffer_at(place) for name, place in captured.buffers.items()}
         forms += [Form((n,), tuple(b.shape), (TO_NAME[b.dtype],), is_buffer=True) for n, b in buffers.items()]
-        self._match = match(forms, self._source, self._allowed)
+        trained = {id(p.parameter): p.name for p in captured.parameters if p.trained}
+
+        def keeps(there: Mapping[str, str]) -> Mapping[str, frozenset[str] | None]:
+            self.kept = kept_by([optimizer], trained, self.progress, there)
+            return self.kept
+
+        self._match = match(forms, self._source, self._allowed, keeps=keeps)
         return self._match.told()
 
     def check(self) -> None:
@@ -84,7 +93,7 @@ class Beginning:
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """What the optimizer held for a parameter, whole, by slot."""
         found = self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"})
-        values = self.progress.get("values", {}).get(self._match.names.get(name), {})
+        values = self._match.values.get(name, {})
         numbers = {slot: decode(value) for slot, value in values.items() if slot not in found}
         return found | {
             slot: torch.tensor(n) for slot, n in numbers.items() if isinstance(n, (bool, int, float))
@@ -100,8 +109,7 @@ class Beginning:
 
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
         """Whether there were those of all groups."""
-        there = [[self._match.names.get(name, name) for name in members] for members in names]
-        return set_hyper_parameters(groups, there, self.progress)
+        return set_hyper_parameters(groups, self._match.in_source(names), self.progress)
 
 
 def has_records(path: Path | Url) -> bool:

@@ -283,7 +283,7 @@ def test_values_that_are_no_tensors_are_read_as_data(tmp_path):
         and extra["extra.text"] == "x"
         and extra["extra.numbered.1.2"] == "two"
     )
-    assert extra["set"] == {"__object__": "set", "args": ["{3}"]}
+    assert extra["set"] == {"__object__": "set", "args": [[3]]}
 
 
 @pytest.fixture

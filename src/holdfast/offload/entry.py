@@ -24,7 +24,7 @@ from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
-from .beginning import Beginning, Opens, prepare
+from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
 from .checks import check_budget, check_choices, check_counts, check_sample, check_stateful
 from .device import open_device
@@ -207,9 +207,12 @@ def _ready(
         confirm(preflight)
     beginning = None
     if found is None:
-        beginning = prepare(source, parts.captured, user) if source is not None else None
+        prepared = None if source is None else prepare(source, parts, user.optimizer)
         user.now()  # whatever cannot be stored is refused now
         _enter_fresh(store)
+        if prepared is not None:
+            beginning = prepared[0]
+            take_up(*prepared, parts.captured, user)
     else:
         user.restore(found.progress)
     return found, beginning, stored, preflight

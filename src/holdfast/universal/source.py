@@ -21,6 +21,9 @@ from ..state.atoms import DTYPE_BYTES, Atom
 from ..state.pieces import Pieces
 from ..units import MiB
 
+NUM_LOCKS = 16
+"""Parts that are looked into at once, about; two that share a lock wait for one another."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -122,7 +125,9 @@ class Files(Source):
     it was verified."""
 
     _verified: set[int] = field(default_factory=set, repr=False)
-    _verifying: dict[int, threading.Lock] = field(default_factory=dict, repr=False)
+    _locks: list[threading.RLock] = field(
+        default_factory=lambda: [threading.RLock() for _ in range(NUM_LOCKS)], repr=False
+    )
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         where = self.parts[part]
@@ -141,7 +146,7 @@ class Files(Source):
         where = self.parts[part]
         if where.crc32 is None:
             return
-        with self._verifying.setdefault(part, threading.Lock()):
+        with self._locks[part % NUM_LOCKS]:
             if part not in self._verified:
                 found, buffer = 0, memoryview(bytearray(min(where.nbytes, 4 * MiB)))
                 for start in range(0, where.nbytes, 4 * MiB):

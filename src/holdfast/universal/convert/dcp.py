@@ -7,16 +7,10 @@ against the archive then. The CRC-32 of an entry is checked before a byte of it 
 
 from __future__ import annotations
 
-import base64
-import threading
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import prod
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ...errors import Damaged
 from ...state.atoms import Atom
@@ -24,15 +18,14 @@ from ...state.pieces import Pieces, dense, row_major
 from ...units import KiB
 from ..archives import Archive
 from ..keys import name_all, progress_of
-from ..pickles import Record, Tensor
-from ..small import is_small, tensor_json, value_of
-from ..source import Files, Part, Stored, check_sum
+from ..pickles import Tensor
+from ..plain import Plain, bytes_of
+from ..small import is_small, value_of
+from ..source import NUM_LOCKS, Files, Part, Stored
 from .dcp_metadata import METADATA, Claims, Entry, Shards
 
 REMEMBERED = 64 * KiB
 """Bytes at most of an entry without tensors whose content is kept, as the same comes again and again."""
-MOST_EXPANDED = 1 << 20
-"""Elements at most of a tensor that has more of them than are stored."""
 
 
 def is_dcp(path: Path) -> bool:
@@ -51,7 +44,6 @@ class DCP(Files):
         self._checked: set[int] = set()
         self._tensors: dict[int, tuple[Archive, Tensor]] = {}
         self._reordered: tuple[int, bytes] = (-1, b"")
-        self._locks = [threading.RLock() for _ in range(16)]
         named = name_all({key: shards.kind for key, shards in claims.tensors.items()}, claims.paths)
         values = _Values()
         rest = {key: values.read(key, entry) for key, entry in claims.values.items()}
@@ -64,11 +56,11 @@ class DCP(Files):
             else:
                 self.add(stored)
         self.progress = progress_of(
-            {key: rest[key] for key in claims.paths if key in rest}, claims.paths, named
+            {key: rest[key] for key in claims.paths if key in rest}, claims.paths, named, str(path)
         )
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
-        with self._naming(part), self._locks[part % 16]:
+        with self._naming(part), self._locks[part % NUM_LOCKS]:
             where = self._open(part)
             if part not in self._checked and len(into) != where.nbytes:
                 super().check(part)
@@ -80,7 +72,7 @@ class DCP(Files):
                 super().read(part, offset, into)
 
     def check(self, part: int) -> None:
-        with self._naming(part), self._locks[part % 16]:
+        with self._naming(part), self._locks[part % NUM_LOCKS]:
             self._open(part)
             if part in self._tensors:
                 self._in_order(part)
@@ -135,10 +127,10 @@ class DCP(Files):
 
     def _in_order(self, part: int) -> bytes:
         """All of a part in C order, which is stored otherwise. The last one is remembered."""
-        with self._locks[part % 16]:
+        with self._locks[part % NUM_LOCKS]:
             number, data = self._reordered
             if number != part:
-                data = _bytes_of(*self._tensors[part])
+                data = bytes_of(*self._tensors[part])
                 self._reordered = part, data
             return data
 
@@ -158,61 +150,14 @@ class _Values:
             return self._known[data]
         try:
             archive = Archive(entry.path, entry.offset, entry.nbytes)
-            value = _json(archive, archive.content)
-        except (Damaged, RecursionError) as error:
+            value = Plain(archive)(archive.content)
+        except Damaged as error:
             raise Damaged(
                 f"{key}, in {entry.path} from {entry.offset} on: {error}", path=str(entry.path), atoms=(key,)
             ) from error
         if data:
             self._known[data] = value
         return value
-
-
-def _json(archive: Archive, value: Any) -> Any:
-    """``value``, read from a pickle, as ``state.progress.encode`` has it; an object as what it was given."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Tensor):
-        return tensor_json(value.storage.dtype, value.shape, _bytes_of(archive, value))
-    if isinstance(value, (bytes, bytearray)):
-        return {"__bytes__": base64.b64encode(value).decode()}
-    if isinstance(value, tuple):
-        return {"__tuple__": [_json(archive, item) for item in value]}
-    if isinstance(value, list):
-        return [_json(archive, item) for item in value]
-    if isinstance(value, dict):
-        plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
-        items = [[_json(archive, key), _json(archive, item)] for key, item in value.items()]
-        return dict(items) if plain else {"__dict__": items}
-    if isinstance(value, Record) and value.name == "_codecs.encode":  # how bytes are pickled
-        return {"__bytes__": base64.b64encode(str(value.args[0]).encode("latin1")).decode()}
-    if isinstance(value, Record):
-        given = {"args": list(value.args), "fields": value.fields, "items": value.items}
-        return {"__object__": value.name} | {
-            name: _json(archive, part) for name, part in given.items() if part
-        }
-    return {"__object__": type(value).__name__, "args": [str(value)]}
-
-
-def _bytes_of(archive: Archive, tensor: Tensor) -> bytes:
-    """The elements of ``tensor`` in C order, once its storage is known to be whole."""
-    part, elements = archive.part(tensor.storage), prod(tensor.shape)
-    spans = zip(tensor.shape, tensor.strides, strict=True)
-    last = tensor.offset + sum(max(0, n - 1) * stride for n, stride in spans)
-    outside = (
-        last >= part.nbytes // part.itemsize or min(*tensor.shape, *tensor.strides, tensor.offset, 0) < 0
-    )
-    if elements and (outside or elements > max(part.nbytes, MOST_EXPANDED)):
-        raise Damaged(f"a tensor {list(tensor.shape)} lies outside of what is stored", path=part.path)
-    with open(part.path, "rb") as file:
-        file.seek(part.offset)
-        data = file.read(part.nbytes)
-    check_sum(part, zlib.crc32(data))
-    elements = np.frombuffer(data, dtype=f"V{part.itemsize}", count=part.nbytes // part.itemsize)[
-        tensor.offset :
-    ]
-    strides = tuple(stride * part.itemsize for stride in tensor.strides)
-    return np.lib.stride_tricks.as_strided(elements, tensor.shape, strides).tobytes()
 
 
 def _in_c_order(tensor: Tensor) -> bool:

@@ -17,8 +17,7 @@ from ....state.progress import encode
 from ....units import MiB
 from ...archives import Archive
 from ...pickles import Record, Tensor
-from ...source import Files, Stored
-from .local import WithNumbers
+from ...source import Files, Stored, WithNumbers
 from .model import ModelStates
 from .parallel import Whole
 

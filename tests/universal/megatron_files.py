@@ -135,6 +135,7 @@ class How:
     chained: str = ""
     optimizer: str | None = "plain"
     bucket: int | None = None
+    padded: bool = False
     halves: bool = False
     tied: bool = False
 
@@ -287,6 +288,10 @@ def put_buckets(content, state, how):
                         *(at for place in places for at in place),
                     }
                     cuts = sorted(ends)
+                    if how.padded:
+                        put_padded(content, key, flat, cuts, step, how)
+                        sizes.append(len(flat))
+                        continue
                     content.entries[key] = Chunked(
                         (len(flat),), [Chunk((a,), flat[a:b].clone()) for a, b in pairwise(cuts)]
                     )
@@ -295,6 +300,16 @@ def put_buckets(content, state, how):
                 [{(torch.bfloat16, torch.float32): sizes[: len(sizes) // 3]}]
             ]
             content.entries[f"{group}.optimizer/shard_0_1"] = [{"param_groups": groups()}]
+
+
+def put_padded(content, key, flat, cuts, step, how):
+    """As before 0.14: with the padding at the end, each rank's part a cell that is cut."""
+    flat = torch.cat([flat, torch.full((how.dp * step - len(flat),), NAN)])
+    cuts = sorted({*cuts, len(flat), *range(0, len(flat), step)})
+    content.originals[key] = (len(flat),)
+    content.entries[key] = Chunked(
+        (how.dp, step), [Chunk((a // step, a % step), flat[None, a:b].clone()) for a, b in pairwise(cuts)]
+    )
 
 
 def put_gathered(content, state, how):

@@ -59,6 +59,7 @@ EVERY = {
     "buckets, several": How(optimizer="fully_sharded_bucket_space", bucket=1000, dp=3),
     "buckets, TP 2, PP 2": How(optimizer="fully_sharded_bucket_space", bucket=700, tp=2, pp=2, dp=2),
     "buckets, TP 2, stacked": How(optimizer="fully_sharded_bucket_space", tp=2, stacked=True),
+    "buckets, padded": How(optimizer="fully_sharded_bucket_space", bucket=700, dp=3, padded=True),
     "gathered": How(optimizer="dp_zero_gather_scatter"),
     "gathered, TP 2, PP 2": How(optimizer="dp_zero_gather_scatter", tp=2, pp=2, stacked=True),
 }

@@ -21,6 +21,7 @@ from ....state.boxes import Box
 from ....state.capture import FROM_NAME
 from ....state.cutting import unflattened
 from ....state.pieces import Pieces, joined
+from ....state.progress import decode
 from ...archives import Archive, piece_of
 from ...keys import Kind
 from ...load import read_flat
@@ -34,6 +35,9 @@ _BUCKET = re.compile(
 )
 _STATE = re.compile(
     r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.param_state/shard_0_1"
+)
+_SIZES = re.compile(
+    r"optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.per_bucket_numel_unpadded/shard_0_1"
 )
 CHUNK = 1 << 22
 """Elements compared at once."""
@@ -56,6 +60,8 @@ class Buffers:
     held: dict[str, Whole] = field(default_factory=dict)
     buckets: dict[int, dict[str, dict[int, Whole]]] = field(default_factory=dict)
     dtypes: set[str] = field(default_factory=set)
+    unpadded: dict[int, list[int]] = field(default_factory=dict)
+    """By rank the sizes of its buckets without the padding at their ends, which older versions store too."""
     joined: bool = False
     odd: str = ""
     """The first tensor that is not known here: of a second buffer, or of one of several optimizers."""
@@ -69,6 +75,12 @@ class Buffers:
             return
         self.dtypes.add(DTYPES.get(match["dtype"], match["dtype"]))
         self._slots(int(match["rank"])).setdefault(match["slot"], {})[int(match["bucket"])] = flat
+
+    def add_sizes(self, key: str, value: Any) -> None:
+        """Those that a rank stored beside its buckets: by buffer and type."""
+        if (match := _SIZES.fullmatch(key)) is not None:
+            by_type = decode(value)[0].values()
+            self.unpadded[int(match["rank"])] = [size for sizes in by_type for size in sizes]
 
     def add_object(self, key: str, archive: Archive, source: Source) -> bool:
         """What a rank gathered, of ``dp_zero_gather_scatter``; False if it is no such object."""
@@ -140,18 +152,24 @@ class Buffers:
         for rank in sorted(self.buckets):
             parameters = mesh.parameters(rank, cuts)
             for slot, buckets in self.buckets[rank].items():
-                for local, box, pieces in self._placed(parameters, buckets):
+                for local, box, pieces in self._placed(parameters, buckets, self.unpadded.get(rank)):
                     which = local.name, slot, buckets[0].kind.dtype
                     found.setdefault(which, {}).setdefault(box, []).append(pieces)
         return found
 
     def _placed(
-        self, parameters: list[Local], buckets: Mapping[int, Whole]
+        self, parameters: list[Local], buckets: Mapping[int, Whole], unpadded: list[int] | None
     ) -> Iterator[tuple[Local, Box, Pieces]]:
         """The pieces of each box, in the coordinates of its parameter."""
         if sorted(buckets) != list(range(len(buckets))) or any(b.pieces.rank != 1 for b in buckets.values()):
             raise BadInput(f"there are buckets {sorted(buckets)}, and not one after the other")
         sizes = [buckets[number].kind.shape[0] for number in range(len(buckets))]
+        if unpadded is not None:
+            if len(unpadded) != len(sizes) or any(a > b for a, b in zip(unpadded, sizes, strict=True)):
+                raise BadInput(
+                    f"its buckets have {sizes} elements, and are said to have {unpadded} without padding"
+                )
+            sizes = unpadded
         if self.joined and one_bucket(parameters) != sizes[0]:
             raise BadInput(
                 f"its parameters make a buffer of {one_bucket(parameters)} elements, and it has {sizes[0]}: it was in"

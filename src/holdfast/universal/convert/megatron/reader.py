@@ -74,6 +74,7 @@ class TorchDist(Entries):
                 continue
             value = values.read(key, entry)
             found[key] = value[0] if isinstance(value, list) and len(value) == 1 else value
+            self._buffers.add_sizes(key, found[key])
         return found
 
     def _gathered(self, key: str, entry: Entry) -> bool:
@@ -86,11 +87,11 @@ class TorchDist(Entries):
         found: dict[tuple[str, str | None], Whole] = {}
         for key, shards in claims.tensors.items():
             whole = Whole(shards.kind, self.add_shards(key, shards))
+            if (shape := claims.original_shapes.get(key)) is not None:
+                whole = Whole(Kind(shape, whole.kind.dtype), _unflattened(key, whole, shape))
             if is_flat(key):
                 self._buffers.add_tensor(key, whole)
                 continue
-            if (shape := claims.original_shapes.get(key)) is not None:
-                whole = Whole(Kind(shape, whole.kind.dtype), _unflattened(key, whole, shape))
             name, slot = named(key)
             for single, place in unstacked(name, whole.kind.shape):
                 if (single, slot) in found:

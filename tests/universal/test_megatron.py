@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from holdfast.state.progress import decode
 from holdfast.universal.convert import format_of, open_source
 from holdfast.universal.convert.megatron.names import named, shard_of, unstacked
 from holdfast.universal.load import read_flat
-from universal.megatron_files import GROUPS, HEADS, SIZES, STEP, Chunk, How, State, state, write
+from universal.megatron_files import GROUPS, HEADS, SIZES, STEP, Chunk, Chunked, How, State, state, write
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
@@ -281,6 +282,12 @@ def hostile(path):
     torch.save({"iteration": 7, "args": Loud()}, path)
 
 
+def nested(path):
+    """Lists in lists, more than are read."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("common/data.pkl", b"\x80\x02}X\1\0\0\0x" + b"]" * 5000 + b"a" * 4999 + b"s.")
+
+
 def swapped(folder):
     """Files of the same layout and another save."""
     write(folder.parent / "other", state(seed=5), How(tp=2))
@@ -334,6 +341,7 @@ FAULTS = {
     "metadata cut short": (lambda f: torn(f / ".metadata"), Damaged, ".metadata holds no pickle"),
     "configuration cut short": (lambda f: torn(f / "metadata.json"), Damaged, "metadata.json does not read as JSON"),
     "hostile common": (lambda f: hostile(f / "common.pt"), Damaged, "common.pt names posix.system"),
+    "nested common": (lambda f: nested(f / "common.pt"), Damaged, "has what no checkpoint of Megatron has: Recursion"),
     "common is a list": (uncommon, Damaged, "common.pt holds a list and no dictionary"),
     "another save": (foreign, ChunkCorrupt, "__0_0.distcp fails its SHA-256"),
     "not in the sums": (unlisted, Damaged, "__0_0.distcp is not named by integrity.json"),
@@ -392,6 +400,10 @@ def no_iteration(content):
     content.common["iteration"] = "seven"
 
 
+def of_many_layers(content):
+    content.entries["decoder.layers.w"] = Chunked((1 << 50, 0), [Chunk((0, 0), torch.zeros(1, 0))])
+
+
 def under_two_keys(content):
     content.entries["module.decoder.final_layernorm.weight"] = content.entries[
         "decoder.final_layernorm.weight"
@@ -405,6 +417,7 @@ CONTENTS = {
     "hostile object": (hostile_object, "rng_state/shard_0.1_1.2, .* names posix.system"),
     "two counts of steps": (of_two_ages, "parameter groups are 7.0 and 9.0 steps old"),
     "no iteration": (no_iteration, "says that the iteration is 'seven'"),
+    "many empty layers": (of_many_layers, r"decoder.layers.w .* is no stack of layers"),
     "one name twice": (under_two_keys, "has decoder.final_layernorm.weight .of the model. twice"),
 }
 

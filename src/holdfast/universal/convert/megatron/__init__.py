@@ -22,7 +22,7 @@ def open_megatron(path: Path) -> Source:
         return TorchDist(folder)
     except HoldfastError:
         raise
-    except (AttributeError, TypeError, LookupError, ValueError, OverflowError) as error:  # anybody's files
+    except (AttributeError, TypeError, LookupError, ValueError, OverflowError, RecursionError) as error:
         raise Damaged(
             f"{folder} has what no checkpoint of Megatron has: {type(error).__name__}: {error}",
             path=str(folder),

@@ -10,12 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from ...keys import canonical
 
 MASTERS = ("fp32_param", "param", "master_param")
 """The slots that the fp32 master has had."""
+MOST = 1 << 20
+"""Tensors in a stack: more than any model has of layers and experts."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")
 _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 _OBJECT = re.compile(r"(?P<name>.+)/shard_(?P<place>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)")
@@ -76,8 +79,8 @@ def unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[in
     [('decoder.layers.3.mlp.linear_fc2.bias', ())]
     """
     template, axes = _template(name)
-    if axes > len(shape):
-        raise ValueError(f"{name} {list(shape)} has no axes for its layers")
+    if axes > len(shape) or prod(shape[:axes]) > MOST:
+        raise ValueError(f"{name} {list(shape)} is no stack of layers")
     for place in product(*map(range, shape[:axes])):
         yield template.format(*place), place
 

@@ -93,6 +93,7 @@ class TorchDist(Entries):
                 self._buffers.add_tensor(key, whole)
                 continue
             name, slot = named(key)
+            self.check_cover(Stored(Atom(name, slot or "param", *whole.kind), whole.pieces))
             for single, place in unstacked(name, whole.kind.shape):
                 if (single, slot) in found:
                     raise Damaged(
@@ -122,11 +123,8 @@ class TorchDist(Entries):
                 self.add(Stored(Atom(name, slot, *whole.kind), whole.pieces, whole.copies))
         for name, whole in weights.items():
             slot = "param" if name in states else slot_of(name, whole.kind)
-            stored = Stored(Atom(name, slot, *whole.kind), whole.pieces)
-            if "param" in states.get(name, {}):
-                self.check_cover(stored)
-            else:
-                self.add(stored)
+            if "param" not in states.get(name, {}):
+                self.add(Stored(Atom(name, slot, *whole.kind), whole.pieces))
 
     def _say_of_groups(self, groups: Groups, trained: list[str]) -> None:
         """Steps are counted in parameter groups there, and with each parameter here."""

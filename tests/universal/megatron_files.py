@@ -36,8 +36,8 @@ METADATA_CLASS = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMet
 BACKEND_CLASS = ("megatron.core.transformer.enums", "AttnBackend")
 
 
-def shapes(biases=False, norm_biases=False):
-    """The parameters of a small GPT in the order of its modules, with those of Transformer Engine."""
+def shapes(biases=False, norm_biases=False, local=False):
+    """The parameters of a small GPT in the order of its modules: those of Transformer Engine, or Megatron's own."""
     head = WIDTH // HEADS
     found = {"embedding.word_embeddings.weight": (PADDED, WIDTH)}
     for n in range(LAYERS):
@@ -49,6 +49,9 @@ def shapes(biases=False, norm_biases=False):
             "mlp.linear_fc1": (2 * INNER, WIDTH),
             "mlp.linear_fc2": (WIDTH, INNER),
         }
+        if local:
+            norm = "self_attention.linear_qkv.layer_norm_"
+            inner = {norm: inner[norm], **inner}
         for name, shape in inner.items():
             norm = name.endswith("_")
             found[f"decoder.layers.{n}.{name}{'' if norm else '.'}weight"] = shape
@@ -138,6 +141,7 @@ class How:
     padded: bool = False
     halves: bool = False
     tied: bool = False
+    local: bool = False
 
 
 @dataclass
@@ -388,7 +392,8 @@ def common_of(how):
         num_layers=LAYERS, num_attention_heads=HEADS, num_query_groups=GROUPS, group_query_attention=True,
         padded_vocab_size=PADDED, vocab_size=VOCABULARY, tensor_model_parallel_size=how.tp,
         pipeline_model_parallel_size=how.pp, virtual_pipeline_model_parallel_size=None, num_experts=None,
-        untie_embeddings_and_output_weights=not how.tied, transformer_impl="transformer_engine",
+        untie_embeddings_and_output_weights=not how.tied,
+        transformer_impl="local" if how.local else "transformer_engine",
         params_dtype=torch.bfloat16, attention_backend=stub(*BACKEND_CLASS)(5),
     )  # fmt: skip
     return {

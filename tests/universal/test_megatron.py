@@ -89,10 +89,11 @@ def test_biases_have_their_places_in_buckets(tmp_path, kinds):
     assert_same(tensors(open_source(tmp_path / "x")), of.expected)
 
 
+@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("kind", ["fully_sharded_bucket_space", "dp_zero_gather_scatter"])
-def test_tied_embeddings_are_in_the_buffers_of_both_ends(tmp_path, kind):
-    of = state()
-    write(tmp_path / "x", of, How(optimizer=kind, tp=2, pp=2, tied=True))
+def test_tied_embeddings_are_in_the_buffers_of_both_ends(tmp_path, kind, local):
+    of = state(local=local)
+    write(tmp_path / "x", of, How(optimizer=kind, tp=2, pp=2, tied=True, local=local))
     expected = {key: tensor for key, tensor in of.expected.items() if not key.startswith("output")}
     source = open_source(tmp_path / "x")
     assert_same(tensors(source), expected)
@@ -253,6 +254,21 @@ def test_values_of_the_user_come_before_those_of_the_checkpoint(tmp_path):
     assert From(tmp_path / "x", rules="megatron-to-llama").source().atoms[
         "lm_head.weight/param"
     ].atom.shape == (37, 16)
+
+
+def without_objects(content):
+    content.entries = {key: entry for key, entry in content.entries.items() if isinstance(entry, Chunked)}
+
+
+def test_a_file_of_tensors_alone_of_another_save_is_refused(tmp_path):
+    for name, seed in (("x", 0), ("other", 5)):
+        write(tmp_path / name, state(seed=seed), How(tp=2), without_objects)
+    with_sums(tmp_path / "x")
+    shutil.copy(tmp_path / "other" / "__0_0.distcp", tmp_path / "x")
+    model = Named({name: tensor.shape for name, tensor in state().masters.items()})
+    with pytest.raises(ChunkCorrupt, match=r"__0_0.distcp fails its SHA-256"):
+        begin(tmp_path, model, tmp_path / "x")
+    assert not any(p.any() for p in model.parameters())
 
 
 class Loud:
@@ -482,21 +498,26 @@ def another_module(content):
 
 
 @pytest.mark.parametrize(
-    ("change", "bucket", "text"),
+    ("change", "more", "text"),
     [
-        (virtual, None, "--virtual-pipeline-model-parallel-size"),
-        (more_ranks, None, r"ranks \[0\], and 2 x 1 ranks"),
-        (another_module, None, "decoder.layers.0.extra.weight is in its buffers is not known"),
-        (lambda content: None, 650, "it was in several buckets"),
+        (virtual, {}, "--virtual-pipeline-model-parallel-size"),
+        (more_ranks, {}, r"ranks \[0\], and 2 x 1 ranks"),
+        (another_module, {}, "decoder.layers.0.extra.weight is in its buffers is not known"),
+        (lambda content: None, {"bucket": 650}, "it was in several buckets"),
+        (
+            lambda content: None,
+            {"chained": "chained_1."},
+            "param_state/shard_0_1.0.param: of several buffers",
+        ),
     ],
 )
-def test_buffers_that_are_not_known_are_shown_and_not_taken(tmp_path, change, bucket, text):
+def test_buffers_that_are_not_known_are_shown_and_not_taken(tmp_path, change, more, text):
     of = state()
-    write(tmp_path / "x", of, How(optimizer="dp_zero_gather_scatter", bucket=bucket), change)
+    write(tmp_path / "x", of, How(optimizer="dp_zero_gather_scatter", **more), change)
     source = open_source(tmp_path / "x")
     assert text.replace("\\", "") in source.progress["extra"]["optimizer_is_not_known"]
     model = Named({name: tensor.shape for name, tensor in of.masters.items()})
-    with pytest.raises(RunMismatch, match=r"nothing here wants its optimizer\.distributed"):
+    with pytest.raises(RunMismatch, match=r"nothing here wants its (chained_1\.)?optimizer\.distributed"):
         begin(tmp_path, model, From(tmp_path / "x", cast=True))
     if change is not another_module:
         with pytest.warns(UserWarning) as warned:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from ...keys import canonical
 
-MASTERS = ("fp32_param", "param", "master_param")
-"""The slots that the fp32 master has had."""
+MASTERS = ("fp32_param", "master_param")
+"""What else the slot of the fp32 master, ``param``, is called."""
 MOST = 1 << 20
 """Tensors in a stack: more than any model has of layers and experts."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from holdfast.errors import Damaged
+from holdfast.sources import From
 from holdfast.state.progress import decode
 from holdfast.universal.convert import open_source
 from holdfast.universal.load import read_flat
@@ -148,6 +149,24 @@ def test_what_else_is_there_is_what_the_ranks_said(saved, name):
     assert set(progress["group_parameters"][0]) == {row["name"] for row in reports[0]["held"]}
     assert "torch_rng_state" in decode(progress["extra"]["rng_state/shard_0.0_1.1"])[0]
     assert progress["extra"]["args"]["num_layers"] == 4
+
+
+@pytest.mark.parametrize("name", [f"{form}, 2 ranks, TP 2, PP 1" for form in FORMS])
+def test_a_pack_gives_the_names_of_hugging_face(saved, name):
+    folder, reports = saved[name]
+    source, expected = From(folder, rules="megatron-to-llama").source(), whole(reports)
+    found = tensors(source)
+    for slot in ("param", "exp_avg", "exp_avg_sq"):
+        qkv = expected[f"decoder.layers.2.self_attention.linear_qkv.weight/{slot}"].view(2, 4, 4, 16)
+        for head, part in (("q", qkv[:, :2]), ("k", qkv[:, 2]), ("v", qkv[:, 3])):
+            assert torch.equal(
+                found[f"model.layers.2.self_attn.{head}_proj.weight/{slot}"], part.reshape(-1, 16)
+            )
+        gate, up = expected[f"decoder.layers.1.mlp.linear_fc1.weight/{slot}"].chunk(2)
+        assert torch.equal(found[f"model.layers.1.mlp.gate_proj.weight/{slot}"], gate)
+        assert torch.equal(found[f"model.layers.1.mlp.up_proj.weight/{slot}"], up)
+    assert found["model.layers.2.self_attn.q_proj.weight/step"] == 3
+    assert len(found) == 4 * (4 * 9 + 3)
 
 
 def test_a_flipped_bit_of_a_real_one_is_found(saved, tmp_path):

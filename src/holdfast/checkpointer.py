@@ -57,7 +57,7 @@ from .delta.watching import Recovery, announced
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
-from .sources import From, has_records, source_of
+from .sources import From, has_records
 from .store.files import check_place
 from .store.local import LocalStore
 from .store.manifest import Point
@@ -370,7 +370,7 @@ class Checkpointer:
         opened: list[Source] = []
 
         def look() -> str:
-            opened.append(source_of(str(start.path)))
+            opened.append(start.source())
             if not self._ranks.alone:
                 check(self._state, opened[0], start)
             return opened[0].path

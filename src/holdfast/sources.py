@@ -19,6 +19,7 @@ from .store.chain import last_step
 from .store.local import LocalStore
 from .store.reader import RunReader
 from .store.target import Target, Url, holds_run
+from .universal import packs
 from .universal.checking import refuse_unequal
 from .universal.convert import open_source
 from .universal.convert.holdfast import Commit
@@ -26,6 +27,7 @@ from .universal.hyper import kept_by, set_hyper_parameters
 from .universal.matching import Allowed, Form, Match, match
 from .universal.memory import InMemory
 from .universal.restore import read_tensors
+from .universal.ruled import UnderRules
 from .universal.source import Source
 
 
@@ -35,19 +37,31 @@ class From(Allowed):
 
     ``rename`` gives the names in it by regular expressions over names here, the first that matches in full.
     ``partial`` leaves what it does not have as it is, and what is not wanted of it unread. ``cast`` converts
-    floating-point tensors of another type. What came of these is told in warnings.
+    floating-point tensors of another type. ``rules``, a file or a pack, makes other tensors of it first; ``values`` is
+    a JSON file with numbers that they name and it does not say itself, such as a config.json. What came of these is
+    told in warnings.
     """
 
     path: str | Path
+    rules: str | Path | None = None
+    values: str | Path | None = None
 
     @property
     def plain(self) -> bool:
         """Nothing but the very state will do."""
         return self == From(self.path)
 
+    def source(self) -> Source:
+        """Raises as ``source_of``; ``RuleError`` if the rules do not fit."""
+        found = source_of(str(self.path))
+        if self.rules is None:
+            return found
+        values = None if self.values is None else Path(self.values)
+        return UnderRules(found, packs.find(str(self.rules), values, found.numbers))
+
     def open(self) -> Beginning:
-        """Raises as ``source_of``."""
-        return Beginning(source_of(str(self.path)), self)
+        """Raises as ``source``."""
+        return Beginning(self.source(), self)
 
 
 class Beginning:

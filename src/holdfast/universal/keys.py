@@ -90,7 +90,7 @@ def name_all(tensors: Mapping[str, Kind], paths: Mapping[str, Path]) -> Named:
             name = named.numbers.get(name, _numbered_name(key, name))
             named.tensors[key] = (canonical(name), slot)
         elif key in plain:
-            named.tensors[key] = (plain[key], "param" if plain[key] in known else _slot_of(plain[key], kind))
+            named.tensors[key] = (plain[key], "param" if plain[key] in known else slot_of(plain[key], kind))
         else:
             named.tensors[key] = (key, EXTRA)
     _set_seconds_apart(named)
@@ -173,7 +173,8 @@ def _is_direct(key: str, path: Path, root: str) -> bool:
     return len(path) == 1 or not key.removeprefix(root).removesuffix(str(path[-1]))
 
 
-def _slot_of(name: str, kind: Kind) -> str:
+def slot_of(name: str, kind: Kind) -> str:
+    """Of a tensor of the model that no optimizer knows: a parameter, or a buffer by its type or name."""
     number = TORCH_NAMES[kind.dtype].startswith(("float", "bfloat", "complex"))
     return "param" if number and name.rpartition(".")[2] not in BUFFERS else "buffer"
 
@@ -187,7 +188,7 @@ def _numbered(
     for key, (name, slot) in states.items():
         if name.isdecimal() and slot != "step":
             shapes.setdefault(int(name), set()).add(tensors[key].shape)
-    trained = [(name, kind) for name, kind in model if _slot_of(name, kind) == "param"]
+    trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]
     if sorted(shapes) != list(range(len(trained))):
         return {}
     if any(shapes[i] - {kind.shape} for i, (_, kind) in enumerate(trained)):

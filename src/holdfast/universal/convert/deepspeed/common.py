@@ -13,8 +13,7 @@ from ....state.pieces import Pieces, dense
 from ....units import MiB
 from ...pickles import Tensor
 from ...plain import Plain
-from ...source import Stored
-from .local import WithNumbers
+from ...source import Stored, WithNumbers
 from .model import ModelStates
 from .parallel import Whole
 

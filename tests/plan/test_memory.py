@@ -79,7 +79,7 @@ def test_no_executor_holds_more_than_the_bound(step, schedule, data):
 def test_steps_of_different_shapes_hold_no_more_than_the_larger_bound(step, other, schedule, data):
     """Another number of micro-batches, a commit or none, and an evaluation between."""
     work, placement, shape = step
-    changed = StepShape(micro_batches=other[2].micro_batches, clip=shape.clip, commit=other[2].commit)
+    changed = replace(shape, micro_batches=other[2].micro_batches, commit=other[2].commit)
     lists = [SCHEDULES[schedule](work, placement, s) for s in (shape, changed, shape)]
     lists.insert(1, forward_only(work, placement, shape))
     bounds = [buffers(made) for made in lists]

@@ -102,7 +102,7 @@ class OffloadConfig:
         "vertical", "all micro-batches per block, or one by one"
     )
     order: Literal["plain", "snake"] = _key(
-        "plain", "sums gradients as an ordinary accumulation loop does; snake moves less", stated=True
+        "plain", 'sums gradients as an ordinary loop does; or "snake"', stated=True
     )
     params_on_host: Fraction = _key(0.0, 'share in host memory, the rest on the SSD; or "auto"')
     optimizer_on_host: Fraction = _key(0.0, 'likewise, of the optimizer state; or "auto"')

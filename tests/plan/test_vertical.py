@@ -88,7 +88,9 @@ def test_micro_batches_go_up_and_in_a_snake_down_through_odd_blocks(step):
         for earlier, later in zip(keys(made, phase), keys(made, phase)[1:]):
             assert order.before((0, earlier), (0, later))
             down = step[2].order == "snake" and later.block % 2
-            assert earlier.block != later.block or later.micro_batch - earlier.micro_batch == (-1 if down else 1)
+            assert earlier.block != later.block or later.micro_batch - earlier.micro_batch == (
+                -1 if down else 1
+            )
 
 
 def test_what_is_kept_is_there_before_it_is_wanted_again():

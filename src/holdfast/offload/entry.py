@@ -83,8 +83,8 @@ def offload(
     and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
     from its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s
     groups are restored: a learning rate is changed after this call. All else may change from one resume to the
-    next; a ``seed``, ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is warned of, since the numbers are not
-    those of an uninterrupted run any more. A hyper-parameter that was changed before this call is warned of too,
+    next; a ``seed``, ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is warned of, since the numbers are
+    not those of an uninterrupted run any more. A hyper-parameter that was changed before this call is warned of too,
     since the run's own is kept.
 
     ``delayed_fraction`` of the blocks, spread evenly, are updated beside the next step's forward pass, with the
@@ -92,8 +92,8 @@ def offload(
     horizontal schedule imply. It changes no bit. Their gradients wait in host memory, as far as block inputs do where
     those were. Whatever reads weights waits for the updates, and so does the step's commit.
 
-    ``order="snake"`` lets micro-batches go through every other block the other way round, so that what flows between two
-    blocks stays on the device at every turn, which saves three transfers; the gradients of these blocks are summed the
+    ``order="snake"`` lets micro-batches go through every other block the other way round, so that what flows between
+    two blocks stays on the device at every turn, which saves three transfers; the gradients of these blocks are summed the
     other way round, so from three micro-batches on they differ from an ordinary loop's in their last bits.
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
@@ -141,7 +141,13 @@ def offload(
         clip_norm=clip_norm, commit_every=commit_every, normalize=normalize,
     )  # fmt: skip
     refuse_held(parts.captured)
-    settings = {"seed": seed, "dtype": dtype, "clip_norm": clip_norm, "normalize": rules.normalize_name, "order": order}
+    settings = {
+        "seed": seed,
+        "dtype": dtype,
+        "clip_norm": clip_norm,
+        "normalize": rules.normalize_name,
+        "order": order,
+    }
     given, budget = hyper_parameters(optimizer.param_groups), budget or Budget()
     user = UserState(parts.captured, optimizer, scheduler, loader, settings, given)
     target = open_device(device)
@@ -150,9 +156,12 @@ def offload(
         target,
         schedule,
         StepShape(
-            micro_batches=micro_batches, clip=clip_norm is not None, order=order,
-            delayed_fraction=delayed_fraction, commit=commit_every > 0,
-        ),  # fmt: skip
+            micro_batches=micro_batches,
+            clip=clip_norm is not None,
+            order=order,
+            delayed_fraction=delayed_fraction,
+            commit=commit_every > 0,
+        ),
         budget,
         sample,
         loss_fn,

@@ -50,6 +50,7 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
 
 def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     """The operations of an evaluation: the forward passes, with nothing kept and nothing updated."""
+    shape = StepShape(micro_batches=shape.micro_batches)
     s = Schedule(work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False)
     there = params.load(s, "evaluate", 0)
     for block in range(s.count):

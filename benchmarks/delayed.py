@@ -51,7 +51,9 @@ def main() -> None:
     print(f"SSD limited to {format_bytes(limit)}/s, {options.pairs} rounds, medians\n")
     rows = [["delayed", "seconds", "without delay", "computing", "SSD", "updating", "to the busiest"]]
     table(rows + [[name, *(f"{v:.3f}" for v in found.values())] for name, found in by_fraction.items()])
-    sizes = {name: getattr(options, name) for name in ("pairs", "blocks", "width", "context", "micro_batches")}
+    sizes = {
+        name: getattr(options, name) for name in ("pairs", "blocks", "width", "context", "micro_batches")
+    }
     finish("delayed", {**sizes, "limit": limit, "by_fraction": by_fraction}, options.keep)
 
 

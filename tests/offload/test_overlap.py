@@ -267,3 +267,23 @@ def test_a_snake_is_of_the_vertical_schedule(tmp_path):
     with pytest.raises(BadInput, match="'snake' is of the vertical schedule"):
         delayed_engine(tmp_path / "run", 0.0, order="snake", schedule="horizontal")
     assert not (tmp_path / "run").exists()
+
+
+# Where delayed gradients wait
+
+
+@pytest.mark.parametrize("activations_on_host", [1.0, 0.0])
+def test_memory_that_block_inputs_have_lent_goes_back_to_the_system(tmp_path, activations_on_host):
+    """The next forward pass needs it for inputs, which are not the pool's. What is not lent is kept for the next
+    step."""
+    options = {
+        "activations_on_host": activations_on_host,
+        "sample": batches(0, 1, rows=8)[0],
+        "micro_batches": 2,
+    }
+    with delayed_engine(tmp_path, 1.0, **options) as engine:
+        for step in range(2):
+            engine.step(batches(step, 2, rows=8))
+        engine.wait()
+        idle = [b.kind for held in engine._run.residency.pool._idle.values() for b in held]
+        assert idle.count("gradients") == (0 if activations_on_host else len(engine._run.blocks))

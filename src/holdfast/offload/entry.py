@@ -93,8 +93,8 @@ def offload(
     those were. Whatever reads weights waits for the updates, and so does the step's commit.
 
     ``order="snake"`` lets micro-batches go through every other block the other way round, so that what flows between
-    two blocks stays on the device at every turn, which saves three transfers; the gradients of these blocks are summed the
-    other way round, so from three micro-batches on they differ from an ordinary loop's in their last bits.
+    two blocks stays on the device at every turn, which saves three transfers. The gradients of these blocks are
+    summed the other way round, so from three micro-batches on they differ from an ordinary loop's in their last bits.
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
     ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad.

@@ -199,6 +199,11 @@ def test_a_skipped_step_skips_its_delayed_updates_and_no_other(tmp_path):
         engine.step(batches(1, 2))
         handle.remove()
         held = {f"{name}/param": value for name, value in engine.state_dict().items()}
+        found = engine.evaluate(batches(7, 2))
+    twin = decoder().eval()
+    twin.load_state_dict({name: states[0][f"{name}/param"] for name in twin.state_dict()})
+    with torch.no_grad():
+        assert found == sum(twin(**batch).item() for batch in batches(7, 2)) / 2
     parameters = {name: value for name, value in states[0].items() if name.endswith("/param")}
     assert differing(held, parameters) == []
 

@@ -6,8 +6,6 @@ blocks wait for the last micro-batch, so four bytes per parameter are kept, on t
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .ops import Key, Op
 from .parts import gradients, inputs, params, updates
 from .parts.schedule import Schedule
@@ -16,7 +14,6 @@ from .work import Placement, StepShape, Work
 
 def horizontal(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     """The operations of one training step in the horizontal order."""
-    shape = replace(shape, order="plain", delayed_fraction=0.0)  # of the vertical schedule alone
     s = Schedule(work=work, placement=placement, shape=shape, keeps_grads=True)
     passes: list[tuple[str, int, int]] = []
     for m in range(shape.micro_batches):

@@ -9,6 +9,8 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput
+from holdfast.offload import entry
+from holdfast.offload.device import CudaDevice
 from plain_loops import PLACEMENTS, STEPS, check, model_with_a_frozen_parameter, plain_loop
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
@@ -292,3 +294,28 @@ def test_memory_that_block_inputs_have_lent_goes_back_to_the_system(tmp_path, ac
         engine.wait()
         idle = [b.kind for held in engine._run.residency.pool._idle.values() for b in held]
         assert idle.count("gradients") == (0 if activations_on_host else len(engine._run.blocks))
+
+
+# A device that is not host memory
+
+
+class Apart(CudaDevice):
+    """A separate device, as far as the engine can tell: what crosses is a copy."""
+
+    def __init__(self):
+        self.torch_device = torch.device("cpu")
+
+    def upload(self, tensor):
+        return tensor.clone()
+
+    def download(self, tensor):
+        return tensor.clone()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_the_same_bits_come_from_a_device_apart(tmp_path, monkeypatch, num_micro_batches, placement):
+    monkeypatch.setattr(entry, "open_device", lambda name: Apart())
+    options = {"delayed_fraction": 0.5, **PLACEMENTS[placement]}
+    check(tmp_path / "plain", 4, num_micro_batches, None, **options)
+    check_snake(tmp_path / "snake", num_micro_batches, None, **options)

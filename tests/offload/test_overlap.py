@@ -293,7 +293,7 @@ def test_memory_that_block_inputs_have_lent_goes_back_to_the_system(tmp_path, ac
             engine.step(batches(step, 2, rows=8))
         engine.wait()
         idle = [b.kind for held in engine._run.residency.pool._idle.values() for b in held]
-        assert idle.count("gradients") == (0 if activations_on_host else len(engine._run.blocks))
+        assert ("gradients" in idle) is not bool(activations_on_host)
 
 
 # A device that is not host memory

@@ -63,3 +63,16 @@ def test_any_takes_and_gives_add_up(moves):
         assert pool.in_use_bytes + pool.idle_bytes == sum(buffer.nbytes for buffer in made)
     pool.close()
     assert pool.idle_bytes == 0
+
+
+def test_a_dropped_buffer_is_not_handed_out_again_and_holds_no_memory():
+    pool = BufferPool()
+    buffer = pool.take(4096, "a")
+    seen = memoryview(buffer.view)
+    seen[:] = b"x" * 4096
+    pool.drop(buffer)
+    assert (pool.in_use_bytes, pool.idle_bytes) == (0, 0)
+    assert bytes(seen[:4]) == bytes(4)  # somebody still looks at it
+    assert pool.take(4096, "b") is not buffer
+    with pytest.raises(ValueError, match="not in use"):
+        pool.drop(buffer)

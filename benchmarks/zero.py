@@ -1,4 +1,4 @@
-"""The part of reshard.py that needs DeepSpeed: a ZeRO checkpoint converted, and resumed by other ranks, by either library.
+"""What reshard.py does with DeepSpeed: a ZeRO checkpoint converted, and resumed by other ranks, by either library.
 
 Everything is a command, from its start to its end, and the times are those of commands: importing torch is in all of
 them, importing DeepSpeed in those of DeepSpeed. Four ranks wrote what two resume. As a script it is what the ranks do,

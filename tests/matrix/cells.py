@@ -19,8 +19,8 @@ TRAINED, BUFFERS, FAILED = "p", "b", "failed"
 
 
 def trains_odd(*topologies: str) -> bool:
-    """Whether the scalar and the empty tensor are parameters. FSDP2 does not take such."""
-    return not any("sdp" in each for each in topologies)
+    """Whether the scalar and the empty tensor are parameters. FSDP2 and DeepSpeed do not take a scalar one."""
+    return not any("sdp" in each or each in ZERO for each in topologies)
 
 
 def form_of(*topologies: str) -> tuple[int, int, bool]:

@@ -14,7 +14,7 @@ from survive_run import digest
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
-FORMS = sorted({form_of(target) for target in SIZES})
+FORMS = sorted({form_of(source, target) for source in ZERO for target in SIZES})
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,10 @@ def resumed(written, tmp_path_factory):
 
         def by(target):
             if target not in made:
-                sources = {name: str(written[name, form_of(target)][0]) for name in ZERO}
+                form = form_of(*ZERO, target)
+                sources = {name: str(written[name, form][0]) for name in ZERO}
                 order = {"topology": target, "root": tmp_path_factory.mktemp(target), "steps": STEPS}
-                made[target] = world.run(SIZES[target], sources=sources, form=form_of(target), **order)
+                made[target] = world.run(SIZES[target], sources=sources, form=form, **order)
             return made[target]
 
         yield by
@@ -69,9 +70,10 @@ def digests_of(told, form):
 @pytest.mark.parametrize("target", SIZES)
 @pytest.mark.parametrize("source", ZERO)
 def test_what_zero_wrote_any_parallelism_resumes(written, resumed, source, target):
-    _, told = written[source, form_of(target)]
+    form = form_of(source, target)
+    _, told = written[source, form]
     said = [rank.get(source, rank) for rank in resumed(target)]
-    assert merged(said, WRITTEN) == digests_of(told, form_of(target))
+    assert merged(said, WRITTEN) == digests_of(told, form)
     for rank in said:
         assert rank["resumed"] == WRITTEN
         assert rank["losses"] == pytest.approx(told["losses"], rel=1e-6)

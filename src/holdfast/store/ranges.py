@@ -1,8 +1,8 @@
 """Ranges: verified bytes from anywhere in the payload files of a commit, for many threads at once.
 
 Offsets and sizes are bytes. Nothing is believed before its checksum block has been verified, the header of a payload
-file included. Bytes are verified by whole blocks, so the blocks at the two ends of a range are read in full; the last few
-of those are kept: the next range most often begins where this one ended.
+file included. Bytes are verified by whole blocks, so the blocks at the two ends of a range are read in full; the last
+few of those are kept: the next range most often begins where this one ended.
 """
 
 from __future__ import annotations

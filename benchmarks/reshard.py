@@ -5,7 +5,8 @@
 
 Two ranks of FSDP2 write one state with torch DCP and as a run. In turn, each from the disk and not from the page cache:
 
-* ``load``: one process loads it whole, with every byte verified, against ``dcp.load``, which verifies nothing;
+* ``load``: one process loads it whole into arrays that are there, with every byte verified, against ``dcp.load``, which
+  verifies nothing;
 * ``export``: the parameters as a Hugging Face folder, durable, against a copy of as many bytes, synced;
 * ``half``: half of the rows of every tensor, with the bytes that were read of those that were wanted.
 
@@ -45,7 +46,6 @@ from holdfast.state.pieces import Pieces, flat
 from holdfast.universal.convert.holdfast import Commit
 from holdfast.universal.convert.huggingface import write_huggingface
 from holdfast.universal.load import Target, plan, read_all
-from holdfast.universal.restore import read_tensors
 from holdfast.universal.source import Part, Source, Stored
 
 LAYERS = 16
@@ -76,11 +76,16 @@ def write(folder: Path, mib: int) -> None:
     os._exit(0)  # torch 2.13 aborts now and then when a process ends after dcp.save
 
 
-def load_run(folder: Path) -> int:
+def load_run(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     source = source_of(str(folder / "run"))
-    stored = list(source.atoms.values())
-    tensors = read_tensors(source, [(each, Box.whole(each.atom.shape)) for each in stored])
-    return sum(tensor.nbytes for tensor in tensors)
+    whole = [(key, stored, Box.whole(stored.atom.shape)) for key, stored in source.atoms.items()]
+    read_all(source, [Target(stored, box, arrays[key]) for key, stored, box in whole])
+
+
+def arrays_of(folder: Path) -> dict[str, np.ndarray]:
+    """Empty arrays for all that the run has, by its keys."""
+    atoms = [(key, stored.atom) for key, stored in source_of(str(folder / "run")).atoms.items()]
+    return {key: np.empty(atom.shape, f"V{atom.itemsize}") for key, atom in atoms}
 
 
 def load_dcp(folder: Path, targets: dict) -> None:
@@ -160,18 +165,18 @@ def measure(folder: Path, mib: int, rounds: int, warm_up: int) -> dict:
     """What loading and exporting take, of what two ranks write here."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     in_a_process(sys.executable, *torchrun, __file__, "--write", "--mib", str(mib), "--folder", str(folder))
-    state, targets = load_run(folder), targets_of(folder)
+    arrays, targets = arrays_of(folder), targets_of(folder)
     export(folder)
     exported = sum(path.stat().st_size for path in (folder / "hf").iterdir())
     seconds = interleaved(
         {
-            "load": lambda: load_run(folder), "dcp.load": lambda: load_dcp(folder, targets),
+            "load": lambda: load_run(folder, arrays), "dcp.load": lambda: load_dcp(folder, targets),
             "export": lambda: export(folder), "copy": lambda: copy(folder, exported),
         },
         rounds, warm_up, before=lambda case: forget(folder),
     )  # fmt: skip
     return {
-        "state_bytes": state, "exported_bytes": exported, "seconds": seconds,
+        "state_bytes": sum(array.nbytes for array in arrays.values()), "exported_bytes": exported, "seconds": seconds,
         "load_of_dcp": paired_ratio(seconds["load"], seconds["dcp.load"]),
         "export_of_copy": paired_ratio(seconds["copy"], seconds["export"]),
         "half_read_of_wanted": amplification(folder),

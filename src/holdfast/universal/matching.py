@@ -107,7 +107,9 @@ def match(forms: Iterable[Form], source: Source, allowed: Allowed, elsewhere: Co
         elif slots.keys() == {"param"} and not (weights_only and source.progress.get("groups")):
             result.without_state.append(form.names[0])
         result.found[form.names[0]], result.names[form.names[0]] = slots, there
-    result.unused += [name for name in by_name if name not in used and name not in elsewhere]
+    for name in by_name.keys() & set(elsewhere):
+        used |= same[id(by_name[name])]
+    result.unused += [name for name in by_name if name not in used]
     _refuse(source, result, allowed, weights_only)
     return result
 

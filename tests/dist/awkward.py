@@ -21,7 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dist.awkward_decoder import BLOCKS, LENGTH, ROWS, Awkward, Experts, Form, Mlp, batch_of, loss_of, optimizer_of
 from holdfast import From, offload
 from holdfast.checkpointer import Checkpointer
+from holdfast.delta import helper, replica
 from holdfast.store.local import LocalStore
+from replica_run import Forked
 from survive_run import digest
 
 
@@ -212,12 +214,16 @@ def train(
     form: Sequence[Any] = Form(),
     root: str | None = None,
     source: str | None = None,
+    fails_after: int | None = None,
     **options: Any,
 ) -> None:
-    """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step."""
+    """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step. After the
+    step ``fails_after`` the script fails."""
     if topology == "engine":
         assert root is not None
         return out_of_core(say, steps=steps, form=Form(*form), root=root, source=source)
+    if options.get("replica"):
+        helper.start_process, replica.LINGER_SECONDS = Forked, 20.0
     training = TOPOLOGIES[topology][1](rank, world_size, Form(*form))
     model, optimizer = training.model, optimizer_of(training.model)
     losses, found = [], {}
@@ -230,6 +236,9 @@ def train(
             optimizer.zero_grad()
             last()
             found[number + 1] = digests(model, optimizer)
+            if number + 1 == fails_after:
+                dist.barrier()  # all have come so far
+                raise ValueError("a mistake of the script")
 
     if root is None:
         go_on(0, lambda: None)

@@ -357,7 +357,7 @@ FAULTS = {
     "metadata cut short": (lambda f: torn(f / ".metadata"), Damaged, ".metadata holds no pickle"),
     "configuration cut short": (lambda f: torn(f / "metadata.json"), Damaged, "metadata.json does not read as JSON"),
     "hostile common": (lambda f: hostile(f / "common.pt"), Damaged, "common.pt names posix.system"),
-    "nested common": (lambda f: nested(f / "common.pt"), Damaged, "holds no pickle that can be read: .* more than 100 deep"),
+    "nested common": (lambda f: nested(f / "common.pt"), Damaged, "no pickle that can be read: .* more than 100 deep"),
     "common is a list": (uncommon, Damaged, "common.pt holds a list and no dictionary"),
     "another save": (foreign, ChunkCorrupt, "__0_0.distcp fails its SHA-256"),
     "not in the sums": (unlisted, Damaged, "__0_0.distcp is not named by integrity.json"),

@@ -41,6 +41,7 @@ def prepare(source: Opens, captured: Captured, user: UserState) -> Beginning:
     Raises ``RunMismatch`` or ``Damaged``, with nothing changed.
     """
     beginning = source.open()
+    user.check_place(beginning.progress)
     told = beginning.match(captured)
     beginning.check()
     if not beginning.set_hyper_parameters(user.optimizer.param_groups, user.group_parameters()):

@@ -1,0 +1,61 @@
+"""What a rank does that trains a tiny GPT-2 with ``Trainer``, with the callback or, without ``root``, without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from holdfast.adapters.transformers import HoldfastCallback
+from survive_run import digest
+from trainer_run import Stream, Texts, everything, make
+
+DATA = {"texts": Texts, "masks": lambda: Texts(noise=True), "stream": Stream}
+
+
+class Kill(TrainerCallback):
+    """This process, when ``step`` steps are done and the last is not recorded."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step + 1 == self._step:
+            time.sleep(0.3)  # for the steps before to be written
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    say: Callable[..., None],
+    *,
+    root: str | None = None,
+    kill: tuple[int, int] | None = None,
+    data: str = "texts",
+    **options: Any,
+) -> None:
+    """``kill`` names a rank and a step."""
+    if world_size > 1:
+        os.environ |= {"LOCAL_RANK": str(rank)}
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    callbacks: list[TrainerCallback] = []
+    if root is not None:
+        callbacks = [HoldfastCallback(root, base_every=3)]
+    if kill is not None:
+        callbacks += [Kill(kill[1])] * (rank == kill[0])
+    trainer = make(f"{rendezvous.removeprefix('file://')}.output", data=DATA[data](), callbacks=callbacks, **options)
+    say(processes=trainer.args.world_size)
+    trainer.train()
+    say(
+        losses=trainer.losses, digests={name: digest(value) for name, value in everything(trainer).items()},
+        finished=True,
+    )  # fmt: skip
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -63,7 +63,7 @@ def compare(rest, whole):
 def test_killed_again_and_again_it_ends_the_same(world, whole, tmp_path, kind, ranks):
     steps = whole(ranks, kind)[0]["steps"]
     resumed = 0
-    for step in (2, steps // 3, steps // 3 + 1, steps - 1, steps):
+    for step in (2, steps // 2 + 1, steps):
         cut = world.run(ranks, root=tmp_path / "run", kill=[ranks - 1, step], **KINDS[kind])
         assert cut[ranks - 1]["code"] == -9, cut
         assert not any(said.get("finished") for said in cut)
@@ -122,7 +122,7 @@ def test_a_place_that_the_script_does_not_have_is_refused(world, tmp_path, chang
 @pytest.mark.parametrize(
     "how, text",
     [
-        ("a stream", "Stream is read one sample after the other"),
+        ("a stream", "an IterableDataset is read one sample after the other"),
         ("dispatched", "prepare the loader with dispatch_batches=False"),
         ("two models", "has prepared 2 models"),
         ("an option", "optimizer= is the accelerator's"),

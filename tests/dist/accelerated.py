@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data._utils import worker
 
 import holdfast
 from holdfast.adapters.accelerate import AcceleratedCheckpointer
@@ -89,6 +90,7 @@ def main(
     **options: Any,
 ) -> None:
     """``kill`` names a rank and a step. A pass is left after ``leave_at`` batches."""
+    worker.MP_STATUS_CHECK_INTERVAL = 0.05  # how soon a worker notices that its trainer was killed
     if world_size > 1:
         os.environ |= {"LOCAL_RANK": str(rank)}
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
@@ -163,7 +165,7 @@ def main(
             losses.append(float(torch.rand(())))  # an evaluation, which draws
     whole = {
         "model": accelerator.unwrap_model(model).state_dict(),
-        "slots": [dict(sorted(held.items())) for held in optimizer.state_dict()["state"].values()],
+        "slots": [dict(sorted(held.items())) for _, held in sorted(optimizer.state_dict()["state"].items())],
         "groups": optimizer.state_dict()["param_groups"],
         "schedule": schedule.state_dict(),
         "scaler": accelerator.scaler.state_dict() if scaler else None,

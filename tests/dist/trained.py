@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data._utils import worker
 from transformers import TrainerCallback
 
 from holdfast.adapters.transformers import HoldfastCallback
@@ -42,6 +43,7 @@ def main(
     **options: Any,
 ) -> None:
     """``kill`` names a rank and a step."""
+    worker.MP_STATUS_CHECK_INTERVAL = 0.05  # how soon a worker notices that its trainer was killed
     if world_size > 1:
         os.environ |= {"LOCAL_RANK": str(rank)}
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)

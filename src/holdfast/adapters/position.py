@@ -156,8 +156,8 @@ def _refuse(loader: Any) -> None:
         )
     if isinstance(loader.dataset, IterableDataset):
         raise BadInput(
-            f"{type(loader.dataset).__name__} is read one sample after the other, so that its batches cannot be passed"
-            " over. Give a dataset with a length and items by index."
+            "an IterableDataset is read one sample after the other, so that its batches cannot be passed over."
+            " Give a dataset with a length and items by index."
         )
     if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
         raise BadInput("a DataLoader with batch_size=None has no batches to count: give it a batch size")

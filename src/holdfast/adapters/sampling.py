@@ -21,7 +21,7 @@ class WatchedBatches:
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.begins: Callable[[], None] = lambda: None
-        """Called when an epoch begins, before anything is drawn for it."""
+        """Called when the first indices of an epoch are asked for, before its order is drawn."""
         self.newest: tuple[int, dict[str, Any]] = (-1, {})
         """The number in its epoch of the batch asked for last, and the generators before."""
         self._first = 0
@@ -35,9 +35,6 @@ class WatchedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         self.begins()
-        return self._epoch()
-
-    def _epoch(self) -> Iterator[Any]:
         first, states, self._first, self._states = self._first, self._states, 0, []
         pass_over, self._pass_over = self._pass_over, False
         batches = iter(self.inner)

@@ -173,5 +173,3 @@ def main(
         "seen": seen.batches,
     }
     say(losses=losses, digests={name: digest(value) for name, value in whole.items()}, steps=step, finished=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -27,7 +27,7 @@ class Kill(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step + 1 == self._step:
-            time.sleep(0.3)  # for the steps before to be written
+            time.sleep(1.3)  # longer than steps wait to be written
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -43,6 +43,7 @@ def main(
     **options: Any,
 ) -> None:
     """``kill`` names a rank and a step."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the trainer prints, and the server speaks there
     worker.MP_STATUS_CHECK_INTERVAL = 0.05  # how soon a worker notices that its trainer was killed
     if world_size > 1:
         os.environ |= {"LOCAL_RANK": str(rank)}
@@ -59,5 +60,3 @@ def main(
         losses=trainer.losses, digests={name: digest(value) for name, value in everything(trainer).items()},
         finished=True,
     )  # fmt: skip
-    if dist.is_initialized():
-        dist.destroy_process_group()

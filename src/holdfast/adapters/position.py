@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..errors import BadInput, RunMismatch
-from ..state.progress import random_state
+from ..state.progress import random_state, restore_random_state
 from .sampling import Order, WatchedBatches
 
 
@@ -59,6 +59,18 @@ class Place:
         self._order.seed = state["seed"]
         self._begun, self._random = state["begun"], random
         self._found = state if self._begun is not None else None
+
+    def leave(self) -> None:
+        """Nothing was left of the epoch that the run was in: its order is drawn, for the generators that this takes."""
+        if self._found is not None:
+            now = random_state()
+            next(iter(self._watched), None)
+            restore_random_state(now)
+
+    def set_epoch(self, epoch: int) -> None:
+        """For a sampler that shuffles by it."""
+        if hasattr(self._order.sampler, "set_epoch"):
+            self._order.sampler.set_epoch(epoch)
 
     def close(self) -> None:
         """Leave the loader as it was."""

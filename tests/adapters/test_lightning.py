@@ -40,14 +40,35 @@ def ended(ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_again_and_again_it_ends_the_same(world, tmp_path, kind, ranks):
-    whole = ended(world.run(ranks, **KINDS[kind]))
+    whole = ended(world.run(ranks, output=tmp_path / "whole", **KINDS[kind]))
     steps = whole[0]["steps"]
     for step in (2, steps // 3 + 1, steps):
-        cut = world.run(ranks, root=tmp_path / "run", kill=[ranks - 1, step], **KINDS[kind])
+        cut = world.run(ranks, root=tmp_path / "run", output=tmp_path / "cut", kill=[ranks - 1, step], **KINDS[kind])
         assert cut[ranks - 1]["code"] == -9, cut
         assert not any(said.get("finished") for said in cut)
-    rest = ended(world.run(ranks, root=tmp_path / "run", **KINDS[kind]))
+    rest = ended(world.run(ranks, root=tmp_path / "run", output=tmp_path / "cut", **KINDS[kind]))
     for one, other in zip(whole, rest, strict=True):
         assert 0 < len(other["losses"]) < len(one["losses"])
         assert other["losses"] == one["losses"][len(one["losses"]) - len(other["losses"]) :]
         assert other["digests"] == one["digests"]
+
+
+@pytest.mark.parametrize("others", [1, 3])
+def test_another_number_of_processes_is_refused_by_name(world, tmp_path, others):
+    ended(world.run(2, root=tmp_path / "run", output=tmp_path, max_steps=3))
+    said = world.run(others, root=tmp_path / "run", output=tmp_path)
+    assert f"was trained with processes 2, now it is {others}" in said[0]["error"]
+
+
+@pytest.mark.parametrize(
+    "setting, text",
+    [
+        ({"ckpt_path": "last.ckpt"}, "would be loaded over the run"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs gives up the place"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches 1, now it is 2"),
+    ],
+)
+def test_settings_that_lose_the_place_are_refused(world, tmp_path, setting, text):
+    ended(world.run(1, root=tmp_path / "run", output=tmp_path, max_epochs=1))
+    [said] = world.run(1, root=tmp_path / "run", output=tmp_path, **setting)
+    assert text in said["error"], said

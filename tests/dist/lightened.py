@@ -95,6 +95,7 @@ def main(
     by_hand: bool = False,
     stopping: bool = False,
     validate: bool = True,
+    output: str = "",
     ckpt_path: str | None = None,
     **options: Any,
 ) -> None:
@@ -114,8 +115,7 @@ def main(
     loader = DataLoader(Points(noise), BATCH, shuffle=True, num_workers=num_workers, generator=generator)
     checks = DataLoader(Points(False), BATCH, num_workers=num_workers)
     torch.manual_seed(100 + rank)
-    folder = rendezvous.removeprefix("file://") + ".output"
-    callbacks: list[L.Callback] = [ModelCheckpoint(folder, monitor="validation" if validate else None)]
+    callbacks: list[L.Callback] = [ModelCheckpoint(output, monitor="validation" if validate else None)]
     if stopping:
         callbacks.append(EarlyStopping("validation", patience=1, min_delta=0.2))
     if root is not None:
@@ -123,7 +123,7 @@ def main(
     if kill is not None and rank == kill[0]:
         callbacks.append(Kill(kill[1]))
     trainer = L.Trainer(
-        default_root_dir=folder, accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto",
+        default_root_dir=output, accelerator="cpu", devices=world_size, strategy="ddp" if world_size > 1 else "auto",
         callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
         **({"max_epochs": 3, "gradient_clip_val": None if by_hand else 0.5} | options),
     )  # fmt: skip

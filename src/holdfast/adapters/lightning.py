@@ -45,7 +45,7 @@ class HoldfastCallback(Callback):
         self._fit.resume()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
+        if self._fit is not None and self._fit.random is not None:
             restore_random_state(self._fit.random)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -76,8 +76,8 @@ class Fit:
         self._trainer, self._callback = trainer, callback
         self._loop = trainer.fit_loop.epoch_loop
         self.place: Place | None = None
-        self.random = random_state()
-        """The generators when training went on."""
+        self.random: dict[str, Any] | None = None
+        """The generators as the run had them, if there was one."""
         self._first_closures = [each.register_step_pre_hook(_closure_first) for each in trainer.optimizers]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._checkpointer = Checkpointer(
@@ -95,8 +95,8 @@ class Fit:
         vars(self._loop)["on_advance_end"] = self.end_iteration
 
     def resume(self) -> None:
-        self._checkpointer.resume(show=progress_bar() if self._trainer.is_global_zero else None)
-        self.random = random_state()
+        if self._checkpointer.resume(show=progress_bar() if self._trainer.is_global_zero else None):
+            self.random = random_state()
 
     def close(self, save: bool) -> None:
         """Durable, with ``save``, and nothing is left on the trainer. A second call does nothing."""
@@ -134,7 +134,7 @@ class Fit:
         return self.place.state(self._loop.batch_progress.current.completed)
 
     def _find_place(self, state: dict[str, Any]) -> None:
-        assert self.place is not None
+        assert self.place is not None and self.random is not None
         self.place.check(state)
         self.place.set_epoch(self._trainer.fit_loop.epoch_progress.current.processed)
         self.place.load(state, self.random)

@@ -31,7 +31,14 @@ from .delta.holder import replay_info
 from .delta.layers import LayerTap
 from .delta.leaving import devices_of
 from .delta.lossy import Sparse, TopK
-from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_bad_resume, refuse_of_several, refuse_taken
+from .delta.options import (
+    limits_of,
+    optimizers_of,
+    refuse_bad,
+    refuse_bad_resume,
+    refuse_of_several,
+    refuse_taken,
+)
 from .delta.pace import Means, Pace
 from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
 from .delta.ranks import Ranks
@@ -68,10 +75,10 @@ class Checkpointer:
     """The run in directory ``run`` of a training loop: ``resume`` first, then ``step`` last in every iteration.
 
     ``optimizer`` is one or several; ``scheduler``, ``loader`` and ``scaler`` are what the script uses of such, each
-    with ``state_dict`` and ``load_state_dict``; ``also`` has more of that kind, by name. ``after_update`` is called after
-    every optimizer step, in replay too; ``averages`` are the modules that it keeps
-    (``torch.optim.swa_utils.AveragedModel``), which are then part of the run. ``memory`` bounds the copies that wait to be written, ``storage`` what the run takes of the disk: 20 times the
-    state if it is not given. ``base_every`` is the number of steps from the beginning of one base to that of the next;
+    with ``state_dict`` and ``load_state_dict``; ``also`` has more of that kind, by name. ``after_update`` is called
+    after every optimizer step, in replay too; ``averages`` are the modules that it keeps
+    (``torch.optim.swa_utils.AveragedModel``), which are then part of the run. ``memory`` bounds the copies that wait to
+    be written, ``storage`` what the run takes of the disk: 20 times the state if it is not given. ``base_every`` is the number of steps from the beginning of one base to that of the next;
     without it the number is chosen, and chosen again, such that failures cost least and recovery takes no longer than
     ``recovery_seconds`` and writing no more than ``bandwidth_share`` of what the disk can. ``keep`` says which bases
     stay, with how many of the records. When the disk is behind, ``step`` waits (``"block"``), or goes on unrecorded

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("accelerate")
 
-from dist.world import World  # noqa: E402
+from dist.world import World
 
 KINDS = {
     "shuffled": {},
@@ -94,7 +94,10 @@ def test_load_state_after_resume_is_refused(world, tmp_path):
 def test_another_number_of_ranks_is_refused_by_name(world, whole, tmp_path, others):
     ended(world.run(2, root=tmp_path / "run", passes=2))
     said = world.run(others, root=tmp_path / "run")
-    assert f"RunMismatch: the run was trained with a number of ranks of 2, now it is {others}" in said[0]["error"]
+    assert (
+        f"RunMismatch: the run was trained with a number of ranks of 2, now it is {others}"
+        in said[0]["error"]
+    )
     compare(ended(world.run(2, root=tmp_path / "run")), whole(2, "shuffled"))
 
 

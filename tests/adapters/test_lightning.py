@@ -1,4 +1,4 @@
-"""A Lightning script with the callback ends, after it was killed and started again, as one that was never interrupted."""
+"""A Lightning script with the callback ends, after it was killed and started again, as one that never was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from dist.world import World  # noqa: E402
+from dist.world import World
 
 KINDS = {
     "plain": {},
@@ -43,7 +43,9 @@ def test_killed_again_and_again_it_ends_the_same(world, tmp_path, kind, ranks):
     whole = ended(world.run(ranks, output=tmp_path / "whole", **KINDS[kind]))
     steps = whole[0]["steps"]
     for step in (2, steps // 3 + 1, steps):
-        cut = world.run(ranks, root=tmp_path / "run", output=tmp_path / "cut", kill=[ranks - 1, step], **KINDS[kind])
+        cut = world.run(
+            ranks, root=tmp_path / "run", output=tmp_path / "cut", kill=[ranks - 1, step], **KINDS[kind]
+        )
         assert cut[ranks - 1]["code"] == -9, cut
         assert not any(said.get("finished") for said in cut)
     rest = ended(world.run(ranks, root=tmp_path / "run", output=tmp_path / "cut", **KINDS[kind]))

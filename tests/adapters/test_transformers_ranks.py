@@ -1,4 +1,4 @@
-"""Several processes of a ``Trainer`` with the callback end, after they were killed, as ones that were never interrupted."""
+"""Several processes of a ``Trainer`` with the callback end, after they were killed, as ones that never were."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
 
-from dist.world import World  # noqa: E402
+from dist.world import World
 
 KINDS = {
     "plain": {},

@@ -32,11 +32,12 @@ TAKEN = ("model", "optimizer", "scheduler", "loader", "scaler", "also")
 
 
 class AcceleratedCheckpointer(Checkpointer):
-    """The run in ``run`` of what ``accelerator`` trains: one model, after ``prepare`` and ``register_for_checkpointing``.
+    """The run in ``run`` of what ``accelerator`` trains: one model, after ``prepare`` and
+    ``register_for_checkpointing``.
 
     ``loader`` is the one that is trained with, as ``prepare`` gave it; training iterates over ``batches`` in its place.
-    ``holdfast.loader``, which needs no ``prepare``, is taken as it is. ``step`` is called once for each batch, last in the
-    iteration. ``options`` are those of ``Checkpointer``.
+    ``holdfast.loader``, which needs no ``prepare``, is taken as it is. ``step`` is called once for each batch, last in
+    the iteration. ``options`` are those of ``Checkpointer``.
     """
 
     def __init__(self, run: str | Path, accelerator: Accelerator, loader: Any, **options: Any) -> None:

@@ -194,8 +194,8 @@ def _refuse(trainer: Trainer) -> None:
         raise BadInput("LBFGS computes several gradients in a step, which records do not hold")
     if trainer.ckpt_path is not None:
         raise BadInput(
-            f"ckpt_path={trainer.ckpt_path!r} would be loaded over the run. Leave it out; a run begins from such weights"
-            " by load_from_checkpoint"
+            f"ckpt_path={trainer.ckpt_path!r} would be loaded over the run. Leave it out; a run begins from such"
+            " weights by load_from_checkpoint"
         )
     if trainer.reload_dataloaders_every_n_epochs:
         raise BadInput("reload_dataloaders_every_n_epochs gives up the place in the data; leave it out")

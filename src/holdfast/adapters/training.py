@@ -35,8 +35,8 @@ LOSS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_fl
 
 
 class Training:
-    """One call of ``train``. To its checkpointer it is the loader, whose state is all that the trainer holds; ``elastic``
-    is true since another number of processes is refused here."""
+    """One call of ``train``. To its checkpointer it is the loader, whose state is all that the trainer holds;
+    ``elastic`` is true since another number of processes is refused here."""
 
     elastic = True
 

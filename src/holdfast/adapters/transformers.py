@@ -34,8 +34,8 @@ class HoldfastCallback(TrainerCallback):
     ``options`` are those of ``Checkpointer``: ``base_every``, ``keep``, ``memory`` and so on. Of other callbacks
     those that are ``ExportableState`` are brought back. What a subclass of ``Trainer`` keeps beside is not, nor, in
     mid-epoch, are the generators of loader workers. The final loss is that of the whole run; the final rates count all
-    its steps against this process's time. Several processes are those of DistributedDataParallel; as many go on as there
-    were.
+    its steps against this process's time. Several processes are those of DistributedDataParallel; as many go on as
+    there were.
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:

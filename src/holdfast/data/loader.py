@@ -149,8 +149,8 @@ class SampleLoader:
         """Continue where ``state`` was taken, with its seed. Raises ``RunMismatch`` on other data."""
         if state.keys() != self.state_dict().keys():
             raise RunMismatch(
-                f"the run's loader was not holdfast.loader: it kept {', '.join(map(str, state))}. Give the one that it was"
-                " trained with, or start a run in another directory."
+                f"the run's loader was not holdfast.loader: it kept {', '.join(map(str, state))}. Give the one that it"
+                " was trained with, or start a run in another directory."
             )
         for key, stored in state["fingerprint"].items():
             if self.fingerprint.get(key) != stored:

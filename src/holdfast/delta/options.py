@@ -40,7 +40,9 @@ def refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) 
 def refuse_taken(also: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for name, thing in also.items():
         if name in given or thing is None:
-            raise BadInput(f"also has {thing!r} as {name}: give it as {name}=, or another name, or leave it out")
+            raise BadInput(
+                f"also has {thing!r} as {name}: give it as {name}=, or another name, or leave it out"
+            )
 
 
 def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> None:

@@ -123,17 +123,17 @@ def adopt(things: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_other_ranks(loader: Any, progress: Mapping[str, Any], here: int) -> None:
-    """Raise ``RunMismatch`` if ``progress`` has the place of a loader on so many ``ranks``, and ``here`` is another number
-    of them, unless the ``loader`` says by ``elastic = True`` that its state means the same to any number."""
+    """Raise ``RunMismatch`` if ``progress`` has the place of a loader on so many ``ranks``, and ``here`` is another
+    number, unless the ``loader`` says by ``elastic = True`` that its state means the same to any."""
     wrote = progress.get("ranks", 1)
     there = "loader" in progress.get("things", progress)
     if loader is None or not there or wrote == here or getattr(loader, "elastic", False):
         return
     raise RunMismatch(
-        f"the place in the data that {type(loader).__name__} keeps is each rank's own: {counted(wrote, 'rank')} wrote the run,"
-        f" and {counted(here, 'rank')} would go on from it. Resume with {wrote}, or begin another run with a loader that counts"
-        " the samples of all ranks: holdfast.loader(dataset, batch_size) does, and one of your own that does says so by"
-        " an attribute elastic = True."
+        f"the place in the data that {type(loader).__name__} keeps is each rank's own: {counted(wrote, 'rank')} wrote"
+        f" the run, and {counted(here, 'rank')} would go on from it. Resume with {wrote}, or begin another run with a"
+        " loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and one of your own"
+        " that does says so by an attribute elastic = True."
     )
 
 

@@ -78,13 +78,13 @@ class Checkpointer:
     with ``state_dict`` and ``load_state_dict``; ``also`` has more of that kind, by name. ``after_update`` is called
     after every optimizer step, in replay too; ``averages`` are the modules that it keeps
     (``torch.optim.swa_utils.AveragedModel``), which are then part of the run. ``memory`` bounds the copies that wait to
-    be written, ``storage`` what the run takes of the disk: 20 times the state if it is not given. ``base_every`` is the number of steps from the beginning of one base to that of the next;
-    without it the number is chosen, and chosen again, such that failures cost least and recovery takes no longer than
-    ``recovery_seconds`` and writing no more than ``bandwidth_share`` of what the disk can. ``keep`` says which bases
-    stay, with how many of the records. When the disk is behind, ``step`` waits (``"block"``), or goes on unrecorded
-    until a base has been made beside training (``"skip"``) or training has waited for one (``"commit"``). After a
-    SIGTERM ``step`` makes the step durable and ends the process; a script that handles the signal itself is left alone.
-    A context manager.
+    be written, ``storage`` what the run takes of the disk: 20 times the state if it is not given. ``base_every`` is the
+    number of steps from the beginning of one base to that of the next; without it the number is chosen, and chosen
+    again, such that failures cost least and recovery takes no longer than ``recovery_seconds`` and writing no more than
+    ``bandwidth_share`` of what the disk can. ``keep`` says which bases stay, with how many of the records. When the
+    disk is behind, ``step`` waits (``"block"``), or goes on unrecorded until a base has been made beside training
+    (``"skip"``) or training has waited for one (``"commit"``). After a SIGTERM ``step`` makes the step durable and ends
+    the process; a script that handles the signal itself is left alone. A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
     consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.

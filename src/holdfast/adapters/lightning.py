@@ -45,8 +45,8 @@ class HoldfastCallback(Callback):
         self._fit.resume()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None and self._fit.random is not None:
-            restore_random_state(self._fit.random)
+        if self._fit is not None:
+            self._fit.go_on()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None and self._fit.place is not None:
@@ -73,16 +73,18 @@ class Fit:
     elastic = True
 
     def __init__(self, trainer: Trainer, callback: HoldfastCallback) -> None:
-        self._trainer, self._callback = trainer, callback
-        self._loop = trainer.fit_loop.epoch_loop
+        self._trainer: Any = trainer
+        self._callback = callback
+        self._loop: Any = trainer.fit_loop.epoch_loop
         self.place: Place | None = None
         self.random: dict[str, Any] | None = None
         """The generators as the run had them, if there was one."""
+        self._found: dict[str, Any] = {}
         self._first_closures = [each.register_step_pre_hook(_closure_first) for each in trainer.optimizers]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._checkpointer = Checkpointer(
             callback.run,
-            model=trainer.model,
+            model=self._trainer.model,
             optimizer=trainer.optimizers,
             scheduler=next(iter(schedulers), None),
             loader=self,
@@ -97,6 +99,12 @@ class Fit:
     def resume(self) -> None:
         if self._checkpointer.resume(show=progress_bar() if self._trainer.is_global_zero else None):
             self.random = random_state()
+
+    def go_on(self) -> None:
+        """Training is about to."""
+        if self.random is not None:
+            restore_random_state(self.random)
+            self._metrics().update(self._found["metrics"])
 
     def close(self, save: bool) -> None:
         """Durable, with ``save``, and nothing is left on the trainer. A second call does nothing."""
@@ -149,6 +157,7 @@ class Fit:
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "loop": trainer.fit_loop.state_dict(),
             "callbacks": {each.state_key: each.state_dict() for each in self._others()},
+            "metrics": dict(self._metrics()),
             "datamodule": {} if datamodule is None else datamodule.state_dict(),
         }
 
@@ -167,6 +176,11 @@ class Fit:
         if state["datamodule"]:
             trainer.datamodule.load_state_dict(state["datamodule"])
         trainer.fit_loop.load_state_dict(state["loop"])
+        self._found = state
+
+    def _metrics(self) -> dict[str, Any]:
+        """What was logged last, by name, for callbacks that monitor it."""
+        return self._trainer._logger_connector._callback_metrics
 
     def _others(self) -> list[Callback]:
         return [each for each in self._trainer.callbacks if each is not self._callback]
@@ -183,7 +197,7 @@ def _closure_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return args, {**kwargs, "closure": None}
 
 
-def _refuse(trainer: Trainer) -> None:
+def _refuse(trainer: Any) -> None:
     """Raise ``BadInput`` for settings under which no step can be recorded, or no place kept."""
     if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
         raise BadInput(

@@ -50,9 +50,9 @@ class Script:
             "things": {name: encode(thing.state_dict(), name) for name, thing in self._things.items()},
         }
 
-    def check(self, progress: dict[str, Any], wrote: int, here: int) -> None:
+    def check(self, progress: dict[str, Any], wrote: int, num_ranks: int) -> None:
         """Raise ``RunMismatch`` if ``progress`` is that of another script, or of a loader that cannot go on from
-        what ``wrote`` ranks had with ``here`` of them."""
+        what ``wrote`` ranks had with ``num_ranks`` of them."""
         if "optimizers" not in progress:
             raise RunMismatch(
                 "the run was made by holdfast.offload, and has no records. Go on with offload, or give another"
@@ -77,11 +77,12 @@ class Script:
             raise RunMismatch(
                 f"the run has a {lost[0]}, and none was passed, so its position would be lost. Pass {how}."
             )
-        self.check_place({"ranks": wrote, **progress}, here)
+        self.check_place({"ranks": wrote, **progress}, num_ranks)
 
-    def check_place(self, progress: dict[str, Any], here: int) -> None:
-        """Raise ``RunMismatch`` if the loader cannot go on from ``progress``, of whatever run, with ``here`` ranks."""
-        refuse_other_ranks(self._things.get("loader"), progress, here)
+    def check_place(self, progress: dict[str, Any], num_ranks: int) -> None:
+        """Raise ``RunMismatch`` if the loader cannot go on from ``progress``, of whatever run, with so many
+        ranks."""
+        refuse_other_ranks(self._things.get("loader"), progress, num_ranks)
 
     def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
         """Put what there is in the progress of some other run, of any format, where it belongs; what is not there is
@@ -117,5 +118,5 @@ class NoScript(Script):
     def __init__(self) -> None:
         super().__init__((), {})
 
-    def check(self, progress: dict[str, Any], wrote: int, here: int) -> None: ...
+    def check(self, progress: dict[str, Any], wrote: int, num_ranks: int) -> None: ...
     def restore(self, progress: dict[str, Any]) -> None: ...

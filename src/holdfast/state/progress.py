@@ -76,7 +76,7 @@ def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """That of several ranks which trained together: the first one's, with what each knew of its own parameters alone,
     since each stores some, and each stage of a pipeline has its own. ``ranks`` is how many
     they were."""
-    first = {"ranks": len(progress), **progress[0]}
+    first: dict[str, Any] = {"ranks": len(progress), **progress[0]}
     if all("values" in each for each in progress):
         first["values"] = {
             name: values for each in reversed(progress) for name, values in each["values"].items()

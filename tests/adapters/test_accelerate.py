@@ -6,23 +6,8 @@ import pytest
 
 pytest.importorskip("accelerate")
 
+from dist.habits import ACCELERATE, compare, ended, killed_it_ends_the_same
 from dist.world import World
-
-KINDS = {
-    "shuffled": {},
-    "in order": {"kind": "in order"},
-    "seedable": {"kind": "seedable"},
-    "generator": {"kind": "generator"},
-    "noise": {"noise": True},
-    "workers": {"num_workers": 2},
-    "persistent": {"kind": "persistent", "num_workers": 2},
-    "accumulation": {"accumulate": 3},
-    "noise and accumulation": {"noise": True, "accumulate": 2},
-    "scaler": {"scaler": True},
-    "left early": {"leave_at": 3},
-    "holdfast": {"kind": "holdfast", "noise": True},
-}
-"""In one process 8 batches a pass, in two 4; three passes."""
 
 
 @pytest.fixture(scope="module")
@@ -31,56 +16,24 @@ def world():
         yield world
 
 
-@pytest.fixture(scope="module")
-def whole(world):
-    """What the ranks said that trained without a checkpointer."""
-    said = {}
-
-    def of(ranks, kind):
-        if (ranks, kind) not in said:
-            said[ranks, kind] = ended(world.run(ranks, **KINDS[kind]))
-        return said[ranks, kind]
-
-    return of
+@pytest.mark.parametrize("habit", ACCELERATE)
+def test_killed_it_ends_the_same(world, tmp_path, habit):
+    killed_it_ends_the_same(world, tmp_path, 1, ACCELERATE[habit])
 
 
-def ended(ranks):
-    for said in ranks:
-        assert said.get("finished"), said.get("trace") or said
-    return ranks
-
-
-def compare(rest, whole):
-    """Each rank came to the same end, by the last of the same losses."""
-    for one, other in zip(whole, rest, strict=True):
-        assert other["losses"] == one["losses"][len(one["losses"]) - len(other["losses"]) :]
-        assert other["digests"] == one["digests"]
-        assert other["steps"] == one["steps"]
+@pytest.mark.parametrize("habit", ["shuffled", "noise and accumulation"])
+def test_killed_two_processes_end_the_same(world, tmp_path, habit):
+    """The other habits are in tests/crash."""
+    killed_it_ends_the_same(world, tmp_path, 2, ACCELERATE[habit])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_again_and_again_it_ends_the_same(world, whole, tmp_path, kind, ranks):
-    steps = whole(ranks, kind)[0]["steps"]
-    resumed = 0
-    for step in (2, steps // 2 + 1, steps):
-        cut = world.run(ranks, root=tmp_path / "run", kill=[ranks - 1, step], **KINDS[kind])
-        assert cut[ranks - 1]["code"] == -9, cut
-        assert not any(said.get("finished") for said in cut)
-        assert cut[0]["resumed"] == resumed
-        resumed = step - 1
-    rest = ended(world.run(ranks, root=tmp_path / "run", **KINDS[kind]))
-    assert rest[0]["resumed"] == resumed
-    compare(rest, whole(ranks, kind))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_of_save_state_is_gone_back_to_by_load_state(world, whole, tmp_path, ranks):
+def test_a_step_of_save_state_is_gone_back_to_by_load_state(world, tmp_path, ranks):
     said = ended(world.run(ranks, root=tmp_path / "run", save_at=8, keep_last=9))
     assert [each["saved"] for each in said] == [8] * ranks
     rest = ended(world.run(ranks, root=tmp_path / "run", load=True))
     assert [each["resumed"] for each in rest] == [8] * ranks
-    compare(rest, whole(ranks, "shuffled"))
+    compare(rest, ended(world.run(ranks)))
 
 
 def test_load_state_after_resume_is_refused(world, tmp_path):
@@ -91,14 +44,14 @@ def test_load_state_after_resume_is_refused(world, tmp_path):
 
 
 @pytest.mark.parametrize("others", [1, 3])
-def test_another_number_of_ranks_is_refused_by_name(world, whole, tmp_path, others):
+def test_another_number_of_ranks_is_refused_by_name(world, tmp_path, others):
     ended(world.run(2, root=tmp_path / "run", passes=2))
     said = world.run(others, root=tmp_path / "run")
     assert (
         f"RunMismatch: the run was trained with a number of ranks of 2, now it is {others}"
         in said[0]["error"]
     )
-    compare(ended(world.run(2, root=tmp_path / "run")), whole(2, "shuffled"))
+    compare(ended(world.run(2, root=tmp_path / "run")), ended(world.run(2)))
 
 
 @pytest.mark.parametrize("others, left", [(1, 13), (3, 5)])

@@ -6,23 +6,8 @@ import pytest
 
 pytest.importorskip("lightning")
 
+from dist.habits import LIGHTNING, ended, killed_it_ends_the_same
 from dist.world import World
-
-KINDS = {
-    "plain": {},
-    "noise": {"noise": True},
-    "own generator": {"own_generator": True},
-    "workers": {"num_workers": 2},
-    "accumulation": {"accumulate_grad_batches": 3},
-    "often validated": {"val_check_interval": 2},
-    "not validated": {"validate": False, "noise": True},
-    "plateau": {"plateau": True},
-    "part of the data": {"limit_train_batches": 3, "own_generator": True, "noise": True},
-    "steps": {"max_steps": 10, "max_epochs": -1},
-    "by hand": {"by_hand": True},
-    "stopping": {"stopping": True, "max_epochs": 9},
-}
-"""In one process 8 batches an epoch, in two 4; three epochs."""
 
 
 @pytest.fixture(scope="module")
@@ -31,28 +16,15 @@ def world():
         yield world
 
 
-def ended(ranks):
-    for said in ranks:
-        assert said.get("finished") and said["processes"] == len(ranks), said.get("trace") or said
-    return ranks
+@pytest.mark.parametrize("habit", LIGHTNING)
+def test_killed_it_ends_the_same(world, tmp_path, habit):
+    killed_it_ends_the_same(world, tmp_path, 1, LIGHTNING[habit])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_again_and_again_it_ends_the_same(world, tmp_path, kind, ranks):
-    whole = ended(world.run(ranks, output=tmp_path / "whole", **KINDS[kind]))
-    steps = whole[0]["steps"]
-    for step in (2, steps // 3 + 1, steps):
-        cut = world.run(
-            ranks, root=tmp_path / "run", output=tmp_path / "cut", kill=[ranks - 1, step], **KINDS[kind]
-        )
-        assert cut[ranks - 1]["code"] == -9, cut
-        assert not any(said.get("finished") for said in cut)
-    rest = ended(world.run(ranks, root=tmp_path / "run", output=tmp_path / "cut", **KINDS[kind]))
-    for one, other in zip(whole, rest, strict=True):
-        assert 0 < len(other["losses"]) < len(one["losses"])
-        assert other["losses"] == one["losses"][len(one["losses"]) - len(other["losses"]) :]
-        assert other["digests"] == one["digests"]
+@pytest.mark.parametrize("habit", ["plain", "often validated"])
+def test_killed_two_processes_end_the_same(world, tmp_path, habit):
+    """The other habits are in tests/crash."""
+    killed_it_ends_the_same(world, tmp_path, 2, LIGHTNING[habit])
 
 
 @pytest.mark.parametrize("others", [1, 3])

@@ -87,6 +87,7 @@ def main(
     samples: int = SAMPLES,
     keep_last: int = 2,
     spoilt: str = "",
+    output: str = "",
     **options: Any,
 ) -> None:
     """``kill`` names a rank and a step. A pass is left after ``leave_at`` batches."""
@@ -172,4 +173,4 @@ def main(
         "random": torch.get_rng_state(),
         "seen": seen.batches,
     }
-    say(losses=losses, digests={name: digest(value) for name, value in whole.items()}, steps=step, finished=True)
+    say(losses=losses, digests={name: digest(value) for name, value in whole.items()}, steps=step, processes=accelerator.num_processes, finished=True)

@@ -40,6 +40,7 @@ def main(
     root: str | None = None,
     kill: tuple[int, int] | None = None,
     data: str = "texts",
+    output: str = "",
     **options: Any,
 ) -> None:
     """``kill`` names a rank and a step."""
@@ -53,10 +54,9 @@ def main(
         callbacks = [HoldfastCallback(root, base_every=3)]
     if kill is not None:
         callbacks += [Kill(kill[1])] * (rank == kill[0])
-    trainer = make(f"{rendezvous.removeprefix('file://')}.output", data=DATA[data](), callbacks=callbacks, **options)
-    say(processes=trainer.args.world_size)
+    trainer = make(output or f"{root}.output", data=DATA[data](), callbacks=callbacks, **options)
     trainer.train()
     say(
         losses=trainer.losses, digests={name: digest(value) for name, value in everything(trainer).items()},
-        finished=True,
+        steps=trainer.state.global_step, processes=trainer.args.world_size, finished=True,
     )  # fmt: skip

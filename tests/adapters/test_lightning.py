@@ -34,10 +34,16 @@ def test_another_number_of_processes_is_refused_by_name(world, tmp_path, others)
     assert f"was trained with processes 2, now it is {others}" in said[0]["error"]
 
 
+def test_a_checkpoint_of_the_trainer_is_not_loaded_over_the_run(world, tmp_path):
+    ended(world.run(1, root=tmp_path / "run", output=tmp_path, max_epochs=1))
+    [checkpoint] = tmp_path.glob("*.ckpt")
+    [said] = world.run(1, root=tmp_path / "run", output=tmp_path, ckpt_path=checkpoint)
+    assert "would be loaded over the run" in said["error"], said
+
+
 @pytest.mark.parametrize(
     "setting, text",
     [
-        ({"ckpt_path": "last.ckpt"}, "would be loaded over the run"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs gives up the place"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches 1, now it is 2"),
     ],

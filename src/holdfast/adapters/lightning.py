@@ -26,6 +26,10 @@ from ..state.progress import random_state, restore_random_state
 from ..watch.recovery import progress_bar
 from .position import Place
 
+SYNC = "require_forward_param_sync"
+"""Of DDP: whether the next forward pass begins with the first rank's buffers. Under manual optimization only a process's
+first one does."""
+
 
 class HoldfastCallback(Callback):
     """Makes ``fit`` of its trainer begin or continue the run in the directory ``run``.
@@ -105,6 +109,9 @@ class Fit:
         if self.random is not None:
             restore_random_state(self.random)
             self._metrics().update(self._found["metrics"])
+            self._trainer.fit_loop._restarting = (
+                False  # or schedules by a metric would pass over this epoch's end
+            )
 
     def close(self, save: bool) -> None:
         """Durable, with ``save``, and nothing is left on the trainer. A second call does nothing."""
@@ -158,6 +165,7 @@ class Fit:
             "loop": trainer.fit_loop.state_dict(),
             "callbacks": {each.state_key: each.state_dict() for each in self._others()},
             "metrics": dict(self._metrics()),
+            "sync": getattr(trainer.model, SYNC, None),
             "datamodule": {} if datamodule is None else datamodule.state_dict(),
         }
 
@@ -175,6 +183,8 @@ class Fit:
                 each.load_state_dict(copy.deepcopy(state["callbacks"][each.state_key]))
         if state["datamodule"]:
             trainer.datamodule.load_state_dict(state["datamodule"])
+        if state["sync"] is not None:
+            setattr(trainer.model, SYNC, state["sync"])
         trainer.fit_loop.load_state_dict(state["loop"])
         self._found = state
 

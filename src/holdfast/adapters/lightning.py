@@ -27,8 +27,8 @@ from ..watch.recovery import progress_bar
 from .position import Place
 
 SYNC = "require_forward_param_sync"
-"""Of DDP: whether the next forward pass begins with the first rank's buffers. Under manual optimization only a process's
-first one does."""
+"""Of DDP: whether the next forward pass begins with the first rank's buffers. Under manual optimization only the first
+one of a process does."""
 
 
 class HoldfastCallback(Callback):
@@ -78,6 +78,7 @@ class Fit:
 
     def __init__(self, trainer: Trainer, callback: HoldfastCallback) -> None:
         self._trainer: Any = trainer
+        model: Any = trainer.model
         self._callback = callback
         self._loop: Any = trainer.fit_loop.epoch_loop
         self.place: Place | None = None
@@ -88,7 +89,7 @@ class Fit:
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._checkpointer = Checkpointer(
             callback.run,
-            model=self._trainer.model,
+            model=model,
             optimizer=trainer.optimizers,
             scheduler=next(iter(schedulers), None),
             loader=self,

@@ -22,7 +22,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from ..checkpointer import Checkpointer
 from ..errors import BadInput, RunMismatch
-from ..state.progress import random_state, restore_random_state
+from ..state.progress import decode, encode, random_state, restore_random_state
 from ..watch.recovery import progress_bar
 from .position import Place
 
@@ -146,11 +146,13 @@ class Fit:
         self._checkpointer.step()
 
     def _place_now(self) -> dict[str, Any]:
+        """As JSON, since it is in checkpoints of Lightning's too, which hold no arrays of NumPy."""
         assert self.place is not None
-        return self.place.state(self._loop.batch_progress.current.completed)
+        return encode(self.place.state(self._loop.batch_progress.current.completed))
 
-    def _find_place(self, state: dict[str, Any]) -> None:
+    def _find_place(self, found: dict[str, Any]) -> None:
         assert self.place is not None and self.random is not None
+        state = decode(found)
         self.place.check(state)
         self.place.set_epoch(self._trainer.fit_loop.epoch_progress.current.processed)
         self.place.load(state, self.random)

@@ -103,19 +103,6 @@ class _Mark:
         self._checkpointer.resume(step=state["step"])
 
 
-class _Accumulation:
-    """The accelerator's count of micro-batches since a step."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._accelerator.step = state["step"]
-
-
 def _model_of(accelerator: Accelerator, options: dict[str, Any]) -> nn.Module:
     """The one that was prepared."""
     for name in TAKEN:
@@ -144,4 +131,4 @@ def _also(accelerator: Accelerator) -> dict[str, Any]:
     """What else has a state, by name."""
     schedulers = {f"scheduler {i}": each for i, each in enumerate(accelerator._schedulers) if i}
     objects = {f"{type(each).__name__} {i}": each for i, each in enumerate(accelerator._custom_objects)}
-    return {**schedulers, **objects, "accumulation": _Accumulation(accelerator)}
+    return {**schedulers, **objects}

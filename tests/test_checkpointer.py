@@ -165,6 +165,36 @@ def test_the_loader_goes_on_in_mid_epoch_and_across_epochs(tmp_path):
     assert torch.equal(weight, resumed_weight)
 
 
+def test_other_things_come_back_and_may_not_be_left_out(tmp_path):
+    class Best:
+        score = 0.0
+
+        def state_dict(self):
+            return {"score": self.score}
+
+        def load_state_dict(self, state):
+            self.score = state["score"]
+
+    model = nn.Linear(3, 2)
+    optimizer = ADAMW(model.parameters())
+    best = Best()
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, also={"best": best}) as checkpointer:
+        checkpointer.resume()
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        best.score = 0.5
+        checkpointer.step()
+    best.score = 9.0
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, also={"best": best}) as checkpointer:
+        checkpointer.resume()
+        assert best.score == 0.5
+    with (
+        Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer,
+        pytest.raises(RunMismatch, match=r"the run has a best, .* Pass also=\{'best': ...\}"),
+    ):
+        checkpointer.resume()
+
+
 def test_a_parameter_that_is_added_or_trained_later_forces_a_base(tmp_path):
     def grow(loop, i):
         if i == 3:
@@ -477,6 +507,8 @@ def test_what_cannot_be_done_is_said(tmp_path, act, message):
             {"loader": torch.utils.data.DataLoader([1])},
             r"loader: DataLoader has no state_dict .* holdfast\.loader",
         ),
+        ({"also": {"scaler": torch.amp.GradScaler("cpu")}}, "as scaler: give it as scaler="),
+        ({"also": {"things": 1}}, "things: int has no state_dict"),
         ({"optimizer": []}, "not an optimizer"),
         ({"base_every": 0}, "base_every = 0"),
         ({"when_behind": "panic"}, "when_behind = 'panic'"),

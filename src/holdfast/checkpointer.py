@@ -38,6 +38,7 @@ from .delta.options import (
     refuse_bad_resume,
     refuse_clipping,
     refuse_of_several,
+    refuse_taken,
 )
 from .delta.pace import Means, Pace
 from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
@@ -76,16 +77,16 @@ class Checkpointer:
     """The run in directory ``run`` of a training loop: ``resume`` first, then ``step`` last in every iteration.
 
     ``optimizer`` is one or several; ``scheduler``, ``loader`` and ``scaler`` are what the script uses of such, each
-    with ``state_dict`` and ``load_state_dict``. ``after_update`` is called after every optimizer step, in replay too;
-    ``averages`` are the modules that it keeps (``torch.optim.swa_utils.AveragedModel``), which are then part of the
-    run. ``memory`` bounds the copies that wait to be written, ``storage`` what the run takes of the disk: 20 times the
-    state if it is not given. ``base_every`` is the number of steps from the beginning of one base to that of the next;
-    without it the number is chosen, and chosen again, such that failures cost least and recovery takes no longer than
-    ``recovery_seconds`` and writing no more than ``bandwidth_share`` of what the disk can. ``keep`` says which bases
-    stay, with how many of the records. When the disk is behind, ``step`` waits (``"block"``), or goes on unrecorded
-    until a base has been made beside training (``"skip"``) or training has waited for one (``"commit"``). After a
-    SIGTERM ``step`` makes the step durable and ends the process; a script that handles the signal itself is left alone.
-    A context manager.
+    with ``state_dict`` and ``load_state_dict``; ``also`` has more of that kind, by name. ``after_update`` is called
+    after every optimizer step, in replay too; ``averages`` are the modules that it keeps
+    (``torch.optim.swa_utils.AveragedModel``), which are then part of the run. ``memory`` bounds the copies that wait to
+    be written, ``storage`` what the run takes of the disk: 20 times the state if it is not given. ``base_every`` is the
+    number of steps from the beginning of one base to that of the next; without it the number is chosen, and chosen
+    again, such that failures cost least and recovery takes no longer than ``recovery_seconds`` and writing no more than
+    ``bandwidth_share`` of what the disk can. ``keep`` says which bases stay, with how many of the records. When the
+    disk is behind, ``step`` waits (``"block"``), or goes on unrecorded until a base has been made beside training
+    (``"skip"``) or training has waited for one (``"commit"``). After a SIGTERM ``step`` makes the step durable and ends
+    the process; a script that handles the signal itself is left alone. A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
     consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
@@ -106,6 +107,7 @@ class Checkpointer:
         scheduler: Any = None,
         loader: Any = None,
         scaler: Any = None,
+        also: Mapping[str, Any] | None = None,
         after_update: Callable[[], None] | None = None,
         averages: nn.Module | Mapping[str, nn.Module] | None = None,
         codec: Codec | None = None,
@@ -135,6 +137,8 @@ class Checkpointer:
             refuse_bad(base_every, when_behind, keep, self._codec)
             if disk is None:
                 check_place(run)
+            refuse_taken(also or {}, given)
+            given.update(also or {})
             self._script = Script(
                 optimizers, {name: thing for name, thing in given.items() if thing is not None}
             )
@@ -383,6 +387,7 @@ class Checkpointer:
 
         def bring() -> tuple[int, list[str]]:
             source = opened[0]
+            self._script.check_place(source.progress, self._ranks.world_size)
             found, complete = restore(self._state, source, start)
             about = found.told()
             for name in self._script.adopt(source.progress, self._ranks.rank):

@@ -25,6 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
+from holdfast.data.loader import loader as loader_of
 from holdfast.delta import agreement, helper, host, hosts, orphans, replica
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
@@ -83,6 +84,28 @@ SPOILT: dict[str, Callable[[Any], dict[str, Any]]] = {
     "by strides": lambda model: setattr(model.first, "weight", nn.Parameter(strided())) or {},
 }
 """What keeps a codec, or a model, from being used."""
+
+
+class Cursor:
+    """A loader that knows how many batches its own rank has had, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
+class Elastic(Cursor):
+    """One that says that this is the same on any number of ranks."""
+
+    elastic = True
+
+
+LOADERS = {"cursor": Cursor, "elastic": Elastic, "holdfast": lambda: loader_of(list(torch.arange(64)), 2)}
 
 
 class Net(nn.Module):
@@ -187,6 +210,8 @@ def train(
     save_at: int | None = None,
     save_every: int | None = None,
     pause: float = 0.0,
+    loader: str | None = None,
+    source: str | None = None,
     elsewhere: int | None = None,
     average: bool = False,
     resume_of: dict[str, dict[str, int]] | None = None,
@@ -235,6 +260,8 @@ def train(
     resume = (resume_of or {}).get(str(rank), resume)
     options |= (options_of or {}).get(str(rank), {})
     plain = getattr(model, "module", model)
+    if loader is not None:
+        options["loader"] = LOADERS[loader]()
     averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
     if averages is not None:
         options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
@@ -277,7 +304,7 @@ def train(
     with Checkpointer(
         root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last, keep_every), **options
     ) as checkpointer:
-        done = checkpointer.resume(**(resume or {}))
+        done = checkpointer.resume(source=source, **(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness)
         digests[done] = whole_state(model, chosen, averages)
         for step in range(done + 1, steps + 1):

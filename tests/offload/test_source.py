@@ -193,3 +193,23 @@ def test_damage_is_found_before_anything_is_written(tmp_path, recorded_run):
         holdfast.offload(model, optimizer, tmp_path / "run", dtype="fp32", source=holdfast.From(copy))
     assert not (tmp_path / "run").exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_place_in_the_data_of_several_ranks_is_refused(tmp_path, recorded_run, monkeypatch):
+    class Cursor:
+        def state_dict(self):
+            return {"batches": 0}
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    source = source_of(str(recorded_run))
+    source.progress = {**source.progress, "ranks": 2, "things": {"loader": {"batches": 3}}}
+    monkeypatch.setattr("holdfast.sources.source_of", lambda text: source)
+    model, optimizer, _ = make()
+    with pytest.raises(
+        RunMismatch, match="that Cursor keeps is each rank's own: 2 ranks wrote the run, and 1 rank"
+    ):
+        holdfast.offload(
+            model, optimizer, tmp_path, dtype="fp32", loader=Cursor(), source=holdfast.From(recorded_run)
+        )

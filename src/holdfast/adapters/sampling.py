@@ -6,9 +6,11 @@ augmentation) before the step in front of it, so to make the same one again the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
+
+import torch
 
 from ..state.progress import random_state, restore_random_state
 
@@ -18,18 +20,23 @@ class WatchedBatches:
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
+        self.begins: Callable[[], None] = lambda: None
+        """Called when the first indices of an epoch are asked for, before its order is drawn."""
         self.newest: tuple[int, dict[str, Any]] = (-1, {})
         """The number in its epoch of the batch asked for last, and the generators before."""
         self._first = 0
         self._states: list[dict[str, Any]] = []
+        self._pass_over = False
 
-    def go_on(self, first: int, states: list[dict[str, Any]]) -> None:
+    def go_on(self, first: int, states: list[dict[str, Any]], pass_over: bool = False) -> None:
         """In the next epoch, set the generators to one of ``states`` when batch ``first`` is asked for, and to the next
-        one with the next."""
-        self._first, self._states = first, states
+        one with the next; ``pass_over`` leaves out those before."""
+        self._first, self._states, self._pass_over = first, states, pass_over
 
     def __iter__(self) -> Iterator[Any]:
+        self.begins()
         first, states, self._first, self._states = self._first, self._states, 0, []
+        pass_over, self._pass_over = self._pass_over, False
         batches = iter(self.inner)
         for number in count():
             if number >= first and states:
@@ -39,6 +46,8 @@ class WatchedBatches:
                 batch = next(batches)
             except StopIteration:
                 return
+            if pass_over and number < first:
+                continue
             self.newest = (number, before)
             yield batch
 
@@ -47,3 +56,44 @@ class WatchedBatches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+
+class Order:
+    """What ``loader`` draws the order of an epoch from: the global generators, and those that it has of its own."""
+
+    def __init__(self, loader: Any, batches: Any) -> None:
+        self._loader, self._batches = loader, batches
+
+    @property
+    def sampler(self) -> Any:
+        """The one of single samples."""
+        sampler = self._batches
+        for name in ("batch_sampler", "sampler"):  # of a rank's share, and of batches
+            sampler = getattr(sampler, name, sampler)
+        return sampler
+
+    @property
+    def seed(self) -> int | None:
+        """By which, and the number of the epoch, the sampler shuffles, if it does."""
+        return getattr(self.sampler, "initial_seed", None)
+
+    @seed.setter
+    def seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.sampler.initial_seed = seed
+
+    def now(self) -> dict[str, Any]:
+        """At the beginning of an epoch: what the order follows from."""
+        own = {place: generator.get_state() for place, generator in self._own().items()}
+        return {"random": random_state(), "own": own}
+
+    def put_back(self, state: dict[str, Any]) -> None:
+        restore_random_state(state["random"])
+        for place, generator in self._own().items():
+            if place in state["own"]:
+                generator.set_state(state["own"][place])
+
+    def _own(self) -> dict[str, torch.Generator]:
+        at = {"loader": self._loader, "sampler": self.sampler}
+        found = {place: getattr(each, "generator", None) for place, each in at.items()}
+        return {place: each for place, each in found.items() if isinstance(each, torch.Generator)}

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
@@ -22,7 +21,8 @@ from ..checkpointer import Checkpointer
 from ..errors import RunMismatch
 from ..state.progress import decode, encode, random_state, restore_random_state
 from ..watch.recovery import progress_bar
-from .sampling import WatchedBatches
+from .sampling import Order, WatchedBatches
+from .wrapped import innermost
 
 STATE = (
     "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
@@ -35,7 +35,10 @@ LOSS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_fl
 
 
 class Training:
-    """One call of ``train``. To its checkpointer it is the loader, whose state is all that the trainer holds."""
+    """One call of ``train``. To its checkpointer it is the loader, whose state is all that the trainer holds;
+    ``elastic`` is true since another number of processes is refused here."""
+
+    elastic = True
 
     def __init__(self, trainer: Trainer, run: Path, options: dict[str, Any]) -> None:
         self._trainer, self._run, self._options = trainer, run, options
@@ -51,7 +54,8 @@ class Training:
         self._batches: WatchedBatches | None = None
         self._found: dict[str, Any] | None = None
         """What the run holds, until the loop is there."""
-        self._place = _Place(0, encode(random_state()))
+        self._order = Order(None, None)
+        self._place = _Place(0, encode(self._order.now()))
         self._logged = _Logged()
         self._recorded_step = 0
         self._ending: dict[str, Any] | None = None
@@ -78,9 +82,9 @@ class Training:
     def run_epoch(self, **loop: Any) -> None:
         """An epoch that the run has behind it is passed over."""
         if self._checkpointer is None:
-            self._open(loop["train_dataloader"])
+            self._open(loop["train_dataloader"], loop["model"])
         if self._found is None:
-            self._place = _Place(loop["epoch"], encode(random_state()))
+            self._place = _Place(loop["epoch"], encode(self._order.now()))
             self._run_epoch(**loop)
         elif loop["epoch"] == self._found["place"]["epoch"]:
             found, self._found = self._found, None
@@ -108,7 +112,7 @@ class Training:
 
     # The run
 
-    def _open(self, loader: Any) -> None:
+    def _open(self, loader: Any, model: Any) -> None:
         trainer = self._trainer
         self._loader = loader
         inside = getattr(loader, "base_dataloader", None)
@@ -116,17 +120,17 @@ class Training:
         if batches is not None and not isinstance(loader.dataset, IterableDataset):
             self._batches = WatchedBatches(batches)
             vars(inside)["batch_sampler"] = self._batches  # setattr is refused, since lengths might differ
-        assert trainer.model is not None
+        self._order = Order(inside, self._batches)
         self._checkpointer = Checkpointer(
             self._run,
-            model=trainer.model,
-            optimizer=_innermost(trainer.optimizer),
+            model=model,
+            optimizer=innermost(trainer.optimizer),
             scheduler=trainer.lr_scheduler,
             loader=self,
             scaler=trainer.accelerator.scaler,
             **self._options,
         )
-        self._checkpointer.resume(show=progress_bar())
+        self._checkpointer.resume(show=progress_bar() if trainer.is_world_process_zero() else None)
 
     def _go_on(self, found: dict[str, Any], loop: dict[str, Any]) -> None:
         """Be where ``found`` was taken, end its step as it was ended, and do the rest of the epoch."""
@@ -153,7 +157,7 @@ class Training:
             if self._batches is not None:
                 pending = [decode(place.pending)] if place.pending is not None else []
                 self._batches.go_on(batches, [*pending, self._random_now])
-            restore_random_state(decode(place.random))
+            self._order.put_back(decode(place.random))
         self._run_epoch(**loop)
 
     # What it is to the checkpointer
@@ -162,7 +166,7 @@ class Training:
         trainer = self._trainer
         return {
             "same": self._same(),
-            "seed": getattr(self._seeded(), "initial_seed", None),
+            "seed": self._order.seed,
             "place": vars(self._place) | {"pending": self._pending()},
             "state": {name: getattr(trainer.state, name) for name in STATE},
             "log_history": self._logged.text_of(trainer.state.log_history),
@@ -189,14 +193,11 @@ class Training:
             )
         self._found = state
 
-    def _seeded(self) -> Any:
-        """The sampler, which shuffles by a seed and the epoch unless it was asked not to."""
-        return getattr(self._batches, "sampler", None)
-
     def _same(self) -> dict[str, Any]:
         """What a position in the data is counted in."""
         args, data = self._trainer.args, self._loader.dataset
         return {
+            "processes": args.world_size,
             "batch_size": self._trainer._train_batch_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "dataset length": len(data) if hasattr(data, "__len__") else None,
@@ -225,8 +226,7 @@ class Training:
         if found["complete"] and trainer.state.global_step < trainer.state.max_steps:
             trainer.control.should_training_stop = False  # the script was given more to do
         self._ending = found["ending"]
-        if found["seed"] is not None:
-            self._seeded().initial_seed = found["seed"]
+        self._order.seed = found["seed"]
         here = _exportable(trainer)
         for name, state in found["callbacks"]:
             match = next((item for item in here if type(item).__name__ == name), None)
@@ -241,7 +241,7 @@ class _Place:
 
     epoch: int
     random: Any
-    """The generators at the epoch's beginning."""
+    """The generators that its order is drawn from, at its beginning."""
     updates: int = 0
     pending: Any = None
     """The generators before the next batch, if it has been made already."""
@@ -263,13 +263,6 @@ class _Logged:
 
     def entries_of(self, text: str) -> list[dict[str, Any]]:
         return [decode(json.loads(line)) for line in text.splitlines()]
-
-
-def _innermost(optimizer: Any) -> Any:
-    """The optimizer of torch in wrappers like that of accelerate, which are no place for hooks."""
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _exportable(trainer: Trainer) -> list[Any]:

@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from ..errors import BadInput
 from .training import Training
+from .wrapped import refuse_unless_torchs
 
 COVERED = ("train", "_run_epoch", "_maybe_log_save_evaluate", "_load_rng_state")
 """Methods of a trainer that are replaced, on the object, while it trains; ``train`` for good."""
@@ -33,7 +34,8 @@ class HoldfastCallback(TrainerCallback):
     ``options`` are those of ``Checkpointer``: ``base_every``, ``keep``, ``memory`` and so on. Of other callbacks
     those that are ``ExportableState`` are brought back. What a subclass of ``Trainer`` keeps beside is not, nor, in
     mid-epoch, are the generators of loader workers. The final loss is that of the whole run; the final rates count all
-    its steps against this process's time. Training in several processes is refused.
+    its steps against this process's time. Several processes are those of DistributedDataParallel; as many go on as
+    there were.
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
@@ -99,9 +101,8 @@ def _trainer_above() -> Trainer | None:
 
 def _refuse(trainer: Trainer) -> None:
     """Raise ``BadInput`` for settings under which no position can be kept."""
+    refuse_unless_torchs(trainer.accelerator)
     args = trainer.args
-    if args.world_size > 1:
-        raise BadInput(f"{args.world_size} processes train, and records are those of one")
     for name in ("auto_find_batch_size", "ignore_data_skip"):
         if getattr(args, name):
             raise BadInput(f"{name}=True gives up the position in the data; leave it out")

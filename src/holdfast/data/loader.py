@@ -53,6 +53,9 @@ class SampleLoader:
     [0, 1, 2, 3, 4]
     """
 
+    elastic = True
+    """A position means the same to any number of ranks."""
+
     def __init__(
         self,
         dataset: MapDataset,
@@ -144,6 +147,11 @@ class SampleLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken, with its seed. Raises ``RunMismatch`` on other data."""
+        if state.keys() != self.state_dict().keys():
+            raise RunMismatch(
+                f"the run's loader was not holdfast.loader: it kept {', '.join(map(str, state))}. Give the one that it"
+                " was trained with, or start a run in another directory."
+            )
         for key, stored in state["fingerprint"].items():
             if self.fingerprint.get(key) != stored:
                 raise RunMismatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ def refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) 
             f"codec = {codec!r} is not a codec: holdfast.Exact(), holdfast.TopK(0.01), holdfast.Int8(),"
             " holdfast.PowerSGD()"
         )
+
+
+def refuse_taken(also: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    for name, thing in also.items():
+        if name in given or thing is None:
+            raise BadInput(
+                f"also has {thing!r} as {name}: give it as {name}=, or another name, or leave it out"
+            )
 
 
 def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> None:

@@ -147,7 +147,7 @@ def _line_from(
             line = Line.of(store, store.load(ref), target)
             if continuing:
                 line.end_before_feedback()
-            script.check(line.progress(ranks.rank))
+            script.check(line.progress(ranks.rank), len(line.chains), ranks.world_size)
             line.watch = watch or line.watch
             line.replay_into(state, ranks.rank, after_update)
         except Differs as error:

@@ -14,7 +14,15 @@ import torch
 import xxhash
 
 from ..errors import BadInput, RunMismatch
-from ..state.progress import adopt, decode, encode, hyper_parameters, random_state, restore_random_state
+from ..state.progress import (
+    adopt,
+    decode,
+    encode,
+    hyper_parameters,
+    random_state,
+    refuse_other_ranks,
+    restore_random_state,
+)
 
 Stateful = Mapping[str, Any]
 """By name: objects with ``state_dict`` and ``load_state_dict``."""
@@ -42,8 +50,9 @@ class Script:
             "things": {name: encode(thing.state_dict(), name) for name, thing in self._things.items()},
         }
 
-    def check(self, progress: dict[str, Any]) -> None:
-        """Raise ``RunMismatch`` if ``progress`` is that of another script."""
+    def check(self, progress: dict[str, Any], wrote: int, num_ranks: int) -> None:
+        """Raise ``RunMismatch`` if ``progress`` is that of another script, or of a loader that cannot go on from
+        what ``wrote`` ranks had with ``num_ranks`` of them."""
         if "optimizers" not in progress:
             raise RunMismatch(
                 "the run was made by holdfast.offload, and has no records. Go on with offload, or give another"
@@ -63,9 +72,17 @@ class Script:
                 )
         lost = [name for name in progress["things"] if name not in self._things]
         if lost:
+            known = lost[0] in ("scheduler", "loader", "scaler")
+            how = f"{lost[0]}=" if known else f"also={{{lost[0]!r}: ...}}"
             raise RunMismatch(
-                f"the run has a {lost[0]}, and none was passed, so its position would be lost. Pass {lost[0]}=."
+                f"the run has a {lost[0]}, and none was passed, so its position would be lost. Pass {how}."
             )
+        self.check_place({"ranks": wrote, **progress}, num_ranks)
+
+    def check_place(self, progress: dict[str, Any], num_ranks: int) -> None:
+        """Raise ``RunMismatch`` if the loader cannot go on from ``progress``, of whatever run, with so many
+        ranks."""
+        refuse_other_ranks(self._things.get("loader"), progress, num_ranks)
 
     def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
         """Put what there is in the progress of some other run, of any format, where it belongs; what is not there is
@@ -101,5 +118,5 @@ class NoScript(Script):
     def __init__(self) -> None:
         super().__init__((), {})
 
-    def check(self, progress: dict[str, Any]) -> None: ...
+    def check(self, progress: dict[str, Any], wrote: int, num_ranks: int) -> None: ...
     def restore(self, progress: dict[str, Any]) -> None: ...

@@ -44,4 +44,4 @@ def state_at(root: Path | Url, step: int) -> tuple[LiveState, dict[str, Any]]:
                 f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"
                 " record. Name a step that `holdfast ls` lists."
             )
-        return state, script.progress
+        return state, {"ranks": len(base.streams), **script.progress}

@@ -38,13 +38,14 @@ class Opens(Protocol):
     def open(self) -> Beginning: ...
 
 
-def prepare(source: Opens, parts: Parts, optimizer: torch.optim.Optimizer) -> tuple[Beginning, list[str]]:
+def prepare(source: Opens, parts: Parts, user: UserState) -> tuple[Beginning, list[str]]:
     """Open ``source``, and see that it is of this model and optimizer, and whole. With it, what it lacks for a person.
 
     Raises ``RunMismatch`` or ``Damaged``, with nothing changed.
     """
     beginning = source.open()
-    told = beginning.match(parts.captured, optimizer)
+    user.check_place(beginning.progress)
+    told = beginning.match(parts.captured, user.optimizer)
     for unit in parts.all_units:
         for member in unit.trained:
             _refuse_others(beginning, member.name, unit.slots[member.group])

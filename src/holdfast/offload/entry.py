@@ -232,7 +232,7 @@ def _ready(
         confirm(preflight)
     beginning = None
     if found is None:
-        prepared = None if source is None else prepare(source, parts, user.optimizer)
+        prepared = None if source is None else prepare(source, parts, user)
         user.now()  # whatever cannot be stored is refused now
         _enter_fresh(store)
         if prepared is not None:

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import RunMismatch
 from ..state.capture import Captured
-from ..state.progress import adopt, decode, encode, hyper_parameters, random_state
+from ..state.progress import adopt, decode, encode, hyper_parameters, random_state, refuse_other_ranks
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class UserState:
         for name, thing in self._stateful():
             if name in progress:
                 thing.load_state_dict(decode(progress[name]))
+
+    def check_place(self, progress: dict[str, Any]) -> None:
+        """Raise ``RunMismatch`` if the loader cannot go on from the progress of some other run in one process."""
+        refuse_other_ranks(self.loader, progress, 1)
 
     def adopt(self, progress: dict[str, Any]) -> list[str]:
         """Put scheduler and loader where the progress of some other run has them. Names those that it does not have."""

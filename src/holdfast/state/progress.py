@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import BadInput
+from ..errors import BadInput, RunMismatch
+from ..units import counted
 from .capture import FROM_NAME, TO_NAME
 
 
@@ -73,8 +74,9 @@ def decode(value: Any) -> Any:
 
 def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """That of several ranks which trained together: the first one's, with what each knew of its own parameters alone,
-    since each stores some, and each stage of a pipeline has its own."""
-    first = dict(progress[0])
+    since each stores some, and each stage of a pipeline has its own. ``ranks`` is how many
+    they were."""
+    first: dict[str, Any] = {"ranks": len(progress), **progress[0]}
     if all("values" in each for each in progress):
         first["values"] = {
             name: values for each in reversed(progress) for name, values in each["values"].items()
@@ -118,6 +120,21 @@ def adopt(things: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
         else:
             left.append(name)
     return left
+
+
+def refuse_other_ranks(loader: Any, progress: Mapping[str, Any], here: int) -> None:
+    """Raise ``RunMismatch`` if ``progress`` has the place of a loader on so many ``ranks``, and ``here`` is another
+    number, unless the ``loader`` says by ``elastic = True`` that its state means the same to any."""
+    wrote = progress.get("ranks", 1)
+    there = "loader" in progress.get("things", progress)
+    if loader is None or not there or wrote == here or getattr(loader, "elastic", False):
+        return
+    raise RunMismatch(
+        f"the place in the data that {type(loader).__name__} keeps is each rank's own: {counted(wrote, 'rank')} wrote"
+        f" the run, and {counted(here, 'rank')} would go on from it. Resume with {wrote}, or begin another run with a"
+        " loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and one of your own"
+        " that does says so by an attribute elastic = True."
+    )
 
 
 def random_state() -> dict[str, Any]:

@@ -1,0 +1,175 @@
+"""Position: the place in a ``DataLoader`` of torch, which has none of its own: so many batches of an epoch.
+
+Batches that were trained on are passed over by their indices alone. Generators are kept as they were when the epoch
+began, so that its order is drawn again, and are set back to where the run had them as the first new batch is made. The
+place is that of one rank among as many as there were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from ..errors import BadInput, RunMismatch
+from ..state.progress import random_state, restore_random_state
+from .sampling import Order, WatchedBatches
+
+
+class Place:
+    """In ``loader``, torch's own or one around it, as one of ``num_ranks`` has it. Somebody else counts the batches."""
+
+    def __init__(self, loader: Any, num_ranks: int) -> None:
+        """Raises ``BadInput`` for a loader whose batches cannot be passed over."""
+        self._inside = getattr(loader, "base_dataloader", loader)
+        _refuse(self._inside)
+        self._num_ranks = num_ranks
+        self._watched = _watched(self._inside)
+        self._watched.begins = self._begin
+        self._order = Order(self._inside, self._watched.inner)
+        self._begun: dict[str, Any] | None = None
+        """What the order of the epoch was drawn from."""
+        self._found: dict[str, Any] | None = None
+        """Where the run was, until its epoch goes on."""
+        self._random: dict[str, Any] = {}
+
+    def state(self, count: int) -> dict[str, Any]:
+        """After ``count`` batches of the epoch that has begun; 0 also where none has."""
+        return {
+            "same": self._same(),
+            "count": count,
+            "begun": self._begun if count else None,
+            "pending": self._pending(count),
+            "seed": self._order.seed,
+        }
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ``RunMismatch`` if the place of ``state`` is in other batches."""
+        for key, there in state["same"].items():
+            here = self._same()[key]
+            if here != there:
+                raise RunMismatch(
+                    f"the run was trained with {key} {there}, now it is {here}, and its place in the data means nothing"
+                    f" there. Set it to {there}, or begin another run."
+                )
+
+    def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
+        """Go on from ``state`` in the next epoch that begins; the generators were at ``random`` then."""
+        self._order.seed = state["seed"]
+        self._begun, self._random = state["begun"], random
+        self._found = state if self._begun is not None else None
+
+    def leave(self) -> None:
+        """Nothing was left of the epoch that the run was in: its order is drawn, for the generators that this takes."""
+        if self._found is not None:
+            now = random_state()
+            next(iter(self._watched), None)
+            restore_random_state(now)
+
+    def set_epoch(self, epoch: int) -> None:
+        """For a sampler that shuffles by it."""
+        if hasattr(self._order.sampler, "set_epoch"):
+            self._order.sampler.set_epoch(epoch)
+
+    def close(self) -> None:
+        """Leave the loader as it was."""
+        _set_indices(self._inside, self._watched.inner)
+
+    def _begin(self) -> None:
+        found, self._found = self._found, None
+        if found is None:
+            self._begun = self._order.now()
+            return
+        pending = [found["pending"]] if found["pending"] is not None else []
+        self._watched.go_on(found["count"], [*pending, self._random], pass_over=True)
+        self._order.put_back(found["begun"])
+
+    def _pending(self, count: int) -> dict[str, Any] | None:
+        """The generators before the batch was made that is there already and was not handed out."""
+        number, state = self._watched.newest
+        return state if count and number == count and not self._inside.num_workers else None
+
+    def _same(self) -> dict[str, Any]:
+        """What a place is counted in."""
+        return {
+            "a number of ranks of": self._num_ranks,
+            "a batch size of": getattr(self._watched.inner, "batch_size", None),
+            "a dataset of length": len(self._inside.dataset),
+        }
+
+
+class Batches:
+    """The batches of ``loader``, to be iterated over in its place. An epoch is a pass, also one that was left early.
+
+    ``elastic`` is true since another number of ranks is refused here, with the other things that a place is counted in.
+    """
+
+    elastic = True
+
+    def __init__(self, loader: Any, num_ranks: int) -> None:
+        """Raises ``BadInput`` for a loader whose batches cannot be passed over."""
+        self.loader = loader
+        self.place = Place(loader, num_ranks)
+        self.epoch = 0
+        """Passes that have ended."""
+        self.count = 0
+        """Batches of the present one that were handed out."""
+        self._found: dict[str, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        number = getattr(self.loader, "iteration", None)
+        try:
+            for batch in self.loader:
+                self.count += 1
+                yield batch
+            if number is not None:  # a pass of which nothing was left it does not count
+                self.loader.iteration = number + 1
+        finally:
+            self.epoch, self.count = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        iteration = getattr(self.loader, "iteration", None)
+        return {"epoch": self.epoch, "iteration": iteration, **self.place.state(self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place.check(state)
+        self._found = state
+
+    def resumed(self) -> None:
+        """The generators are where the run had them, if there was one."""
+        if self._found is not None:
+            self.place.load(self._found, random_state())
+            self.epoch, self.count = self._found["epoch"], self._found["count"]
+            if self._found["iteration"] is not None:
+                self.loader.iteration = self._found["iteration"]
+
+
+def _watched(loader: DataLoader) -> WatchedBatches:
+    """Put an eye on the indices of ``loader``."""
+    indices = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    watched = WatchedBatches(indices.inner if isinstance(indices, WatchedBatches) else indices)
+    _set_indices(loader, watched)
+    return watched
+
+
+def _set_indices(loader: DataLoader, indices: Any) -> None:
+    """``setattr`` is refused, since lengths might differ."""
+    vars(loader)["sampler" if loader.batch_sampler is None else "batch_sampler"] = indices
+
+
+def _refuse(loader: Any) -> None:
+    if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
+        raise BadInput(
+            f"{type(loader).__name__} is not a plain DataLoader of torch, in which a place can be found again. Give one"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise BadInput(
+            "an IterableDataset is read one sample after the other, so that its batches cannot be passed over."
+            " Give a dataset with a length and items by index."
+        )
+    if loader.batch_sampler is None and not isinstance(loader.sampler, BatchSampler):
+        raise BadInput("a DataLoader with batch_size=None has no batches to count: give it a batch size")

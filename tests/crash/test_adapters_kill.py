@@ -1,0 +1,36 @@
+"""Scripts of two processes that train by other libraries are killed five times and end as if they never had been."""
+
+from __future__ import annotations
+
+import pytest
+
+from dist.habits import ACCELERATE, LIGHTNING, TRAINER, killed_it_ends_the_same
+from dist.world import World
+
+SCRIPTS = {
+    "accelerated": ("accelerate", ACCELERATE),
+    "lightened": ("lightning", LIGHTNING),
+    "trained": ("transformers", TRAINER),
+}
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """By script, each made when it is needed."""
+    made: dict[str, World] = {}
+    yield made
+    for world in made.values():
+        world.close()
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "script, habit", [(script, habit) for script, (_, of) in SCRIPTS.items() for habit in of]
+)
+def test_killed_again_and_again_they_end_the_same(worlds, tmp_path, script, habit):
+    library, habits = SCRIPTS[script]
+    pytest.importorskip(library)
+    if script not in worlds:
+        worlds[script] = World(script)
+    killed_it_ends_the_same(worlds[script], tmp_path, 2, habits[habit], often=True)

@@ -110,9 +110,8 @@ class Fit:
         if self.random is not None:
             restore_random_state(self.random)
             self._metrics().update(self._found["metrics"])
-            self._trainer.fit_loop._restarting = (
-                False  # or schedules by a metric would pass over this epoch's end
-            )
+            # or schedules by a metric would pass over this epoch's end
+            self._trainer.fit_loop._restarting = False
 
     def close(self, save: bool) -> None:
         """Durable, with ``save``, and nothing is left on the trainer. A second call does nothing."""

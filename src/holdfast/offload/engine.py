@@ -35,7 +35,7 @@ from .planning import EVALUATION_BATCHES, Plan
 from .preflight import Preflight
 from .process import one_torch_thread
 from .progress import UserState
-from .reports import by_lane, engine_event, step_event, traffic
+from .reports import Traffic, by_lane, difference, engine_event, step_event, traffic
 from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .steps import Rules, StepMaker
@@ -69,6 +69,8 @@ class Engine:
         self._watched: Watched | None = None
         self._hooks: list[RemovableHandle] = []
         self.preflight = preflight
+        self._told: Traffic = {}
+        """What had moved up to the last step that the log tells of, evaluations included."""
         self._executor = Executor(handlers(run), update_workers, one_torch_thread)
         self._timelines = Timelines(self._executor, events)
         torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
@@ -107,7 +109,7 @@ class Engine:
             )
         weights = self._steps.weights(micro_batches)
         with self._closing_on_error():
-            started, before = time.perf_counter(), traffic(self._run)
+            started = time.perf_counter()
             step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn)
             self._user.step_scheduler()  # the hyper-parameters were taken: from here on it is the next step's
             step.progress = self._progress()
@@ -120,7 +122,9 @@ class Engine:
             self.steps_done += 1
             self.skipped_steps += step.skipped
             seconds = time.perf_counter() - started
-            self.last = step_event(self._run, step, self.steps_done, micro_batches, seconds, before)
+            before, self._told = self._told, traffic(self._run)
+            moved = difference(self._told, before)
+            self.last = step_event(self._run, step, self.steps_done, micro_batches, seconds, moved)
             self._events.emit("step", **self.last)
             return self.last["loss"]
 
@@ -241,12 +245,14 @@ class Engine:
         """What the model returns for each call, in evaluation mode and without gradients."""
         self._check_usable()
         results: list[Any] = []
+        before = traffic(self._run)
         with evaluating(self._run.model):
             for start in range(0, len(calls), EVALUATION_BATCHES):
                 step = self._steps.evaluation(calls[start : start + EVALUATION_BATCHES])
                 with self._only_losing(), torch.no_grad(), self._running(step):
                     self._executor.run(step.operations, step)
                 results += [batch.result for batch in step.micro_batches]
+        self._told = difference(traffic(self._run), difference(before, self._told))
         return results
 
     @contextmanager
@@ -334,6 +340,7 @@ class Engine:
             self.steps_done = self._run.durable_step = self.resumed_from = found.step
             self.skipped_steps = found.progress.get("skipped_steps", 0)
             restore_random_state(decode(found.progress["random"]))
+        self._told = traffic(self._run)
         about = engine_event(self._run, self._plan, self.preflight, self.steps_done)
         self._events.emit("engine", **about)
 

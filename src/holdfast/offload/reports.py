@@ -27,6 +27,11 @@ def traffic(run: Runtime) -> Traffic:
     return moved
 
 
+def difference(now: Traffic, before: Traffic) -> Traffic:
+    """What has moved since ``before``."""
+    return {key: count - before.get(key, 0) for key, count in now.items()}
+
+
 def by_lane(moved: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
     """``moved``, as an event says it: by lane, and in that by kind of operation.
 
@@ -70,10 +75,9 @@ def engine_event(run: Runtime, plan: Plan, preflight: Preflight, first_step: int
 
 
 def step_event(
-    run: Runtime, step: Step, steps_done: int, micro_batches: Sequence[Any], seconds: float, before: Traffic
+    run: Runtime, step: Step, steps_done: int, micro_batches: Sequence[Any], seconds: float, moved: Traffic
 ) -> dict[str, Any]:
-    """What an event says of a step that is over; ``before`` is the traffic up to its beginning."""
-    moved = {key: count - before.get(key, 0) for key, count in traffic(run).items()}
+    """What an event says of a step that is over; ``moved`` is the traffic since the step before it was."""
     event = {
         "step": steps_done,
         "loss": mean_loss(step),

@@ -70,7 +70,9 @@ class Timeline:
             of_sitting=event["of_sitting"] + 0,
             began=event["began"] + 0.0,
             seconds=event["seconds"] + 0.0,
-            operations=tuple(Operation(lanes[lane], kinds[kind], *rest) for lane, kind, *rest in event["spans"]),
+            operations=tuple(
+                Operation(lanes[lane], kinds[kind], *rest) for lane, kind, *rest in event["spans"]
+            ),
         )
 
     @property
@@ -102,8 +104,8 @@ class Timeline:
         return found
 
     def waits(self) -> dict[str, float]:
-        """How long computing stood still, by the lane of the operation that ended last before it went on; under ""
-        where none had."""
+        """How long computing stood still, by what it waited for: the lane of the operation that ended last before it
+        went on, while that ran, then of the one that ended last before that; under "" what lies between."""
         lanes = self.by_lane()
         computed = lanes.pop(COMPUTE, [])
         others = sorted((op for found in lanes.values() for op in found), key=lambda op: op.end)
@@ -111,11 +113,18 @@ class Timeline:
         waited: dict[str, float] = defaultdict(float)
         idle_since = 0.0
         for op in computed:
-            start = min(op.start, self.window)
-            if start > idle_since:
-                last = bisect_right(ends, start) - 1
-                cause = others[last].lane if last >= 0 and ends[last] > idle_since else ""
-                waited[cause] += start - idle_since
+            at, place = min(op.start, self.window), len(ends)
+            while (
+                at > idle_since
+            ):  # back from the end of the gap: what ended last, and before that what ended before it
+                place = min(bisect_right(ends, at), place) - 1
+                if place < 0 or ends[place] <= idle_since:
+                    waited[""] += at - idle_since
+                    break
+                start = max(others[place].start, idle_since)
+                waited[""] += at - ends[place]
+                waited[others[place].lane] += ends[place] - start
+                at = start
             idle_since = max(idle_since, op.end)
         return dict(waited)
 
@@ -144,8 +153,8 @@ class Timeline:
         if share < 0.02:
             return "Computing hardly ever waits."
         lane, seconds = max(waits.items(), key=lambda item: item[1])
-        what = f"{NAMES[lane]}, {seconds / self.window:.0%}" if lane else "nothing that is recorded"
-        return f"Computing waits for {share:.0%} of it, most of all for {what}."
+        what = NAMES.get(lane, "threads to take over, or for other processes")
+        return f"Computing waits for {share:.0%} of it, most of all for {what}: {seconds / self.window:.0%}."
 
 
 def rows_of(operations: list[Operation]) -> list[list[Operation]]:

@@ -48,7 +48,9 @@ def _run_events(history: History, name: str, origin: float) -> Iterator[Event]:
             yield _slice_of(step, origin)
             yield from _counters(step, origin)
     for event in history.told:
-        args = {key: value for key, value in event.items() if key not in ("event", "time", "config", "sample")}
+        args = {
+            key: value for key, value in event.items() if key not in ("event", "time", "config", "sample")
+        }
         yield {
             "name": event["event"], "cat": "event", "ph": "i", "s": "p", "pid": RUN, "tid": STEPS,
             "ts": _micro(event.get("time", origin) - origin), "args": args,
@@ -77,7 +79,9 @@ def _counters(step: Step, origin: float) -> Iterator[Event]:
         "bytes that wait": step.waiting_bytes,
         "tokens per second": step.tokens / seconds if step.tokens and seconds else None,
         "SSD bytes read per second": step.read_bytes / seconds if step.read_bytes and seconds else None,
-        "SSD bytes written per second": step.written_bytes / seconds if step.written_bytes and seconds else None,
+        "SSD bytes written per second": step.written_bytes / seconds
+        if step.written_bytes and seconds
+        else None,
     }
     for name, value in values.items():
         if value is not None:

@@ -697,8 +697,8 @@ class Checkpointer:
         ring = len(self._slots.slots) * self._slots.slot_bytes
         self._events.emit(
             "checkpointer", first_step=self.steps_done, pid=os.getpid(), host=os.uname().nodename,
-            ranks=self._ranks.world_size, codec=type(self._codec).__name__, replica=self._replica is not None, memory=self._memory,
-            storage=self._storage, ring_bytes=ring, staging_bytes=self._staging_bytes,
+            ranks=self._ranks.world_size, codec=type(self._codec).__name__, replica=self._replica is not None,
+            memory=self._memory, storage=self._storage, ring_bytes=ring, staging_bytes=self._staging_bytes,
         )  # fmt: skip
 
     def _tell_end(self) -> None:

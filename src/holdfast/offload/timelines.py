@@ -1,8 +1,8 @@
 """Timelines: when the operations of a step ran, for the log of events. Seconds.
 
-Recorded are the first and the third step of a sitting and every thousandth; in all others nothing is looked at. A step's
-updates and its commit go on beside the next step, so a timeline is written when the computations of that one are over: by
-then it is all there. What other steps did meanwhile is in it, since the lanes were busy with that too.
+Recorded are the first and the third step of a sitting and every thousandth; in all others nothing is looked at. A
+step's updates and its commit go on beside the next step, so a timeline is written when the computations of that one are
+over: by then it is all there. What other steps did meanwhile is in it, since the lanes were busy with that too.
 """
 
 from __future__ import annotations
@@ -71,13 +71,12 @@ class Timelines:
         if self._returned:
             kinds = sorted({span.key.kind for span in spans})
             self._events.emit(
-                "timeline", **self._about, seconds=round(self._returned - self._began, DIGITS), lanes=LANES, kinds=kinds,
-                spans=[self._row(span, kinds) for span in spans if span.step >= 0],
+                "timeline", **self._about, seconds=round(self._returned - self._began, DIGITS), lanes=LANES,
+                kinds=kinds, spans=[self._row(span, kinds) for span in spans if span.step >= 0],
             )  # fmt: skip
 
     def _row(self, span: Span, kinds: list[str]) -> list[Any]:
-        """Lane, kind, start, end, step, phase, block, micro-batch, bytes; a transfer's is the time from when it was asked
-        for."""
+        """Lane, kind, start, end, step, phase, block, micro-batch, bytes. A transfer starts when it is asked for."""
         key = span.key
         start, end = (round(at - self._began, DIGITS) for at in (span.start, span.end))
         lane, kind = LANES.index(span.lane), kinds.index(key.kind)

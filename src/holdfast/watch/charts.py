@@ -1,7 +1,7 @@
-"""Charts: curves over steps as inline SVG, without a script. Colours come from the page's classes, numbers from titles.
+"""Charts: curves over steps as inline SVG, without a script. The page's classes give colours, titles the numbers.
 
-Units are pixels of a drawing ``WIDTH`` wide, which the page scales. More points than columns are drawn as the mean of each
-column and, behind it, the band from its least to its most.
+Units are pixels of a drawing ``WIDTH`` wide, which the page scales. More points than columns are drawn as the mean of
+each column and, behind it, the band from its least to its most.
 """
 
 from __future__ import annotations

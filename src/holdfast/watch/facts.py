@@ -5,13 +5,18 @@ Nothing is guessed: what was not measured is None, or not there.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ..plan.ops import LANES, SSD_READ, SSD_WRITE
 from .drive import RATED_BYTES, Drive
 from .history import History, Sitting, Step, expected
+from .lanes import Timeline
 
 RECENT = 20
 """Steps, or lines of several, over which rates of the present are taken."""
@@ -78,8 +83,11 @@ def durability(history: History) -> dict[str, Any]:
 def lanes(history: History) -> dict[str, Any] | None:
     """The newest recorded step: how busy its lanes were, what binds, what computing waited for."""
     timeline = history.timeline
-    if timeline is None:
-        return None
+    return None if timeline is None else _lanes_of(timeline)
+
+
+@lru_cache(maxsize=2)
+def _lanes_of(timeline: Timeline) -> dict[str, Any]:
     return {
         "step": timeline.step,
         "seconds": timeline.seconds,
@@ -103,9 +111,14 @@ def traffic(history: History) -> dict[str, Any] | None:
         by_schedule | sitting.moved, key=lambda key: (order.get(key[0], len(order)), -by_schedule[key])
     )
     rows = [
-        {"lane": lane, "kind": kind, "expected": by_schedule[lane, kind] / count, "moved": sitting.moved[lane, kind] / count}
-        for lane, kind in keys
-    ]  # fmt: skip
+        {
+            "lane": key[0],
+            "kind": key[1],
+            "expected": by_schedule[key] / count,
+            "moved": sitting.moved[key] / count,
+        }
+        for key in keys
+    ]
     return {
         "steps": count,
         "schedule": schedule["schedule"],
@@ -203,23 +216,34 @@ def life(history: History, drive: Drive | None) -> dict[str, Any]:
         "rated_bytes": RATED_BYTES,
         "rated_share": None if written is None else written / RATED_BYTES,
         "steps_of_a_life": RATED_BYTES / each if each else None,
-        "drive": None if drive is None else {"name": drive.name, "read_bytes": drive.read_bytes, "written_bytes": drive.written_bytes},
-    }  # fmt: skip
+        "drive": None if drive is None else asdict(drive),
+    }
 
 
 def state_of(history: History, now: float) -> str:
-    """What the run is doing, by its log."""
+    """What the run is doing, by its log: "training", "closed", and so on; "died" where its process is of this machine
+    and gone, "silent" where it has said nothing for long."""
     if not history.sittings or history.last_time is None:
         return "nothing was logged yet"
     newest = history.sittings[-1]
     if newest.closed is not None:
-        ended = {
-            event["event"]
-            for event in history.told[-3:]
-            if event.get("time", 0.0) >= newest.closed.get("time", 0.0) - 60
-        }
-        return next((word for word in ("failed", "stopped", "finished") if word in ended), "closed")
+        said = {event["event"] for event in history.told if _is_after(event, newest)}
+        return next((word for word in ("failed", "stopped", "finished") if word in said), "closed")
+    if is_gone(newest):
+        return "died"
     return "training" if now - history.last_time < patience(newest) else "silent"
+
+
+def _is_after(event: dict[str, Any], sitting: Sitting) -> bool:
+    """Whether ``event`` came since the sitting began."""
+    return event.get("time", 0.0) >= sitting.about.get("time", 0.0)
+
+
+def is_gone(sitting: Sitting, processes: Path = Path("/proc")) -> bool:
+    """Whether the process of a sitting was one of this machine, and is not there any more."""
+    pid, host = sitting.about.get("pid"), sitting.about.get("host")
+    here = host == os.uname().nodename and (processes / "self").exists()
+    return here and pid is not None and not (processes / str(pid)).exists()
 
 
 def patience(sitting: Sitting) -> float:

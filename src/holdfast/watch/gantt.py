@@ -1,6 +1,6 @@
-"""Gantt: one step by lane, as inline SVG. A lane has as many rows as it had operations under way at once, four at most.
+"""Gantt: one step by lane, as inline SVG. A lane has a row for each operation under way at once, four at most.
 
-What is narrower than a pixel is joined with its neighbour, so that a step of ten thousand operations stays a small picture.
+What is narrower than a pixel is joined with its neighbour, so that ten thousand operations stay a small picture.
 """
 
 from __future__ import annotations

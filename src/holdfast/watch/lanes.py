@@ -49,7 +49,7 @@ class Operation:
         return ", ".join(words)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline:
     """What ran from the beginning of ``step`` on: its own operations, and what went on beside them."""
 

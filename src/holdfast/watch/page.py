@@ -37,13 +37,15 @@ section{background:var(--card);border:1px solid var(--line);border-radius:8px;pa
 .tiles dt{color:var(--soft);font-size:13px} .tiles dd{margin:0;font-size:20px;font-weight:600}
 .wide{overflow-x:auto} svg{display:block;width:100%;height:auto} .wide svg{min-width:760px}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums;min-width:55%;margin:8px 0}
-th{font-weight:500;color:var(--soft);text-align:left} td,th{padding:3px 14px 3px 0;border-bottom:1px solid var(--line);vertical-align:top}
+th{font-weight:500;color:var(--soft);text-align:left}
+td,th{padding:3px 14px 3px 0;border-bottom:1px solid var(--line);vertical-align:top}
 td.n,th.n{text-align:right} tr:last-child td{border-bottom:0}
 .grid{stroke:var(--line)} .axis{stroke:var(--soft)} .tick,.share{fill:var(--soft);font-size:12px}
 .lane{fill:var(--ink);font-size:12px} .track{fill:var(--track)} .returned{stroke:var(--ink);stroke-dasharray:3 3}
 .curve{fill:none;stroke-width:2;stroke-linejoin:round} .band{opacity:.2} .level{stroke-width:1.5;stroke-dasharray:6 4}
 .hit{fill:transparent} .hit:hover{fill:var(--ink)} .op.light{opacity:.65} .op.other{opacity:.28}
-.legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0 0;padding:0;color:var(--soft);font-size:13px}
+.legend{list-style:none;display:flex;flex-wrap:wrap;gap:4px 20px;margin:8px 0 0;padding:0}
+.legend{color:var(--soft);font-size:13px}
 .legend i{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:7px;vertical-align:-1px}
 """
 

@@ -1,4 +1,4 @@
-"""Report: what a run did, as one page and as one document. Only what was measured is shown; what is not there is said."""
+"""Report: what a run did, as a page and as a document. Only what was measured is shown; what is not there is said."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..units import counted, format_bytes, format_seconds
+from ..units import counted, format_bytes
 from . import facts
 from .charts import Curve, Level, Scale, chart
 from .drive import Drive, percent
 from .gantt import gantt, milliseconds
-from .history import History, Step
+from .history import History
 from .lanes import NAMES
 from .page import Section, absent, page, paragraph, table
 from .panel import number
@@ -129,7 +129,8 @@ def _loss(history: History) -> str:
     skipped = [step for step in line if step.skipped]
     said = f"From {number(points[0][1])} at step {points[0][0]:,} to {number(points[-1][1])} at step {points[-1][0]:,}."
     if skipped:
-        said += f" {counted(len(skipped), 'step')} changed nothing, the last one step {skipped[-1].step:,}: {skipped[-1].skipped}."
+        last = skipped[-1]
+        said += f" {counted(len(skipped), 'step')} changed nothing, the last one step {last.step:,}: {last.skipped}."
     return paragraph(said) + chart(curves, LOSS)
 
 
@@ -171,8 +172,8 @@ def _lanes(history: History) -> str:
     said = (
         "It is the first of a sitting, without a step before it: all of it is counted, to the end of its commit."
         if timeline.is_first
-        else f"Counted until step() returned after {milliseconds(timeline.seconds)}; updates and the commit go on beside"
-        " the next step, and those of the step before it ran beside this one."
+        else f"Counted until step() returned after {milliseconds(timeline.seconds)}; updates and the commit go on"
+        " beside the next step, and those of the step before it ran beside this one."
     )
     busy, waits = timeline.busy(), timeline.waits()
     rows = [
@@ -235,17 +236,18 @@ def _life(look: Look) -> str:
         each, steps = found["bytes_per_step"], found["steps_of_a_life"]
         said = (
             f"This run has written {format_bytes(found['written_bytes'])} in {counted(found['sittings'], 'sitting')}:"
-            f" {percent(found['rated_share'])} of what a drive rated for {found['rated_bytes'] // 10**12} TB takes in its life."
+            f" {percent(found['rated_share'])} of what a drive rated for {found['rated_bytes'] // 10**12} TB takes."
         )
         said += f" At {format_bytes(each)} a step that lasts {steps:,.0f} steps." if each else ""
         parts.append(paragraph(said))
         if found["sittings_not_closed"]:
             parts.append(
                 paragraph(
-                    f"{counted(found['sittings_not_closed'], 'sitting')} did not end in order, or have not ended: of those only"
-                    " what their steps say is counted, without the setting up.", "soft",
+                    f"{counted(found['sittings_not_closed'], 'sitting')} did not end in order, or not yet: of such only"
+                    " what their steps say is counted, without the setting up.",
+                    "soft",
                 )
-            )  # fmt: skip
+            )
     drive = found["drive"]
     if drive is None:
         parts.append(

@@ -28,7 +28,10 @@ FORMULAS = {
 }  # fmt: skip
 """By schedule and kind of operation, of n equal blocks; on the SSD those of them that live there."""
 
-SYMBOLS = "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches of S bytes between blocks."
+SYMBOLS = (
+    "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes between"
+    " two blocks."
+)
 
 LAST_EVENTS = 40
 
@@ -39,8 +42,8 @@ def traffic(history: History) -> str:
     found = facts.traffic(history)
     if found is None:
         return absent(
-            "Not known: only an engine knows what a step should move, and what its first step moves is not compared, since"
-            " nothing of a step before it goes on beside it."
+            "Not known: only an engine knows what a step should move, and what its first step moves is not compared,"
+            " since nothing of a step before it goes on beside it."
         )
     formulas = FORMULAS.get(found["schedule"], {})
     rows = [
@@ -50,9 +53,9 @@ def traffic(history: History) -> str:
     ]  # fmt: skip
     columns = ["lane", "what", "formula", ">by the schedule", ">measured", ">difference"]
     said = (
-        f"Bytes of a step, the mean of {counted(found['steps'], 'step')} of the last sitting with {found['micro_batches']}"
-        f" micro-batches in the {found['schedule']} order. What a step leaves to be done beside the next is counted there;"
-        " the schedule counts block inputs in whole pages."
+        f"Bytes of a step, the mean of {counted(found['steps'], 'step')} of the last sitting, with"
+        f" {found['micro_batches']} micro-batches in the {found['schedule']} order. What a step leaves to be done"
+        " beside the next is counted there; the schedule counts block inputs in whole pages."
     )
     return paragraph(said) + table(columns, rows) + paragraph(SYMBOLS, "soft")
 
@@ -97,8 +100,8 @@ def memory(history: History) -> str:
 
 def _memory_of_checkpointer(found: dict[str, Any], line: list[Step]) -> str:
     said = (
-        f"memory= allows {_size(found['budget'])} for copies that wait to be written: {_size(found['ring_bytes'])} are the ring"
-        f" of records, and copies of a base may take {_size(found['staging_bytes'])}. At a look once a second,"
+        f"memory= allows {_size(found['budget'])} for copies that wait to be written: {_size(found['ring_bytes'])} are"
+        f" the ring of records, and copies of a base may take {_size(found['staging_bytes'])}. At a look once a second,"
         f" {_size(found['waiting_bytes'])} of records and {_size(found['staged_bytes'])} of a base waited at the most."
         " What the training itself takes is the script's own, and was not measured."
     )

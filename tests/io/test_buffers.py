@@ -63,3 +63,13 @@ def test_any_takes_and_gives_add_up(moves):
         assert pool.in_use_bytes + pool.idle_bytes == sum(buffer.nbytes for buffer in made)
     pool.close()
     assert pool.idle_bytes == 0
+
+
+def test_the_most_that_was_in_use_is_known_by_what_for():
+    pool = BufferPool()
+    a, b = pool.take(4096, "a"), pool.take(8192, "a")
+    pool.give(a)
+    pool.give(b)
+    pool.take(4096, "b")  # the very same memory
+    pool.take(4096, "a")
+    assert pool.most_by_kind == {"a": 12288, "b": 4096}

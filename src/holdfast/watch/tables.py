@@ -29,8 +29,8 @@ FORMULAS = {
 """By schedule and kind of operation, of n equal blocks; on the SSD those of them that live there."""
 
 SYMBOLS = (
-    "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes between"
-    " two blocks."
+    "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes"
+    " between two blocks."
 )
 
 LAST_EVENTS = 40

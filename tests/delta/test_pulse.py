@@ -25,20 +25,22 @@ def steps_of(path):
 def test_steps_of_one_second_are_one_line_with_their_means(tmp_path):
     clock, written = Clock(), [0]
     pulse = Pulse(EventLog(tmp_path / "log"), clock)
-    for step in range(1, 26):
+    for step in range(1, 27):
         written.append(10 * step)
-        pulse.stepped(step, 0.1, 0.01 * (step % 2), lambda: {"durable_step": 3, "written_bytes": written[-1]})
-        clock.now += 0.1
-    pulse.end(25, lambda: {"durable_step": 25, "written_bytes": written[-1] + 7})
+        pulse.stepped(
+            step, 0.125, 0.01 * (step % 2), lambda: {"durable_step": 3, "written_bytes": written[-1]}
+        )
+        clock.now += 0.125
+    pulse.end(26, lambda: {"durable_step": 26, "written_bytes": written[-1] + 7})
     found = steps_of(tmp_path / "log")
     assert [(event["step"], event["steps"], event["written_bytes"]) for event in found] == [
-        (1, 1, 10), (12, 11, 110), (23, 11, 110), (25, 2, 27),
+        (1, 1, 10), (9, 8, 80), (17, 8, 80), (25, 8, 80), (26, 1, 17),
     ]  # fmt: skip
-    assert found[1]["seconds"] == pytest.approx(0.1)
-    assert found[1]["stall_seconds"] == pytest.approx(0.05 / 11)
+    assert found[1]["seconds"] == 0.125
+    assert found[1]["stall_seconds"] == pytest.approx(0.04 / 8)
     assert found[1]["longest_stall_seconds"] == 0.01
     *_, closed = read_events(tmp_path / "log")
-    assert (closed["event"], closed["durable_step"], closed["written_bytes"]) == ("closed", 25, 257)
+    assert (closed["event"], closed["durable_step"], closed["written_bytes"]) == ("closed", 26, 267)
 
 
 def test_long_steps_have_a_line_each(tmp_path):

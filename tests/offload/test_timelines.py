@@ -1,5 +1,7 @@
 """What an engine tells its log: what it is, what a step is to move, and when the operations of some steps ran."""
 
+import sys
+
 import pytest
 
 import holdfast
@@ -57,7 +59,7 @@ def test_the_only_step_of_a_sitting_is_recorded_when_it_is_closed(tmp_path):
 
 
 def test_of_a_long_run_every_thousandth_step_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.setattr("holdfast.offload.timelines.EVERY", 5)
+    monkeypatch.setattr(sys.modules["holdfast.offload.timelines"], "EVERY", 5)
     with offload(tmp_path) as engine:
         for number in range(11):
             engine.step(batches(number, 1))

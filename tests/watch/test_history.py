@@ -36,7 +36,7 @@ def test_what_a_sitting_wrote_is_what_its_end_says():
     [
         {}, {"event": "step"}, {"event": "step", "step": "x", "time": 0, "seconds": 1, "durable_step": 0},
         logged.step(1, seconds="long"), logged.step(1, steps=0), {"event": "timeline", "spans": 3},
-        logged.timeline(spans=[[9] * 9]), {"event": "schedule"}, {"event": ["step"]}, logged.step(2, moved=7),
+        logged.timeline(spans=[[9] * 9]), {"event": "schedule"}, {"event": ["step"]}, {"event": "engine", "blocks": 3}, logged.step(2, moved=7),
     ],
 )  # fmt: skip
 def test_what_is_of_no_known_form_is_counted_and_passed_over(odd):
@@ -154,3 +154,8 @@ def test_a_process_of_this_machine_that_is_gone_has_died(monkeypatch):
     assert facts.state_of(History([here, logged.step(1)]), logged.BEGAN + 11) == "training"
     gone = logged.engine(pid=2**22 + 1, host=os.uname().nodename)  # more than Linux gives out
     assert facts.state_of(History([gone, logged.step(1)]), logged.BEGAN + 11) == "died"
+
+
+def test_events_of_others_are_passed_over():
+    history = History([logged.engine(), {"event": "mine", "anything": {}}, logged.step(1)])
+    assert (history.num_odd, len(history.line()), history.told) == (0, 1, [])

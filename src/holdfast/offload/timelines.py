@@ -69,10 +69,11 @@ class Timelines:
         if self._executor.spans is spans:
             self._executor.spans = None
         if self._returned:
+            spans = [span for span in spans if span.step >= 0]
             kinds = sorted({span.key.kind for span in spans})
             self._events.emit(
                 "timeline", **self._about, seconds=round(self._returned - self._began, DIGITS), lanes=LANES,
-                kinds=kinds, spans=[self._row(span, kinds) for span in spans if span.step >= 0],
+                kinds=kinds, spans=[self._row(span, kinds) for span in spans],
             )  # fmt: skip
 
     def _row(self, span: Span, kinds: list[str]) -> list[Any]:

@@ -22,6 +22,12 @@ TOLD = (
 )  # fmt: skip
 """Events that are kept as they are."""
 
+BEGINNINGS = {
+    "engine": ("first_step", "parameters", "blocks", "state_bytes", "device"),
+    "checkpointer": ("first_step", "ranks", "codec", "replica"),
+}
+"""Events that begin a sitting, and what they have at least."""
+
 Traffic = Counter[tuple[str, str]]
 """Bytes, by (lane, kind of operation)."""
 
@@ -102,10 +108,10 @@ class Sitting:
         return sum(told) if told else None
 
     def add_step(self, event: dict[str, Any]) -> None:
-        step = Step.of(event)
-        if "moved" in event and self.steps and step.skipped is None:
+        step, moved = Step.of(event), traffic_of(event.get("moved", {}))
+        if moved and self.steps and step.skipped is None:
             self.shapes[event["micro_batches"], event["commit"]] += 1
-            self.moved.update(traffic_of(event["moved"]))
+            self.moved.update(moved)
         self.buffers = event.get("buffers", self.buffers)
         self.steps.append(step)
 
@@ -147,11 +153,13 @@ class History:
             self.last_time = event.get("time", self.last_time)
 
     def _add(self, event: dict[str, Any], name: str) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"no event: {event}")
         if name == "step":
             self.sitting.add_step(event)
             self.newest = event
-        elif name in ("engine", "checkpointer"):
-            self.sittings.append(Sitting(name, event))
+        elif name in BEGINNINGS:
+            self.sittings.append(Sitting(name, {key: event[key] for key in BEGINNINGS[name]} | event))
         elif name == "schedule":
             self.sitting.schedules[event["micro_batches"], event["commit"]] = event
         elif name == "timeline":

@@ -140,7 +140,8 @@ def test_the_state_is_what_the_log_and_the_machine_say():
     open_ = logged.engine_log()[:-1]
     assert facts.state_of(History([]), now) == "nothing was logged yet"
     assert facts.state_of(History(open_), now) == "training"
-    assert facts.state_of(History(open_), now + 200) == "silent"  # ten steps of 10 s, and more
+    assert facts.state_of(History(open_), now + 80) == "training"  # ten steps of 10 s have not gone by
+    assert facts.state_of(History(open_), now + 200) == "silent"
     assert facts.state_of(History(logged.engine_log()), now) == "closed"
     for said in ("finished", "stopped", "failed"):
         told = {"event": said, "time": logged.BEGAN + 90, "step": 6}

@@ -36,7 +36,8 @@ def test_what_a_sitting_wrote_is_what_its_end_says():
     [
         {}, {"event": "step"}, {"event": "step", "step": "x", "time": 0, "seconds": 1, "durable_step": 0},
         logged.step(1, seconds="long"), logged.step(1, steps=0), {"event": "timeline", "spans": 3},
-        logged.timeline(spans=[[9] * 9]), {"event": "schedule"}, {"event": ["step"]}, {"event": "engine", "blocks": 3}, logged.step(2, moved=7),
+        logged.timeline(spans=[[9] * 9]), {"event": "schedule"}, {"event": ["step"]},
+        {"event": "engine", "blocks": 3}, logged.step(2, moved=7),
     ],
 )  # fmt: skip
 def test_what_is_of_no_known_form_is_counted_and_passed_over(odd):
@@ -160,3 +161,10 @@ def test_a_process_of_this_machine_that_is_gone_has_died(monkeypatch):
 def test_events_of_others_are_passed_over():
     history = History([logged.engine(), {"event": "mine", "anything": {}}, logged.step(1)])
     assert (history.num_odd, len(history.line()), history.told) == (0, 1, [])
+
+
+def test_a_history_that_grows_has_the_line_of_what_it_has_by_then():
+    history = History([logged.engine(), logged.step(1)])
+    assert len(history.line()) == 1
+    history.add(logged.step(2))
+    assert [step.step for step in history.line()] == [1, 2]

@@ -15,7 +15,7 @@ def of(spans, seconds=10.0, of_sitting=3):
 
 
 def test_each_lane_is_busy_for_what_lies_within_the_step():
-    busy = of(logged.SPANS).busy()
+    busy = of(logged.SPANS).busy
     assert busy == {
         "compute": 8.0,
         "ssd_read": 2.5,
@@ -26,13 +26,13 @@ def test_each_lane_is_busy_for_what_lies_within_the_step():
 
 
 def test_a_wait_is_for_what_ran_meanwhile_back_from_its_end():
-    waits = of(logged.SPANS).waits()
+    waits = of(logged.SPANS).waits
     assert waits == {"": pytest.approx(0.4), "upload": pytest.approx(0.1), "ssd_read": pytest.approx(1.5)}
 
 
 def test_a_first_step_is_counted_to_its_very_end():
     timeline = of(logged.SPANS, of_sitting=1)
-    assert (timeline.window, timeline.busy()["commit"]) == (11.5, 2.5)
+    assert (timeline.window, timeline.busy["commit"]) == (11.5, 2.5)
 
 
 def test_the_verdict_names_what_binds_and_what_computing_waits_for():
@@ -70,7 +70,7 @@ SPANS = st.lists(
 @given(SPANS)
 def test_busy_time_is_that_of_the_seconds_in_which_anything_is_under_way(found):
     timeline = of([logged.span(lane, "update", at, at + long, 3) for lane, at, long in found], seconds=20.0)
-    for lane, busy in timeline.busy().items():
+    for lane, busy in timeline.busy.items():
         seconds = {second for other, at, long in found if other == lane for second in range(at, at + long)}
         assert busy == len(seconds & set(range(20)))
 

@@ -81,4 +81,6 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise BadInput(f"{path} cannot be written: {error.strerror}. Name another file.") from error
+        raise BadInput(
+            f"{path} cannot be written: {error.strerror}. Name another file, with --out or --trace."
+        ) from error

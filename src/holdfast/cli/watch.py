@@ -20,6 +20,10 @@ SECONDS, SECONDS_BETWEEN_LINES = 0.5, 2.0
 LOOKS = 4
 """After which the picture is drawn anew, though nothing was logged: how long it has been silent changes."""
 
+LEISURE = 20
+"""So many times as long as drawing takes nothing is drawn: of a long log it takes a while, and the run has better use
+for the core."""
+
 MOST_COLUMNS = 100
 
 
@@ -42,10 +46,13 @@ def _follow(tail: Tail, panel: LivePanel) -> None:
     out = console()
     if out.is_terminal and not out.is_dumb_terminal:
         with Live(panel.picture(time.time()), console=out, auto_refresh=False) as live:
+            pause = SECONDS
             for look in count(1):
-                time.sleep(SECONDS)
+                time.sleep(pause)
                 if _take(tail, panel) or look % LOOKS == 0:
+                    began = time.perf_counter()
                     live.update(panel.picture(time.time()), refresh=True)
+                    pause = max(SECONDS, LEISURE * (time.perf_counter() - began))
     said, last = "", float("-inf")
     while True:
         now = time.monotonic()

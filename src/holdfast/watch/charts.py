@@ -46,13 +46,15 @@ class Scale:
     form: Format
     from_zero: bool = True
     binary: bool = False
-    """Bytes: round in KiB, MiB and so on."""
+    """Bytes: powers of two apart."""
     whole: bool = False
     """Counts, which have no fractions."""
 
     def ticks(self, low: float, high: float) -> list[float]:
-        unit = 1024.0 ** math.floor(math.log(max(abs(high), 1.0), 1024)) if self.binary else 1.0
-        return [value * unit for value in ticks(low / unit, high / unit, least=float(self.whole))]
+        if self.binary:
+            each = 2.0 ** math.ceil(math.log2(max((high - low) / 5, 1.0)))
+            return [number * each for number in range(math.floor(low / each), math.ceil(high / each) + 1)]
+        return ticks(low, high, least=float(self.whole))
 
 
 class Frame:

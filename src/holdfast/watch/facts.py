@@ -92,8 +92,8 @@ def _lanes_of(timeline: Timeline) -> dict[str, Any]:
         "step": timeline.step,
         "seconds": timeline.seconds,
         "window_seconds": timeline.window,
-        "busy_seconds": timeline.busy(),
-        "compute_waits_seconds": {lane or "other": seconds for lane, seconds in timeline.waits().items()},
+        "busy_seconds": timeline.busy,
+        "compute_waits_seconds": {lane or "other": seconds for lane, seconds in timeline.waits.items()},
         "verdict": timeline.verdict(),
     }
 

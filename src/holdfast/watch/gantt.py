@@ -29,7 +29,7 @@ class _Bar:
 
 def gantt(timeline: Timeline) -> str:
     """The picture of ``timeline``, from its beginning until all of the step was over."""
-    busy, end = timeline.busy(), max(timeline.end, 1e-9)
+    busy, end = timeline.busy, max(timeline.end, 1e-9)
     scale = (WIDTH - LEFT - RIGHT) / end
     parts: list[str] = []
     y = 4.0

@@ -130,6 +130,7 @@ class History:
         self.num_odd = 0
         self.newest: dict[str, Any] = {}
         """The last event of a step, all of it."""
+        self._line: list[Step] | None = None
         for event in events:
             self.add(event)
 
@@ -145,6 +146,7 @@ class History:
         return self.sittings[-1]
 
     def add(self, event: dict[str, Any]) -> None:
+        self._line = None
         try:
             self._add(event, event["event"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):
@@ -175,12 +177,15 @@ class History:
 
     def line(self) -> list[Step]:
         """Every step once, oldest first."""
+        if self._line is not None:
+            return self._line
         steps: list[Step] = []
         for sitting in self.sittings:
             first = sitting.first_step
             while steps and first is not None and steps[-1].step > first:
                 steps.pop()
             steps += sitting.steps
+        self._line = steps
         return steps
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ..plan.ops import COMMIT, COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD
@@ -80,17 +81,17 @@ class Timeline:
         """No step before it in its sitting: what a step leaves to be done beside the next is not in its time."""
         return self.of_sitting == 1
 
-    @property
-    def window(self) -> float:
-        """The time that is looked at, from 0 on: of a first step until all of it was over."""
-        ends = [op.end for op in self.operations if op.step == self.step]
-        return max([self.seconds, *ends]) if self.is_first else self.seconds
-
-    @property
+    @cached_property
     def end(self) -> float:
         """When all of the step was over."""
         return max([self.seconds, *(op.end for op in self.operations if op.step == self.step)])
 
+    @property
+    def window(self) -> float:
+        """The time that is looked at, from 0 on: of a first step until all of it was over."""
+        return self.end if self.is_first else self.seconds
+
+    @cached_property
     def busy(self) -> dict[str, float]:
         """For each lane that did anything, how long it had something under way in the window."""
         return {lane: _covered(found, self.window) for lane, found in self.by_lane().items()}
@@ -103,6 +104,7 @@ class Timeline:
                 found[lane] = mine
         return found
 
+    @cached_property
     def waits(self) -> dict[str, float]:
         """How long computing stood still, by what it waited for: the lane of the operation that ended last before it
         went on, while that ran, then of the one that ended last before that; under "" what lies between."""
@@ -130,7 +132,7 @@ class Timeline:
 
     def verdict(self) -> str:
         """What binds, in a sentence or two."""
-        busy = self.busy()
+        busy = self.busy
         if not busy or not self.window:
             return "Nothing was recorded of it."
         lane, seconds = max(busy.items(), key=lambda item: item[1])
@@ -148,7 +150,7 @@ class Timeline:
         return f"{said} {self._waiting()}"
 
     def _waiting(self) -> str:
-        waits = self.waits()
+        waits = self.waits
         share = sum(waits.values()) / self.window
         if share < 0.02:
             return "Computing hardly ever waits."

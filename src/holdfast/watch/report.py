@@ -175,7 +175,7 @@ def _lanes(history: History) -> str:
         else f"Counted until step() returned after {milliseconds(timeline.seconds)}; updates and the commit go on"
         " beside the next step, and those of the step before it ran beside this one."
     )
-    busy, waits = timeline.busy(), timeline.waits()
+    busy, waits = timeline.busy, timeline.waits
     rows = [
         [
             NAMES[lane],

@@ -72,3 +72,8 @@ def test_steps_that_were_logged_together_are_one_slice():
     assert slices == [("steps 1 to 10", 1e6), ("steps 11 to 20", 1e6), ("steps 21 to 30", 1e6)]
     [base] = [event for event in events if event["ph"] == "i"]
     assert (base["name"], base["args"]) == ("base", {"step": 20, "durable_step": 22})
+
+
+def test_steps_whose_ends_were_logged_late_do_not_overlap():
+    steps = [logged.step(1), logged.step(2, seconds=10.5), logged.step(3)]
+    check_trace(chrome_trace(History([logged.engine(), *steps]), "runs/a"))

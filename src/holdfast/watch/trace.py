@@ -43,10 +43,12 @@ def _origin(history: History) -> float:
 def _run_events(history: History, name: str, origin: float) -> Iterator[Event]:
     yield _named("process_name", RUN, 0, name)
     yield _named("thread_name", RUN, STEPS, "steps")
+    ended = origin
     for sitting in history.sittings:
         for step in sitting.steps:
-            yield _slice_of(step, origin)
+            yield _slice_of(step, origin, ended)
             yield from _counters(step, origin)
+            ended = step.time
     for event in history.told:
         args = {
             key: value for key, value in event.items() if key not in ("event", "time", "config", "sample")
@@ -57,13 +59,14 @@ def _run_events(history: History, name: str, origin: float) -> Iterator[Event]:
         }  # fmt: skip
 
 
-def _slice_of(step: Step, origin: float) -> Event:
-    seconds = step.seconds * step.steps
+def _slice_of(step: Step, origin: float, after: float) -> Event:
+    """Its end is when it was logged, a moment late; it begins ``after`` the end of the one before."""
+    begins = max(step.time - step.seconds * step.steps, after)
     first = step.step - step.steps + 1
     name = f"step {step.step}" if step.steps == 1 else f"steps {first} to {step.step}"
     return {
         "name": name, "cat": "step", "ph": "X", "pid": RUN, "tid": STEPS,
-        "ts": _micro(step.time - seconds - origin), "dur": _micro(seconds),
+        "ts": _micro(begins - origin), "dur": _micro(step.time - begins),
         "args": {"loss": step.loss, "durable_step": step.durable_step, "skipped": step.skipped},
     }  # fmt: skip
 

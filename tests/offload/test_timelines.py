@@ -122,7 +122,7 @@ def test_what_steps_moved_adds_up_to_what_moved_since_the_run_was_opened(tmp_pat
     steps = events_of(tmp_path, "step")[1:]
     reads = sum(n for (lane, _), n in moved.items() if lane == "ssd_read")
     assert sum(event["read_bytes"] for event in steps) == reads
-    written = sum(sum(kinds.values()) for kinds in [events_of(tmp_path, "closed")[-1]["moved"]["ssd_write"]])
+    written = sum(events_of(tmp_path, "closed")[-1]["moved"]["ssd_write"].values())
     assert written >= sum(event["written_bytes"] for event in steps)
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -51,16 +52,22 @@ class Holdfast(Arm):
 
 
 class Sparse(Arm):
-    """Training consumes the gradients of a lossy codec, and nothing is kept: what recording them is compared with."""
+    """Training consumes the gradients of a lossy codec, and nothing is kept: what recording them is compared with. Its
+    stall is the time of the codec, which is in the stall of recording too."""
 
     def __init__(self, folder: Path, training: Training, every: int = 1, ratio: float = 0.01) -> None:
         super().__init__(folder, training, every)
-        self._codec, self._residuals = TopK(ratio), {}
+        self._codec, self._residuals, self._seconds = TopK(ratio), {}, 0.0
         self._hook = training.optimizer.register_step_pre_hook(self._consume)
 
     def _consume(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        started = time.perf_counter()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._codec.consume([(str(n), p) for n, p in enumerate(parameters)], self._residuals, False)
+        self._seconds += time.perf_counter() - started
+
+    def step(self) -> None:
+        self.stall_seconds, self._seconds = self._seconds, 0.0
 
     def close(self) -> None:
         self._hook.remove()

@@ -1,19 +1,20 @@
 """How long a resume takes against the number of records behind the base, and what that could take at the least.
 
-    python benchmarks/recovery.py [--models resnet18 gpt2] [--lengths 0 10 50 100 200] [--rounds 3] [--folder FOLDER]
-                                  [--keep] [--small]
+    python benchmarks/recovery.py [--models resnet18 gpt2] [--arms exact topk] [--lengths 0 10 50 100 200] [--rounds 3]
+                                  [--folder FOLDER] [--keep] [--small]
 
 A run of the longest length is recorded once, with gradients that are made up, since replay does not ask where they
 come from. Each measurement resumes a copy of it (of links) at one length, in turn, from the disk and not from the page
 cache; what was recovered is compared bit for bit. ``load`` is the time at length 0: the base, its verification, and the
 preparations for training. ``replay`` is what a resume takes besides. Beside it are the optimizer's own time for as
 many steps, in the same rounds, and that of reading as many records by four threads that do nothing else; the goal is
-at most 1.2 of the larger. How long other arms load their newest state is given for comparison. Prints tables and one
-line of JSON.
+at most 1.2 of the larger, and with ``topk``, whose records are small, of the optimizer's. How long other arms load
+their newest state is given for comparison. Prints tables and one line of JSON.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import statistics
@@ -36,6 +37,7 @@ from holdfast.units import format_bytes
 
 LENGTHS = {"resnet18": (0, 10, 50, 100, 200), "gpt2": (0, 10, 20), "tiny": (0, 2, 5)}
 """A record of ``gpt2`` takes half a gigabyte."""
+RECORDED = ("exact", "topk")
 PEERS = ("save", "dcp", "gemini")
 CHUNK, READERS = 4 << 20, 4
 
@@ -52,7 +54,7 @@ class Cheap:
     def step(self) -> float:
         """Returns the seconds."""
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
-            parameter.grad = grad
+            parameter.grad = grad.clone()  # a codec may write what it chose over it
         started = time.perf_counter()
         self.training.optimizer.step()
         seconds = time.perf_counter() - started
@@ -69,27 +71,27 @@ class Cheap:
         return hashed.hexdigest()
 
 
-def record(model: str, folder: Path, lengths: tuple[int, ...]) -> dict[int, str]:
-    """A run of the longest length in ``folder``. Returns digests of the state by length."""
+def record(model: str, name: str, folder: Path, lengths: tuple[int, ...]) -> dict[int, str]:
+    """A run of one step more than the longest length in ``folder``, since a codec with residuals ends with a base.
+    Returns digests of the state by length."""
     cheap, digests = Cheap(model), {}
-    arm = ARMS["exact"](folder, cheap.training, base_every=10**9, storage="1TB")
+    arm = ARMS[name](folder, cheap.training, base_every=10**9, storage="1TB")
     arm.resume()
     for step in range(max(lengths) + 1):
         if step in lengths:
             digests[step] = cheap.digest()
-        if step < max(lengths):
-            cheap.step()
-            arm.step()
+        cheap.step()
+        arm.step()
     arm.close()
     return digests
 
 
-def resume_seconds(model: str, run: Path, length: int, digest: str) -> float:
+def resume_seconds(model: str, name: str, run: Path, length: int, digest: str) -> float:
     """Of a resume at ``length``, in a copy of the run that goes away."""
     copy = run.with_name("copy")
     shutil.copytree(run, copy, copy_function=os.link)
     cheap = Cheap(model)
-    arm = ARMS["exact"](copy, cheap.training, base_every=10**9, storage="1TB")
+    arm = ARMS[name](copy, cheap.training, base_every=10**9, storage="1TB")
     forget_pages(copy)
     started = time.perf_counter()
     step = arm.resume(step=length) if length else arm.resume(before=1)
@@ -137,44 +139,47 @@ def forget_pages(folder: Path) -> None:
             os.close(fd)
 
 
-def measure(model: str, lengths: tuple[int, ...], rounds: int, folder: str) -> dict:
+def measure(model: str, name: str, lengths: tuple[int, ...], rounds: int, folder: str) -> dict:
     place = Path(tempfile.mkdtemp(dir=folder, prefix="holdfast-bench-"))
-    run, longest = place / "run", max(lengths)
+    run, records = place / "run", max(lengths) + 1
     try:
-        digests = record(model, run, lengths)
+        digests = record(model, name, run, lengths)
         cheap = Cheap(model)
         cheap.step()
         resumes: dict[int, list[float]] = {length: [] for length in lengths}
         reads, steps, nbytes = [], [], 0
         for _ in range(rounds):
             for length in lengths:
-                resumes[length].append(resume_seconds(model, run, length, digests[length]))
+                resumes[length].append(resume_seconds(model, name, run, length, digests[length]))
                 steps += [cheap.step() for _ in range(5)]
             seconds, nbytes = reading_seconds(run)
             reads.append(seconds)
-        peers = {name: peer_seconds(name, model, place) for name in PEERS}
+        peers = {peer: peer_seconds(peer, model, place) for peer in PEERS}
     finally:
         shutil.rmtree(place)
     load, step, read = (
         statistics.median(resumes[0]),
         statistics.median(steps),
-        statistics.median(reads) / longest,
+        statistics.median(reads) / records,
     )
+    least = step if name == "topk" else max(step, read)
     return {
         "load_seconds": load,
-        "record_bytes": round(nbytes / longest),
+        "record_bytes": round(nbytes / records),
         "optimizer_seconds_per_step": step,
         "reading_seconds_per_record": read,
-        "lengths": {length: about(length, resumes[length], load, step, read) for length in lengths},
+        "lengths": {
+            length: about(length, statistics.median(resumes[length]), load, step, read, length * least)
+            for length in lengths
+        },
         "peers": peers,
     }
 
 
-def about(length: int, seconds: list[float], load: float, step: float, read: float) -> dict:
-    replay = statistics.median(seconds) - load
-    least = length * max(step, read)
+def about(length: int, seconds: float, load: float, step: float, read: float, least: float) -> dict:
+    replay = seconds - load
     return {
-        "resume_seconds": statistics.median(seconds),
+        "resume_seconds": seconds,
         "replay_seconds": replay,
         "optimizer_seconds": length * step,
         "reading_seconds": length * read,
@@ -203,7 +208,7 @@ def peer_seconds(name: str, model: str, place: Path) -> float:
 
 
 def rows(found: dict) -> list[list[str]]:
-    lines = [["records", "resume s", "replay s", "optimizer s", "reading s", "of the larger"]]
+    lines = [["records", "resume s", "replay s", "optimizer s", "reading s", "of the least"]]
     for length, about_it in found["lengths"].items():
         seconds = ("resume_seconds", "replay_seconds", "optimizer_seconds", "reading_seconds")
         ratio = about_it["ratio"]
@@ -220,24 +225,23 @@ def rows(found: dict) -> list[list[str]]:
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=LENGTHS, default=["resnet18", "gpt2"])
+    parser.add_argument("--arms", nargs="+", choices=RECORDED, default=["exact"])
     parser.add_argument("--lengths", nargs="+", type=int, help="of all models; 0 is among them in any case")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     if options.small:
         options.models, options.rounds = ["tiny"], 1
-    result = {}
-    for model in options.models:
+    result: dict[str, dict] = {}
+    folder = options.folder or tempfile.gettempdir()
+    for model, name in itertools.product(options.models, options.arms):
         lengths = tuple(sorted({0, *(options.lengths or LENGTHS[model])}))
-        found = result[model] = measure(
-            model, lengths, options.rounds, options.folder or tempfile.gettempdir()
-        )
-        print(f"{model}: records of {format_bytes(found['record_bytes'])}, {options.rounds} rounds\n")
+        found = measure(model, name, lengths, options.rounds, folder)
+        result.setdefault(model, {})[name] = found
+        record_bytes = format_bytes(found["record_bytes"])
+        print(f"{model}, {name}: records of {record_bytes}, {options.rounds} rounds\n")
         table(rows(found))
-        print(
-            "\n"
-            + ", ".join(f"{name} loads in {value:.2f} s" for name, value in found["peers"].items())
-            + "\n"
-        )
+        loads = (f"{peer} loads in {value:.2f} s" for peer, value in found["peers"].items())
+        print("\n" + ", ".join(loads) + "\n")
     finish("recovery", {"rounds": options.rounds, "models": result}, options.keep)
 
 

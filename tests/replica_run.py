@@ -75,12 +75,13 @@ def stay_with(descriptor: int) -> None:
     os._exit(0)
 
 
-def drifting(real: Callable[..., None], at: int, state: Any, record: Any, parts: Any) -> None:
-    """Do a step, and change the state behind its back after the step ``at``."""
-    real(state, record, parts)
-    count = next(iter(state.optimizers[0].state.values()))["step"]
-    if count == at:
-        state.parameters[1].parameter.data.add_(1.0)
+def drifting(real: Callable[..., None], at: int, state: Any, records: Any, slot: str | None = None) -> None:
+    """Do a step, and change the state behind its back after the step ``at``: a weight, or what is in ``slot``."""
+    real(state, records)
+    held = state.optimizers[0].state
+    parameter = state.parameters[-1].parameter if slot is None else list(held)[-1]
+    if next(iter(held.values()))["step"] == at:
+        (parameter.data if slot is None else held[parameter][slot]).add_(1.0)
 
 
 def slowly(real: Callable[..., None], seconds: float, *args: Any) -> None:

@@ -27,12 +27,19 @@ from .delta.allotment import Allotment
 from .delta.bases import owned_by
 from .delta.codecs import Codec, Exact
 from .delta.comm_hook import HookState, hooked
-from .delta.entering import begin, enter, look
+from .delta.entering import begin, enter, look, see_alike
 from .delta.holder import replay_info
 from .delta.layers import LayerTap
 from .delta.leaving import devices_of
 from .delta.lossy import Sparse, TopK
-from .delta.options import limits_of, optimizers_of, refuse_bad, refuse_bad_resume, refuse_of_several
+from .delta.options import (
+    limits_of,
+    optimizers_of,
+    refuse_bad,
+    refuse_bad_resume,
+    refuse_clipping,
+    refuse_of_several,
+)
 from .delta.pace import Means, Pace
 from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
 from .delta.pulse import Pulse, standing
@@ -41,6 +48,7 @@ from .delta.recorder import BOUND, Recorder
 from .delta.recovery import Recovered, recover, refuse_unless_one_is_whole
 from .delta.remote import Remote
 from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
+from .delta.replicas import Replicas
 from .delta.script import Script
 from .delta.sealer import Sealer
 from .delta.sigterm import SigTerm
@@ -132,7 +140,11 @@ class Checkpointer:
             self._script = Script(
                 optimizers, {name: thing for name, thing in given.items() if thing is not None}
             )
-            refuse_of_several(ranks, when_behind, clip_norm)
+            refuse_of_several(ranks, when_behind)
+            if replica is not False:
+                refuse_with_a_replica(
+                    ranks, optimizers, self._codec, after_update, averages, when_behind, storage
+                )
             self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
             self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
             self._limits = limits_of(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
@@ -167,23 +179,24 @@ class Checkpointer:
         self._events = EventLog(events)
         self._pulse = Pulse(self._events)
         self._replica: Replica | None = None
-        if replica is not False:
-            refuse_with_a_replica(self._ranks, self._codec, after_update, averages, when_behind)
-            self._replica = Replica(
-                run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
-                staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
-                deadline_seconds=deadline_seconds, events=self._events,
-            )  # fmt: skip
+        self._remote: Remote | None = None
 
-        def see_room_and_place() -> None:
+        def prepare() -> None:
+            refuse_clipping(self._state, clip_norm)
             self._num_slots = self._slots_that_fit()
-            here = remote is not None and self._ranks.rank == 0
-            self._remote = Remote(run, remote, keep, self._events) if here else None
+            if replica is not False:
+                self._replica = (Replica if ranks.alone else Replicas)(
+                    run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
+                    staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
+                    deadline_seconds=deadline_seconds, events=self._events, ranks=ranks,
+                )  # fmt: skip
+            if remote is not None and ranks.rank == 0:
+                self._remote = Remote(run, remote, keep, self._events)
 
-        ranks.or_close(lambda: ranks.all_do(see_room_and_place))
+        ranks.or_close(lambda: ranks.all_do(prepare))
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
-        kind = Tap if replica is False else LayerTap
+        kind = Tap if replica is False else partial(LayerTap, alone=ranks.alone)
         self._tap = kind(self._state, self._codec, self._take_slot, clip_norm)
         self._sealer = Sealer(self._state)
         self._pool: SlotPool | None = None
@@ -210,13 +223,14 @@ class Checkpointer:
     @property
     def durable_step(self) -> int:
         """The newest step that survives power loss, on every rank."""
-        if self._agreement is not None:
+        if self._agreement is not None and self._replica is None:
             return self._agreement.standing.durable_step
         return self._recorder.durable_step if self._recorder is not None else -1
 
     @property
     def replica_step(self) -> int:
-        """The newest step that survives the death of this process; without a replica that is the ``durable_step``."""
+        """The newest step that survives the death of this process, and of all ranks'; without a replica that is the
+        ``durable_step``."""
         return self.durable_step if self._replica is None else self._replica.replica_step
 
     @property
@@ -285,12 +299,7 @@ class Checkpointer:
     ) -> None:
         store, ranks, found = self._store, self._ranks, None
         recovery = Recovery(announced(self._events.emit, show))
-        asked = ranks.everyone((target, exact, continuing))
-        if len(set(asked)) > 1:
-            told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(asked))
-            raise BadInput(
-                f"resume was called differently on the ranks (to step: {told}); call it alike on all"
-            )
+        self._refuse_other_calls(target, exact, continuing)
         enter(store, ranks)
         if store.commits():
             found = recover(
@@ -311,13 +320,27 @@ class Checkpointer:
     def _resume_beside(self, replica: Replica, target: int | None, exact: bool) -> None:
         """As ``_resume``; the replica writes the run."""
         self._recorder = cast(Recorder, replica)  # it has all of one that is used here
+        self._refuse_other_calls(target, exact)
         replica.start()
+        see_alike(self._store, self._ranks)
         found = None
         if self._store.commits():
             found = replica.recover(self._store, self._script, target=target, exact=exact)
         point = self._go_on_after(found, target)
-        replica.begin(point, self.steps_done, self._progress(), self._num_slots)
+        try:
+            replica.begin(point, self.steps_done, self._progress(), self._num_slots)
+        finally:  # others are told of an error
+            self._agreement = replica.agreement
         self._pace = BesideReplica(replica, self._progress, BASE_BYTES_PER_STEP)
+
+    def _refuse_other_calls(self, *asked: Any) -> None:
+        """Raise ``BadInput`` unless ``resume`` was called alike on all ranks."""
+        calls = self._ranks.everyone(asked)
+        if len(set(calls)) > 1:
+            told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(calls))
+            raise BadInput(
+                f"resume was called differently on the ranks (to step: {told}); call it alike on all"
+            )
 
     def _go_on_after(self, found: Recovered | None, target: int | None) -> Point | None:
         """Note where the run goes on, and what was odd; None is a fresh one."""

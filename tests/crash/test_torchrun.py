@@ -13,18 +13,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.events import read_events
+
 TESTS = Path(__file__).parent.parent
 STEPS = 25
 
 
-def torchrun(kind, root, out, *arguments, killed=-1, pause=0.02):
+def torchrun(kind, root, out, *arguments, killed=-1, pause=0.02, memory=()):
     """A torchrun of the script, in a process group of its own."""
     out.mkdir(exist_ok=True)
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     with (out / "stderr").open("ab") as errors:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *arguments, str(TESTS / "dist" / "script.py"),
-             kind, str(root), str(out), str(STEPS), str(killed), str(pause)],
+             kind, str(root), str(out), str(STEPS), str(killed), str(pause), *memory],
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path,
                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else gloo may take addresses of the attempt before
             stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
@@ -61,25 +63,43 @@ def heard(out):
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path, kind, ranks):
+    cut = killed_and_started_again(tmp_path, kind, ranks)
+    resumed = {said["resumed"] for (restarts, _), said in cut.items() if restarts == 1}
+    told = max(said["durable"] for (restarts, _), said in cut.items() if restarts == 0)
+    assert len(resumed) == 1 and told <= resumed.pop() <= 12
+
+
+@pytest.mark.crash
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_killed_rank_with_a_replica_is_started_again_and_all_go_on_from_memory(tmp_path, kind):
+    (tmp_path / "memory").mkdir()
+    cut = killed_and_started_again(tmp_path, kind, 2, memory=[str(tmp_path / "memory")])
+    assert {said["resumed"] for (restarts, _), said in cut.items() if restarts == 1} == {11}
+    events = [*read_events(tmp_path / "run-cut" / "events.jsonl")]
+    assert [event["step"] for event in events if event["event"] == "resumed"] == [11]
+    assert os.listdir(tmp_path / "memory") == []
+
+
+def killed_and_started_again(tmp_path, kind, ranks, memory=()):
+    """What the ranks said; from where they resumed they had the bits of those of a run that was not cut."""
     outs = {}
     for name, killed in (("whole", -1), ("cut", ranks - 1)):
         outs[name] = tmp_path / name
         process = torchrun(
             kind, tmp_path / f"run-{name}", outs[name], f"--nproc-per-node={ranks}", "--max-restarts=2",
             "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1",
-            killed=killed,
+            killed=killed, memory=memory,
         )  # fmt: skip
         assert process.wait(180) == 0, (outs[name] / "stderr").read_text()[-4000:]
     whole, cut = heard(outs["whole"]), heard(outs["cut"])
     assert max(restarts for restarts, _ in cut) == 1
-    resumed = {said["resumed"] for (restarts, _), said in cut.items() if restarts == 1}
-    told = max(said["durable"] for (restarts, _), said in cut.items() if restarts == 0)
-    assert len(resumed) == 1 and told <= resumed.pop() <= 12
     for rank in range(ranks):
         before, after = whole[0, rank], cut[1, rank]
         assert after["finished"] and after["durable"] == STEPS
         assert after["losses"] == before["losses"][after["resumed"] :]
         assert after["digests"].items() <= before["digests"].items()
+    return cut
 
 
 @pytest.mark.crash

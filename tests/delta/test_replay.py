@@ -86,3 +86,26 @@ def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature,
     for step, state in states.items():
         found = recovered(tmp_path, OPTIMIZERS[name], feature, step)
         assert same(found, state), (step, [key for key in state if not same(found[key], state[key])])
+
+
+class KeepsGradients(torch.optim.SGD):
+    """The gradient of the step before is kept as it is, no copy, and this one's is changed out of torch's sight."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            grad, held = parameter.grad, self.state[parameter]
+            grad.data.add_(parameter.data, alpha=0.1)
+            parameter.data.add_(grad + held.get("last", 0), alpha=-0.01)
+            held["last"] = grad
+
+
+@pytest.mark.parametrize("codec", ["exact", "topk"])
+@pytest.mark.parametrize("optimizer", [KeepsGradients, torch.optim.Rprop])
+def test_what_an_optimizer_does_with_the_memory_of_gradients_comes_back(
+    tmp_path, small_units, optimizer, codec
+):
+    make_it = partial(optimizer, lr=0.01)
+    for step, state in trained(
+        tmp_path, make_it, "", codec=CODECS[codec], base_every=9, keep=Keep(9)
+    ).items():
+        assert same(recovered(tmp_path, make_it, "", step), state), step

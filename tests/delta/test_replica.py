@@ -17,9 +17,6 @@ from delta.loops import make, same
 from delta.test_replay import OPTIMIZERS, recovered
 from holdfast.checkpointer import BOUND, Checkpointer
 from holdfast.delta import bases, helper, host, kept, layers, tier
-from holdfast.delta.codecs import Exact
-from holdfast.delta.ranks import Ranks
-from holdfast.delta.replica import refuse_with_a_replica
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
 from holdfast.state.live import LiveState
@@ -201,8 +198,9 @@ def drifting(monkeypatch):
     def arm(at, change):
         real = host.apply
 
-        def apply(state, record, parts):
-            real(state, record, parts)
+        def apply(state, records):
+            real(state, records)
+            record = records[0].about
             if record["progress"]["things"] == {} and len(done) + 1 == at:
                 change(state)
             done.append(record)
@@ -276,11 +274,11 @@ def test_what_another_process_cannot_go_on_with_is_refused(tmp_path):
         Checkpointer(tmp_path / "run", optimizer=Local(model.parameters(), lr=0.1), **options)
     with pytest.raises(BadInput, match="another process cannot import"):
         Checkpointer(tmp_path / "run", optimizer=Inner(model.parameters(), lr=0.1), **options)
-    with pytest.raises(BadInput, match="is for one process, and 2 train together"):
-        refuse_with_a_replica(Ranks(0, 2, object()), Exact(), None, None, "block")
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(BadInput, match="a replica cannot call after_update"):
         Checkpointer(tmp_path / "run", optimizer=plain, after_update=lambda: None, **options)
+    with pytest.raises(BadInput, match="storage = 1GB is for records, and a replica leaves none"):
+        Checkpointer(tmp_path / "run", optimizer=plain, storage="1GB", **options)
     with pytest.raises(BadInput, match="is not a directory"):
         Checkpointer(tmp_path / "run", optimizer=plain, model=model, replica=tmp_path / "nowhere")
     with pytest.raises(BadInput, match="clip_norm = 0 must be more than 0"):
@@ -479,7 +477,8 @@ def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
     with LocalStore.open(tmp_path / "run", keep=Keep(9)) as store:
 
         def found(target=None, exact=False):
-            fork = kept.find(place, store, target, exact)
+            own = kept.look(place, store)
+            fork = kept.agreed([own], kept.newest(store, target), target, exact)
             return None if fork is None else fork.step
 
         key = store.timelines()[0][1].key
@@ -494,6 +493,28 @@ def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
         store.begin(kept.Fork(4, 1, key))
         assert found() is None
     kept.drop(place)
+
+
+def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(tmp_path):
+    """As where the disk had no room when the trainer died."""
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+        progress = checkpointer._progress()
+    place = tier.place_of(tmp_path / "run", tier.MEMORY)
+    with LocalStore.read(tmp_path / "run") as reader:
+        key = reader.timelines()[0][1].key
+    tier.make(place)
+    kept.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, [1, key])
+    loop, again = start(tmp_path)
+    with again:
+        assert again.resume() == 5 and again.replica_step == 5
+        again.wait()
+        assert again.durable_step == 5
+        with LocalStore.read(tmp_path / "run") as reader:
+            assert reader.line()[0].step == 5
 
 
 def test_a_place_of_somebody_else_is_refused(tmp_path):

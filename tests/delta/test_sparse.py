@@ -10,7 +10,7 @@ import torch
 
 from holdfast.delta.codecs import Exact
 from holdfast.delta.quantise import quantise, scaled
-from holdfast.delta.sparse import BITS, pick, spread
+from holdfast.delta.sparse import BITS, Spread, pick, spread
 from holdfast.delta.squeeze import CHUNK, squeeze, unsqueeze
 from holdfast.errors import BadInput
 from training import same_bits
@@ -32,6 +32,19 @@ def test_the_elements_that_are_there_come_back_and_take_no_more_than_all(element
     nbytes = arrays["indices"].nbytes + arrays["values"].nbytes
     assert nbytes <= min(flat.nbytes, int(chosen.sum()) * (2 + flat.element_size()))
     assert same_bits(spread(lambda name, *_: arrays[name], elements, dtype, 1024), flat)
+
+
+def test_memory_that_is_used_again_holds_what_new_memory_does_whatever_became_of_it():
+    """Optimizers write over gradients: torch's momentum of Nesterov does."""
+    memory = Spread(SIZES, torch.float32, 1024, torch.device("cpu"))
+    for seed, density in enumerate([0.01, 0.0, 1.0, 0.3, 0.01, 0.7]):
+        torch.manual_seed(seed)
+        flats = [torch.where(torch.rand(size) < density, torch.randn(size), 0.0) for size in SIZES]
+        arrays = [pick(flat, flat != 0, 1024) for flat in flats]
+        memory.fill(lambda name, *_, given=arrays: torch.cat([each[name] for each in given]))
+        assert all(map(same_bits, memory.tensors, flats))
+        if seed % 2:
+            torch._foreach_add_(memory.tensors, 1.0)
 
 
 @pytest.mark.parametrize("elements", SIZES)

@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import From, offload
 from holdfast.checkpointer import Checkpointer
+from holdfast.delta import helper, replica
 from holdfast.store.local import LocalStore
+from replica_run import Forked
 from survive_run import digest
 
 VOCABULARY, HEAD, ROWS, LENGTH, BLOCKS, EXPERTS = 37, 4, 12, 6, 4, 4
@@ -357,12 +359,16 @@ def train(
     sizes: tuple[int, int] = (6, 2),
     root: str | None = None,
     source: str | None = None,
+    fails_after: int | None = None,
     **options: Any,
 ) -> None:
-    """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step."""
+    """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step. After the
+    step ``fails_after`` the script fails."""
     if topology == "engine":
         assert root is not None
         return out_of_core(say, steps=steps, sizes=sizes, root=root, source=source)
+    if options.get("replica"):
+        helper.start_process, replica.LINGER_SECONDS = Forked, 20.0
     training = TOPOLOGIES[topology][1](rank, world_size, *sizes)
     model, optimizer = training.model, training.optimizer()
     losses, found = [], {}
@@ -375,6 +381,9 @@ def train(
             optimizer.zero_grad()
             last()
             found[number + 1] = digests(model, optimizer)
+            if number + 1 == fails_after:
+                dist.barrier()  # all have come so far
+                raise ValueError("a mistake of the script")
 
     if root is None:
         go_on(0, lambda: None)

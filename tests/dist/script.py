@@ -1,5 +1,5 @@
-"""An ordinary script for torchrun: ``script.py KIND ROOT OUT STEPS KILLED PAUSE``. The rank KILLED kills itself once; PAUSE is
-slept after every step."""
+"""An ordinary script for torchrun: ``script.py KIND ROOT OUT STEPS KILLED PAUSE [MEMORY]``. The rank KILLED kills itself once;
+PAUSE is slept after every step; ranks have replicas in MEMORY."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from dist.training import main
 
 if __name__ == "__main__":
-    kind, root, out, steps, killed, pause = sys.argv[1:]
+    kind, root, out, steps, killed, pause, *memory = sys.argv[1:]
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
@@ -20,4 +20,5 @@ if __name__ == "__main__":
             print(json.dumps({"time": time.time(), **what}), file=file)
 
     kill = [int(killed), 12] if first else None
-    main(rank, world_size, "env://", say, kind=kind, root=root, steps=int(steps), kill=kill, base_every=5, pause=float(pause))
+    main(rank, world_size, "env://", say, kind=kind, root=root, steps=int(steps), kill=kill, base_every=5, pause=float(pause),
+         **({"replica": memory[0]} if memory else {}))  # fmt: skip

@@ -140,7 +140,7 @@ def test_several_buckets_are_exchanged_and_formed_anew(world, tmp_path):
 
 def test_a_gradient_that_was_changed_since_is_recorded_as_it_is_with_a_warning(world, tmp_path):
     before = ended(world.run(2, kind="ddp", root=tmp_path / "run", steps=6, codec=ONE, edit_at=5, base_every=100, keep_last=9))
-    told = [text for said in before for text in said.get("warned", []) if "PowerSGD" in text]
+    told = [text for said in before for text in said.get("warnings", []) if "PowerSGD" in text]
     assert len(told) == 1 and "gradient of first.weight is not what the PowerSGD hook gave" in told[0]
     arrays = arrays_of(tmp_path / "run")
     assert arrays[5]["grad/F32"] == arrays[6]["grad/F32"] + 7 * 13

@@ -80,3 +80,11 @@ def test_what_several_ranks_hold_one_of_them_stores(world, tmp_path):
             for fragment in atom["fragments"]
         )
     assert stored == 3
+
+
+@pytest.mark.parametrize("kind, ranks", [("tp", 2), ("fsdp_tp", 4)])
+def test_clipping_here_is_refused_where_torch_has_no_norm_of_all(world, tmp_path, kind, ranks):
+    """One parameter is cut over other ranks than the others are, or not at all."""
+    for said in world.run(ranks, kind=kind, root=tmp_path / "run", steps=3, mlp=WIDTH, clip_norm=0.5):
+        assert "BadInput: clip_norm = 0.5: some parameters are sharded, others are not" in said["error"]
+    assert not (tmp_path / "run").exists()

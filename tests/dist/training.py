@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
+from holdfast.delta import agreement, helper, host, hosts, orphans, replica
+from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.powersgd import PowerSGD
+from holdfast.delta.replicas import Replicas
 from holdfast.delta.together import Together
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, DiskFull
 from holdfast.io.queue import Throttle
 from read_only import make_read_only
+from replica_run import Forked, drifting
 from survive_run import digest
 
 
@@ -137,6 +142,10 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn
     return digest(dict(sorted(found.items())))
 
 
+def full(*_: Any, **__: Any) -> None:
+    raise DiskFull("no space left")
+
+
 def left_here() -> list[int]:
     """Threads and groups of this process."""
     return [len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)]
@@ -163,7 +172,7 @@ def train(
     steps: int,
     optimizer: str = "adamw",
     resume: dict[str, int] | None = None,
-    kill: tuple[int, int] | None = None,
+    kill: tuple[int | str, int] | None = None,
     signal_at: tuple[int, int] | None = None,
     failpoint: tuple[int, str] | None = None,
     raises: tuple[int, int] | None = None,
@@ -186,6 +195,17 @@ def train(
     least_storage: int | None = None,
     tiny: bool = False,
     unfreeze_at: int | None = None,
+    clip: bool = True,
+    kill_replica: tuple[int, int] | None = None,
+    drift_at: tuple[int, int] | None = None,
+    drifting_slot: str | None = None,
+    linger_seconds: float = 20.0,
+    killed_after: dict[str, int] | None = None,
+    deaf_from: int | None = None,
+    numb: bool = False,
+    killed_in: dict[str, float] | None = None,
+    orphans_persist: bool = True,
+    disk_fails_orphans: bool = False,
     between: int | None = None,
     options_of: dict[str, dict[str, Any]] | None = None,
     edit_at: int | None = None,
@@ -193,7 +213,7 @@ def train(
     mlp: int = 0,
     **options: Any,
 ) -> None:
-    """Train to ``steps``; ``kill`` and its like name a rank and a step."""
+    """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step."""
     from holdfast import checkpointer as module
     from holdfast.delta import allotment, bases
     from holdfast.store import journal
@@ -215,17 +235,37 @@ def train(
     if averages is not None:
         options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
-    torch.manual_seed(100 + (rank // 2 if kind in ("tp", "fsdp_tp") else rank))  # one batch for both halves
+    same_batch = {"plain": world_size, "tp": 2, "fsdp_tp": 2}.get(kind, 1)  # so many ranks in a row
+    torch.manual_seed(100 + rank // same_batch)
     losses: list[float] = []
-    warned: list[str] = []
-    warnings.showwarning = lambda message, *_, **__: (warned.append(str(message)), say(warned=warned))[0]
     digests: dict[int, str] = {}
+    early: list[bool] = []
     if slow_publish:
         real = Together.publish_shares
         Together.publish_shares = lambda *args: (time.sleep(slow_publish), real(*args))[1]
     if failpoint is not None and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
         failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    if str(rank) in (killed_in or {}):
+        threading.Timer(killed_in[str(rank)], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    if options.get("replica"):
+        helper.start_process, replica.LINGER_SECONDS = Forked, linger_seconds
+        if drift_at is not None and drift_at[0] == rank:
+            host.apply = partial(drifting, host.apply, drift_at[1], slot=drifting_slot)
+        if not orphans_persist:
+            hosts.HostAmongOthers._persist = lambda self, notes: None
+        if disk_fails_orphans:
+            orphans.write_durably = full
+        if numb:  # to what the replica says of drift
+            hear = Replicas._hear
+            Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
+        accumulated = LayerTap.accumulated
+
+        def counted(tap: LayerTap, name: str, *rest: Any) -> None:
+            accumulated(tap, name, *rest)
+            early.append(name in tap._copied)
+
+        LayerTap.accumulated = counted
     if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
@@ -237,6 +277,11 @@ def train(
         say(resumed=done, exactness=checkpointer.exactness)
         digests[done] = whole_state(model, chosen, averages)
         for step in range(done + 1, steps + 1):
+            if step == deaf_from:  # to what the others have
+                time.sleep(0.1)
+                agreement.BUSY_SECONDS = agreement.IDLE_SECONDS = 60.0
+                agreement.Agreement.look_soon = lambda self: None
+                time.sleep(0.3)
             if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
                 checkpointer._recorder.take_slot = lambda wait: None
                 checkpointer._pace._together.call = lambda: None
@@ -247,14 +292,16 @@ def train(
             loss.backward()
             if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
                 dist.all_reduce(plain.first.bias.grad)
-            if not mlp:  # torch cannot clip what is on several meshes
+            if clip and not mlp:  # torch cannot clip what is on several meshes
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             if step == edit_at:
                 plain.first.weight.grad[2, 3] += 1e-3
             chosen.step()
             schedule.step()
             chosen.zero_grad()
-            if kill is not None and (rank, step) == tuple(kill):
+            if kill_replica is not None and (rank, step) == tuple(kill_replica):
+                checkpointer._replica._helper._process.kill()
+            if kill is not None and kill[0] in (rank, "all") and kill[1] == step:
                 os.kill(os.getpid(), signal.SIGKILL)
             if signal_at is not None and (rank, step) == tuple(signal_at):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -264,18 +311,20 @@ def train(
                 checkpointer._recorder.wait(step - 1)
                 make_read_only(Path(root))
             if slow is not None and rank == slow[0] and step in slow[1:]:
-                rate = 300_000 if step == slow[1] else None
+                rate = 100_000 if step == slow[1] else None
                 checkpointer._queue._throttles[True] = Throttle(rate)
             digests[step] = whole_state(model, chosen, averages)
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
+            if (killed_after or {}).get(str(rank)) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
             if average:  # which has been updated now
                 digests[step] = whole_state(model, chosen, averages)
             if step == wait_at:
                 checkpointer.wait()
             time.sleep(pause)
-            say(durable=checkpointer.durable_step)
-            if world_size > 1:
+            say(durable=checkpointer.durable_step, survives=checkpointer.replica_step)
+            if world_size > 1 and not options.get("replica"):
                 store = checkpointer._store
                 say(lost=checkpointer._pace._losses, recording=checkpointer._pace.recording)
                 say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._pace.bases.full_bytes)
@@ -292,5 +341,7 @@ def train(
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
     say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses, after=left_here())
+    if options.get("replica"):
+        say(copied_again=checkpointer._tap.copied_again, early=sum(early))
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -81,6 +81,9 @@ def _supervise(world_size: int, **order: Any) -> dict[str, Any]:
             said: dict[str, Any] = {"code": codes[rank]}
             for line in (Path(folder) / f"said-{rank}").read_text().splitlines():
                 said |= json.loads(line)
+            stacks = Path(folder) / f"stacks-{rank}"
+            if stacks.exists() and (text := stacks.read_text()):
+                said["hung"] = text
             ranks.append(said)
     return {"ranks": ranks, "late": late}
 
@@ -92,14 +95,22 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
     if pid:
         return pid
     import faulthandler
+    import warnings
 
-    faulthandler.dump_traceback_later(PATIENCE_SECONDS - 5, exit=True)
+    stacks = open(folder / f"stacks-{rank}", "w")
+    faulthandler.dump_traceback_later(PATIENCE_SECONDS - 5, exit=True, file=stacks)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
     def say(**what: Any) -> None:
         with open(path, "a") as file:
             print(json.dumps(what), file=file)
 
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        warned.append(str(message))
+        say(warnings=warned)
+
+    warned: list[str] = []
+    warnings.showwarning = note
     try:
         script().main(rank, world_size, f"file://{folder}/rendezvous", say, **order)
     except BaseException as error:

@@ -17,11 +17,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import RankFailed
 from .ranks import Ranks
-from .recorder import Recorder
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.2
 """Between two looks at the board, while something is expected and otherwise."""
@@ -31,6 +30,13 @@ PROBE_SECONDS = 1.0
 
 GRACE_SECONDS = 20.0
 """How long a rank that is to stop waits for the others to say where they are."""
+
+
+class HowFar(Protocol):
+    """What is asked of a ``Recorder``, or of what stands in its place."""
+
+    @property
+    def durable_step(self) -> int: ...
 
 
 @dataclass
@@ -45,6 +51,8 @@ class Standing:
     """The number of the base that the first rank has begun last."""
     published: int = 0
     """The number of the base that was made a commit last."""
+    given_up: int = 0
+    """The number of the base, not before that one, that was given up last."""
     called: int = 0
     """The number of the meeting that somebody has called last."""
     settled: tuple[int, int, str] = (0, 0, "")
@@ -53,24 +61,28 @@ class Standing:
 
 class Agreement:
     """``recorder`` knows how far this rank is durable. ``publish`` is called on the first rank, with where the shares
-    of a base are by rank; ``follow`` on the others when it has returned there; ``is_there`` says on the first whether
-    the process of another rank still writes the run. All run on the thread of this object.
+    of a base are by rank; ``follow`` on the others when it has returned there; ``hear`` on all, with what is known now;
+    ``is_there`` says on the first whether the process of another rank still writes the run. All run on the thread of
+    this object. ``sure`` is what a step is that all ranks have.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         *,
-        recorder: Recorder,
+        recorder: HowFar,
         steps_done: Callable[[], int],
-        publish: Callable[[list[dict[str, Any]]], None],
+        publish: Callable[[list[dict[str, Any]]], Any],
         follow: Callable[[], None],
+        hear: Callable[[Standing], None] = lambda standing: None,
+        sure: str = "durable",
         is_there: Callable[[int], bool] = lambda rank: True,
         deadline_seconds: float,
     ) -> None:
         """Called on all ranks, and waits for them."""
         self._ranks, self._recorder, self._steps_done = ranks, recorder, steps_done
         self._publish, self._follow, self._deadline = publish, follow, deadline_seconds
+        self._hear, self._sure = hear, sure
         self._is_there, self._probe_at = is_there, 0.0
         self._seen: set[int] = set()
         ranks.tell_lost = self._tell_lost
@@ -79,6 +91,7 @@ class Agreement:
             "durable": f"{start} 0",
             "base": "0",
             "published": "0",
+            "given_up": "0",
             "stop": "",
             "called": "0",
             "settled": json.dumps([0, 0, ""]),
@@ -107,6 +120,11 @@ class Agreement:
             self._say[name] = value
             self._lock.notify_all()
 
+    def look_soon(self) -> None:
+        """This rank has got on."""
+        with self._lock:
+            self._lock.notify_all()
+
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one goes on no more."""
         self.tell("failed", f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}")
@@ -126,6 +144,10 @@ class Agreement:
     def share(self, number: int, step: int, ref: dict[str, Any]) -> None:
         """This rank's part of base ``number``, of ``step`` and the steps before it, is durable: its file is ``ref``."""
         self.tell(f"share/{self._ranks.rank}", json.dumps([number, step, ref]))
+
+    def share_nothing(self, number: int) -> None:
+        """Base ``number`` cannot be had from this rank, so from none."""
+        self.tell(f"share/{self._ranks.rank}", json.dumps([number, -1, None]))
 
     def check(self) -> None:
         """Raise what went wrong anywhere."""
@@ -209,8 +231,8 @@ class Agreement:
                 if time.monotonic() > end:
                     raise RankFailed(
                         f"rank {self._ranks.rank} waited {seconds:.0f} s for {what}; rank {self.standing.behind} has"
-                        f" got to step {self.standing.durable_step}, up to which all is durable. See what that rank"
-                        " does, and start all ranks again to resume."
+                        f" got to step {self.standing.durable_step}, up to which all is {self._sure}. See what that"
+                        " rank does, and start all ranks again to resume."
                     )
                 self._lock.wait(BUSY_SECONDS)
 
@@ -228,7 +250,7 @@ class Agreement:
                 if isinstance(error, RuntimeError) and self._ranks.rank and not self._closing:
                     error = RankFailed(
                         f"rank 0, which the others ask how far all are, does not answer ({error}). Step"
-                        f" {self.standing.durable_step} is durable: start all ranks again to resume."
+                        f" {self.standing.durable_step} is {self._sure}: start all ranks again to resume."
                     )
                 self.failure = self.failure or error
             if self._ranks.rank == 0 or not isinstance(error, RankFailed | RuntimeError):
@@ -271,8 +293,11 @@ class Agreement:
         steps, shares, places = of_all("own"), of_all("share"), of_all("at")
         settle("durable", f"{min(steps)} {steps.index(min(steps))}")
         wanted = int(found["base"])
-        there = wanted > int(found["published"]) and all(share and share[0] == wanted for share in shares)
-        if there and min(steps) >= max(share[1] for share in shares):
+        ended = max(int(found["published"]), int(found["given_up"]))
+        there = wanted > ended and all(share and share[0] == wanted for share in shares)
+        if there and any(share[2] is None for share in shares):
+            settle("given_up", str(wanted))
+        elif there and min(steps) >= max(share[1] for share in shares):
             with self._leading:
                 if wanted == self._newest_base:
                     self._publish([share[2] for share in shares])
@@ -309,6 +334,7 @@ class Agreement:
             standing = self.standing
             standing.durable_step, standing.behind = map(int, found["durable"].split())
             standing.base_wanted, standing.published = int(found["base"]), published
+            standing.given_up = int(found["given_up"])
             standing.settled = tuple(json.loads(found["settled"]))
             standing.called = max(standing.called, int(found["called"]))
             self.stopping = self.stopping or bool(found["stop"])
@@ -317,7 +343,8 @@ class Agreement:
                 self._say[f"at/{self._ranks.rank}"] = json.dumps([self._answered, self._steps_done(), False])
             if found["failed"] and self.failure is None:
                 self.failure = RankFailed(
-                    f"{found['failed']} Step {standing.durable_step} is durable on all ranks: start them again to"
+                    f"{found['failed']} Step {standing.durable_step} is {self._sure} on all ranks: start them again to"
                     " resume."
                 )
             self._lock.notify_all()
+        self._hear(standing)

@@ -22,7 +22,7 @@ from .image import METADATA
 from .lowrank import multiplied
 from .quantise import scaled
 from .slots import Slot, tensors_of
-from .sparse import Arrays, Take, spread
+from .sparse import Arrays, Spread, Take, spread
 from .squeeze import squeeze, unsqueeze
 
 Trained = Sequence[tuple[str, torch.Tensor]]
@@ -134,23 +134,49 @@ def _width(part: memoryview) -> int:
     return max(nbytes, key=lambda width: nbytes[width], default=1) or 1
 
 
+Spreads = dict[tuple[Any, ...], Spread]
+"""What is used again for the gradients of the next record: of one optimizer, from one rank."""
+
+
 def decode(
-    update: Mapping[str, Any], part: memoryview, parameters: Mapping[str, torch.Tensor]
+    update: Mapping[str, Any], part: memoryview, parameters: Mapping[str, torch.Tensor], spreads: Spreads
 ) -> dict[str, torch.Tensor]:
-    """The gradients that a record's ``update`` consumed, by name; ``parameters`` are those of its optimizer that its
-    rank stores."""
+    """The gradients that a record's ``update`` consumed, by name, good until ``part`` or ``spreads`` is used again;
+    ``parameters`` are those of its optimizer that its rank stores."""
     held, without = update.get("codec", {"kind": "exact"}), set(update["without"])
     if held["kind"] == "squeezed":
         part = unsqueeze(part, held["frames"])
     if held["kind"] in ("exact", "squeezed"):
         grads = tensors_of(part, "/grad")
         return {name: grad for name, grad in grads.items() if name not in without}
-    arrays, found = ArrayReader(tensors_of(part)), {}
-    for name in sorted(parameters.keys() - without):
-        like = local_of(parameters[name].detach())
-        found[name] = expand(held, arrays.on(like.device), like.numel(), like.dtype).view(like.shape)
+    arrays = ArrayReader(tensors_of(part))
+    likes = {name: local_of(parameters[name].detach()) for name in sorted(parameters.keys() - without)}
+    kinds = {(like.dtype, like.device) for like in likes.values()}
+    if held["kind"] == "sparse" and len(kinds) == 1:
+        found = _spread(arrays, held["block"], likes, *kinds.pop(), spreads)
+    else:
+        found = {
+            name: expand(held, arrays.on(like.device), like.numel(), like.dtype)
+            for name, like in likes.items()
+        }
     arrays.check_end()
-    return found
+    return {name: flat.view(likes[name].shape) for name, flat in found.items()}
+
+
+def _spread(
+    arrays: ArrayReader,
+    block: int,
+    likes: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    spreads: Spreads,
+) -> dict[str, torch.Tensor]:
+    key = (block, dtype, device, *((name, like.numel()) for name, like in likes.items()))
+    if key not in spreads:
+        spreads.clear()
+        spreads[key] = Spread([like.numel() for like in likes.values()], dtype, block, device)
+    spreads[key].fill(arrays.on(device))
+    return dict(zip(likes, spreads[key].tensors, strict=True))
 
 
 def expand(held: Mapping[str, Any], take: Any, elements: int, dtype: torch.dtype) -> torch.Tensor:

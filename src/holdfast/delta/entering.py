@@ -51,9 +51,13 @@ def look(
 def enter(store: LocalStore, ranks: Ranks) -> None:
     """Lock the run on the first rank; the others see that they have its directory. Called on all ranks."""
 
-    def lock() -> str:
-        store.enter()
-        return store.writer()
+    ranks.first_does(store.enter)
+    see_alike(store, ranks)
+
+
+def see_alike(store: LocalStore, ranks: Ranks) -> None:
+    """Raise ``RunMismatch`` unless all ranks see the directory that has been entered for the first one. Called on all
+    ranks."""
 
     def see() -> None:
         if store.writer() != writer:
@@ -62,7 +66,7 @@ def enter(store: LocalStore, ranks: Ranks) -> None:
                 f" has entered ({writer.strip()}). Give all ranks one directory on a file system that they share."
             )
 
-    writer = ranks.first_does(lock)
+    writer = ranks.first_does(store.writer)
     ranks.all_do(see)
 
 

@@ -64,20 +64,21 @@ class Ghost(LiveState):
         self.loaded_buffers |= {key: value.clone() for key, value in buffers.items()}
         super().load({key: value for key, value in atoms.items() if key not in buffers})
 
-    def pour_into(self, state: LiveState) -> None:
-        """Give ``state`` what it holds of these parameters."""
-        for parameter in self.parameters:
-            box = self.boxes[parameter.name]
-            whole = {}
-            for key, (atom, tensor) in self.owned(parameter).items():
-                if atom.shape == box.shape:
-                    state.load_part(atom.name, atom.slot, tensor, box)
-                else:
-                    whole[key] = tensor
-            state.load(whole)
-            if parameter.parameter in self.residuals:
-                state.load_part(parameter.name, RESIDUAL, self.residuals[parameter.parameter], box)
-        state.load_values(self.values())
+
+def pour(source: LiveState, into: LiveState) -> None:
+    """Give ``into`` what ``source`` holds of its parameters, each a region of theirs."""
+    for parameter in source.parameters:
+        box = source.boxes[parameter.name]
+        whole = {}
+        for key, (atom, tensor) in source.owned(parameter).items():
+            if atom.shape == box.shape:
+                into.load_part(atom.name, atom.slot, tensor, box)
+            else:
+                whole[key] = tensor
+        into.load(whole)
+        if parameter.parameter in source.residuals:
+            into.load_part(parameter.name, RESIDUAL, source.residuals[parameter.parameter], box)
+    into.load_values(source.values())
 
 
 def _like(parameter: CapturedParameter, box: Box) -> CapturedParameter:

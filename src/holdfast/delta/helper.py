@@ -25,6 +25,10 @@ from .channel import Channel, Gone
 LAST_WORD = "closed"
 
 
+_left: list[Process] = []
+"""Those that were let go of, and are waited for when they have ended."""
+
+
 class Process(Protocol):
     """What is needed of a process that was started."""
 
@@ -58,6 +62,8 @@ class Helper:
         self._heard = time.monotonic()
         self._process: Process | None = None
         self._channel: Channel | None = None
+        self._sending = threading.Lock()
+        self._let_go = False
         self._thread = threading.Thread(target=self._listen, name="holdfast-replica", daemon=True)
 
     @property
@@ -66,6 +72,10 @@ class Helper:
         return self._thread.is_alive()
 
     def start(self) -> None:
+        for earlier in list(_left):
+            with suppress(subprocess.TimeoutExpired):
+                earlier.wait(0)
+                _left.remove(earlier)
         ours, theirs = socket.socketpair()
         try:
             self._process = start_process(theirs)
@@ -78,10 +88,13 @@ class Helper:
         """Raises what it failed with, and ``WriterHung`` if it takes nothing any more."""
         assert self._channel is not None
         try:
-            self._channel.send(about, memoryview(data))
+            with self._sending:
+                self._channel.send(about, memoryview(data))
         except TimeoutError:
             raise self._hung(self._deadline) from None
         except OSError:  # it is gone; the thread that listens knows why, or is about to
+            if self._let_go:
+                return
             with self.changed:
                 self.changed.wait_for(lambda: self.failure is not None, 10)
             self.check()
@@ -108,6 +121,14 @@ class Helper:
         if silent > self._deadline:
             raise self._hung(silent)
 
+    def leave(self) -> None:
+        """Let go of it as this process would by dying: what it does then is its own affair."""
+        assert self._channel is not None and self._process is not None
+        self._let_go = True
+        self._channel.close()
+        self._thread.join()
+        _left.append(self._process)
+
     def end(self) -> None:
         """Wait until it has said ``LAST_WORD``, and let go of it: it is gone when this returns, or was killed for it.
         Raises what it failed with."""
@@ -115,6 +136,7 @@ class Helper:
         try:
             self.wait_for(lambda: LAST_WORD in self._said)
         finally:
+            self._let_go = True
             self._channel.close()
             self._thread.join()
             try:
@@ -136,7 +158,7 @@ class Helper:
                     self._heard = time.monotonic()
                     self._note(message.about)
                     self.changed.notify_all()
-        if LAST_WORD in self._said:
+        if LAST_WORD in self._said or self._let_go:
             return
         died = self._died()
         with self.changed:

@@ -35,10 +35,10 @@ from .bases import BaseMaker
 from .channel import Channel, Gone, Inbox, Message
 from .helper import LAST_WORD
 from .ranks import Ranks
-from .rebuild import rebuild
+from .rebuild import adopt, rebuild
 from .recorder import Inline
 from .recovery import recover
-from .replay import apply, fingerprint
+from .replay import Taken, apply, fingerprint
 from .replica import SYNC, Terms
 from .ring import Ring
 from .script import NoScript
@@ -71,6 +71,8 @@ class Host:
         self._equal = False
         """Whether the state is whole, and every comparison since it was handed over found it equal."""
         self._begun = self._closing = self._kept = False
+        self._prefix = ""
+        """Of the names of units."""
 
     def serve(self) -> None:
         """Return when there is nothing left to do."""
@@ -138,7 +140,7 @@ class Host:
         if "sync" in about:
             self._take_over(about)
         elif "about" in about:
-            self._take_step(about, message.data)
+            self._take_step(message)
         elif "compare" in about:
             self._compare(about)
         elif "close" in about:
@@ -147,6 +149,7 @@ class Host:
     def _take_over(self, about: dict[str, Any]) -> None:
         """A whole state, in place of what there was."""
         self._drop_base()
+        adopt(about["sync"])
         state = rebuild(about["sync"])
         with tier.opened(self._place / SYNC) as store:
             self._progress = store.load(store.line()[0]).progress
@@ -155,33 +158,40 @@ class Host:
             self._ring.close()
         self._ring = Ring(self._place, about["ring"]["part_bytes"], about["ring"]["count"])
         if "begin" in about:
-            fork = about["begin"]["fork"]
-            timeline = self._store.begin(None if fork is None else kept.Fork(**fork))
-            self._run = [timeline, self._store.timelines()[0][timeline].key]
-            self._base_step = -1 if fork is None else fork["step"]
-            self._begun = True
+            self._begin(about["begin"])
+            self._base_step, self._begun = about["begin"]["durable"], True
         self._state, self._step, self._equal = state, about["step"], True
         if self._bases is None:
-            self._bases = BaseMaker(self._store, state, Inline())
+            self._bases = BaseMaker(self._store, state, Inline(), self._prefix)
         self._bases.watch(state)
-        if not about["persist"]:
+        if not about["needed"]:
             kept.drop(self._place)
         self._say(word="synced")
         if about["persist"]:
             self._begin_base()
 
-    def _take_step(self, about: dict[str, Any], data: memoryview) -> None:
+    def _begin(self, about: dict[str, Any]) -> None:
+        """Open the timeline that the trainer goes on in."""
+        fork = about["fork"]
+        self._store.begin(None if fork is None else kept.Fork(**fork))
+        self._run = [self._store.opened.id, self._store.opened.key]
+
+    def _parts_of(self, message: Message) -> list[memoryview]:
+        """The memory of a step's parts."""
+        assert self._ring is not None
+        places = message.about["places"]
+        return [message.data if place is None else self._ring.parts(place[0])[place[1]] for place in places]
+
+    def _take_step(self, message: Message) -> None:
         """Do a step as the trainer did it."""
-        assert self._state is not None and self._ring is not None
+        assert self._state is not None
+        about = message.about
         if self._equal:
-            record = about["about"]
-            parts = [
-                data if place is None else self._ring.parts(place[0])[place[1]] for place in about["places"]
-            ]
+            record, parts = about["about"], self._parts_of(message)
             self._equal = False  # until it is whole again
             failpoints.reach("before_replica_update")
-            _clip(record, parts)
-            apply(self._state, record, parts)
+            clip_as_told(record, parts)
+            apply(self._state, [Taken(record, parts)])
             failpoints.reach("after_replica_update")
             self._step, self._progress = about["step"], {**record["progress"], "values": self._state.values()}
             self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step)
@@ -268,7 +278,7 @@ class Host:
         failpoints.reach("before_replica_kept")
         progress = {**self._progress, "values": self._state.values()}
         try:
-            kept.keep(self._place, self._state, self._step, progress, self._run)
+            self._put_aside(progress)
         except (HoldfastError, OSError) as error:
             kept.drop(self._place)
             self._events.emit("not_kept", step=self._step, durable_step=self._base_step, why=str(error))
@@ -276,6 +286,10 @@ class Host:
         self._kept = True
         failpoints.reach("after_replica_kept")
         self._events.emit("kept", step=self._step, durable_step=self._base_step)
+
+    def _put_aside(self, progress: dict[str, Any]) -> None:
+        assert self._state is not None
+        kept.keep(self._place, self._state, self._step, progress, self._run)
 
     def _say(self, **about: Any) -> None:
         """To the trainer, if it is still there."""
@@ -312,13 +326,13 @@ class Host:
 
 
 @torch.no_grad()
-def _clip(record: dict[str, Any], parts: list[memoryview]) -> None:
-    """Multiply the gradients by what the trainer's were multiplied by."""
+def clip_as_told(record: dict[str, Any], parts: list[memoryview]) -> None:
+    """Multiply the gradients by what the trainer's were multiplied by: then they are as consumed."""
     for update in record["updates"]:
         if "coefficient" in update:
             grads = tensors_of(parts[update["part"]], "/grad")
             used = [grad for name, grad in grads.items() if name not in update["without"]]
-            scale(used, decode(update["coefficient"]))
+            scale(used, decode(update.pop("coefficient")))
 
 
 def main(descriptor: int) -> None:
@@ -330,7 +344,10 @@ def main(descriptor: int) -> None:
         assert message is not None
         terms = Terms(**message.about["terms"])
         failpoints.armed = terms.failpoint
-        Host(channel, terms).serve()
+        kind: type[Host] = Host
+        if terms.world_size > 1:
+            from .hosts import HostAmongOthers as kind
+        kind(channel, terms).serve()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Kept: the state that a replica leaves in memory when its trainer has died, and how the next trainer gets at it.
 
 It is a commit like any other, in ``state`` of the run's tier, whose progress names the timeline of the run that it is
-of. The replica that kept it listens at ``socket`` until somebody comes, or has waited for long enough.
+of. Of several ranks each keeps its part, and the records of the steps behind it that not all ranks were known to have:
+so there is a step that all of them can be brought to. The replica that kept it listens at ``socket`` until somebody
+comes, or has waited for long enough.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 from ..errors import Damaged, RunLocked
 from ..state.live import LiveState
+from ..store.journal import Record
 from ..store.local import LocalStore
 from ..store.retention import ancestry
 from . import tier
@@ -35,39 +38,75 @@ class Fork:
     key: str
 
 
-def keep(place: Path, state: LiveState, step: int, progress: dict[str, Any], run: list[Any]) -> None:
-    """Keep ``state`` at ``step`` of the timeline ``run``, its number and key."""
+@dataclass(frozen=True)
+class Kept:
+    """What there is in memory: the steps ``first`` to ``last`` of a timeline, by its number and key. ``cut`` says which
+    part of the state it is."""
+
+    first: int
+    last: int
+    timeline: int
+    key: str
+    cut: str
+
+
+def keep(
+    place: Path,
+    state: LiveState,
+    step: int,
+    progress: dict[str, Any],
+    run: list[Any],
+    cut: str = "",
+    records: Sequence[Record] = (),
+) -> None:
+    """Keep ``state`` at ``step`` of the timeline ``run``, its number and key, and ``records`` of the steps since."""
     drop(place)
-    tier.put(place / KEPT, state, step, {**progress, "run": run})
+    tier.put(place / KEPT, state, step, {**progress, "run": run, "cut": cut}, records)
 
 
 def drop(place: Path) -> None:
     tier.remove(place / KEPT)
 
 
-def find(place: Path, store: LocalStore, target: int | None, exact: bool) -> Fork | None:
-    """The step that is kept, if it is wanted, on the current line of the run in ``store``, and not older than what
-    that has. Whether it is whole shows when it is loaded."""
+def look(place: Path, store: LocalStore) -> Kept | None:
+    """What is kept, as far as it lies on the current line of the run in ``store``. Whether it is whole shows when it
+    is loaded."""
     if not (place / KEPT / "commits").is_dir():
         return None
     with tier.opened(place / KEPT) as memory:
-        commits = memory.commits()
         try:
-            run = memory.load(commits[0]).progress["run"] if commits else None
+            commits = memory.commits()
+            line = Line.of(memory, memory.load(commits[0]), None) if commits else None
         except Damaged:
             return None
     timelines = store.timelines()[0]
-    if run is None or not timelines:
+    if line is None or "run" not in line.base.progress or not timelines:
         return None
-    kept, limits = Fork(commits[0].step, *run), dict(ancestry(timelines, max(timelines)))
-    record = timelines.get(kept.timeline)
-    if record is None or record.key != kept.key or kept.timeline not in limits:
+    limits = dict(ancestry(timelines, max(timelines)))
+    timeline, key = line.base.progress["run"]
+    record = timelines.get(timeline)
+    if record is None or record.key != key or timeline not in limits:
         return None
-    last = limits[kept.timeline]
-    wanted = target is None or kept.step == target or (kept.step < target and not exact)
-    if not wanted or (last is not None and kept.step > last) or kept.step < newest(store, target):
+    limit = limits[timeline]
+    last = line.step if limit is None else min(line.step, limit)
+    if last < line.base.step:
         return None
-    return kept
+    return Kept(line.base.step, last, timeline, key, line.base.progress.get("cut", ""))
+
+
+def agreed(found: Sequence[Kept | None], newest_step: int, target: int | None, exact: bool) -> Fork | None:
+    """The newest step that all of what was ``found`` can be brought to, if it is wanted and not older than
+    ``newest_step``, that of the disk."""
+    there = [kept for kept in found if kept is not None]
+    if len(there) < len(found):
+        return None
+    last = min(kept.last for kept in there)
+    if target is not None:
+        last = min(last, target)
+    if last < max(newest_step, *(kept.first for kept in there)) or (exact and last != target):
+        return None
+    newest = max(there, key=lambda kept: kept.timeline)
+    return Fork(last, newest.timeline, newest.key)
 
 
 def newest(store: LocalStore, target: int | None) -> int:

@@ -4,6 +4,9 @@ A copy is taken when a parameter's gradient has been accumulated for the last ti
 tells. What the optimizer consumes is known at its pre-hook only, so there every gradient that is not as it was when it
 was copied is copied again: by its version, its place in memory, another accumulation, or some of its values, since
 ``GradScaler.unscale_`` and edits through ``.data`` leave the version as it is.
+
+Of several ranks those gradients are copied early that are shards, which FSDP2 sets when it has reduced them. Others are
+reduced later than torch tells of them (by ``DistributedDataParallel``), and are copied at the pre-hook.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 
 from holdfast import failpoints
 
+from ..state.cuts import is_distributed, local_of
 from ..state.progress import encode
 from .codecs import Trained
 from .slots import Slot
@@ -29,15 +33,22 @@ SAMPLES = 16
 @dataclass(frozen=True)
 class _Copied:
     slot: Slot
-    version: int
+    version: tuple[int, int]
     address: int
+
+    @classmethod
+    def of(cls, slot: Slot, grad: torch.Tensor) -> _Copied:
+        held = local_of(grad)
+        return cls(slot, (grad._version, held._version), held.data_ptr())
 
 
 class LayerTap(Tap):
     """A tap that copies while backward runs, and says what the copies are to be multiplied by where it clips."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, alone: bool = True, **kwargs: Any) -> None:
+        """``alone``: there are no other ranks, with whose gradients these are reduced."""
         super().__init__(*args, **kwargs)
+        self._alone = alone
         self.copied_again = 0
         """Gradients that were copied a second time since the tap was made."""
         self._early: Slot | None = None
@@ -75,9 +86,10 @@ class LayerTap(Tap):
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        for captured in self._state.parameters:
+        for captured in self._state.stored:
             index = optimizer_of.get(id(captured.parameter))
-            if index is not None and captured.parameter.requires_grad:
+            early = self._alone or is_distributed(captured.parameter)
+            if index is not None and captured.parameter.requires_grad and early:
                 hook = captured.parameter.register_post_accumulate_grad_hook(
                     _hook_of(self, captured.name, index)
                 )
@@ -99,9 +111,9 @@ class LayerTap(Tap):
             return  # what it consumed is in the slot
         if self._early is None:
             self._early = self.updates[-1].slot if self.updates else self._take_slot()
-        if self._early is not None and _fits(grad, self._early.tensors[index].get(name)):
+        if self._early is not None and _fits(local_of(grad), self._early.tensors[index].get(name)):
             _copy_to(self._early.tensors[index], {name: grad})
-            self._copied[name] = _Copied(self._early, grad._version, grad.data_ptr())
+            self._copied[name] = _Copied.of(self._early, grad)
             failpoints.reach("after_gradient_copied")
         self.seconds += time.perf_counter() - started
 
@@ -115,7 +127,7 @@ class LayerTap(Tap):
     ) -> tuple[memoryview | None, Any]:
         grads = {name: p.grad for name, p in trained if p.grad is not None}
         if slot is not None:
-            again = self._stale(slot, index, grads)
+            again = self._stale(slot, index, {n: grad for n, grad in grads.items() if n in self._stored})
             self.copied_again += len(again)
             _copy_to(slot.tensors[index], again)
         started = time.perf_counter()
@@ -128,9 +140,9 @@ class LayerTap(Tap):
         """Those of ``grads`` of which ``slot`` has no copy as they are now."""
         as_copied, again = {}, {}
         for name, grad in grads.items():
-            same = self._copied.get(name) == _Copied(slot, grad._version, grad.data_ptr())
+            same = self._copied.get(name) == _Copied.of(slot, grad)
             (as_copied if same else again)[name] = grad
-        if not all(_agree(slot.tensors[index][name], grad) for name, grad in as_copied.items()):
+        if not all(_agree(slot.tensors[index][name], local_of(grad)) for name, grad in as_copied.items()):
             return grads  # somebody changes them out of sight, and where it does not show as well
         return again
 
@@ -143,7 +155,7 @@ def _fits(grad: torch.Tensor, target: torch.Tensor | None) -> bool:
 def _copy_to(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:
     """Copy ``grads`` to their places in a slot; they are there when this returns."""
     if grads:
-        torch._foreach_copy_([targets[name] for name in grads], list(grads.values()))
+        torch._foreach_copy_([targets[name] for name in grads], [local_of(grad) for grad in grads.values()])
 
 
 def _agree(copy: torch.Tensor, grad: torch.Tensor) -> bool:

@@ -25,7 +25,8 @@ from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
 from ..store.reading import index_of_stream, read_file
 from ..update.optimizer import is_elementwise
-from .ghost import Ghost
+from .codecs import Spreads
+from .ghost import Ghost, pour
 from .replay import OtherCut, Taken, apply, fingerprint
 from .slots import tensors_of
 from .watching import Recovery
@@ -155,7 +156,7 @@ class Line:
     def _pour(self, state: LiveState) -> None:
         buffers: dict[str, torch.Tensor] = {}
         for _, ghost in self.parts(state):
-            ghost.pour_into(state)
+            pour(ghost, state)
             buffers = {**ghost.loaded_buffers, **buffers}
         state.load(buffers)
 
@@ -217,6 +218,7 @@ class Line:
             for stream, names in taken.items()
             if self.boxes(stream).keys() <= names
         }
+        spreads: dict[str, dict[int, Spreads]] = {stream: {} for stream in taken}
         step = min((self.base.oldest_step_of(stream) for stream in taken), default=self.step)
         with ExitStack() as stack:
             following = {
@@ -244,20 +246,12 @@ class Line:
                         parts,
                         {o for o, at in loaded[stream].items() if at >= step or o not in taken[stream]},
                         self.boxes(stream).keys(),
+                        spreads[stream],
                     )
                     for stream, record, parts in records
                 ]
-                first, *others = several
                 try:
-                    apply(
-                        state,
-                        first.about,
-                        first.parts,
-                        skipped=first.skipped,
-                        held=first.held,
-                        others=others,
-                        after_update=after_update,
-                    )
+                    apply(state, several, after_update)
                 except OtherCut as error:  # of a later timeline, whose own base is not whole
                     raise Differs(step) from error
                 self.watch.replayed(len(records))

@@ -8,6 +8,7 @@ import torch
 
 from ..errors import BadInput
 from ..plan.cadence import Limits
+from ..state.live import LiveState
 from ..store.retention import Keep
 from .codecs import Codec
 from .pace import POLICIES
@@ -43,16 +44,35 @@ def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> N
         raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
 
 
-def refuse_of_several(ranks: Ranks, when_behind: str, clip_norm: float | None) -> None:
+def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
     """What is for one process."""
     if when_behind == "skip" and not ranks.alone:
         raise BadInput(
             'when_behind="skip" is for one process. Give "commit": after steps that one of several ranks could not'
             " record, all make a base at once."
         )
-    if clip_norm is not None and not (clip_norm > 0 and ranks.alone):
+
+
+def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
+    """Where there is no norm to clip by: torch has none of gradients that are cut over several meshes, or of which some
+    are cut and others are not, and of a pipeline no rank has all."""
+    if clip_norm is None:
+        return
+    if not clip_norm > 0:
+        raise BadInput(f"clip_norm = {clip_norm} must be more than 0")
+    cuts = {getattr(p.parameter, "device_mesh", None) for p in state.parameters if p.trained}
+    if len(cuts) > 1:
         raise BadInput(
-            f"clip_norm = {clip_norm} must be more than 0, and of one process: no rank has the norm"
+            f"clip_norm = {clip_norm}: some parameters are sharded, others are not or over other ranks, and torch has"
+            " no norm of all. Clip in the script."
+        )
+    here = {name for p in state.parameters for name in p.names} | {
+        a.name for a, _ in state.buffers().values()
+    }
+    away = sorted(set(state.elsewhere) - here)
+    if away:
+        raise BadInput(
+            f"clip_norm = {clip_norm}: this rank does not hold {away[0]}, so it has no norm of all. Clip in the script."
         )
 
 

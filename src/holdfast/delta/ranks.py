@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from ..errors import RankFailed
@@ -78,11 +79,7 @@ class Ranks:
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as error:
-            self.tell_lost()
-            raise RankFailed(
-                f"rank {self.rank} waited for the others, and one has ended or does not come ({error}). Every step"
-                " that was durable still is; start all ranks again to resume."
-            ) from error
+            raise self._gone(error) from error
         return values
 
     def all_do(self, what: Callable[[], T]) -> list[T]:
@@ -108,6 +105,25 @@ class Ranks:
         """What ``what`` returned on rank 0, which alone calls it. Raises as ``all_do``. Called on all ranks."""
         result = self.all_do(lambda: what() if self.rank == 0 else None)[0]
         return cast(T, result)
+
+    def spread(self, sent: torch.Tensor | None, source: int) -> torch.Tensor:
+        """The bytes that the rank ``source`` has ``sent``. Called on all ranks."""
+        assert self._group is not None
+        [nbytes] = {each for each in self.everyone(None if sent is None else len(sent)) if each is not None}
+        received = torch.empty(nbytes, dtype=torch.uint8) if sent is None else sent
+        try:
+            dist.broadcast(received, source, group=self._group)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        return received
+
+    def _gone(self, error: RuntimeError) -> RankFailed:
+        """What a collective that failed means. Raises what is known of who did not come, if anything is."""
+        self.tell_lost()
+        return RankFailed(
+            f"rank {self.rank} waited for the others, and one has ended or does not come ({error}). Every step that was"
+            " durable still is; start all ranks again to resume."
+        )
 
     def board(self, initial: Mapping[str, str], deadline_seconds: float) -> dist.TCPStore:
         """A key-value store that all ranks share, with ``initial`` values. Called on all ranks."""

@@ -1,7 +1,8 @@
 """Rebuild: a model's parameters and buffers, and its optimizers, described so that another process can have the like.
 
 There is no code of the model in it: parameters are told by name, shape and strides, an optimizer by its class and its
-hyper-parameters. What cannot be told that way is refused with the way out.
+hyper-parameters. What cannot be told that way is refused with the way out. Of several ranks each describes what it
+stores: the regions of parameters that it holds, as tensors of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import torch
 from torch import nn
 
 from ..errors import BadInput
+from ..state.atoms import Atom
+from ..state.boxes import Box
 from ..state.capture import FROM_NAME, TO_NAME
+from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..state.progress import encode, hyper_parameters
 from .shell import members_of, module_of, optimizer_of
@@ -30,6 +34,37 @@ _KNOWN = {
 """What optimizers of torch hold as attributes; the last ones are made anew."""
 
 _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."
+
+
+class Part(LiveState):
+    """What one rank stores of a state: of each parameter the region ``box``, as a tensor. Atoms are told with the
+    place that they have in the whole."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        boxes: dict[str, Box],
+        wholes: dict[str, tuple[int, ...]],
+    ) -> None:
+        """``wholes`` are the shapes of the whole parameters."""
+        super().__init__(model, optimizers)
+        self.boxes, self._wholes = boxes, wholes
+
+    def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Box]:
+        box = self.boxes.get(atom.name)
+        if atom.slot != "buffer" and box is not None and atom.shape == box.shape:
+            return self._wholes[atom.name], box
+        return super().place_of(atom)
+
+    def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+        """As that of the whole; ``kinds`` have the shapes of whole parameters."""
+        here = dict(kinds)
+        for name, whole in self._wholes.items():
+            dtype, shape = kinds.get(f"{name}/param", ("", ()))
+            if shape == whole:
+                here[f"{name}/param"] = (dtype, self.boxes[name].shape)
+        super().check(here)
 
 
 def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
@@ -56,44 +91,57 @@ def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
 
 
 def describe(state: LiveState) -> dict[str, Any]:
-    """What ``rebuild`` needs, as JSON."""
+    """What ``rebuild`` needs of what is stored here, as JSON."""
+    parameters = []
+    for p in state.stored:
+        held = local_of(p.parameter.detach())
+        parameters.append({
+            "name": p.name, "dtype": TO_NAME[held.dtype], "shape": list(held.shape), "stride": list(held.stride()),
+            "requires_grad": p.parameter.requires_grad, "whole": list(p.shape), "box": state.boxes[p.name].to_json(),
+        })  # fmt: skip
     return {
-        "parameters": [
-            {"name": p.name, "dtype": TO_NAME[p.parameter.dtype], "shape": list(p.shape),
-             "stride": list(p.parameter.stride()), "requires_grad": p.parameter.requires_grad}
-            for p in state.parameters
-        ],
+        "parameters": parameters,
         "buffers": [[atom.name, atom.dtype, list(atom.shape)] for atom, _ in state.buffers().values()],
         "optimizers": [_described(state, optimizer) for optimizer in state.optimizers],
         "path": [entry or "." for entry in sys.path],
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "precision": torch.get_float32_matmul_precision(),
-    }  # fmt: skip
+    }
 
 
 def _described(state: LiveState, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    stored = {p.name for p in state.stored}
     return {
         "class": [type(optimizer).__module__, type(optimizer).__qualname__],
         "defaults": encode(optimizer.defaults, "defaults"),
-        "members": members_of(state, optimizer),
+        "members": [[name for name in names if name in stored] for names in members_of(state, optimizer)],
         "groups": hyper_parameters(optimizer.param_groups),
     }
 
 
-def rebuild(about: dict[str, Any]) -> LiveState:
-    """The like of what was described, with values of nothing. Raises ``BadInput`` if that cannot be had here."""
+def adopt(about: dict[str, Any]) -> None:
+    """Have what decides how this process computes, and what it can import, as where it was described."""
     torch.set_num_threads(about["threads"])
     torch.use_deterministic_algorithms(about["deterministic"])
     torch.set_float32_matmul_precision(about["precision"])
     sys.path[:] = about["path"]
+
+
+def rebuild(about: dict[str, Any]) -> Part:
+    """The like of what was described, with values of nothing. Raises ``BadInput`` if that cannot be had here."""
     parameters = {item["name"]: _parameter(item) for item in about["parameters"]}
     buffers = {name: torch.zeros(shape, dtype=FROM_NAME[dtype]) for name, dtype, shape in about["buffers"]}
     optimizers = [
         optimizer_of(_class_of(item), item["members"], item["groups"], parameters, item["defaults"])
         for item in about["optimizers"]
     ]
-    state = LiveState(module_of({**parameters, **buffers}), optimizers)
+    state = Part(
+        module_of({**parameters, **buffers}),
+        optimizers,
+        {item["name"]: Box.from_json(item["box"]) for item in about["parameters"]},
+        {item["name"]: tuple(item["whole"]) for item in about["parameters"]},
+    )
     there, here = json.dumps(list(parameters)), json.dumps([p.name for p in state.parameters])
     if there != here:
         raise BadInput(f"the names of the model's parameters cannot be kept in a replica. {_INSTEAD}")

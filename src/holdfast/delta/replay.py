@@ -7,7 +7,8 @@ of that step. What the run held after a step is compared with a fingerprint; whe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import xxhash
@@ -16,7 +17,7 @@ from holdfast import failpoints
 
 from ..errors import HoldfastError
 from ..state.capture import CapturedParameter
-from ..state.cuts import local_of
+from ..state.cuts import is_distributed, local_of
 from ..state.live import BUFFERS, LiveState
 from ..state.progress import decode
 from . import codecs
@@ -64,42 +65,38 @@ class OtherCut(HoldfastError):
     """A record is of another parallelism than the state that it is applied to."""
 
 
-class Taken(NamedTuple):
-    """A record beside another of the same step, by its JSON and its parts, what is not taken from it, and the
-    parameters that its rank stores (None: all)."""
+@dataclass
+class Taken:
+    """What is taken of a record: ``about`` is its JSON. Parameters named in ``skipped`` are left as they are: what was
+    loaded of them is of a later step, or other records have them. ``held`` are those that its rank stores (None: all),
+    and ``spreads`` by update what is used again for the next record."""
 
     about: dict[str, Any]
     parts: Sequence[memoryview]
-    skipped: Collection[str]
+    skipped: Collection[str] = ()
     held: Collection[str] | None = None
+    spreads: dict[int, codecs.Spreads] = field(default_factory=dict)
 
 
-def apply(
-    state: LiveState,
-    about: dict[str, Any],
-    parts: Sequence[memoryview],
-    *,
-    skipped: Collection[str] = (),
-    held: Collection[str] | None = None,
-    others: Sequence[Taken] = (),
-    after_update: Callable[[], None] | None = None,
-) -> None:
-    """Do the step that a record tells of, with the gradients that records of ``others`` hold of it. Parameters named in
-    ``skipped`` are left as they are: what was loaded of them is of a later step, or other records have them."""
+def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[], None] | None = None) -> None:
+    """Do the step that ``records`` tell of, each with its part of the gradients; the first tells of the rest. It may
+    write over the memory of their parts."""
+    first = records[0]
+    about = first.about
     for number, update in enumerate(about["updates"]):
         optimizer = state.optimizers[update["optimizer"]]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         by_name = {state.name_of[id(p)]: p for p in parameters}
         grads: dict[str, torch.Tensor] = {}
-        for each in (Taken(about, parts, skipped, held), *others):
-            grads |= _gradients(each, number, by_name)
+        for record in records:
+            grads |= _gradients(record, number, by_name)
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
             group.update({key: decode(value) for key, value in values.items()})
         _step(state, optimizer, grads, update["consumed"])
     failpoints.reach("in_replay")
     buffers = {}
-    if about["buffers"] is not None and BUFFERS not in skipped:
-        buffers = tensors_of(parts[about["buffers"]])
+    if about["buffers"] is not None and BUFFERS not in first.skipped:
+        buffers = tensors_of(first.parts[about["buffers"]])
     state.load(buffers)
     if after_update is not None and about["updates"]:
         after_update()
@@ -110,7 +107,8 @@ def _gradients(record: Taken, number: int, parameters: Mapping[str, torch.Tensor
     """By parameter, those that update ``number`` consumed, as far as they are taken from this record."""
     update = record.about["updates"][number]
     stored = {name: p for name, p in parameters.items() if record.held is None or name in record.held}
-    grads = codecs.decode(update, record.parts[update["part"]], stored)
+    spreads = record.spreads.setdefault(number, {})
+    grads = codecs.decode(update, record.parts[update["part"]], stored, spreads)
     return {name: grad for name, grad in grads.items() if name not in record.skipped}
 
 
@@ -123,10 +121,11 @@ def _step(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
     device = parameters[0].device if parameters else None  # of a rank that stored nothing
+    keeps_none = type(optimizer).__module__.startswith("torch.optim")  # of the gradients' memory
     try:
         for parameter in parameters:
             grad = grads.get(state.name_of[id(parameter)])
-            parameter.grad = None if grad is None else _like(parameter, grad)
+            parameter.grad = None if grad is None else _like(parameter, grad, keeps_none)
         for name in CONSUMED:
             if name in consumed:
                 setattr(optimizer, name, torch.tensor(consumed[name], device=device))
@@ -140,11 +139,15 @@ def _step(
             parameter.grad = grad
 
 
-def _like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _like(parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool) -> torch.Tensor:
     """``grad`` lying in memory as ``parameter`` does, distributed as it is."""
+    held = local_of(parameter.detach())
+    if held.shape != grad.shape:
+        raise OtherCut(f"a gradient of {tuple(grad.shape)} is not for {tuple(held.shape)}")
+    alike = grad.device == held.device and grad.stride() == held.stride()
+    if may_be_itself and alike and not is_distributed(parameter):
+        return grad
     made = torch.empty_like(parameter.detach())
-    if local_of(made).shape != grad.shape:
-        raise OtherCut(f"a gradient of {tuple(grad.shape)} is not for {tuple(local_of(made).shape)}")
     local_of(made).copy_(grad)
     return made
 

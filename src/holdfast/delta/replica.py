@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from holdfast import failpoints
 
@@ -24,7 +26,9 @@ from ..store.files import Disk
 from ..store.local import LocalStore
 from ..store.manifest import Point
 from ..store.retention import Keep
+from ..update.optimizer import is_elementwise
 from . import drift, kept, tier
+from .agreement import Agreement
 from .codecs import Codec, Exact
 from .helper import Helper
 from .ranks import Ranks
@@ -57,22 +61,36 @@ class Terms:
     linger_seconds: float
     trainer: int
     failpoint: str
+    rank: int = 0
+    world_size: int = 1
 
 
 def refuse_with_a_replica(
-    ranks: Ranks, codec: Codec, after_update: Any, averages: Any, when_behind: str
+    ranks: Ranks,
+    optimizers: Sequence[torch.optim.Optimizer],
+    codec: Codec,
+    after_update: Any,
+    averages: Any,
+    when_behind: str,
+    storage: Any,
 ) -> None:
     """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
-    if not ranks.alone:
+    odd = [type(o).__name__ for o in optimizers if not is_elementwise(o)]
+    if odd and not ranks.alone:
         raise BadInput(
-            f"replica= is for one process, and {ranks.world_size} train together: leave it out, and every step is"
-            " recorded on the disk instead"
+            f"a replica has what one of {ranks.world_size} ranks stores, and {odd[0]} needs all to update any of it:"
+            " leave out replica=, and every step is recorded on the disk instead"
         )
     if codec != Exact():
         raise BadInput(f"a replica is handed dense gradients: leave out codec={codec}, or leave out replica=")
     if after_update is not None or averages is not None or when_behind == "skip":
         raise BadInput(
             "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
+        )
+    if storage is not None:
+        raise BadInput(
+            f"storage = {storage} is for records, and a replica leaves none: the disk has as many bases as keep= says."
+            " Leave it out, or leave out replica="
         )
 
 
@@ -128,6 +146,7 @@ class Replica:
         direct: bool,
         deadline_seconds: float,
         events: EventLog,
+        ranks: Ranks,
     ) -> None:
         """Nothing is started yet. Raises ``BadInput`` if there can be no replica of ``state``."""
         refuse_what_cannot_be_rebuilt(state)
@@ -135,10 +154,10 @@ class Replica:
             raise BadInput(f"replica: {memory} is not a directory. Give replica= one in memory (a tmpfs).")
         self._state, self._base_every, self._events = state, base_every or BASE_EVERY, events
         self._deadline = deadline_seconds
-        self._place = tier.place_of(run, memory)
+        self._place = tier.place_of(run, memory, "" if ranks.alone else f".{ranks.stream}")
         self._terms = Terms(
             os.path.realpath(run), str(self._place), astuple(keep), direct, staging_bytes, LINGER_SECONDS, os.getpid(),
-            failpoints.armed,
+            failpoints.armed, ranks.rank, ranks.world_size,
         )  # fmt: skip
         self.pool: SharedPool | None = None
         self.last_put = -1
@@ -147,6 +166,8 @@ class Replica:
         self._left: list[str] = []
         self._under_way = False
         self._helper = Helper(self._hear, deadline_seconds)
+        self.agreement: Agreement | None = None
+        """With other ranks, where there are some."""
         self._started = False
 
     @property
@@ -177,6 +198,9 @@ class Replica:
         """Start the process. When this returns it has the run's lock, and what was there of an earlier replica is
         finished. Raises ``RunLocked`` if the run has another writer."""
         kept.make_earlier_one_leave(self._place, self._terms.run, self._deadline)
+        self._start()
+
+    def _start(self) -> None:
         self._helper.start()
         self._started = True
         self._helper.send({"terms": asdict(self._terms)})
@@ -185,7 +209,8 @@ class Replica:
     def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
         """As ``recovery.recover`` from ``store``, unless an earlier replica kept a step that is at least as new."""
         odd: list[str] = []
-        found = kept.find(self._place, store, target, exact)
+        own = kept.look(self._place, store)
+        found = kept.agreed([own], kept.newest(store, target), target, exact) if own else None
         if found is not None:
             try:
                 with tier.opened(self._place / kept.KEPT) as memory:
@@ -203,10 +228,13 @@ class Replica:
     def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:
         """Hand over everything at ``step``. When this returns the replica has it, and a run that begins is durable."""
         self.last_put = self._done = step
-        point = None if fork is None else asdict(kept.Fork(fork.step, fork.timeline, fork.key))
-        self.sync(self._state, step, progress, num_slots, begin={"fork": point})
+        self.sync(self._state, step, progress, num_slots, begin=self._beginning(fork))
         if fork is None:
             self.wait(step)
+
+    def _beginning(self, fork: Point | None) -> dict[str, Any]:
+        point = None if fork is None else asdict(kept.Fork(fork.step, fork.timeline, fork.key))
+        return {"fork": point, "durable": self.durable_step}
 
     def sync(
         self, state: LiveState, step: int, progress: dict[str, Any], num_slots: int, **more: Any
@@ -224,11 +252,16 @@ class Replica:
         self._drift = None
         ring = {"part_bytes": self.pool.part_bytes, "count": num_slots}
         persist = self.durable_step < step
-        self._under_way = persist
-        self._helper.send({"sync": describe(state), "step": step, "ring": ring, "persist": persist, **more})
+        about = {"sync": describe(state), "step": step, "ring": ring, "needed": persist, **more}
+        self._hand(about, persist)
         self._helper.wait_for_word("synced")
         Disk(self._place).unlink(RING)
         tier.remove(self._place / SYNC)
+
+    def _hand(self, about: dict[str, Any], persist: bool) -> None:
+        """Say that the state is there; a base of it is made at once if the disk has none."""
+        self._under_way = persist
+        self._helper.send({**about, "persist": persist})
 
     # Every step
 
@@ -238,7 +271,7 @@ class Replica:
         slot = self.pool.take()
         started = time.monotonic()
         while slot is None:
-            self._helper.check(started)
+            self._check(started)
             if not self.pending and (slot := self.pool.take()) is None:
                 raise BadInput(
                     f"{len(self.pool.slots)} optimizer steps were done since step() was called last, and there is no"
@@ -250,6 +283,7 @@ class Replica:
     def put(self, sealed: Sealed) -> None:
         """Hand over a step. When this returns it survives the trainer's death."""
         assert self.pool is not None
+        sealed.settle()
         places, data = [], bytearray()
         for part in sealed.parts:
             place = self._place_of(part, sealed)
@@ -317,11 +351,18 @@ class Replica:
 
     def wait(self, step: int) -> None:
         """Return when ``step``, of which a base is being made, is durable."""
-        self._helper.wait_for(lambda: self.durable_step >= step)
+        self._wait_for(lambda: self.durable_step >= step)
 
     def settle(self) -> None:
         """Return when the replica has done every step."""
-        self._helper.wait_for(lambda: not self.pending)
+        self._wait_for(lambda: not self.pending)
+
+    def _wait_for(self, reached: Callable[[], bool]) -> None:
+        self._helper.wait_for(lambda: self._check() or reached())
+
+    def _check(self, waiting_since: float | None = None) -> None:
+        """Raise what keeps training from going on."""
+        self._helper.check(waiting_since)
 
     def close(self) -> None:
         """Let the replica persist what it has and end. Raises what it failed with."""

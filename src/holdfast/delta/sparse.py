@@ -7,7 +7,7 @@ and any element may be there, zeros as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -65,19 +65,51 @@ def _places_of(chosen: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
 
 def spread(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.Tensor:
     """The flat tensor that ``take`` gives the arrays of."""
-    counts = take("counts", torch.uint16, num_blocks(elements, block)).to(torch.int64)
-    device = counts.device
-    whole = counts == lengths_of(elements, block, device)
+    counts = take("counts", torch.uint16, num_blocks(elements, block))
+    lengths = lengths_of(elements, block, counts.device)
+    starts = torch.arange(counts.numel(), device=counts.device) * block
+    places, values = _taken(take, counts, lengths, starts, dtype)
+    flat = torch.zeros(elements, dtype=dtype, device=counts.device)
+    flat[places] = values
+    return flat
+
+
+def _taken(
+    take: Take, counts: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where elements are, and their values; of blocks of ``lengths`` that begin at ``starts``."""
+    counts = counts.to(torch.int64)
+    whole = counts == lengths
     values = take("values", dtype, int(counts.sum()))
-    places = take("indices", torch.uint16, int(counts[~whole].sum())).to(torch.int64)
-    starts = torch.arange(counts.numel(), device=device) * block
+    within = take("indices", torch.uint16, int(counts[~whole].sum())).to(torch.int64)
     if bool(whole.any()):
         of_whole = torch.repeat_interleave(whole, counts)
-        within = torch.arange(values.numel(), device=device) - torch.repeat_interleave(
-            counts.cumsum(0) - counts, counts
-        )
-        within[~of_whole] = places
-        places = within
-    flat = torch.zeros(elements, dtype=dtype, device=device)
-    flat[torch.repeat_interleave(starts, counts) + places] = values
-    return flat
+        each = torch.arange(values.numel(), device=counts.device)
+        each -= torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        each[~of_whole] = within
+        within = each
+    return torch.repeat_interleave(starts, counts) + within, values
+
+
+class Spread:
+    """The flat tensors of several parameters, of ``sizes`` elements, as ``spread`` gives each, for one record after the
+    other: their memory is used again, and of it only what the record before wrote is cleared."""
+
+    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, block: int, device: torch.device) -> None:
+        self._dtype = dtype
+        self._flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._lengths = torch.cat([lengths_of(size, block, device) for size in sizes])
+        self._starts = self._lengths.cumsum(0) - self._lengths
+        self._written, self._version = torch.empty(0, dtype=torch.int64, device=device), self._flat._version
+        self.tensors = self._flat.split(list(sizes))
+
+    def fill(self, take: Take) -> None:
+        """``take`` gives the arrays of all parameters, one behind the other."""
+        counts = take("counts", torch.uint16, len(self._lengths))
+        places, values = _taken(take, counts, self._lengths, self._starts, self._dtype)
+        if self._flat._version == self._version:
+            self._flat[self._written] = 0
+        else:  # the optimizer made something else of them
+            self._flat.zero_()
+        self._flat[places] = values
+        self._written, self._version = places, self._flat._version

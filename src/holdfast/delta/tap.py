@@ -11,12 +11,12 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ..errors import BadInput
-from ..state.cuts import local_of
+from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
 from ..state.progress import hyper_parameters
 from .codecs import Codec, Trained, trained_of
@@ -159,7 +159,7 @@ class Tap:
     ) -> tuple[memoryview | None, Any]:
         """Make the gradients what the optimizer is to consume, and put that into ``slot`` where there is one. Returns
         the part to be written, and what it is still to be multiplied by: nothing here."""
-        self._clipped(index, {name: local_of(p.grad) for name, p in trained if p.grad is not None})
+        self._clipped(index, {name: p.grad for name, p in trained if p.grad is not None})
         started = time.perf_counter()
         consumed = self._codec.consume(trained, self._state.residuals, skipped)  # alike on all ranks
         if self._codec.changes_training:
@@ -203,8 +203,10 @@ def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
 
 
 def clip(grads: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """What ``torch.nn.utils.clip_grad_norm_`` does, for gradients. Returns what they were multiplied by."""
+    """What ``torch.nn.utils.clip_grad_norm_`` does, for gradients. Returns what they were multiplied by. Where they are
+    shards all ranks have to call it."""
     norm = torch.nn.utils.get_total_norm(grads)
+    norm = cast(Any, norm).full_tensor() if is_distributed(norm) else norm
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     scale(grads, coefficient)
     return coefficient
@@ -213,7 +215,7 @@ def clip(grads: list[torch.Tensor], max_norm: float) -> torch.Tensor:
 @torch.no_grad()
 def scale(grads: list[torch.Tensor], coefficient: torch.Tensor) -> None:
     for grad in grads:
-        grad.mul_(coefficient.to(grad.device))
+        local_of(grad).mul_(coefficient.to(grad.device))
 
 
 Place = tuple[tuple[int, ...], torch.dtype]

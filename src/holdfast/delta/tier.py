@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from ..errors import BadInput
 from ..io.threads import open_file
 from ..state.live import LiveState
 from ..store.files import Disk
+from ..store.journal import Record
 from ..store.local import LocalStore
+from ..store.manifest import ALONE
 from .bases import BaseMaker
 from .recorder import Inline
 
@@ -34,10 +36,10 @@ class MemoryDisk(Disk):
             os.ftruncate(file.fd, nbytes)
 
 
-def place_of(run: str | Path, memory: Path) -> Path:
-    """The tier of the run in directory ``run``."""
+def place_of(run: str | Path, memory: Path, suffix: str = "") -> Path:
+    """The tier of the run in directory ``run``; of several ranks each has its own ``suffix``."""
     name = xxhash.xxh3_64_hexdigest(os.path.realpath(run).encode())
-    return memory / f"holdfast-{os.getuid()}-{name}"
+    return memory / f"holdfast-{os.getuid()}-{name}{suffix}"
 
 
 def make(place: Path) -> None:
@@ -71,11 +73,18 @@ def opened(place: Path) -> Iterator[LocalStore]:
         store.close()
 
 
-def put(place: Path, state: LiveState, step: int, progress: dict[str, Any]) -> None:
-    """Make ``place``, which is not there, hold ``state`` at ``step``, as a commit that stands alone."""
+def put(
+    place: Path, state: LiveState, step: int, progress: dict[str, Any], records: Sequence[Record] = ()
+) -> None:
+    """Make ``place``, which is not there, hold ``state`` at ``step``, as a commit that stands alone, and the
+    ``records`` that follow it."""
     with opened(place) as store:
         store.enter()
         store.begin(None)
+        if records:
+            journal = store.journal(ALONE)
+            journal.append(records)
+            journal.close()
         bases = BaseMaker(store, state, Inline())
         bases.begin()
         while not bases.all_staged:

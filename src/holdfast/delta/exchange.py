@@ -1,0 +1,54 @@
+"""Exchange: what one rank has of a state, given to all that hold the same regions of it and have it not.
+
+Under DDP all ranks hold everything and each stores a part, so what their replicas kept is whole only together. The
+bytes go over the ranks' own group, a bounded number at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..state.boxes import Box
+from ..state.live import LiveState
+from .bases import UNIT_BYTES
+from .image import image_of
+from .ranks import Ranks
+from .slots import tensors_of
+
+
+def give_to_others(state: LiveState, ranks: Ranks) -> None:
+    """Give what this rank stores of ``state`` to those that hold it too, and take the like from them: what optimizers
+    hold for it is not there yet. Called on all ranks."""
+    stored = {p.name for p in state.stored}
+    lacking = {name: box for name, box in state.boxes.items() if name not in stored}
+    wanted = {pair for each in ranks.everyone(lacking) for pair in each.items()}
+    offered = _divided(state, [p.name for p in state.stored if (p.name, state.boxes[p.name]) in wanted])
+    values = state.values()
+    told = ranks.everyone((offered, values))
+    for rank, (groups, its_values) in enumerate(told):
+        taken = {name for group in groups for name, box in group.items() if lacking.get(name) == box}
+        for group in groups:
+            image = ranks.spread(_image(state, group) if rank == ranks.rank else None, rank)
+            tensors = tensors_of(image.numpy().data)
+            state.load({key: tensor for key, tensor in tensors.items() if key.rpartition("/")[0] in taken})
+        state.load_values({name: slots for name, slots in its_values.items() if name in taken})
+
+
+def _divided(state: LiveState, names: list[str]) -> list[dict[str, Box]]:
+    """``names`` with their boxes, joined to about the size of a unit."""
+    groups: list[dict[str, Box]] = []
+    filled = 0
+    for name in names:
+        nbytes = sum(atom.nbytes for atom, _ in state.owned(state.parameter(name)).values())
+        if not groups or filled + nbytes > UNIT_BYTES:
+            groups.append({})
+            filled = 0
+        groups[-1][name] = state.boxes[name]
+        filled += nbytes
+    return groups
+
+
+def _image(state: LiveState, names: dict[str, Box]) -> torch.Tensor:
+    held = [state.owned(state.parameter(name)) for name in names]
+    image = image_of({key: tensor for each in held for key, (_, tensor) in each.items()})
+    return torch.frombuffer(image, dtype=torch.uint8)

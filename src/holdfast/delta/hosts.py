@@ -1,0 +1,212 @@
+"""Hosts: the process that holds a replica of what one of several ranks stores.
+
+It does a step when all ranks have handed it over. When its trainer dies the rest is kept as records behind the state,
+so that all replicas of the run can be brought to one step, and they make a base of that step. The first rank's has the
+run's lock and makes commits of what all have written.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from ..errors import HoldfastError
+from ..store.journal import Record
+from ..store.local import LocalStore
+from ..store.manifest import Timeline
+from . import kept, tier
+from .channel import Channel, Message
+from .helper import LAST_WORD
+from .host import Host, clip_as_told
+from .orphans import HERE, Notes
+from .ranks import Ranks, stream_of
+from .replica import Terms
+
+HERE_SECONDS, WORK_SECONDS = 10.0, 600.0
+"""How long a replica whose trainer has died waits for a sign of the others, and for their work."""
+
+ASKED_SECONDS, SHARE_SECONDS = 2.0, 20.0
+"""The same when another trainer is waiting: for a sign and for what they kept, and for their shares of a base."""
+
+
+class HostAmongOthers(Host):
+    """Serves the trainer of one rank."""
+
+    def __init__(self, channel: Channel, terms: Terms) -> None:
+        self._ranks = Ranks(terms.rank, terms.world_size, "that of the trainers")
+        super().__init__(channel, terms)
+        self._prefix = self._ranks.prefix
+        self._waiting: deque[Message] = deque()
+        self._all_have = -1
+        self._number = 0
+        self._shared = False
+        """Whether the base ``_number`` waits for those of other ranks."""
+        self._cut = ""
+
+    def _look(self) -> LocalStore:
+        store = super()._look()
+        store.is_mine = self._ranks.is_mine
+        return store
+
+    def _enter(self) -> None:
+        """The first rank's takes the run's lock; the others join when a timeline is open."""
+        if self._ranks.rank == 0:
+            super()._enter()
+
+    def _begin(self, about: dict[str, Any]) -> None:
+        if self._ranks.rank == 0:
+            super()._begin(about)
+            self._say(begun=asdict(self._store.opened))
+        else:
+            self._store.join(Timeline(**about["join"]), self._ranks.rank)
+            self._run = [self._store.opened.id, self._store.opened.key]
+
+    # What the trainer says
+
+    def _do(self, message: Message) -> None:
+        about = message.about
+        if "all_have" in about:
+            self._all_have = max(self._all_have, about["all_have"])
+            if "ended" in about:
+                self._end_base(about["published"])
+        elif "publish" in about:
+            self._publish_shares(about["publish"])
+        elif "begin" in about or "close" in about:
+            super()._do(message)
+        else:
+            self._waiting.append(message)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Do what waits and may be done."""
+        while self._waiting and self._may_do(self._waiting[0].about):
+            super()._do(self._waiting.popleft())
+
+    def _may_do(self, about: dict[str, Any]) -> bool:
+        return "compare" in about or about["step"] <= self._all_have
+
+    def _take_over(self, about: dict[str, Any]) -> None:
+        super()._take_over(about)
+        self._cut = about["cut"]
+
+    def _compare(self, about: dict[str, Any]) -> None:
+        if about["last"]:
+            self._number = about["base"]
+        super()._compare(about)
+        if about["last"] and not self._equal:
+            self._say(lost=self._number)
+
+    # Bases
+
+    @property
+    def _base_under_way(self) -> bool:
+        """Whether this rank's share is still to be written."""
+        return super()._base_under_way and not self._shared
+
+    def _publish(self) -> None:
+        """The share is written: the trainer tells the others."""
+        assert self._bases is not None
+        share = self._bases.share(self._base_progress)
+        self._shared = True
+        self._say(share=[self._number, share.step, share.ref])
+
+    def _publish_shares(self, refs: list[dict[str, Any]]) -> None:
+        """On the first rank: make a commit of what all ranks have written."""
+        manifest = self._store.publish_shares({stream_of(rank): ref for rank, ref in enumerate(refs)})
+        self._store.prune_journal()
+        self._events.emit("base", step=manifest.step, durable_step=manifest.step)
+        self._say(word="published")
+
+    def _end_base(self, step: int | None) -> None:
+        """The base that was begun last is a commit of ``step`` now; None: it was given up."""
+        assert self._bases is not None
+        if step is None:
+            self._drop_base()
+        else:
+            if self._ranks.rank:
+                self._store.follow()
+            self._bases.published()
+            self._base_step = step
+            kept.drop(self._place)
+        self._shared = False
+
+    # The end
+
+    def _finish(self) -> None:
+        """The trainer closes, when everything is durable, or is gone: then what it handed over is kept, and persisted
+        with what the others have."""
+        self._drop_base()
+        if self._closing:
+            self._say(word=LAST_WORD)
+        elif self._begun and self._equal:
+            assert self._door is not None
+            notes = Notes(self._store.disk, self._run[0], self._ranks, self._door.knocked)
+            with suppress(HoldfastError, OSError):  # memory may have room where the disk has none
+                notes.leave(HERE)
+            records = self._held_back()
+            self._keep()
+            notes.leave("kept", [self._step, records[-1].step if records else self._step])
+            self._persist(notes)
+
+    def _persist(self, notes: Notes) -> None:
+        """Make a base of the newest step that all replicas have, if all are there."""
+        if notes.of_all(HERE, HERE_SECONDS, ASKED_SECONDS) is None:
+            return
+        ranges = notes.of_all("kept", WORK_SECONDS, ASKED_SECONDS)
+        if ranges is None:
+            return
+        last = min(last for _, last in ranges)
+        if last < max(kept.newest(self._store, None) + 1, *(first for first, _ in ranges)):
+            return
+        self._all_have = last
+        self._go_on()
+        if not self._equal or self._step != last:
+            return
+        self._drop_base()
+        if self._ranks.rank:
+            self._store.follow()  # before files are written over: a base may have become a commit unheard
+        assert self._bases is not None and self._state is not None
+        self._bases.begin()
+        while not self._bases.all_staged:
+            self._bases.write_next(last)
+        notes.leave("share", self._bases.share({**self._progress, "values": self._state.values()}).ref)
+        if self._ranks.rank == 0 and (refs := notes.of_all("share", WORK_SECONDS, SHARE_SECONDS)) is not None:
+            self._publish_shares(refs)
+            self._base_step = last
+
+    def _put_aside(self, progress: dict[str, Any]) -> None:
+        assert self._state is not None
+        records = self._held_back()
+        kept.keep(self._place, self._state, self._step, progress, self._run, self._cut, records)
+
+    def _held_back(self) -> list[Record]:
+        """The steps that not all ranks are known to have."""
+        records = []
+        for message in self._waiting:
+            if "sync" in message.about:  # a state that not all ranks have
+                break
+            if "about" in message.about:
+                record, parts = message.about["about"], self._parts_of(message)
+                clip_as_told(record, parts)
+                records.append(Record(message.about["step"], record, tuple(parts)))
+        return records
+
+    def _linger(self) -> None:
+        """Wait for another trainer. If none comes, clean up what is of no use to one any more."""
+        assert self._door is not None
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        with suppress(SystemExit, HoldfastError):
+            if not self._door.knocked(self._terms.linger_seconds):
+                own = kept.look(self._place, self._store)
+                if own is None or own.last <= kept.newest(self._store, None):
+                    tier.remove(self._place)
+            if self._door.knocked():
+                return self._door.leave()
+        self._leave_place(False)
+
+    def _leave_place(self, remove: bool) -> None:
+        super()._leave_place(remove and self._base_step >= self._step)

@@ -1,0 +1,262 @@
+"""Replicas: the trainer's side where several ranks train, each with a replica of what it stores.
+
+A step survives the trainers' death when all ranks have handed it over, so replicas hold back what they do not know of
+all; what each has then leads to one step. A base is of one step on all ranks, found by counting, and becomes a commit
+when every replica has its share on the disk. What one tells the others goes over the ``Agreement``, as for records.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from ..errors import Damaged, NoCommit
+from ..state.live import LiveState
+from ..store.files import Disk
+from ..store.local import LocalStore
+from ..store.manifest import Point
+from . import drift, kept, tier
+from .agreement import Agreement, Standing
+from .exchange import give_to_others
+from .ghost import pour
+from .orphans import is_orphan
+from .ranks import Ranks
+from .rebuild import describe, rebuild
+from .recorder import Sealed
+from .recovery import Recovered, recover
+from .replica import Replica
+from .script import Script
+
+
+@dataclass
+class Handed:
+    """How far this rank is, as an ``Agreement`` asks for it: its replica has been told of the step."""
+
+    durable_step: int = -1
+
+
+def cut_of(state: LiveState, ranks: Ranks) -> str:
+    """Says which part of the state a rank stores."""
+    boxes = {p.name: state.boxes[p.name].to_json() for p in state.stored}
+    return xxhash.xxh3_64_hexdigest(
+        json.dumps([ranks.rank, ranks.world_size, boxes], sort_keys=True).encode()
+    )
+
+
+class Replicas(Replica):
+    """That of this rank among ``ranks``. Bases, and what waits for them, are called for on all ranks alike."""
+
+    def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
+        super().__init__(*args, ranks=ranks, **options)
+        self._ranks = ranks
+        self._handed = Handed()
+        self._number = self._ended = 0
+        """Of the base that was begun last, and of the one that is known not to be under way any more."""
+        self._base_at = self._next_base = -1
+        self._heard_of = (-1, 0)
+        self._timeline: dict[str, Any] = {}
+
+    @property
+    def replica_step(self) -> int:
+        """The newest step that survives the death of all trainers."""
+        agreement = self.agreement
+        if agreement is None or self._drift is not None or self._helper.failure is not None:
+            return self.durable_step
+        return max(agreement.standing.durable_step, self.durable_step)
+
+    # Beginning
+
+    def start(self) -> None:
+        ranks = self._ranks
+        ranks.all_do(lambda: kept.make_earlier_one_leave(self._place, self._terms.run, self._deadline))
+        ranks.first_does(self._start)  # it enters the run
+        ranks.all_do(lambda: self._start() if ranks.rank else None)
+
+    def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
+        """As that of one replica: from memory if all ranks can have the same step there."""
+        ranks, odd = self._ranks, list[str]()
+        own = kept.look(self._place, store)
+        mine = own if own is not None and own.cut == cut_of(self._state, ranks) else None
+        newest = ranks.first_does(lambda: kept.newest(store, target))
+        there = ranks.everyone(mine)
+        found = kept.agreed(there, newest, target, exact)
+        if found is not None:
+            wrong = ranks.all_do(lambda: self._load(found, script))
+            odd = [
+                f"what the replica of rank {rank} kept is not whole: {text}"
+                for rank, text in enumerate(wrong)
+                if text
+            ]
+            if not odd:
+                give_to_others(self._state, ranks)
+                self._helper.durable_step = newest
+                self._events.emit("resumed", source="replica", step=found.step, durable_step=newest)
+                return Recovered(found, odd)
+        recovered = recover(store, self._state, script, ranks=ranks, target=target, exact=exact)
+        self._helper.durable_step = recovered.point.step
+        if own is not None and own.last > recovered.point.step and target is None and not odd:
+            without = [rank for rank, each in enumerate(there) if each is None]
+            odd.append(_not_used(own, without, ranks.world_size))
+        return Recovered(recovered.point, odd + recovered.odd)
+
+    def _load(self, found: kept.Fork, script: Script) -> str | None:
+        """Bring what this rank stores to the step that was found; why not, if that cannot be."""
+        part = rebuild(describe(self._state))
+        try:
+            with tier.opened(self._place / kept.KEPT) as memory:
+                recover(memory, part, script, ranks=Ranks(), target=found.step, exact=True)
+        except (Damaged, NoCommit) as error:
+            return str(error)
+        self._state.forget_optimizer_state()
+        pour(part, self._state)
+        self._state.load({key: tensor for key, (_, tensor) in part.buffers().items()})
+        return None
+
+    def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:
+        ranks = self._ranks
+
+        def hand_over(timeline: dict[str, Any]) -> dict[str, Any]:
+            about = {**self._beginning(fork), "join": timeline}
+            self.sync(self._state, step, progress, num_slots, begin=about)
+            return self._timeline
+
+        timeline, run = ranks.first_does(lambda: hand_over({})), Disk(self._terms.run)
+        ranks.all_do(lambda: hand_over(timeline) if ranks.rank else None)
+        self.agreement = Agreement(
+            ranks, recorder=self._handed, steps_done=lambda: self.last_put, publish=self._publish,
+            follow=lambda: None, hear=self._hear_of_all, sure="with the replicas",
+            is_there=lambda rank: not is_orphan(run, timeline["id"], rank), deadline_seconds=self._deadline,
+        )  # fmt: skip
+        self._next_base = step + self._base_every
+        if self.durable_step < step:
+            self._ask_for_base(step)
+        if fork is None:
+            self.wait(step)
+
+    def sync(
+        self, state: LiveState, step: int, progress: dict[str, Any], num_slots: int, **more: Any
+    ) -> None:
+        """As that of one replica. Until all ranks are at ``step`` the replica keeps what it had."""
+        self._until_ended()
+        super().sync(state, step, progress, num_slots, cut=cut_of(state, self._ranks), **more)
+
+    def _hand(self, about: dict[str, Any], persist: bool) -> None:
+        super()._hand(about, persist=False)
+        self.last_put = self._done = self._handed.durable_step = about["step"]
+        self._look_soon()
+
+    # Every step
+
+    def put(self, sealed: Sealed) -> None:
+        """Hand over a step. It survives the trainers' death when all ranks have."""
+        super().put(sealed)
+        self._handed.durable_step = sealed.step
+        self._look_soon()
+
+    def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
+        """At the end of ``step``: ask for a base when one is due. All ranks find the same step by counting, and wait
+        there for the base before it."""
+        self._check()
+        if self._drift is not None:
+            self._resync(step, progress())
+        if step >= self._next_base:
+            self._until_ended()
+            self._ask_for_base(step)
+            self._next_base = step + self._base_every
+
+    def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
+        """A base of ``step``, the present one, at once on all ranks. Durable when this returns."""
+        self._until_ended()
+        while self.durable_step < step:
+            self.settle()
+            if self._drift is not None:
+                self._resync(step, progress())
+            self._ask_for_base(step)
+            self._until_ended()
+
+    def _ask_for_base(self, step: int) -> None:
+        """Have the replica compare all its tensors, and make its share of a base of ``step``."""
+        assert self.agreement is not None
+        self._number, self._base_at = self._number + 1, step
+        if self._ranks.rank == 0:
+            self.agreement.begin_base()
+        compared = drift.take(self._state, drift.owners(self._state), 1 << 62)
+        about = {"compare": compared, "step": step, "last": True, "base": self._number}
+        self._helper.send({**about, "values": self._state.values()})
+
+    # What is heard
+
+    def _publish(self, refs: list[dict[str, Any]]) -> None:
+        """On the first rank: have the replica make a commit of the shares ``refs``."""
+        self._helper.send({"publish": refs})
+        self._helper.wait_for_word("published")
+
+    def _hear_of_all(self, standing: Standing) -> None:
+        """Tell the replica what all ranks have, and what became of a base."""
+        ended = max(standing.published, standing.given_up)
+        if (standing.durable_step, ended) == self._heard_of or not self._started:
+            return
+        self._heard_of = (standing.durable_step, ended)
+        about: dict[str, Any] = {"all_have": standing.durable_step}
+        is_news, is_there = ended > self._ended, standing.published == ended
+        if is_news:
+            about |= {"ended": ended, "published": self._base_at if is_there else None}
+        self._helper.send(about)
+        if is_news:
+            with self._helper.changed:
+                self._ended = ended
+                if is_there:
+                    self._helper.durable_step = self._base_at
+                self._helper.changed.notify_all()
+
+    def _hear(self, about: dict[str, Any]) -> None:
+        if "begun" in about:
+            self._timeline = about["begun"]
+        elif "share" in about:
+            assert self.agreement is not None
+            self.agreement.share(*about["share"])
+        elif "lost" in about:
+            assert self.agreement is not None
+            self.agreement.share_nothing(about["lost"])
+        else:
+            super()._hear(about)
+
+    def _until_ended(self) -> None:
+        """Return when no base is under way any more: it is a commit, or was given up."""
+        self._wait_for(lambda: self._ended >= self._number)
+
+    def _check(self, waiting_since: float | None = None) -> None:
+        super()._check(waiting_since)
+        if self.agreement is not None:
+            self.agreement.check()
+
+    def _look_soon(self) -> None:
+        if self.agreement is not None:
+            self.agreement.look_soon()
+
+    def close(self) -> None:
+        """Let the replica end; where not everything is durable it is left alone, as when its trainer dies: it keeps
+        what it has for the next one. Raises what it failed with."""
+        if not self._started:
+            return
+        self._started = False
+        if self._helper.failure is None and self.agreement is not None and self.durable_step < self.last_put:
+            self._helper.leave()
+            return
+        if self._helper.failure is None:
+            self._helper.send({"close": True})
+        self._helper.end()
+
+
+def _not_used(own: kept.Kept, without: list[int], world_size: int) -> str:
+    who = " and ".join(map(str, without))
+    why = (
+        f"rank {who} of {world_size} has nothing that goes with it"
+        if without
+        else "they have no step in common"
+    )
+    return f"replicas kept steps up to {own.last} in memory, and {why}, so the disk was taken"

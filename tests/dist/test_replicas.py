@@ -1,0 +1,340 @@
+"""Several ranks, each with a replica of what it stores: they hold what training holds, and all lead to one step."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+
+import pytest
+
+from dist.test_ranks import ended, flip
+from dist.world import World
+from holdfast.events import read_events
+
+KINDS = ["ddp", "fsdp"]
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World() as world:
+        yield world
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """In place of ``/dev/shm``. Nothing is left in it when a run has come to its end."""
+    (tmp_path / "memory").mkdir()
+    yield tmp_path / "memory"
+    assert os.listdir(tmp_path / "memory") == []
+
+
+def run(world, tmp_path, kind, steps, ranks=2, **order):
+    order = {"base_every": 1000, "deadline_seconds": 30, "replica": tmp_path / "memory", **order}
+    return world.run(ranks, kind=kind, root=tmp_path / "run", steps=steps, **order)
+
+
+def events(tmp_path, name):
+    return [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == name]
+
+
+def from_memory(tmp_path):
+    return [event["step"] for event in events(tmp_path, "resumed")]
+
+
+def wait_for(met, seconds=20):
+    end = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def goes_on(world, tmp_path, kind, died, steps=14, **order):
+    """All ranks come to the end from one step, with the bits of a run that was never cut."""
+    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=steps, **order))
+    rest = ended(run(world, tmp_path, kind, steps, **order))
+    for one, other in zip(whole, rest, strict=True):
+        assert other["resumed"] == rest[0]["resumed"]
+        assert other["losses"] == one["losses"][other["resumed"] :]
+        assert other["digests"].items() <= one["digests"].items()
+    return rest[0]["resumed"]
+
+
+@pytest.mark.parametrize(
+    "kind, ranks, optimizer",
+    [("ddp", 2, "sgd"), ("ddp", 2, "fused"), ("ddp", 3, "adamw"), ("fsdp", 2, "adamw"), ("fsdp", 2, "fused"),
+     ("fsdp", 3, "foreach"), ("hsdp", 4, "adamw")],
+)  # fmt: skip
+def test_the_replicas_are_what_the_trainers_are_after_every_step(world, tmp_path, memory, kind, ranks, optimizer):
+    """Each step is compared in full by digest, and what the replicas wrote of it is read back without one."""
+    said = ended(run(world, tmp_path, kind, 5, ranks, optimizer=optimizer, save_every=1, keep_last=9))
+    assert not events(tmp_path, "drift")
+    for step in range(6):
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        order = {"kind": kind, "root": tmp_path / "copy", "steps": step, "optimizer": optimizer}
+        found = ended(world.run(ranks, resume={"step": step}, **order))
+        assert found[0]["digests"] == {str(step): said[0]["digests"][str(step)]}
+        shutil.rmtree(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_is_killed_and_all_go_on_from_memory(world, tmp_path, memory, kind, killed):
+    died = run(world, tmp_path, kind, 14, kill=[killed, 9])
+    assert died[killed]["code"] == -9 and "error" in died[1 - killed]
+    step = goes_on(world, tmp_path, kind, died)
+    assert max(said["survives"] for said in died) <= step <= 8
+    assert from_memory(tmp_path) == [step]
+    assert max(said["durable"] for said in died) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", [{"0": 8, "1": 8}, {"0": 8}, {"1": 8}])
+def test_all_are_killed_and_go_on_from_the_newest_step_that_all_have(world, tmp_path, memory, kind, after):
+    """Right after a step was handed over, by both or by one of them."""
+    died = run(world, tmp_path, kind, 14, killed_after=after)
+    assert [said["code"] for said in died].count(-9) == len(after)
+    step = goes_on(world, tmp_path, kind, died)
+    assert max(said["survives"] for said in died) <= step
+    assert step in (7, 8) and from_memory(tmp_path) == [step]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_that_one_rank_alone_has_handed_over_is_left_out(world, tmp_path, memory, ahead):
+    died = run(world, tmp_path, "ddp", 14, killed_after={str(ahead): 8}, kill=[1 - ahead, 8], pause=0.05)
+    assert [said["code"] for said in died] == [-9, -9]
+    assert goes_on(world, tmp_path, "ddp", died) == 7
+    assert from_memory(tmp_path) == [7]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_that_not_all_are_known_to_have_are_kept_as_records(world, tmp_path, memory, kind):
+    """The replicas have heard of no step that all have, and are brought to one all the same."""
+    died = run(world, tmp_path, kind, 14, kill=[0, 7], deaf_from=1, clip=False, clip_norm=0.5)
+    assert max(said["survives"] for said in died) == 0
+    wait_for(lambda: [event["step"] for event in events(tmp_path, "kept")] == [0, 0])
+    assert goes_on(world, tmp_path, kind, died, clip=False, clip_norm=0.5) == 6
+    assert from_memory(tmp_path) == [6]
+
+
+def lost(died, rank):
+    """A replica was, and all ranks know of which."""
+    assert "ReplicaDied" in died[rank]["error"]
+    assert f"rank {rank} failed: ReplicaDied" in died[1 - rank]["error"] or "Runtime" in died[1 - rank]["error"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_one_replica_is_gone_the_disk_is_taken(world, tmp_path, memory, kind, rank):
+    died = run(world, tmp_path, kind, 40, kill_replica=[rank, 7], save_at=5, pause=0.05)
+    lost(died, rank)
+    assert goes_on(world, tmp_path, kind, died) == 5
+    assert from_memory(tmp_path) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_dies_with_its_replica_and_the_disk_is_taken(world, tmp_path, memory, rank):
+    died = run(world, tmp_path, "fsdp", 14, kill_replica=[rank, 9], kill=[rank, 9], save_at=5)
+    assert died[rank]["code"] == -9
+    assert goes_on(world, tmp_path, "fsdp", died) == 5
+    assert from_memory(tmp_path) == []
+
+
+@pytest.mark.parametrize("base_every", [3, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replica_that_has_drifted_is_made_anew(world, tmp_path, memory, kind, base_every):
+    """It is told of where it is, and what goes to the disk is the trainers'."""
+    said = ended(run(world, tmp_path, kind, 12, drift_at=[1, 4], base_every=base_every, pause=0.05))
+    warned = [any("the replica has drifted" in text for text in each.get("warnings", [])) for each in said]
+    assert warned == [False, True]
+    assert goes_on(world, tmp_path, kind, said) == 12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_base_for_which_one_replica_has_drifted_is_given_up_by_all(world, tmp_path, memory, kind, rank):
+    """A moment is another one, which only the comparison in full finds; the next base is made."""
+    said = run(
+        world, tmp_path, kind, 11, drift_at=[rank, 6], drifting_slot="exp_avg", base_every=3, pause=0.05
+    )
+    assert "exp_avg differs" in ended(said)[rank]["warnings"][0]
+    assert [event["step"] for event in events(tmp_path, "base")] == [0, 3, 9, 11]
+    assert goes_on(world, tmp_path, kind, said) == 11
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_one_replica_has_drifted_none_is_taken(world, tmp_path, memory, rank):
+    """The trainers die before they hear of it."""
+    died = run(world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=["all", 10], save_at=5, pause=0.1)
+    assert {said["code"] for said in died} == {-9}
+    assert goes_on(world, tmp_path, "ddp", died) == 5
+    assert from_memory(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clipping_here_is_that_of_torch(world, tmp_path, memory, kind):
+    """With and without replicas; what FSDP2 has reduced is copied while backward runs, and not again."""
+    whole = ended(world.run(2, kind=kind, root=tmp_path / "torch", steps=6))
+    here = {"clip": False, "clip_norm": 0.5}
+    beside = ended(run(world, tmp_path, kind, 6, **here))
+    alone = ended(world.run(2, kind=kind, root=tmp_path / "alone", steps=6, **here))
+    assert whole[0]["digests"] == beside[0]["digests"] == alone[0]["digests"]
+    for said in beside:
+        assert (said["early"], said["copied_again"]) == ((36, 0) if kind == "fsdp" else (0, said["copied_again"]))
+    assert goes_on(world, tmp_path, kind, beside, **here) == 6
+
+
+@pytest.mark.parametrize("clips", [{}, {"clip": False, "clip_norm": 0.5}])
+@pytest.mark.parametrize(
+    "kind, ranks, other, others",
+    [("ddp", 2, "ddp", 3), ("fsdp", 3, "ddp", 2), ("fsdp", 2, "plain", 1), ("fsdp", 2, "ddp", 2)],
+)
+def test_under_another_parallelism_the_base_is_taken_that_orphaned_replicas_made(
+    world, tmp_path, kind, ranks, other, others, clips
+):
+    (tmp_path / "memory").mkdir()
+    died = run(world, tmp_path, kind, 14, ranks, kill=[0, 9], save_at=5, linger_seconds=1.0, deaf_from=6, **clips)
+    assert max(said["durable"] for said in died) == 5
+    rest = ended(run(world, tmp_path, other, 9, others, **clips))
+    assert rest[0]["resumed"] == 8 and from_memory(tmp_path) == []
+    assert rest[0]["digests"]["8"] == died[0]["digests"]["8"]
+
+
+def test_replicas_to_which_nobody_comes_clean_up_and_the_disk_has_their_step(world, tmp_path, memory):
+    died = run(world, tmp_path, "fsdp", 14, kill=[0, 9], linger_seconds=0.3)
+    wait_for(lambda: os.listdir(memory) == [])
+    rest = ended(world.run(2, kind="fsdp", root=tmp_path / "run", steps=9))
+    assert rest[0]["resumed"] == 8 and rest[0]["digests"]["8"] == died[0]["digests"]["8"]
+    assert os.listdir(tmp_path / "run" / "scratch") == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_killed_again_and_again_loses_no_step_that_all_had(world, tmp_path, memory, kind):
+    """Also right after it was resumed, when some replicas have begun anew and others have not."""
+    survives = 0
+    for rank, step in ((0, 4), (1, 6), ("all", 9)):
+        died = run(world, tmp_path, kind, 14, kill=[rank, step], base_every=5)
+        assert died[0]["resumed"] == died[1]["resumed"] >= survives
+        survives = max(said["survives"] for said in died)
+    assert goes_on(world, tmp_path, kind, died) >= survives >= 6
+
+
+@pytest.mark.parametrize("failpoint", ["after_state_handed", "after_gradient_copied", "after_step_handed"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(world, tmp_path, memory, rank, failpoint):
+    """The steps in memory are still there, though some replicas have a new beginning and others none."""
+    order = {"orphans_persist": False}
+    run(world, tmp_path, "fsdp", 14, killed_after={"0": 8, "1": 8}, **order)
+    died = run(world, tmp_path, "fsdp", 14, failpoint=[rank, failpoint], **order)
+    assert died[rank]["code"] == -9 and died[rank].get("resumed", 8) == 8
+    assert goes_on(world, tmp_path, "fsdp", died) >= 8
+    assert len(from_memory(tmp_path)) == 2
+
+
+def test_what_orphaned_replicas_have_no_room_for_on_the_disk_stays_in_memory(world, tmp_path, memory):
+    died = run(world, tmp_path, "ddp", 14, kill=[0, 9], disk_fails_orphans=True, linger_seconds=0.1)
+    wait_for(lambda: len(events(tmp_path, "replica_failed")) == 2)
+    assert goes_on(world, tmp_path, "ddp", died) == 8
+    assert from_memory(tmp_path) == [8]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_mistake_of_one_rank_loses_no_step(world, tmp_path, memory, who):
+    died = run(world, tmp_path, "ddp", 14, raises=[who, 9])
+    assert died[who]["error"] == "ValueError: a mistake of the script"
+    step = goes_on(world, tmp_path, "ddp", died)
+    assert step == 8 and from_memory(tmp_path) == [8]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_stop_at_one_step_on_a_sigterm_and_the_disk_has_it(world, tmp_path, memory, kind):
+    died = run(world, tmp_path, kind, 5000, signal_at=[1, 5])
+    assert [said["error"] for said in died] == ["SystemExit: 143"] * 2
+    rest = ended(world.run(2, kind=kind, root=tmp_path / "run", steps=died[0]["at"]))
+    assert died[0]["at"] == died[1]["at"] == rest[0]["resumed"]
+
+
+def test_a_parameter_that_is_trained_later_is_handed_over_anew(world, tmp_path, memory):
+    died = run(world, tmp_path, "ddp", 14, unfreeze_at=4, kill=[1, 9])
+    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=14, unfreeze_at=4))
+    rest = ended(run(world, tmp_path, "ddp", 14, unfreeze_at=9))
+    assert rest[0]["resumed"] == 8 and from_memory(tmp_path) == [8]
+    assert rest[0]["digests"].items() <= whole[0]["digests"].items()
+    assert died[0]["digests"].items() <= whole[0]["digests"].items()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_have_nothing_to_store_have_replicas_all_the_same(world, tmp_path, memory, kind):
+    """A model with fewer parameters than there are ranks, and no buffers."""
+    died = run(world, tmp_path, kind, 14, tiny=True, kill=[0, 9], base_every=3)
+    assert goes_on(world, tmp_path, kind, died, tiny=True) == 8
+    assert from_memory(tmp_path) == [8]
+
+
+def test_an_earlier_step_is_taken_from_the_disk_though_later_ones_are_kept(world, tmp_path, memory):
+    run(world, tmp_path, "ddp", 14, kill=[0, 12], save_at=5, pause=0.05)
+    rest = ended(run(world, tmp_path, "ddp", 7, resume={"before": 8}))
+    assert [said["resumed"] for said in rest] == [5, 5] and from_memory(tmp_path) == []
+
+
+def test_what_needs_all_parameters_for_an_update_is_refused(world, tmp_path, memory):
+    said = run(world, tmp_path, "ddp", 3, optimizer="global")
+    assert all("Global needs all to update any of it" in each["error"] for each in said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_was_kept_of_another_cut_is_not_taken_and_it_is_said(world, tmp_path):
+    """The disk has an older step, and memory one that these ranks cannot have."""
+    (tmp_path / "memory").mkdir()
+    order = {"kill": [0, 9], "save_at": 5, "orphans_persist": False, "linger_seconds": 1.0}
+    died = run(world, tmp_path, "fsdp", 14, **order)
+    rest = ended(run(world, tmp_path, "ddp", 7))
+    assert rest[0]["resumed"] == 5 and from_memory(tmp_path) == []
+    assert rest[0]["digests"]["5"] == died[0]["digests"]["5"]
+    assert "replicas kept steps up to 8 in memory, and rank 0 and 1 of 2 has nothing" in rest[0]["warnings"][0]
+
+
+@pytest.mark.parametrize("topology, ranks", [("pp2", 2), ("pp2v2", 2), ("ep2", 2), ("tp2", 2), ("fsdp2xtp2", 4)])
+def test_ranks_that_hold_different_tensors_go_on_from_memory(world, tmp_path, memory, topology, ranks):
+    """Stages of a pipeline, experts, and what tensor parallelism cuts."""
+    order = {"topology": topology, "steps": 6, "base_every": 1000}
+    whole = world.run(ranks, root=tmp_path / "whole", **order)
+    order |= {"root": tmp_path / "run", "replica": memory}
+    died = world.run(ranks, fails_after=4, **order)
+    assert [said["error"] for said in died] == ["ValueError: a mistake of the script"] * ranks
+    rest = world.run(ranks, **order)
+    assert from_memory(tmp_path) == [4] and not events(tmp_path, "drift")
+    for one, other in zip(whole, rest, strict=True):
+        assert other["finished"] and other["resumed"] == 4 and other["losses"] == one["losses"][4:]
+        assert other["digests"] == {step: one["digests"][step] for step in ("4", "5", "6")}
+
+
+def test_of_a_pipeline_no_rank_has_the_norm(world, tmp_path):
+    for said in world.run(2, topology="pp2", root=tmp_path / "run", steps=1, clip_norm=0.5):
+        assert "BadInput: clip_norm = 0.5: this rank does not hold " in said["error"]
+
+
+@pytest.mark.parametrize("more", [{}, {"save_at": 8}])
+def test_a_rank_that_was_killed_is_named_to_who_waits_for_it(world, tmp_path, memory, more):
+    """In ``close`` and in ``save``. No collective of the training tells of it, and the lock is its replica's."""
+    died = run(world, tmp_path, "plain", 8, 3, kill=[1, 5], **more)
+    for other in (died[0], died[2]):
+        assert "RankFailed: rank 1 has ended without a word" in other["error"], other
+    rest = ended(run(world, tmp_path, "plain", 8, 3))
+    assert [said["resumed"] for said in rest] == [4] * 3 and from_memory(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_what_one_rank_is_refused_every_rank_is_told_at_once(world, tmp_path, memory, who):
+    said = run(world, tmp_path, "ddp", 3, options_of={who: {"storage": "1GB"}})
+    assert "BadInput: storage = 1GB is for records" in said[who]["error"]
+    assert f"RankFailed: rank {who} failed" in said[1 - who]["error"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_see_another_directory_are_refused_with_replicas_too(world, tmp_path):
+    (tmp_path / "memory").mkdir()
+    said = run(world, tmp_path, "ddp", 5, elsewhere=1)
+    assert "RunMismatch" in said[1]["error"] and "one directory" in said[1]["error"]
+    assert "rank 1 failed" in said[0]["error"]
+    assert all("at" not in each for each in said)

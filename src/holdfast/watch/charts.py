@@ -103,7 +103,7 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5, least: float = 0.0) -> list[float]:
-    """Round numbers from at most ``low`` to at least ``high``, ``least`` apart at least.
+    """Round numbers from ``low`` or less to ``high`` or more, but for rounding; ``least`` apart at least.
 
     >>> ticks(0.0, 1.7)
     [0.0, 0.5, 1.0, 1.5, 2.0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -22,6 +22,8 @@ class Order:
     vocabulary: int = 256
     tokens: int = 256
     micro_batches: int = 1
+    options: dict = field(default_factory=dict)
+    """Of the engine, besides keeping everything on the SSD."""
     cgroup: str = ""
     dies: bool = False
     """After its steps the process kills itself when half of the blocks of another one are written."""
@@ -55,7 +57,7 @@ def main(order: Order) -> None:
         order.root,
         sample=batches(order, 0)[0],
         micro_batches=order.micro_batches,
-        **spilled,
+        **(spilled | order.options),
     )
     preflight = engine.preflight
     say(

@@ -68,19 +68,23 @@ def equal_blocks(
     )
 
 
+WAYS = [("plain", 0.0), ("plain", 0.5), ("plain", 1.0), ("snake", 0.0), ("snake", 0.25)]
+"""Orders, and how much of the update is delayed."""
+
+
 def grid(counts: Sequence[int] = (1, 2, 3, 6)) -> Iterator[tuple[Work, Placement, StepShape]]:
     """A step for every combination of what can vary."""
     on_off = (False, True)
-    for count, micro_batches, unified, clip, commit in product(counts, (1, 2, 3, 5), on_off, on_off, on_off):
+    varied = product(counts, (1, 2, 3, 5), on_off, on_off, on_off, WAYS)
+    for count, micro_batches, unified, clip, commit, (order, delayed) in varied:
+        shape = StepShape(
+            micro_batches=micro_batches, clip=clip, commit=commit, order=order, delayed_fraction=delayed
+        )
         for fraction in (0.0, 0.5, 1.0):
             placement = Placement.fractions(
                 count, params=fraction, optimizer=fraction, activations=fraction, gradients=fraction
             )
-            yield (
-                uneven(count, unified),
-                placement,
-                StepShape(micro_batches=micro_batches, clip=clip, commit=commit),
-            )
+            yield uneven(count, unified), placement, shape
 
 
 @st.composite
@@ -95,7 +99,11 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, Placement, StepS
         params=any_blocks(), optimizer=any_blocks(), activations=any_blocks(), gradients=any_blocks()
     )
     shape = StepShape(
-        micro_batches=draw(st.integers(1, 6)), clip=draw(st.booleans()), commit=draw(st.booleans())
+        micro_batches=draw(st.integers(1, 6)),
+        clip=draw(st.booleans()),
+        commit=draw(st.booleans()),
+        order=draw(st.sampled_from(("plain", "snake"))),
+        delayed_fraction=draw(st.sampled_from((0.0, 0.0, 0.25, 0.5, 0.8, 1.0))),
     )
     return uneven(count, draw(st.booleans())), placement, shape
 

@@ -99,6 +99,28 @@ def test_a_bucket_that_fails_for_a_while_is_caught_up_with(tmp_path, bucket, mon
     assert len(told) == 1 and told[0]["error"] == "the network is down"
 
 
+def test_whatever_fails_is_told_and_tried_again(tmp_path, bucket, monkeypatch):
+    """Also what nobody has thought of."""
+    put_new, failed = ObjectDisk.put_new, []
+
+    def fails(self, path, data):
+        if len(failed) < 3:
+            failed.append(path)
+            raise ValueError("an answer that the library did not understand")
+        return put_new(self, path, data)
+
+    monkeypatch.setattr(ObjectDisk, "put_new", fails)
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+        until(lambda: checkpointer.remote_durable_step == 3)
+    told = [
+        event for event in read_events(tmp_path / "run" / "events.jsonl") if event["event"] == "push_failed"
+    ]
+    assert [event["error"] for event in told] == ["ValueError: an answer that the library did not understand"]
+
+
 def test_a_copy_that_stays_behind_is_told_at_the_end_and_the_run_is_whole(tmp_path, bucket, monkeypatch):
     loop, checkpointer = begin(tmp_path / "run", bucket)
     checkpointer.resume()

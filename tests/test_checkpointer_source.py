@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -250,3 +253,129 @@ def test_both_names_of_a_tied_weight_are_known_and_compared(tmp_path, same_value
         with checkpointer, pytest.raises(Damaged, match=r"copies of one\.weight/param differ"):
             checkpointer.resume(source=tmp_path / "w.safetensors")
         assert torch.equal(model["one"].weight, before)
+
+
+SGD, MOMENTUM = partial(torch.optim.SGD, lr=0.5), partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+OTHERS = {
+    "momentum": (ADAMW, MOMENTUM, "exp_avg, exp_avg_sq, step, and the one here keeps momentum_buffer"),
+    "nothing": (ADAMW, SGD, "exp_avg, exp_avg_sq, step, and the one here keeps nothing"),
+    "other averages": (ADAMW, torch.optim.RMSprop, "step, and the one here keeps square_avg, step"),
+    "more of them": (MOMENTUM, ADAMW, "momentum_buffer, and the one here keeps exp_avg, exp_avg_sq, step"),
+}
+
+
+@pytest.fixture(params=OTHERS)
+def another(tmp_path, request):
+    """A run of 3 steps, a loop with another kind of optimizer, and what is said of the two."""
+    there, here, text = OTHERS[request.param]
+    loop = make(there)
+    with Checkpointer(tmp_path / "other", model=loop.model, optimizer=loop.optimizers) as checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+    return loop.state(), make(here, seed=5), text
+
+
+def test_another_kind_of_optimizer_is_refused_with_nothing_changed(tmp_path, another):
+    _, loop, text = another
+    before = loop.state()
+    checkpointer = Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers)
+    with checkpointer, pytest.raises(RunMismatch, match=rf"of another kind of optimizer \(.*\): of .*{text}"):
+        checkpointer.resume(source=From(tmp_path / "other", cast=True))
+    assert same(loop.state(), before) and not any(optimizer.state for optimizer in loop.optimizers)
+    assert RunReader(tmp_path / "run").commits() == []
+
+
+def test_another_kind_of_optimizer_begins_anew_where_that_is_allowed(tmp_path, another):
+    """With its own hyper-parameters: those of the other mean something else."""
+    there, loop, _ = another
+    before = loop.state()
+    with Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers) as checkpointer:
+        with pytest.warns(UserWarning) as warned:
+            assert checkpointer.resume(source=From(tmp_path / "other", partial=True)) == 3
+        assert same(loop.state()["model"], there["model"]) and same(loop.state()["groups"], before["groups"])
+        assert not any(optimizer.state for optimizer in loop.optimizers)
+        go_on(loop, checkpointer, 5)
+    texts = "\n".join(str(each.message) for each in warned)
+    assert "is of another kind of optimizer, and begins anew" in texts and "hyper-parameters" in texts
+
+
+def weights_and_state(path, **slots):
+    """A file of ours with a parameter ``w``, and these tensors for it; nothing of hyper-parameters."""
+    keys = {name: ["w", name] for name in slots}
+    save_file(
+        {"w": torch.ones(3), **slots},
+        path,
+        metadata={"holdfast.keys": json.dumps(keys | {"w": ["w", "param"]})},
+    )
+    return path
+
+
+def test_what_an_optimizer_has_more_is_left_where_that_is_allowed_and_refused_otherwise(tmp_path):
+    held = {"exp_avg": torch.full((3,), 2.0), "exp_avg_sq": torch.ones(3), "step": torch.tensor(4.0)}
+    path = weights_and_state(tmp_path / "w.safetensors", **held, max_exp_avg_sq=torch.ones(3))
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3))})
+    optimizer = torch.optim.Adam(model.parameters())
+    checkpointer = Checkpointer(tmp_path / "refused", model=model, optimizer=optimizer)
+    with checkpointer, pytest.raises(RunMismatch, match="nothing here wants its w/max_exp_avg_sq"):
+        checkpointer.resume(source=path)
+    assert not optimizer.state and not model["w"].any()
+    checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.warns(UserWarning, match=r"wants its w/max_exp_avg_sq|hyper-parameters"):
+        checkpointer.resume(source=From(path, partial=True))
+    assert same(optimizer.state[model["w"]], held)
+
+
+def test_hyper_parameters_of_the_source_say_what_is_kept(tmp_path):
+    """The optimizer here has them when the source has been taken, and so keeps what that kept."""
+    loop = make(partial(ADAMW, amsgrad=True))
+    with Checkpointer(tmp_path / "other", model=loop.model, optimizer=loop.optimizers) as checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+    again = make(ADAMW, seed=5)
+    with Checkpointer(tmp_path / "run", model=again.model, optimizer=again.optimizers) as checkpointer:
+        assert checkpointer.resume(source=From(tmp_path / "other", cast=True)) == 3
+        assert same(again.state(), loop.state())
+
+
+def test_a_group_whose_optimizer_keeps_nothing_lacks_nothing(tmp_path):
+    def made(seed):
+        loop = make(SGD, "groups", seed=seed)
+        loop.optimizers[0].param_groups[1]["momentum"] = 0.5
+        return loop, Checkpointer(tmp_path / str(seed), model=loop.model, optimizer=loop.optimizers)
+
+    loop, checkpointer = made(0)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 3)
+    again, checkpointer = made(5)
+    with checkpointer:
+        assert checkpointer.resume(source=From(tmp_path / "0", cast=True)) == 3
+        assert same(again.state(), loop.state())
+
+
+def test_a_count_of_steps_that_only_the_engine_keeps_is_left(tmp_path):
+    path = weights_and_state(
+        tmp_path / "w.safetensors", momentum_buffer=torch.ones(3), step=torch.tensor(4.0)
+    )
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3))})
+    optimizer = MOMENTUM(model.parameters())
+    checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.warns(UserWarning, match="hyper-parameters"):
+        checkpointer.resume(source=path)
+    assert same(optimizer.state[model["w"]], {"momentum_buffer": torch.ones(3)})
+
+
+def test_state_of_any_type_of_elements_is_taken_as_it_is(tmp_path):
+    """Also of those that a model computes with seldom."""
+    kinds = {
+        "momentum_buffer": torch.tensor([1.5, -0.25, 3.0]).to(torch.float8_e4m3fn),
+    }
+    path = weights_and_state(tmp_path / "w.safetensors", **kinds)
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3))})
+    optimizer = MOMENTUM(model.parameters())
+    checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.warns(UserWarning, match="hyper-parameters"):
+        checkpointer.resume(source=path)
+        held = optimizer.state[model["w"]]["momentum_buffer"]
+        assert held.dtype == torch.float8_e4m3fn
+        assert torch.equal(held.float(), torch.tensor([1.5, -0.25, 3.0]))

@@ -73,7 +73,7 @@ def test_sizes_and_rates_are_read_with_their_units():
         ("offload.schedule=diagonal", 'must be "vertical" or "horizontal"'),
         ("offload.params_on_host=1.1", "must lie between 0 and 1"),
         ("offload.params_on_host=some", 'offload.params_on_host = "some": must be a number'),
-        ("offload.delayed_fraction=0.3", "is not built yet; set it to 0"),
+        ("offload.delayed_fraction=1.3", "must lie between 0 and 1"),
         ("offload.host_budget=64 gallons", "is not a number of bytes; write it like 20GiB"),
         ("io.read_limit=0", "must be above 0"),
         ("io.direct=1", "io.direct = 1: must be true or false"),

@@ -11,13 +11,14 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 
 FLOORS = [
-    {"errors", "units", "failpoints", "events", "config"},
+    {"errors", "units", "failpoints", "events", "config", "profiles"},
     {"state", "io", "plan"},
     {"store", "update"},
     {"offload", "delta", "universal"},
     {"sources"},
     {"checkpointer", "watch"},
     {"models", "data", "adapters"},
+    {"probe"},
     {"cli"},
 ]
 """From the ground up. A room imports from floors below; on the ground floor also from beside."""

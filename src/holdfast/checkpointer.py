@@ -59,7 +59,7 @@ from .delta.watching import Recovery, announced
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
-from .sources import From, has_records, source_of
+from .sources import From, has_records
 from .store.files import check_place
 from .store.local import LocalStore
 from .store.manifest import Point
@@ -374,7 +374,7 @@ class Checkpointer:
         opened: list[Source] = []
 
         def look() -> str:
-            opened.append(source_of(str(start.path)))
+            opened.append(start.source())
             if not self._ranks.alone:
                 check(self._state, opened[0], start)
             return opened[0].path
@@ -686,7 +686,7 @@ class Checkpointer:
             self._agreement = together.agreement = Agreement(
                 self._ranks, recorder=recorder, steps_done=lambda: self.steps_done,
                 publish=together.publish_shares, follow=store.follow, is_there=store.has_writer,
-                deadline_seconds=self._deadline,
+                alike=together.alike, deadline_seconds=self._deadline,
             )  # fmt: skip
         newest = store.newest_base
         if same_cut and newest is not None:

@@ -101,13 +101,13 @@ class OffloadConfig:
     schedule: Literal["vertical", "horizontal"] = _key(
         "vertical", "all micro-batches per block, or one by one"
     )
-    order: Literal["plain"] = _key(
-        "plain", "sums gradients as an ordinary accumulation loop does", stated=True
+    order: Literal["plain", "snake"] = _key(
+        "plain", 'sums gradients as an ordinary loop does; or "snake"', stated=True
     )
     params_on_host: Fraction = _key(0.0, 'share in host memory, the rest on the SSD; or "auto"')
     optimizer_on_host: Fraction = _key(0.0, 'likewise, of the optimizer state; or "auto"')
     activations_on_host: Fraction = _key(1.0, 'likewise, of the block inputs; or "auto"')
-    delayed_fraction: float = _key(0.0, "of the update left to the next forward; only 0 in this version")
+    delayed_fraction: float = _key(0.0, "of the blocks, updated beside the next forward pass")
     host_budget: str = _key("auto", 'bytes, like "64GiB"; "auto" is what the machine has free')
     device_budget: str = _key("auto", "bytes")
     device: str = _key("auto", '"cpu", "cuda" or "cuda:1"; "auto" is CUDA where there is one', stated=True)
@@ -119,7 +119,7 @@ class OffloadConfig:
             fits = value == "auto" or 0 <= value <= 1
             _require(fits, f"offload.{key}", value, 'must lie between 0 and 1, or be "auto"')
         delayed = self.delayed_fraction
-        _require(delayed == 0, "offload.delayed_fraction", delayed, "is not built yet; set it to 0")
+        _require(0 <= delayed <= 1, "offload.delayed_fraction", delayed, "must lie between 0 and 1")
         for key in ("host_budget", "device_budget"):
             _check_size(f"offload.{key}", getattr(self, key), nothing="auto")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from .store.chain import last_step
 from .store.local import LocalStore
 from .store.reader import RunReader
 from .store.target import Target, Url, holds_run
+from .universal import packs
 from .universal.checking import refuse_unequal
 from .universal.convert import open_source
 from .universal.convert.holdfast import Commit
+from .universal.hyper import kept_by, set_hyper_parameters
 from .universal.matching import Allowed, Form, Match, match
 from .universal.memory import InMemory
-from .universal.restore import read_tensors, set_hyper_parameters
+from .universal.restore import read_tensors
+from .universal.ruled import UnderRules
 from .universal.source import Source
 
 
@@ -34,19 +37,31 @@ class From(Allowed):
 
     ``rename`` gives the names in it by regular expressions over names here, the first that matches in full.
     ``partial`` leaves what it does not have as it is, and what is not wanted of it unread. ``cast`` converts
-    floating-point tensors of another type. What came of these is told in warnings.
+    floating-point tensors of another type. ``rules``, a file or a pack, makes other tensors of it first; ``values`` is
+    a JSON file with numbers that they name and it does not say itself, such as a config.json. What came of these is
+    told in warnings.
     """
 
     path: str | Path
+    rules: str | Path | None = None
+    values: str | Path | None = None
 
     @property
     def plain(self) -> bool:
         """Nothing but the very state will do."""
         return self == From(self.path)
 
+    def source(self) -> Source:
+        """Raises as ``source_of``; ``RuleError`` if the rules do not fit."""
+        found = source_of(str(self.path))
+        if self.rules is None:
+            return found
+        values = None if self.values is None else Path(self.values)
+        return UnderRules(found, packs.find(str(self.rules), values, found.numbers))
+
     def open(self) -> Beginning:
-        """Raises as ``source_of``."""
-        return Beginning(source_of(str(self.path)), self)
+        """Raises as ``source``."""
+        return Beginning(self.source(), self)
 
 
 class Beginning:
@@ -57,16 +72,24 @@ class Beginning:
         self.path = source.path
         self.step: int = source.progress.get("step") or 0
         self.progress = source.progress
+        self.kept: dict[str, frozenset[str] | None] = {}
 
-    def match(self, captured: Captured) -> list[str]:
-        """Raise ``RunMismatch`` unless it is the state of this model. What of it is not as it was, for a person."""
+    def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]:
+        """Raise ``RunMismatch`` unless it is the state of this model and optimizer. What of it is not as it was, for a
+        person. ``kept`` are from then on the slots that the optimizer keeps with the hyper-parameters of this state."""
         forms = [
             Form(p.names, p.shape, (TO_NAME[p.parameter.dtype], "F32"), p.trained)
             for p in captured.parameters
         ]
         buffers = {name: buffer_at(place) for name, place in captured.buffers.items()}
         forms += [Form((n,), tuple(b.shape), (TO_NAME[b.dtype],), is_buffer=True) for n, b in buffers.items()]
-        self._match = match(forms, self._source, self._allowed)
+        trained = {id(p.parameter): p.name for p in captured.parameters if p.trained}
+
+        def keeps(there: Mapping[str, str]) -> Mapping[str, frozenset[str] | None]:
+            self.kept = kept_by([optimizer], trained, self.progress, there)
+            return self.kept
+
+        self._match = match(forms, self._source, self._allowed, keeps=keeps)
         return self._match.told()
 
     def check(self) -> None:
@@ -84,7 +107,7 @@ class Beginning:
     def state(self, name: str) -> dict[str, torch.Tensor]:
         """What the optimizer held for a parameter, whole, by slot."""
         found = self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"})
-        values = self.progress.get("values", {}).get(self._match.names.get(name), {})
+        values = self._match.values.get(name, {})
         numbers = {slot: decode(value) for slot, value in values.items() if slot not in found}
         return found | {
             slot: torch.tensor(n) for slot, n in numbers.items() if isinstance(n, (bool, int, float))
@@ -100,8 +123,7 @@ class Beginning:
 
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
         """Whether there were those of all groups."""
-        there = [[self._match.names.get(name, name) for name in members] for members in names]
-        return set_hyper_parameters(groups, there, self.progress)
+        return set_hyper_parameters(groups, self._match.in_source(names), self.progress)
 
 
 def has_records(path: Path | Url) -> bool:

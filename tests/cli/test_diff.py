@@ -183,7 +183,10 @@ def test_bits_decide_and_values_measure(a, b, differing, largest):
         ("I64", struct.pack("<q", -3), struct.pack("<q", 4), 7.0),
         ("U8", b"\xff", b"\x00", 255.0),
         ("BOOL", b"\x01", b"\x00", 1.0),
-        ("F8_E4M3", b"\x01", b"\x00", None),
+        ("F8_E4M3", b"\x38", b"\x00", 1.0),
+        ("F8_E5M2", b"\x3c", b"\x00", 1.0),
+        ("C64", np.complex64(3 + 4j).tobytes(), np.complex64(0).tobytes(), 5.0),
+        ("U64", struct.pack("<Q", 7), struct.pack("<Q", 4), 3.0),
     ],
 )
 def test_every_kind_of_element_is_measured_in_its_own_values(dtype, a, b, largest):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dist.world import World
+from holdfast.sources import source_of
+from holdfast.store.reader import RunReader
+from holdfast.universal.convert.huggingface import write_single
 
 STEPS = 9
 KINDS = [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]
@@ -37,3 +40,15 @@ def test_a_run_begins_from_that_of_another_parallelism(world, written, tmp_path,
         assert rank.get("finished"), rank.get("trace")
         assert rank["resumed"] == STEPS
         assert rank["digests"][str(STEPS)] == said["digests"][str(STEPS)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_another_kind_of_optimizer_is_refused_on_all_ranks(world, written, tmp_path, kind):
+    root, _ = written["plain", 1]
+    source = write_single(source_of(str(root)), tmp_path / "adamw.safetensors")
+    said = world.run(
+        2, kind=kind, root=tmp_path / "run", steps=2, optimizer="sgd", resume={"source": str(source)}
+    )
+    text = "exp_avg, exp_avg_sq, step, and the one here keeps momentum_buffer"
+    assert all("of another kind of optimizer (AdamW)" in rank["error"] and text in rank["error"] for rank in said)
+    assert RunReader(tmp_path / "run").commits() == []

@@ -33,6 +33,7 @@ from holdfast.delta.replicas import Replicas
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput, DiskFull
 from holdfast.io.queue import Throttle
+from holdfast.state.cuts import local_of
 from read_only import make_read_only
 from replica_run import Forked, drifting
 from survive_run import digest
@@ -209,6 +210,7 @@ def train(
     between: int | None = None,
     options_of: dict[str, dict[str, Any]] | None = None,
     edit_at: int | None = None,
+    altered: tuple[int, int] | None = None,
     spoilt: str | None = None,
     mlp: int = 0,
     **options: Any,
@@ -299,6 +301,8 @@ def train(
             chosen.step()
             schedule.step()
             chosen.zero_grad()
+            if altered is not None and (rank, step) == tuple(altered):
+                local_of(plain.second.weight.detach()).add_(1)
             if kill_replica is not None and (rank, step) == tuple(kill_replica):
                 checkpointer._replica._helper._process.kill()
             if kill is not None and kill[0] in (rank, "all") and kill[1] == step:

@@ -73,3 +73,16 @@ def test_the_most_that_was_in_use_is_known_by_what_for():
     pool.take(4096, "b")  # the very same memory
     pool.take(4096, "a")
     assert pool.most_by_kind == {"a": 12288, "b": 4096}
+
+
+def test_a_dropped_buffer_is_not_handed_out_again_and_holds_no_memory():
+    pool = BufferPool()
+    buffer = pool.take(4096, "a")
+    seen = memoryview(buffer.view)
+    seen[:] = b"x" * 4096
+    pool.drop(buffer)
+    assert (pool.in_use_bytes, pool.idle_bytes) == (0, 0)
+    assert bytes(seen[:4]) == bytes(4)  # somebody still looks at it
+    assert pool.take(4096, "b") is not buffer
+    with pytest.raises(ValueError, match="not in use"):
+        pool.drop(buffer)

@@ -68,7 +68,7 @@ def offload(directory, model=None, optimizer=None, **options):
     [
         ({"dtype": "fp16"}, "dtype 'fp16' is not one of fp32, bf16"),
         ({"schedule": "diagonal"}, "schedule = 'diagonal' is not one of vertical, horizontal"),
-        ({"order": "snake"}, "order = 'snake' is not one of plain"),
+        ({"order": "spiral"}, "order = 'spiral' is not one of plain, snake"),
         ({"normalize": "words"}, "normalize = 'words' is not one of micro_batches, tokens"),
         ({"commit_every": -1}, "commit_every = -1 must be at least 0"),
         ({"retain": 0}, "retain = 0 must be at least 1"),

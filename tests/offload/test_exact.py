@@ -10,66 +10,8 @@ import torch
 from torch import nn
 
 import holdfast
-from training import VOCABULARY, adamw, batches, decoder, differing, read_atoms, state_of, stored, warm_up
-
-STEPS = 20
-PLACEMENTS = {
-    "ssd": {"activations_on_host": 0.0},
-    "host": {"params_on_host": 1.0, "optimizer_on_host": 1.0},
-    "mixed": {"params_on_host": 0.5, "optimizer_on_host": 0.34, "activations_on_host": 0.4},
-}
-
-
-def model_with_a_frozen_parameter(dropout=0.0):
-    model = decoder(dropout=dropout)
-    model.blocks[2].mlp.up.weight.requires_grad_(False)
-    return model
-
-
-@cache
-def plain_loop(num_micro_batches, clip_norm, dropout=0.0):
-    """Losses and norms of ``STEPS`` steps of ordinary PyTorch, and the state after each."""
-    model = model_with_a_frozen_parameter(dropout)
-    optimizer = adamw(model, fused=True)
-    scheduler, losses, norms, states = warm_up(optimizer), [], [], []
-    with holdfast.keyed_rng(model) as keys:
-        for step in range(STEPS):
-            total = 0.0
-            for m, batch in enumerate(batches(step, num_micro_batches)):
-                keys.at(step, m)
-                loss = model(**batch)
-                (loss / num_micro_batches).backward()
-                total += loss.item()
-            if clip_norm is not None:
-                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            losses.append(total / num_micro_batches)
-            states.append(state_of(model, optimizer))
-    return losses, norms, states
-
-
-def check(directory, steps, num_micro_batches, clip_norm, dropout=0.0, **options):
-    """``steps`` steps of the engine have the losses, norms, parameters and optimizer state of the loop."""
-    model = model_with_a_frozen_parameter(dropout)
-    optimizer = adamw(model)
-    losses, norms, states = plain_loop(num_micro_batches, clip_norm, dropout)
-    with holdfast.offload(
-        model,
-        optimizer,
-        directory,
-        scheduler=warm_up(optimizer),
-        dtype="fp32",
-        clip_norm=clip_norm,
-        **options,
-    ) as engine:
-        for step in range(steps):
-            assert engine.step(batches(step, num_micro_batches)) == losses[step]
-            assert clip_norm is None or engine.last["grad_norm"] == norms[step]
-    assert differing(stored(directory), states[steps - 1]) == []
-    given_back = {f"{name}/param": parameter for name, parameter in model.named_parameters()}
-    assert differing(states[steps - 1], given_back) == []
+from plain_loops import PLACEMENTS, STEPS, check, plain_loop
+from training import VOCABULARY, batches, decoder, differing, read_atoms, state_of, stored
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import BadInput, ChunkCorrupt, RunMismatch
+from holdfast.errors import ChunkCorrupt, RunMismatch
 from holdfast.sources import source_of
 from holdfast.store.local import LocalStore
 from holdfast.store.pushing import Pusher
@@ -120,13 +120,55 @@ def test_weights_alone_begin_at_step_0(tmp_path, recorded_run):
 
 
 @pytest.mark.parametrize("options", [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9}])
-def test_state_that_the_optimizer_does_not_keep_is_refused_with_nothing_left(tmp_path, recorded_run, options):
-    model = make()[0]
+def test_state_that_the_optimizer_does_not_keep_is_refused_before_anything_is_set(
+    tmp_path, recorded_run, options
+):
+    model, _, _ = make(seed=1)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], **options)
-    with pytest.raises(BadInput, match=r"exp_avg"), pytest.warns(UserWarning):
-        holdfast.offload(model, optimizer, tmp_path, dtype="fp32", source=holdfast.From(recorded_run))
-    assert RunReader(tmp_path).commits() == []
-    assert not any(tmp_path.glob("data/*"))
+    scheduler = warm_up(optimizer)
+    before = [dict(group) for group in optimizer.param_groups], dict(scheduler.state_dict())
+    with pytest.raises(RunMismatch, match=r"of another kind of optimizer.*exp_avg"):
+        holdfast.offload(
+            model, optimizer, tmp_path / "run", scheduler=scheduler, dtype="fp32",
+            source=holdfast.From(recorded_run),
+        )  # fmt: skip
+    assert ([dict(group) for group in optimizer.param_groups], dict(scheduler.state_dict())) == before
+    assert not model.noted.any() and not (tmp_path / "run").exists()
+
+
+def test_state_of_another_kind_of_optimizer_begins_anew_where_that_is_allowed(tmp_path, recorded_run):
+    model, _, _ = make(seed=1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    with pytest.warns(UserWarning, match="begins anew|hyper-parameters|scheduler"):
+        engine = holdfast.offload(
+            model, optimizer, tmp_path, dtype="fp32", source=holdfast.From(recorded_run, partial=True)
+        )
+    with engine:
+        assert engine.steps_done == BEFORE and optimizer.param_groups[0]["lr"] == 0.1
+        engine.step(batches(BEFORE, COUNT))
+    begun, trained = stored(tmp_path), source_of(str(recorded_run))
+    assert begun["head.weight/momentum_buffer"].any() and "head.weight/exp_avg" in trained.atoms
+
+
+def test_hyper_parameters_by_which_the_optimizer_keeps_more_are_refused_before_anything_is_set(tmp_path):
+    """It is laid out for what it keeps with those that it was given."""
+
+    def sgd(momentum):
+        model, _, _ = make()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return model, torch.optim.SGD(trained, lr=0.1, momentum=momentum)
+
+    model, optimizer = sgd(0.9)
+    with holdfast.Checkpointer(tmp_path / "other", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()  # no optimizer has a state yet
+    model, optimizer = sgd(0.0)
+    with pytest.raises(
+        RunMismatch, match=r"keeps momentum_buffer for .*, and with those that it was given nothing"
+    ):
+        holdfast.offload(
+            model, optimizer, tmp_path / "run", dtype="fp32", source=holdfast.From(tmp_path / "other")
+        )
+    assert optimizer.param_groups[0]["momentum"] == 0 and not (tmp_path / "run").exists()
 
 
 def test_another_model_is_refused_with_nothing_written(tmp_path, recorded_run):

@@ -64,6 +64,46 @@ def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placemen
         assert moved == listed(engine, "evaluate", micro_batches=3)
 
 
+@pytest.mark.parametrize(
+    "order, delayed_fraction", [("plain", 0.5), ("plain", 1.0), ("snake", 0.0), ("snake", 0.25)]
+)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(
+    tmp_path, blocks, placement, order, delayed_fraction
+):
+    way = {"order": order, "delayed_fraction": delayed_fraction}
+    with offload(tmp_path, blocks, commit_every=2, **way, **PLACEMENTS[placement]) as engine:
+        for step, count in enumerate((1, 3, 2)):
+            moved = moved_by(engine, lambda step=step, count=count: engine.step(batches(step, count)))
+            shape = {"micro_batches": count, "commit": step % 2 == 1, **way}
+            assert moved == listed(engine, "vertical", **shape), (step, count)
+        moved = moved_by(engine, lambda: engine.evaluate(batches(0, 3)))
+        assert moved == listed(engine, "evaluate", micro_batches=3)
+
+
+def test_delaying_moves_nothing_twice_and_a_snake_saves_three_transfers_per_turn(tmp_path):
+    """And the input of the last block for its first micro-batch, which is used at once, needs not be kept."""
+    n, count, moved = 4, 3, {}
+    for name, way in (("plain", {}), ("delayed", {"delayed_fraction": 0.5}), ("snake", {"order": "snake"})):
+        with offload(tmp_path / name, n, **PLACEMENTS["ssd"], **way) as engine:
+            engine.step(batches(0, count))
+            engine.wait()
+            moved[name] = moved_by(engine, lambda engine=engine: engine.step(batches(1, count)))
+    assert moved["delayed"] == moved["plain"]
+    saved = {
+        key: nbytes - moved["snake"][key]
+        for key, nbytes in moved["plain"].items()
+        if nbytes != moved["snake"][key]
+    }
+    assert saved == {
+        ("upload", "upload_input"): (n - 1) * INPUT_BYTES,
+        ("download", "download_input"): INPUT_BYTES,
+        ("upload", "upload_input_grad"): (n - 1) * INPUT_BYTES,
+        ("download", "download_input_grad"): (n - 1) * INPUT_BYTES,
+    }
+
+
 def test_a_skipped_step_moves_the_bytes_of_its_list_less_what_did_not_change(tmp_path):
     with offload(tmp_path, 3) as engine:
         engine.step(batches(0, 2))

@@ -79,7 +79,7 @@ def test_no_executor_holds_more_than_the_bound(step, schedule, data):
 def test_steps_of_different_shapes_hold_no_more_than_the_larger_bound(step, other, schedule, data):
     """Another number of micro-batches, a commit or none, and an evaluation between."""
     work, placement, shape = step
-    changed = StepShape(micro_batches=other[2].micro_batches, clip=shape.clip, commit=other[2].commit)
+    changed = replace(shape, micro_batches=other[2].micro_batches, commit=other[2].commit)
     lists = [SCHEDULES[schedule](work, placement, s) for s in (shape, changed, shape)]
     lists.insert(1, forward_only(work, placement, shape))
     bounds = [buffers(made) for made in lists]
@@ -228,3 +228,49 @@ def test_an_evaluation_holds_two_blocks_and_one_row_of_inputs():
         ("host", "inputs"): 9 * work.input_bytes,
         ("host", "frames"): 8 * work.input_bytes,
     }
+
+
+@pytest.mark.parametrize("delayed_fraction", [0.25, 0.5, 1.0])
+def test_delayed_gradients_take_no_memory_where_block_inputs_stay(delayed_fraction):
+    """They lie where inputs were that the backward pass has used. On the host alone, the first sum begins before an
+    input is used: one block's gradients more."""
+    n, m = 8, 4
+    for unified in (False, True):
+        work, placement = equal_blocks(n, 4000, tokens=1, unified=unified), Placement.fractions(n)
+        without = predict(work, placement, StepShape(micro_batches=m)).at("host")
+        shape = StepShape(micro_batches=m, delayed_fraction=delayed_fraction)
+        found = predict(work, placement, shape).at("host")
+        assert without["kept_inputs"] == n * m * work.input_bytes
+        assert found["kept_inputs"] - without["kept_inputs"] == unified * 16384  # of 4000 elements, in fours
+        assert "kept_grads" not in found
+        assert {
+            k: v for k, v in found.items() if k not in ("kept_inputs", "grads")
+        }.items() <= without.items()
+
+
+def test_delayed_gradients_that_are_more_than_the_inputs_take_the_rest():
+    n, m = 8, 1
+    work = equal_blocks(n, 4000, tokens=1, unified=False)
+    shape = StepShape(micro_batches=m, delayed_fraction=1.0)
+    found = predict(work, Placement.fractions(n), shape).at("host")
+    assert found["kept_inputs"] == n * 4 * work.input_bytes
+
+
+@pytest.mark.parametrize("case", ["inputs on the SSD", "unmeasured", "too small"])
+def test_delayed_gradients_have_memory_of_their_own_where_no_input_stays(case):
+    n = 4
+    work = equal_blocks(n, 40_000, tokens=1, input_bytes=0 if case == "unmeasured" else 4096)
+    placement = Placement.fractions(n, activations=0.0 if case == "inputs on the SSD" else 1.0)
+    found = buffers(vertical(work, placement, StepShape(micro_batches=2, delayed_fraction=0.5)))
+    assert found["host", "kept_grads"] == 2 * work.blocks[0].grad_bytes
+
+
+def test_delayed_gradients_wait_on_the_ssd_where_they_may_not_wait_in_memory():
+    n = 4
+    work, placement = equal_blocks(n, 4000, tokens=1), Placement.fractions(n, gradients=0.0)
+    made = vertical(work, placement, StepShape(micro_batches=2, delayed_fraction=0.5))
+    moved = ops.traffic(made)
+    assert (
+        moved["ssd_write", "store_grads"] == moved["ssd_read", "load_grads"] == 2 * work.blocks[0].grad_bytes
+    )
+    assert "kept_grads" not in {kind for _, kind in buffers(made)}

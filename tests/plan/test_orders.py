@@ -3,6 +3,8 @@
 Claims about what comes before what hold for lanes of any speed: they are looked up in the dependencies.
 """
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 
@@ -22,8 +24,9 @@ def expected_traffic(order: str, work: Work, placement: Placement, shape: StepSh
     gradients once, whatever M. Horizontal: parameters 2M times and the growing sum of gradients 2M-1 times.
 
     The additions: the last block runs no forward pass of its own; block 0's input is made by the prologue;
-    commits write what stays in memory; gradients that wait (in the horizontal order, and with clipping) may
-    do so on the SSD, in the horizontal order at every micro-batch.
+    commits write what stays in memory; gradients that wait (in the horizontal order, with clipping, and those
+    of delayed updates) may do so on the SSD, in the horizontal order at every micro-batch. Delaying moves
+    nothing else, and no update twice.
     """
     n, m, s = len(work.blocks), shape.micro_batches, work.input_bytes
     vertical = order == "vertical"
@@ -43,13 +46,13 @@ def expected_traffic(order: str, work: Work, placement: Placement, shape: StepSh
             moved["load_state"] += b.state_bytes
         if not placement.optimizer[i] or shape.commit:
             moved["store_state"] += b.state_bytes
-        if not placement.gradients[i] and (shape.clip or not vertical):
+        if not placement.gradients[i] and (shape.clip or not vertical or is_delayed(shape, i, n)):
             moved["store_grads"] += sums * b.grad_bytes
             moved["load_grads"] += sums * b.grad_bytes
         if not placement.activations[i] and i < n - 1:
             moved["load_input"] += m * s
             moved["store_input"] += m * s
-    moved |= between_blocks(order, n, m * s)
+    moved |= between_blocks(order, n, m, s, shape.order == "snake")
     if shape.commit:
         moved["store_resident"] = work.resident_state_bytes
     if not work.unified:
@@ -58,14 +61,23 @@ def expected_traffic(order: str, work: Work, placement: Placement, shape: StepSh
     return {(LANES[kind.split("_")[0]], kind): nbytes for kind, nbytes in moved.items() if nbytes}
 
 
-def between_blocks(order: str, n: int, row: int) -> dict[str, int]:
-    """In the horizontal order the last block's inputs and the gradients between blocks never leave."""
+def is_delayed(shape: StepShape, block: int, n: int) -> bool:
+    """Is this one of the ``delayed_fraction`` of ``n`` blocks, the last of every so many?"""
+    chosen = round(shape.delayed_fraction * n)
+    return bool(chosen) and (block + 1) * chosen // n != block * chosen // n
+
+
+def between_blocks(order: str, n: int, m: int, s: int, snake: bool) -> dict[str, int]:
+    """In the horizontal order the last block's inputs and the gradients between blocks never leave. A snake saves
+    three transfers where it turns, and the last block's first input needs not be kept."""
     if order == "horizontal":
-        return {"download_input": (n - 1) * row, "upload_input": (n - 1) * row}
+        return {"download_input": (n - 1) * m * s, "upload_input": (n - 1) * m * s}
     if n == 1:
         return {}
-    grads = {"download_input_grad": (n - 1) * row, "upload_input_grad": (n - 1) * row}
-    return {"download_input": n * row, "upload_input": (n - 2) * row + n * row, **grads}
+    turns = n - 1 if snake else 0
+    grads = {"download_input_grad": (n - 1) * m - turns, "upload_input_grad": (n - 1) * m - turns}
+    moved = {"download_input": n * m - snake, "upload_input": (n - 2) * m + n * m - turns, **grads}
+    return {kind: count * s for kind, count in moved.items()}
 
 
 @every_order
@@ -182,4 +194,4 @@ def test_gradients_are_measured_where_they_are_summed_before_they_leave(order):
 
 
 def committing(shape: StepShape) -> StepShape:
-    return StepShape(micro_batches=shape.micro_batches, clip=shape.clip, commit=True)
+    return replace(shape, commit=True)

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.plan import ops
 from holdfast.plan.ops import Hold, Key, Op
-from holdfast.plan.slots import with_slots
+from holdfast.plan.slots import AS_LISTED, with_slots
 
 
 def cycle(number: int, slots: int) -> list[Op]:
@@ -65,3 +65,15 @@ def test_a_class_has_one_number_of_slots():
     ]
     with pytest.raises(AssertionError, match="both 1 and 2 slots"):
         with_slots(made)
+
+
+def test_as_many_slots_as_listed_is_the_most_that_are_held_in_list_order():
+    def take(i):
+        return Op(Key("read", i), ops.SSD_READ, takes=(Hold(("x", i), 1, slots=AS_LISTED),))
+
+    def give(i):
+        return Op(Key("write", i), ops.SSD_WRITE, needs=(Key("read", i),), gives=(("x", i),))
+
+    made = with_slots([take(0), take(1), give(0), take(2), give(1), give(2), take(3), give(3)])
+    assert {hold.slots for op in made for hold in op.takes} == {2}
+    assert waits(made) == {0: ((), (2,)), 1: ((), (3,)), 2: ((0,), ()), 3: ((1,), ())}

@@ -1,5 +1,8 @@
 """The vertical order: what goes only for it, and for the evaluations and saves that are made like it."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 
@@ -68,9 +71,7 @@ def test_an_evaluation_computes_with_updated_parameters(step):
 @settings(max_examples=60, deadline=None)
 def test_a_save_commits_what_earlier_steps_wrote(step):
     work, placement, shape = step
-    quiet = vertical(
-        work, placement, StepShape(micro_batches=shape.micro_batches, clip=shape.clip, commit=False)
-    )
+    quiet = vertical(work, placement, replace(shape, commit=False))
     order = Order(quiet, commit_only(work, placement))
     for block in range(len(work.blocks)):
         assert order.before((0, Key("update", block)), (1, Key("commit")))
@@ -80,13 +81,16 @@ def test_a_save_commits_what_earlier_steps_wrote(step):
 
 @given(step=steps())
 @settings(max_examples=60, deadline=None)
-def test_micro_batches_go_in_ascending_order(step):
+def test_micro_batches_go_up_and_in_a_snake_down_through_odd_blocks(step):
     made = vertical(*step)
     order = Order(made)
     for phase in ("forward", "backward"):
         for earlier, later in zip(keys(made, phase), keys(made, phase)[1:]):
             assert order.before((0, earlier), (0, later))
-            assert earlier.block != later.block or earlier.micro_batch + 1 == later.micro_batch
+            down = step[2].order == "snake" and later.block % 2
+            assert earlier.block != later.block or later.micro_batch - earlier.micro_batch == (
+                -1 if down else 1
+            )
 
 
 def test_what_is_kept_is_there_before_it_is_wanted_again():
@@ -113,3 +117,29 @@ def test_the_first_update_is_of_the_block_that_is_wanted_first(clip):
     made = vertical(uneven(4), Placement.fractions(4), StepShape(micro_batches=2, clip=clip))
     updated = [key.block for key in keys(made, "update")]
     assert updated == ([0, 1, 2, 3] if clip else [3, 2, 1, 0])
+
+
+def test_delayed_updates_come_last_and_in_the_order_in_which_their_blocks_are_wanted():
+    shape = StepShape(micro_batches=2, delayed_fraction=0.5)
+    made = vertical(uneven(6), Placement.fractions(6), shape)
+    assert [key.block for key in keys(made, "update")] == [4, 2, 0, 1, 3, 5]
+    last = next(index for index, op in reversed(list(enumerate(made))) if op.key.kind == "backward")
+    delayed = [index for index, op in enumerate(made) if op.key.kind == "update" and op.key.block % 2]
+    assert min(delayed) > last
+
+
+@given(step=steps())
+@settings(max_examples=60, deadline=None)
+def test_where_a_snake_turns_nothing_crosses(step):
+    """The first micro-batch of a block is the last of the block before: no transfer lies between the two."""
+    made = vertical(step[0], step[1], replace(step[2], order="snake"))
+    crossed = set(keys(made, "upload_input", "upload_input_grad", "download_input_grad"))
+    computed = [op.key for op in made if op.key.kind in ("forward", "backward")]
+    for before, after in pairwise(computed):
+        if before.block == after.block:
+            continue
+        assert before.micro_batch == after.micro_batch
+        assert Key("upload_input", after.block, after.micro_batch, "forward") not in crossed
+        if before.kind == "backward":
+            place = (before.block, before.micro_batch)
+            assert not crossed & {Key("upload_input_grad", *place), Key("download_input_grad", *place)}

@@ -397,6 +397,33 @@ def test_a_commit_that_is_retired_while_it_is_copied_gives_way_to_newer_ones(tmp
         assert pusher.push().durable_step == 5 == assert_whole(bucket)
 
 
+def test_a_commit_whose_records_go_with_it_while_it_is_copied_is_no_damage(long_run, bucket, monkeypatch):
+    """Its parts are of several steps, so it is nothing without them; its payload is still there."""
+    reader = RunReader(long_run)
+    ref = reader.line()[0]
+    manifest = reader.load(ref)
+    assert manifest.oldest_step < manifest.step
+    for other in reader.commits():
+        if other != ref:
+            (long_run / other.path).unlink()
+    begin = Pusher._push_timelines
+
+    def meanwhile(self):
+        (long_run / ref.path).unlink()
+        shutil.rmtree(long_run / "journal")
+        begin(self)
+
+    monkeypatch.setattr(Pusher, "_push_timelines", meanwhile)
+    done = Pusher(long_run, bucket).push()
+    assert (done.retired, done.damaged, done.commits) == ([ref], [], [])
+
+
+def test_a_commit_that_lacks_records_and_is_still_there_is_damaged(long_run, bucket):
+    shutil.rmtree(long_run / "journal")
+    done = Pusher(long_run, bucket).push()
+    assert done.retired == [] and done.damaged
+
+
 def test_what_several_ranks_wrote_is_copied_and_others_go_on_from_there(tmp_path, bucket):
     with World() as world:
         [said, _] = world.run(2, kind="fsdp", root=tmp_path / "ranks", steps=9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import resource
 import struct
@@ -19,10 +20,12 @@ from holdfast.errors import ChunkCorrupt, Damaged
 from holdfast.state.atoms import Atom
 from holdfast.state.boxes import Box
 from holdfast.state.pieces import Pieces
+from holdfast.state.progress import decode
 from holdfast.universal import pickles
 from holdfast.universal.archives import Archive, piece_of
 from holdfast.universal.load import Target, read_all
 from holdfast.universal.pickles import Record
+from holdfast.universal.plain import Plain
 from holdfast.universal.source import Files, Stored
 
 TENSORS = {
@@ -215,3 +218,123 @@ def test_an_archive_in_the_middle_of_a_file_is_read_there(tmp_path):
     (tmp_path / "x").write_bytes(b"#" * 77 + buffer.getvalue() + b"#" * 9)
     archive = Archive(tmp_path / "x", 77, len(buffer.getvalue()))
     assert read_tensors(archive, archive.content)["a"].tobytes() == bits(TENSORS["transposed"])
+
+
+def nested(depth, kind=list):
+    """A few hundred bytes that are 2 ** depth values when they are written out."""
+    value = kind([1, 2])
+    for _ in range(depth):
+        value = kind([value, value])
+    return value
+
+
+def many_lists(kind):
+    return {"args": nested(60, kind)}
+
+
+def in_objects():
+    value = argparse.Namespace(a=1)
+    for _ in range(60):
+        value = argparse.Namespace(a=value, b=value)
+    return value
+
+
+def holding_itself():
+    value = [1]
+    value.append(value)
+    return value
+
+
+def deep():
+    value = 1
+    for _ in range(200):
+        value = [value]
+    return value
+
+
+ENDLESS = {
+    "lists": lambda: many_lists(list), "tuples": lambda: many_lists(tuple), "objects": in_objects,
+    "a long text many times": lambda: ["x" * 1_000_000] * 1000, "itself": holding_itself, "too deep": deep,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_pickle_that_nobody_can_go_through_is_refused_at_once(tmp_path, name):
+    torch.save(ENDLESS[name](), tmp_path / "x.pt")
+    with pytest.raises(Damaged, match=r"so often that they are over|holds itself|100 deep"):
+        Archive(tmp_path / "x.pt")
+
+
+def test_a_key_that_takes_long_to_look_up_is_refused_at_once():
+    key = b"I1\nI2\n\x86" + b"2\x86" * 60  # a pair of the pair before it, sixty times
+    for data in (
+        b"\x80\x04}" + key + b"N" + b"s.",
+        b"\x80\x04}(" + key + b"Nu.",
+        b"\x80\x04(" + key + b"Nd.",
+        b"\x80\x04\x8f(" + key + b"\x90.",
+        b"\x80\x04(" + key + b"\x91.",
+        b"\x80\x04cbuiltins\nset\n(]" + key + b"atR.",
+        b"\x80\x04ccollections\nOrderedDict\n(](" + key + b"NlatR.",
+    ):
+        with pytest.raises(Damaged, match="a key of more than 256 values"):
+            pickles.load(data, "somewhere")
+
+
+def test_copies_of_copies_are_refused_before_they_fill_the_memory():
+    data = b"\x80\x04](" + b"N" * 100_000 + b"e\x94" + b"(cbuiltins\nlist\n(h\x00tR" * 1000 + b"l."
+    with pytest.raises(Damaged, match="copies what it holds"):
+        pickles.load(data, "somewhere")
+
+
+def test_what_many_share_is_read_as_it_is(tmp_path):
+    betas, numbers = (0.9, 0.999), list(range(100))
+    groups = [{"betas": betas, "params": numbers} for _ in range(5000)]
+    assert archive_of(tmp_path / "x.pt", {"groups": groups}).content["groups"] == groups
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.uint16, "U16")],
+)
+def test_tensors_of_types_without_a_storage_of_their_own_are_what_they_were(tmp_path, dtype, name):
+    tensor = torch.arange(12).reshape(3, 4).to(dtype)
+    archive = archive_of(tmp_path / "x.pt", {"a": tensor, "b": tensor.T[1:]})
+    assert archive.content["a"].storage.dtype == name
+    found = read_tensors(archive, archive.content)
+    assert {k: v.tobytes() for k, v in found.items()} == {"a": bits(tensor), "b": bits(tensor.T[1:])}
+
+
+def test_what_is_beside_tensors_is_json_that_says_what_it_was(tmp_path):
+    content = {
+        "tensor": torch.tensor([1, 2]), "expanded": torch.tensor(3.0).expand(2, 2), "tuple": (1, (2.5, None)),
+        "bytes": b"\xff\0", "numbered": {2: "two"}, "set": {3, 1}, "args": argparse.Namespace(tp=2),
+        "complex": 1j,
+    }  # fmt: skip
+    archive = archive_of(tmp_path / "x.pt", content)
+    found = json.loads(json.dumps(Plain(archive)(archive.content)))
+    for name in ("tensor", "expanded"):
+        assert torch.equal(decode(found.pop(name)), content[name])
+    assert [decode(found.pop(name)) for name in ("tuple", "bytes", "numbered")] == [
+        (1, (2.5, None)),
+        b"\xff\0",
+        {2: "two"},
+    ]
+    assert found == {
+        "set": {"__object__": "set", "args": [[1, 3]]},
+        "args": {"__object__": "argparse.Namespace", "fields": {"tp": 2}},
+        "complex": {"__object__": "complex", "args": ["1j"]},
+    }
+
+
+def test_long_tensors_are_named_where_they_are_not_wanted(tmp_path):
+    archive = archive_of(tmp_path / "x.pt", {"a": {"b": [torch.ones(30)]}, "c": torch.ones(3)})
+    plain = Plain(archive, longest=100)
+    found = plain(archive.content)
+    assert plain.left_out == [".a.b[0]"] and found["a"]["b"][0]["shape"] == [30]
+    assert torch.equal(decode(found["c"]), torch.ones(3))
+
+
+def test_a_tensor_that_is_held_very_often_is_refused(tmp_path):
+    archive = archive_of(tmp_path / "x.pt", [torch.zeros(1).expand(1 << 20)] * 100)
+    with pytest.raises(Damaged, match="so many times over"):
+        Plain(archive)(archive.content)

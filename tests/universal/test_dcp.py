@@ -28,7 +28,7 @@ from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.state.boxes import Box
 from holdfast.state.progress import decode
 from holdfast.universal import pickles, small
-from holdfast.universal.convert import dcp as module
+from holdfast.universal.convert import dcp_entries as module
 from holdfast.universal.convert import dcp_writer
 from holdfast.universal.convert.dcp import DCP, is_dcp
 from holdfast.universal.convert.dcp_writer import boxes_of, write_dcp
@@ -283,7 +283,7 @@ def test_values_that_are_no_tensors_are_read_as_data(tmp_path):
         and extra["extra.text"] == "x"
         and extra["extra.numbered.1.2"] == "two"
     )
-    assert extra["set"] == {"__object__": "set", "args": ["{3}"]}
+    assert extra["set"] == {"__object__": "set", "args": [[3]]}
 
 
 @pytest.fixture

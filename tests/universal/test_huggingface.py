@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.errors import BadInput, Damaged
+from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
+from holdfast.state.capture import FROM_NAME
 from holdfast.universal.convert import huggingface
 from holdfast.universal.convert.huggingface import (
     INDEX,
@@ -22,6 +24,7 @@ from holdfast.universal.convert.huggingface import (
     write_single,
 )
 from holdfast.universal.load import Target, read_all
+from holdfast.universal.restore import read_tensors
 
 
 def tensors():
@@ -162,7 +165,8 @@ def entry(start, stop, shape, dtype="F32"):
         header({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, b"123456781234"),
         header({"a": entry(0, 8, [-2, -1])}, b"12345678"), header({"a": entry(0, 8, [1 << 40, 1 << 40])}, b"12345678"),
         header({"a": entry(0, 8, [2], "F99")}, b"12345678"), header({"a": entry(0, -8, [2])}, b"12345678"),
-        header({"a": 3}), header({"a": {"dtype": "F32"}}),
+        header({"a": 3}), header({"a": {"dtype": "F32"}}), header({"__metadata__": [1]}),
+        header(b'{"a":[' * 5000),
     ],
 )  # fmt: skip
 def test_headers_of_no_sense_are_refused_by_file(tmp_path, data):
@@ -206,3 +210,58 @@ def test_what_belongs_to_a_parameter_keeps_its_type_in_a_single_file(source, tmp
     again = SafetensorsFiles(write_single(source, tmp_path / "one.safetensors", dtype="BF16"))
     kinds = {key: again.atoms[key].atom.dtype for key in ("embed.weight/param", "embed.weight/exp_avg")}
     assert kinds == {"embed.weight/param": "BF16", "embed.weight/exp_avg": "F32"}
+
+
+TIMES = '{"a":[' * 5000
+RANDOM = {"python": [3, [1], None], "numpy": 1, "torch": {"__tensor__": "U8", "shape": [1], "bytes": "AA=="}}
+WRONG = {
+    "no json": "{",
+    "a list": "[1]",
+    "deep": TIMES,
+    "a step of another kind": {"step": "7"},
+    "a negative step": {"step": -1},
+    "a group that is a number": {"groups": [1], "group_parameters": [["a"]]},
+    "names that are none": {"groups": [{}], "group_parameters": [[1]]},
+    "groups of nothing": {"groups": 3, "group_parameters": [[]]},
+    "values": {"values": [1]},
+    "values of a parameter": {"values": {"a": 1}},
+    "extra": {"extra": 1},
+    "things": {"things": []},
+    "a tensor without bytes": {"scheduler": {"__tensor__": "F32", "shape": [1]}},
+    "a tensor of no type": {"scheduler": {"__tensor__": "F99", "shape": [1], "bytes": ""}},
+    "a tensor of another shape": {"scheduler": {"__tensor__": "F32", "shape": [9], "bytes": "AAAAAA=="}},
+    "bytes that are none": {"loader": {"__bytes__": "A"}},
+    "a dictionary that is none": {"loader": {"__dict__": [1]}},
+    "random numbers": {"random": RANDOM},
+    "of a Checkpointer": {"groups": [[{}]], "replay": {}},
+    "optimizers": {"optimizers": [1]},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_progress_in_a_header_that_is_none_is_refused(tmp_path, name):
+    text = WRONG[name] if isinstance(WRONG[name], str) else json.dumps(WRONG[name])
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors", metadata={"holdfast.progress": text})
+    with pytest.raises(Damaged, match=r"a\.safetensors: holdfast\.progress does not read"):
+        SafetensorsFiles(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    "keys", ["{", "[]", '{"a": "ab"}', '{"a": ["a"]}', '{"a": ["a", 1]}', '{"a": [["a"], "param"]}']
+)
+def test_keys_in_a_header_that_are_none_are_refused(tmp_path, keys):
+    save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors", metadata={"holdfast.keys": keys})
+    with pytest.raises(Damaged, match=r"a\.safetensors: holdfast\.keys"):
+        SafetensorsFiles(tmp_path / "a.safetensors")
+
+
+def test_tensors_of_every_type_that_torch_knows_too_are_what_they_were(tmp_path):
+    there = {name: torch.tensor([1, 0, 3, 1]).to(FROM_NAME[name]) for name in DTYPE_BYTES}
+    save_file(there, tmp_path / "a.safetensors")
+    source = SafetensorsFiles(tmp_path / "a.safetensors")
+    assert {key.removesuffix("/param"): each.atom.dtype for key, each in source.atoms.items()} == {
+        name: name for name in DTYPE_BYTES
+    }
+    wanted = [(each, Box.whole(each.atom.shape)) for each in source.atoms.values()]
+    for stored, tensor in zip(source.atoms.values(), read_tensors(source, wanted), strict=True):
+        assert bits(tensor) == bits(there[stored.atom.name]) and tensor.dtype == there[stored.atom.name].dtype

@@ -178,3 +178,10 @@ def test_shares_have_two_digits():
         "31 %",
         "100 %",
     ]
+
+
+def test_formulas_are_named_only_for_the_order_that_they_are_of():
+    for other in ({"order": "snake"}, {"delayed_fraction": 0.5}):
+        log = [logged.engine(), logged.schedule() | other, logged.step(1), logged.step(2)]
+        said = read(html(look(log))).sections["Traffic against formulas"]
+        assert "load params" in said and "(2n − 1) P" not in said

@@ -26,6 +26,7 @@ from torch.futures import Future
 
 from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
 from ..state.boxes import Box
+from ..state.capture import FROM_NAME
 from ..state.progress import decode
 from ..store.reader import RunReader
 from ..units import MiB
@@ -33,14 +34,12 @@ from ..universal.convert.holdfast import Commit
 from ..universal.keys import KEY
 from ..universal.load import Plan, Run, Target, in_threads, plan, read_all
 from ..universal.source import Stored
-from .dcp_items import NAMES
 from .dcp_write import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]
 
 BATCH_BYTES = 64 * MiB
 """Read at once on the way to tensors that cannot be read into directly; a larger one by itself."""
-DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 class StorageReader(dcp.StorageReader):
@@ -137,7 +136,7 @@ class StorageReader(dcp.StorageReader):
         for item in items:
             stored, box = self._wanted(item)
             tensor = planner.resolve_tensor(item).detach()
-            made = torch.empty(box.shape, dtype=DTYPES[stored.atom.dtype])
+            made = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
             at_once = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == made.dtype
             into = tensor if at_once else made
             flat = into.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
@@ -175,7 +174,7 @@ def _metadata_of(stored: Stored) -> theirs.TensorStorageMetadata:
     """As torch has it, by the regions as they are stored."""
     boxes = [piece.box for piece in stored.pieces] or [Box.whole(stored.atom.shape)]
     chunks = [theirs.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes]
-    properties = theirs.TensorProperties(DTYPES[stored.atom.dtype])
+    properties = theirs.TensorProperties(FROM_NAME[stored.atom.dtype])
     return theirs.TensorStorageMetadata(properties, torch.Size(stored.atom.shape), chunks)
 
 

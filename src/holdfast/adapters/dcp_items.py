@@ -11,11 +11,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from ..delta.ranks import stream_of
 from ..errors import BadInput
 from ..state.boxes import Box
+from ..state.capture import TO_NAME
 from ..state.progress import encode
 from ..universal.keys import KEY, Kind
-from ..universal.pickles import DTYPES
-
-NAMES = {getattr(torch, theirs): ours for theirs, ours in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,11 @@ def index_of(save: Save, items: list[WriteItem], tensors: dict[str, WriteItem]) 
 def kind_of(item: WriteItem) -> Kind:
     assert item.tensor_data is not None
     dtype = item.tensor_data.properties.dtype
-    if dtype not in NAMES:
+    if dtype not in TO_NAME:
         raise BadInput(
             f"{item.index.fqn} is of {dtype}, which commits do not hold. Convert it, or leave it out."
         )
-    return Kind(tuple(item.tensor_data.size), NAMES[dtype])
+    return Kind(tuple(item.tensor_data.size), TO_NAME[dtype])
 
 
 def box_of(item: WriteItem) -> Box:

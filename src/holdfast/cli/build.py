@@ -46,6 +46,7 @@ def make_engine(
         device=choose_device(config.offload.device),
         schedule=config.offload.schedule,
         order=config.offload.order,
+        delayed_fraction=config.offload.delayed_fraction,
         params_on_host=config.offload.params_on_host,
         optimizer_on_host=config.offload.optimizer_on_host,
         activations_on_host=config.offload.activations_on_host,

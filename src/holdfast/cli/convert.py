@@ -29,7 +29,6 @@ from ..universal.source import Source
 from .build import decoder_config
 from .output import print_json, progress
 from .record import NAME, read_record
-from .rules import load
 from .runs import open_run
 
 DTYPES = {
@@ -61,8 +60,8 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     """Write ``source`` to ``destination``, and say what that took."""
     _refuse(destination, how)
     began, to = time.perf_counter(), how.to
-    rules = None if how.rules is None else load(how.rules, how.values)
     opened = source_of(source, open_run)
+    rules = None if how.rules is None else packs.find(how.rules, how.values, opened.numbers)
     trained = _trained_here(source) if to == "huggingface" else None
     if trained is not None and rules is None:
         rules = packs.load(PACK)

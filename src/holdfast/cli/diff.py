@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from rich.markup import escape
 
-from ..state.atoms import Atom
+from ..state.atoms import DTYPE_BYTES, Atom
+from ..state.capture import FROM_NAME
 from ..units import format_bytes
 from ..universal.load import read_flat
 from ..universal.source import Source, Stored
@@ -25,11 +27,6 @@ CHUNK = 1 << 20
 
 SHOWN = 20
 """Rows that a person is shown; ``--json`` has all."""
-
-DTYPES = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1",
-    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "<u1", "BOOL": "<u1",
-}  # fmt: skip
 
 
 def diff(a: str, b: str, *, as_json: bool) -> bool:
@@ -106,27 +103,23 @@ def _compare_atoms(a: Source, left: Stored, b: Source, right: Stored) -> dict[st
 
 def compare_bytes(a: bytes | bytearray, b: bytes | bytearray, dtype: str) -> dict[str, Any]:
     """How many elements differ in any bit, and by how much at most (None: not a number, or not numbers)."""
-    bits = np.dtype("<u2" if dtype == "BF16" else DTYPES.get(dtype, "<u1"))
+    bits = np.dtype(f"<u{DTYPE_BYTES[dtype]}")
     left, right = np.frombuffer(a, bits), np.frombuffer(b, bits)
-    unsigned = np.dtype(f"<u{bits.itemsize}")
     count, largest = 0, 0.0
     for start in range(0, len(left), CHUNK):
         x, y = left[start : start + CHUNK], right[start : start + CHUNK]
-        changed = x.view(unsigned) != y.view(unsigned)
+        changed = x != y
         if changed.any():
             count += int(changed.sum())
             with np.errstate(invalid="ignore"):
                 distance = np.abs(_values(x[changed], dtype) - _values(y[changed], dtype)).max()
             largest = max(largest, float(distance)) if not math.isnan(largest + distance) else math.nan
-    known = dtype in DTYPES or dtype == "BF16"
-    finite = known and math.isfinite(largest)
-    return {"elements": len(left), "differing": count, "largest": largest if finite else None}
+    return {"elements": len(left), "differing": count, "largest": largest if math.isfinite(largest) else None}
 
 
 def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "BF16":  # the upper half of an fp32
-        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return bits.astype(np.float64)
+    there = torch.from_numpy(bits.view(np.uint8)).view(FROM_NAME["U8" if dtype == "BOOL" else dtype])
+    return there.to(torch.complex128 if there.is_complex() else torch.float64).numpy()
 
 
 def _kind_of(atom: Atom) -> dict[str, Any]:

@@ -19,6 +19,8 @@ import typer
 
 from .. import __version__
 from ..errors import HoldfastError
+from . import planning
+from .planning import AsJson
 
 EXIT_CODES = (
     "Exit codes: 0 good; 1 what was asked about is not so (damage, a difference); 2 bad usage or configuration, "
@@ -38,13 +40,6 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 Commit = Annotated[
     str, typer.Argument(metavar="RUN[@STEP]", help="A run directory, and a step of it; else its newest.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
-Quantity = str | None
-"""Bytes or seconds, with a unit."""
-
-
-def _measure(flag: str, example: str, meaning: str) -> Any:
-    return typer.Option(flag, metavar=example, help=meaning)
 
 
 @app.callback(invoke_without_command=True)
@@ -244,74 +239,8 @@ def convert(
     convert_state(source, destination, how, as_json=json)
 
 
-@app.command()
-def plan(
-    context: typer.Context,
-    cadence: Annotated[
-        bool, typer.Option("--cadence", help="How often to make a base, so that failures cost least.")
-    ] = False,
-    step_seconds: Annotated[Quantity, _measure("--step", "0.5s", "Time of one optimizer step.")] = None,
-    full_bytes: Annotated[
-        Quantity, _measure("--state", "1.5GB", "Size of the whole state, which is a base.")
-    ] = None,
-    write_bytes_per_second: Annotated[Quantity, _measure("--write", "2GB/s", "Write bandwidth.")] = None,
-    read_bytes_per_second: Annotated[Quantity, _measure("--read", "2GB/s", "Read bandwidth.")] = None,
-    record_bytes: Annotated[
-        Quantity, _measure("--record", "500MB", "Size of the record of one step.")
-    ] = None,
-    base_stall_seconds: Annotated[
-        Quantity, _measure("--base-stall", "0.3s", "Time that training waits for one base.")
-    ] = None,
-    base_steps: Annotated[
-        int | None, typer.Option("--base-steps", min=1, help="Steps over which a base is copied.")
-    ] = None,
-    write_stall_seconds: Annotated[
-        Quantity, _measure("--write-stall", "2ms", "Time that training waits for one write.")
-    ] = None,
-    record_stall_seconds: Annotated[
-        Quantity, _measure("--record-stall", "5ms", "Time that training waits for one record.")
-    ] = None,
-    sync_seconds: Annotated[
-        Quantity, _measure("--sync", "10ms", "Time of a write, besides its bytes.")
-    ] = None,
-    write_slowdown: Annotated[
-        float | None,
-        typer.Option("--write-slowdown", min=0, help="Seconds that training loses per second of writing."),
-    ] = None,
-    replay_seconds: Annotated[Quantity, _measure("--replay", "50ms", "Time to apply one record.")] = None,
-    replay_write_seconds: Annotated[
-        Quantity, _measure("--replay-write", "1ms", "Time for each write, in replay.")
-    ] = None,
-    restart_seconds: Annotated[
-        Quantity, _measure("--restart", "1min", "Time from a failure to the load.")
-    ] = None,
-    mean_seconds_between_failures: Annotated[
-        Quantity, _measure("--mtbf", "12h", "Mean time between failures.")
-    ] = None,
-    recovery_seconds: Annotated[
-        Quantity, _measure("--max-recovery", "5min", "Limit of load and replay.")
-    ] = None,
-    storage_bytes: Annotated[
-        Quantity, _measure("--max-storage", "30GB", "Limit of bases and records; else 20 times the state.")
-    ] = None,
-    host_bytes: Annotated[Quantity, _measure("--max-memory", "4GiB", "Limit of copies that wait.")] = None,
-    pending_steps: Annotated[
-        int | None, typer.Option("--max-pending", help="Limit of steps that are not durable yet.")
-    ] = None,
-    delay_seconds: Annotated[
-        Quantity, _measure("--max-delay", "1s", "Limit of the time that a record waits.")
-    ] = None,
-    bandwidth_share: Annotated[
-        float | None,
-        typer.Option("--max-share", help="Limit of the share of the write bandwidth, such as 0.5."),
-    ] = None,
-    retain: Annotated[int | None, typer.Option("--retain", help="Bases kept.")] = None,
-    json: AsJson = False,
-) -> None:
-    """Plan a run before it is started. At present: --cadence, of the bases of a Checkpointer."""
-    from .plan import plan as show_plan
-
-    show_plan(context.params, {option.name: option.opts[0] for option in context.command.params})
+for verb in (planning.plan, planning.simulate, planning.probe):
+    app.command()(verb)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""``plan``: what a run should be set to, and why, from numbers alone. Nothing is read and nothing written."""
+"""``plan --cadence``: how often to make a base, and why, from numbers alone. Nothing is read and nothing written."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ..plan.waste import (
 )
 from ..units import GiB, MiB, counted, format_bytes, format_seconds, parse_bytes, parse_seconds
 from .output import console, plain_table, print_facts, print_json, print_table
+from .placing import plan_placement
 
 NEEDED = ("step_seconds", "full_bytes", "write_bytes_per_second")
 
@@ -47,16 +48,26 @@ is assumed, and said. For example:
 
   holdfast plan --cadence --step 0.5s --state 1.5GB --record 10MB --write 1GB/s --mtbf 6h
 
+holdfast plan --model NAME --machine NAME finds what to keep in host memory and what on the SSD, how many micro-batches
+make a step, and which part of its updates to delay. It says what that takes, what binds and what would help:
+
+  holdfast plan --model gpt-65b --machine a100-80g
+
 `holdfast plan --help` lists what can be given."""
 
 
 def plan(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
     """Print the plan asked for. ``given`` has the options, and ``flags`` what they are called, by the names of the
     fields that they set."""
+    if given["model"] is not None or given["machine"] is not None:
+        _refuse_cadence(given, flags)
+        plan_placement(given)
+        return
     if not given["cadence"]:
         print(WHAT_IT_DOES)
         return
-    values = {name: _parsed(name, value, flags) for name, value in given.items() if value is not None}
+    ours = {field.name for kind in (Measured, Limits) for field in fields(kind)}
+    values = {n: _parsed(n, value, flags) for n, value in given.items() if n in ours and value is not None}
     missing = [flags[name] for name in NEEDED if name not in values]
     if missing:
         raise ConfigError(f"--cadence needs {', '.join(missing)}; `holdfast plan` shows an example")
@@ -72,6 +83,16 @@ def plan(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
         print_json(_document(best, assumed))
     else:
         _print(best, assumed)
+
+
+def _refuse_cadence(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
+    """Options of the other plan beside --model would say nothing."""
+    ours = [f.name for kind in (Measured, Limits) for f in fields(kind) if f.name != "retain"]
+    wrong = [flags[name] for name in ("cadence", *ours) if given.get(name)]
+    if wrong:
+        raise ConfigError(
+            f"{wrong[0]} is not for a plan of a --model; `holdfast plan` shows both kinds of plan"
+        )
 
 
 def _parsed(name: str, value: Any, flags: Mapping[str, str]) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from ..errors import BadInput
-from ..state.rules import Rules, numbers_of
+from ..state.rules import Rules
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..units import counted
@@ -22,7 +21,7 @@ def infer(commit: str) -> None:
 
 def check(rules: str, commit: str, values: Path | None, *, as_json: bool) -> bool:
     """Print what rules make of what the ranks of a commit stored; whether it is what the commit records."""
-    found = load(rules, values)
+    found = packs.find(rules, values)
     return with_commits([commit], partial(_check, found, as_json=as_json))
 
 
@@ -35,18 +34,6 @@ def show_packs(name: str | None) -> None:
     for pack, purpose in packs.names().items():
         table.add_row(pack, purpose)
     print_table(console(), table)
-
-
-def load(rules: str, values: Path | None) -> Rules:
-    """Those of a file, or of a pack of that name; ``values`` is a JSON file with numbers, such as a config.json."""
-    try:
-        numbers = {} if values is None else numbers_of(_text(values))
-    except ValueError as error:
-        raise BadInput(f"{values} gives no values: {error}") from None
-    path = Path(rules)
-    if not path.is_file() and rules in packs.names():
-        return packs.load(rules, numbers)
-    return Rules.parse(_text(path), str(path), numbers)
 
 
 def _check(rules: Rules, reader: RunReader, manifest: Manifest, *, as_json: bool) -> bool:
@@ -69,10 +56,3 @@ def _check(rules: Rules, reader: RunReader, manifest: Manifest, *, as_json: bool
     for key in other:
         print(f"  not as the run records it: {key}")
     return not other
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read as a text file: {error}") from None

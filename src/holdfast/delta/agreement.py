@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..errors import RankFailed
+from .alike import Alike
 from .ranks import Ranks
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.2
@@ -77,6 +78,7 @@ class Agreement:
         hear: Callable[[Standing], None] = lambda standing: None,
         sure: str = "durable",
         is_there: Callable[[int], bool] = lambda rank: True,
+        alike: Alike | None = None,
         deadline_seconds: float,
     ) -> None:
         """Called on all ranks, and waits for them."""
@@ -84,6 +86,8 @@ class Agreement:
         self._publish, self._follow, self._deadline = publish, follow, deadline_seconds
         self._hear, self._sure = hear, sure
         self._is_there, self._probe_at = is_there, 0.0
+        self._alike = alike or Alike(ranks, lambda event, **fields: None)
+        self._alike.tell = self.tell
         self._seen: set[int] = set()
         ranks.tell_lost = self._tell_lost
         start = recorder.durable_step
@@ -96,8 +100,9 @@ class Agreement:
             "called": "0",
             "settled": json.dumps([0, 0, ""]),
             "failed": "",
+            **Alike.common,
         }
-        own = {"own": str(start), "share": "", "at": "", "closed": ""}
+        own = {"own": str(start), "share": "", "at": "", "closed": "", "alike": Alike.NOTHING}
         every = {f"{name}/{rank}": own[name] for name in own for rank in range(ranks.world_size)}
         self._keys = [*common, *every] if ranks.rank == 0 else list(common)
         self._board: Any = ranks.board(common | every, deadline_seconds)
@@ -275,7 +280,9 @@ class Agreement:
         found = {key: value.decode() for key, value in zip(self._keys, values, strict=True)}
         if self._ranks.rank == 0:
             self._lead(found)
+            self._alike.lead(found, self._board)
             self._report(lost, found)
+        self._alike.note(found)
         self._note(found)
         return own < self._steps_done() or self.standing.durable_step < own or self.called
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import RunMismatch
 from ..state.boxes import Box
-from ..state.cuts import owners
+from ..state.cuts import copies, owners
 from ..state.live import LiveState
 from ..store.local import LocalStore
 from ..store.manifest import Point, Timeline
@@ -42,7 +42,10 @@ def look(
     parts = ranks.all_do(held)
     [state] = made
     if not ranks.alone:
-        state.store_only(owners([parameters for parameters, _ in parts])[ranks.rank])
+        held_by = [parameters for parameters, _ in parts]
+        stored = owners(held_by)
+        state.store_only(stored[ranks.rank])
+        state.copies = copies(held_by, stored)
         state.elsewhere = {name for parameters, buffers in parts for name in (*parameters, *buffers)}
         state.own_residuals = own_residuals
     return state

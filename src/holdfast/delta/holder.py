@@ -105,4 +105,8 @@ def _empty(atom: dict[str, Any], strides: dict[str, list[int]], device: str) -> 
         if layout is None
         else torch.empty_strided(shape, layout, dtype=dtype, device=device)
     )
-    return data if atom["slot"] == "buffer" else nn.Parameter(data, requires_grad=dtype.is_floating_point)
+    return (
+        data
+        if atom["slot"] == "buffer"
+        else nn.Parameter(data, requires_grad=dtype.is_floating_point or dtype.is_complex)
+    )

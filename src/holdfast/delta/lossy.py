@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import BadInput
+from ..errors import BadInput, ModelNotSupported
 from ..state.capture import TO_NAME
 from ..state.cuts import local_of
 from ..state.live import LiveState
@@ -50,6 +50,11 @@ class Lossy(Codec):
             most: dict[str, tuple[torch.dtype, int]] = {}
             for parameter in trained:
                 like = parameter.parameter
+                if like.is_complex():
+                    raise ModelNotSupported(
+                        f"{parameter.name} is {like.dtype}, and {type(self).__name__} is for real numbers. Give it as"
+                        " two of them (torch.view_as_complex in the model), or record with codec=holdfast.Exact()."
+                    )
                 elements = state.boxes[parameter.name].elements
                 for name, (dtype, count) in self.sizes(elements, like.dtype).items():
                     key = array_key(name, dtype)

@@ -67,8 +67,9 @@ class Pace:
         prefix: str = "",
         together: Together | None = None,
     ) -> None:
-        self._store, self._recorder, self._means = store, recorder, means
-        self._progress, self._emit, self._restarted = progress, emit, restarted
+        self._store, self._state, self._recorder, self._means = store, state, recorder, means
+        self._progress = progress if together is None else lambda: together.alike.marked(progress())
+        self._emit, self._restarted = emit, restarted
         self.bases = BaseMaker(store, state, recorder, prefix, self._set_cap)
         self._together = together
         self.tuner: Tuner | None = None
@@ -110,6 +111,7 @@ class Pace:
 
     def watch(self, state: LiveState) -> None:
         """From here on bases are of ``state``. None is under way."""
+        self._state = state
         self.bases.watch(state)
 
     def go_on(self, step: int) -> None:
@@ -117,6 +119,8 @@ class Pace:
         started = time.perf_counter()
         bases = self.bases
         self._see_published()
+        if self._together is not None:
+            self._together.alike.go_on(self._state, step)
         if self._again:
             self.whole(step)
         elif self.gap and (self._together is not None or not bases.under_way):
@@ -125,6 +129,8 @@ class Pace:
             if self._is_time(step):
                 self.whole(step)
         elif self._is_due(step):
+            if self._together is not None:
+                self._together.alike.begin(self._state, step)
             self._begin(step)
         if bases.under_way and not bases.all_staged:
             self._stage(step)
@@ -160,6 +166,7 @@ class Pace:
         if self._together is not None:
             self._recorder.settle()
             self._together.room.divide()
+            self._together.alike.compare(self._state, step)
         self._begin(step)
         while not self.bases.all_staged:
             self.bases.write_next(step)

@@ -10,7 +10,7 @@ import threading
 import warnings
 from pathlib import Path
 
-from ..errors import BadInput, Damaged, HoldfastError
+from ..errors import BadInput, HoldfastError
 from ..events import EventLog
 from ..store.pushing import Pusher
 from ..store.retention import Keep
@@ -32,7 +32,7 @@ class Remote:
         self._pusher = Pusher(self._root, place, keep=keep)
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._error, self._damaged = "", False
 
     @property
     def durable_step(self) -> int:
@@ -74,13 +74,15 @@ class Remote:
     def _push(self) -> None:
         try:
             done = self._pusher.push()
-        except (HoldfastError, OSError) as error:
-            if str(error) != str(self._error):
-                self._events.emit("push_failed", step=self.durable_step, error=str(error))
-            self._error = error
+        except Exception as error:  # of any kind: whatever it is, training goes on, and it is told
+            known = isinstance(error, HoldfastError | OSError)
+            text = str(error) if known else f"{type(error).__name__}: {error}"
+            if text != self._error:
+                self._events.emit("push_failed", step=self.durable_step, error=text)
+            self._error, self._damaged = text, False
             return
-        if done.damaged or not isinstance(self._error, Damaged):  # which is told once
-            self._error = done.damaged[-1] if done.damaged else None
+        if done.damaged or not self._damaged:  # which is told once
+            self._error, self._damaged = (str(done.damaged[-1]), True) if done.damaged else ("", False)
         for damage in done.damaged:
             self._events.emit("push_failed", step=self.durable_step, error=str(damage))
         if done.commits:

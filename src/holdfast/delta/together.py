@@ -8,6 +8,7 @@ from typing import Any
 from ..store.local import LocalStore
 from ..store.manifest import Share
 from .agreement import Agreement
+from .alike import Alike
 from .allotment import Allotment
 from .bases import BaseMaker
 from .ranks import Ranks, stream_of
@@ -20,6 +21,7 @@ class Together:
         self._ranks, self._store, self._emit = ranks, store, emit
         self.agreement: Agreement | None = None
         self.room: Allotment
+        self.alike = Alike(ranks, emit)
         self._number = 0
         self.sharing = False
         """Whether the share of the base that is under way waits for the records before it."""

@@ -71,15 +71,24 @@ class BufferPool:
     def give(self, buffer: Buffer) -> None:
         """Give ``buffer`` back. Nobody may read or write it afterwards, no transfer may be under way."""
         with self._lock:
-            if id(buffer) not in self._in_use:
-                raise ValueError(
-                    f"a buffer of {buffer.nbytes} bytes for {buffer.kind!r} was given back that is not in use"
-                )
-            self._in_use.remove(id(buffer))
-            self.in_use_bytes -= buffer.nbytes
-            self._by_kind[buffer.kind] -= buffer.nbytes
+            self._returned(buffer)
             self._idle[buffer.nbytes].append(buffer)
             self.idle_bytes += buffer.nbytes
+
+    def drop(self, buffer: Buffer) -> None:
+        """Give ``buffer`` back, and its memory to the system: the next to need it is not this pool."""
+        with self._lock:
+            self._returned(buffer)
+        buffer.free()
+
+    def _returned(self, buffer: Buffer) -> None:
+        if id(buffer) not in self._in_use:
+            raise ValueError(
+                f"a buffer of {buffer.nbytes} bytes for {buffer.kind!r} was given back that is not in use"
+            )
+        self._in_use.remove(id(buffer))
+        self.in_use_bytes -= buffer.nbytes
+        self._by_kind[buffer.kind] -= buffer.nbytes
 
     def close(self) -> None:
         """Free the idle buffers. Those in use are freed when their holders let go of them."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from ..errors import RunMismatch
 from ..state.capture import Captured, buffer_at
+from ..update.optimizer import Slots
+from .parts import Parts
 from .progress import UserState
-from .units import Unit
 
 
 class Beginning(Protocol):
@@ -22,7 +24,9 @@ class Beginning(Protocol):
     def step(self) -> int: ...
     @property
     def progress(self) -> dict[str, Any]: ...
-    def match(self, captured: Captured) -> list[str]: ...
+    @property
+    def kept(self) -> Mapping[str, frozenset[str] | None]: ...
+    def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]: ...
     def check(self) -> None: ...
     def parameter(self, name: str) -> torch.Tensor | None: ...
     def state(self, name: str) -> dict[str, torch.Tensor]: ...
@@ -34,37 +38,44 @@ class Opens(Protocol):
     def open(self) -> Beginning: ...
 
 
-def prepare(source: Opens, captured: Captured, user: UserState) -> Beginning:
-    """Open ``source``, see that it is of this model and whole, and put hyper-parameters, schedule, position and buffers
-    where it has them. What it does not have is told in warnings.
+def prepare(source: Opens, parts: Parts, optimizer: torch.optim.Optimizer) -> tuple[Beginning, list[str]]:
+    """Open ``source``, and see that it is of this model and optimizer, and whole. With it, what it lacks for a person.
 
     Raises ``RunMismatch`` or ``Damaged``, with nothing changed.
     """
     beginning = source.open()
-    told = beginning.match(captured)
+    told = beginning.match(parts.captured, optimizer)
+    for unit in parts.all_units:
+        for member in unit.trained:
+            _refuse_others(beginning, member.name, unit.slots[member.group])
     beginning.check()
-    if not beginning.set_hyper_parameters(user.optimizer.param_groups, user.group_parameters()):
-        told.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
-    told += [
-        f"it has no {name}; that of the script goes on as it is" for name in user.adopt(beginning.progress)
-    ]
+    return beginning, told
+
+
+def _refuse_others(beginning: Beginning, name: str, slots: Slots) -> None:
+    kept = beginning.kept.get(name)
+    here = {*slots.tensors, *slots.scalars}
+    if kept is not None and kept != here:
+        raise RunMismatch(
+            f"{beginning.path} has hyper-parameters with which this optimizer keeps {_listed(kept)} for {name}, and"
+            f" with those that it was given {_listed(here)}. Build it with those of the source."
+        )
+
+
+def _listed(slots: Collection[str]) -> str:
+    return ", ".join(sorted(slots)) or "nothing"
+
+
+def take_up(beginning: Beginning, told: list[str], captured: Captured, user: UserState) -> None:
+    """Put schedule, position, buffers and hyper-parameters where ``beginning`` has them. What it does not have, and
+    what was ``told`` before, is told in warnings."""
+    left = user.adopt(beginning.progress)
     for name, place in captured.buffers.items():
         value = beginning.buffer(name)
         if value is not None:
             buffer_at(place).copy_(value)
+    if not beginning.set_hyper_parameters(user.optimizer.param_groups, user.group_parameters()):
+        told.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
+    told += [f"it has no {name}; that of the script goes on as it is" for name in left]
     for text in told:
         warnings.warn(f"beginning from {beginning.path}: {text}", stacklevel=4)
-    return beginning
-
-
-def state_of(beginning: Beginning, unit: Unit, name: str) -> dict[str, torch.Tensor]:
-    """What the optimizer held for a trained parameter. Raises ``RunMismatch`` if this one does not hold that."""
-    [member] = [member for member in unit.trained if member.name == name]
-    slots, found = unit.member_slots(member), beginning.state(name)
-    unknown = found.keys() - {*slots.tensors, *slots.scalars}
-    if unknown:
-        raise RunMismatch(
-            f"{beginning.path} has {name}/{min(unknown)}, which this optimizer does not keep. Give the optimizer that"
-            " it was made with."
-        )
-    return found

@@ -11,7 +11,7 @@ from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from . import rng
-from .beginning import Beginning, state_of
+from .beginning import Beginning
 from .blocks import Patch
 from .device import Device
 from .initial import Init, initial_values
@@ -92,7 +92,7 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) ->
                 held = run.optimizer.state_of(member.owned.captured.parameter)
                 made = {slot: v for slot, v in held.items() if not getattr(v, "is_meta", False)}
                 if beginning is not None:
-                    made = state_of(beginning, unit, member.name)
+                    made = beginning.state(member.name)
                 unit.write_state(member, as_tensor(state), made)
             del values
             _write(run, unit.name, state)

@@ -8,17 +8,25 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import BadInput
+from ..plan.orders import ORDERS
 from .planning import SCHEDULES, Budget
 
 
-def check_choices(schedule: str, order: str, normalize: Any, clip_norm: Any) -> None:
+def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: Any, clip_norm: Any) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
-        ("order", order, ("plain",)),
+        ("order", order, ORDERS),
         ("normalize", "tokens" if callable(normalize) else normalize, ("micro_batches", "tokens")),
     ):
         if value not in allowed:
             raise BadInput(f"{name} = {value!r} is not one of {', '.join(allowed)}")
+    if order == "snake" and schedule != "vertical":
+        raise BadInput(
+            "order='snake' is of the vertical schedule: in the horizontal one each micro-batch goes through the model"
+            " by itself. Leave one of the two out."
+        )
+    if not isinstance(delayed_fraction, (int, float)) or not 0 <= delayed_fraction <= 1:
+        raise BadInput(f"delayed_fraction = {delayed_fraction!r} must lie between 0 and 1")
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise BadInput(f"clip_norm = {clip_norm!r} must be a positive number; None is no clipping")
 

@@ -24,7 +24,7 @@ from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
-from .beginning import Beginning, Opens, prepare
+from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
 from .checks import check_budget, check_choices, check_counts, check_sample, check_stateful
 from .device import open_device
@@ -51,6 +51,7 @@ def offload(
     device: str = "cpu",
     schedule: str = "vertical",
     order: str = "plain",
+    delayed_fraction: float = 0.0,
     params_on_host: Fraction = 0.0,
     optimizer_on_host: Fraction = 0.0,
     activations_on_host: Fraction = 1.0,
@@ -82,9 +83,18 @@ def offload(
     and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
     from its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s
     groups are restored: a learning rate is changed after this call. All else may change from one resume to the
-    next; a ``seed``, ``dtype``, ``clip_norm`` or ``normalize`` that does is warned of, since the numbers are not
-    those of an uninterrupted run any more. A hyper-parameter that was changed before this call is warned of too,
+    next; a ``seed``, ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is warned of, since the numbers are
+    not those of an uninterrupted run any more. A hyper-parameter that was changed before this call is warned of too,
     since the run's own is kept.
+
+    ``delayed_fraction`` of the blocks, spread evenly, are updated beside the next step's forward pass, with the
+    hyper-parameters of their own step, so that the SSD is busy then, too; 1 is all of them, which ``clip_norm`` and the
+    horizontal schedule imply. It changes no bit. Their gradients wait in host memory, as far as block inputs do where
+    those were. Whatever reads weights waits for the updates, and so does the step's commit.
+
+    ``order="snake"`` lets micro-batches go through every other block the other way round, so that what flows between
+    two blocks stays on the device at every turn, which saves three transfers. The gradients of these blocks are
+    summed the other way round, so from three micro-batches on they differ from an ordinary loop's in their last bits.
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
     ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad.
@@ -114,7 +124,7 @@ def offload(
     Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
     """
-    check_choices(schedule, order, normalize, clip_norm)
+    check_choices(schedule, order, delayed_fraction, normalize, clip_norm)
     check_counts(
         {"commit_every": (commit_every, 0), "retain": (retain, 1), "micro_batches": (micro_batches, 1),
          "io_threads": (io_threads, 1), "update_workers": (update_workers, 1)},
@@ -127,9 +137,18 @@ def offload(
         check_place(ssd)
     refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)
-    rules = Rules(schedule=schedule, clip_norm=clip_norm, commit_every=commit_every, normalize=normalize)
+    rules = Rules(
+        schedule=schedule, order=order, delayed_fraction=delayed_fraction,
+        clip_norm=clip_norm, commit_every=commit_every, normalize=normalize,
+    )  # fmt: skip
     refuse_held(parts.captured)
-    settings = {"seed": seed, "dtype": dtype, "clip_norm": clip_norm, "normalize": rules.normalize_name}
+    settings = {
+        "seed": seed,
+        "dtype": dtype,
+        "clip_norm": clip_norm,
+        "normalize": rules.normalize_name,
+        "order": order,
+    }
     given, budget = hyper_parameters(optimizer.param_groups), budget or Budget()
     user = UserState(parts.captured, optimizer, scheduler, loader, settings, given)
     target = open_device(device)
@@ -137,7 +156,13 @@ def offload(
         parts,
         target,
         schedule,
-        StepShape(micro_batches=micro_batches, clip=clip_norm is not None, commit=commit_every > 0),
+        StepShape(
+            micro_batches=micro_batches,
+            clip=clip_norm is not None,
+            order=order,
+            delayed_fraction=delayed_fraction,
+            commit=commit_every > 0,
+        ),
         budget,
         sample,
         loss_fn,
@@ -209,9 +234,12 @@ def _ready(
         confirm(preflight)
     beginning = None
     if found is None:
-        beginning = prepare(source, parts.captured, user) if source is not None else None
+        prepared = None if source is None else prepare(source, parts, user.optimizer)
         user.now()  # whatever cannot be stored is refused now
         _enter_fresh(store)
+        if prepared is not None:
+            beginning = prepared[0]
+            take_up(*prepared, parts.captured, user)
     else:
         user.restore(found.progress)
     return found, beginning, stored, preflight

@@ -81,10 +81,11 @@ class Residency:
         self.resident_grads = Gradients(self._resident_sums, None, set())
         return self.resident_grads
 
-    def free_grads(self, block: int) -> None:
-        held = self.grads.pop(block)
-        if held.buffer is not None:
-            self.pool.give(held.buffer)
+    def free_grads(self, block: int, lent: bool) -> None:
+        """The gradients of ``block`` are used up. Memory that is ``lent`` by block inputs is the next ones'."""
+        buffer = self.grads.pop(block).buffer
+        if buffer is not None:
+            (self.pool.drop if lent else self.pool.give)(buffer)
 
     def leaf(
         self, unit: Unit, member: Member, view: torch.Tensor, held: Callable[[], Gradients | None] | None

@@ -21,6 +21,8 @@ class Rules:
     """How steps are made; all of it may change from one resume to the next."""
 
     schedule: str
+    order: str
+    delayed_fraction: float
     clip_norm: float | None
     commit_every: int
     normalize: str | Callable[[Any], float]
@@ -54,6 +56,8 @@ class StepMaker:
         shape = StepShape(
             micro_batches=len(micro_batches),
             clip=rules.clip_norm is not None,
+            order=rules.order,
+            delayed_fraction=rules.delayed_fraction,
             commit=rules.commit_every > 0 and (number + 1) % rules.commit_every == 0,
         )
         calls = [

@@ -12,8 +12,10 @@ from math import inf
 
 from .ops import COMMIT, COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD, Op
 
-SSD = "ssd"
-"""What serves reads and writes where they compete."""
+SSD, BUS, CORES = "ssd", "bus", "cores"
+"""What serves two lanes where they compete."""
+
+_SHARES = {SSD_READ: SSD, SSD_WRITE: SSD, UPLOAD: BUS, DOWNLOAD: BUS, COMPUTE: CORES, UPDATE: CORES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,10 @@ class Machine:
     """Publishing a manifest, once its files are synced."""
     shared_ssd: bool = False
     """Reads and writes compete: only one of them moves at a time. Otherwise each has its full rate always."""
+    shared_bus: bool = False
+    """Uploads and downloads compete likewise."""
+    shared_cores: bool = False
+    """Computing and updates compete likewise: on a CPU they are done by the same cores."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -60,5 +66,6 @@ class Machine:
         return amount / self._rates[op.lane]
 
     def server(self, lane: str) -> str:
-        """What serves ``lane``: itself, or the SSD that it shares."""
-        return SSD if self.shared_ssd and lane in (SSD_READ, SSD_WRITE) else lane
+        """What serves ``lane``: itself, or what it shares."""
+        shared = _SHARES.get(lane, lane)
+        return shared if getattr(self, f"shared_{shared}", False) else lane

@@ -9,10 +9,14 @@ matched with one given back: whatever the speeds of the lanes, no more are ever 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from .ops import Key, Op
+from .ops import Hold, Key, Op
+
+AS_LISTED = -1
+"""As many slots as a class holds at once if its operations run one after another, in list order."""
 
 
 @dataclass
@@ -30,6 +34,7 @@ def with_slots(ops: Sequence[Op]) -> list[Op]:
     What a buffer waits for must come before it in the list; a schedule for which that is not so needs more
     slots.
     """
+    ops = _counted(ops)
     needs: dict[int, list[Key]] = {}
     needs_previous: dict[int, list[Key]] = {}
     for kind, found in _classes(ops).items():
@@ -39,6 +44,23 @@ def with_slots(ops: Sequence[Op]) -> list[Op]:
             assert index < slots or giver < taker, f"{ops[taker].key} needs more than {slots} slots of {kind}"
             (needs_previous if index < slots else needs).setdefault(taker, []).append(ops[giver].key)
     return [_with(op, needs.get(i, ()), needs_previous.get(i, ())) for i, op in enumerate(ops)]
+
+
+def _counted(ops: Sequence[Op]) -> Sequence[Op]:
+    """The same, where ``AS_LISTED`` has become a number."""
+    counted = {hold.kind for op in ops for hold in op.takes if hold.slots == AS_LISTED}
+    if not counted:
+        return ops
+    held, most = Counter[str](), Counter[str]()
+    for op in ops:
+        held.update(hold.kind for hold in op.takes)
+        most |= held
+        held.subtract(name[0] for name in op.gives)
+    return [replace(op, takes=tuple(_counting(hold, counted, most) for hold in op.takes)) for op in ops]
+
+
+def _counting(hold: Hold, counted: set[str], most: Counter[str]) -> Hold:
+    return hold._replace(slots=most[hold.kind]) if hold.kind in counted else hold
 
 
 def _classes(ops: Sequence[Op]) -> dict[str, _Class]:

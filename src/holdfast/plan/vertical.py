@@ -5,13 +5,15 @@ exchange the tensors between blocks travel (GreedySnake's vertical scheduling). 
 the forward pass: its forward, the epilogue, the loss and its backward run for one micro-batch before the
 next, so logits exist once.
 
-Micro-batches go in ascending order everywhere, which adds gradients in the order of the ordinary
-accumulation loop (``order="plain"``).
+Which way micro-batches go through a block, and which blocks are updated beside the next forward pass, is in
+``orders.py``. Delayed updates are the last operations of their own step's list, the block that the next step
+wants first before the others: nothing has to be told that they are still to come.
 """
 
 from __future__ import annotations
 
 from .ops import Key, Op
+from .orders import grad_stays, input_stays, micro_batches
 from .parts import gradients, inputs, params, updates
 from .parts.schedule import Schedule
 from .work import Placement, StepShape, Work
@@ -36,18 +38,19 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
             _forward(s, block, phase, uploaded)
             continue
         _backward(s, block, uploaded)
-        if not shape.clip:
+        if not s.waits(block):
             updates.update_block(s, block)
     end = updates.end_of_backward(s)
     updates.update_resident(s, end)
-    for block in range(s.count if shape.clip else 0):  # in the order in which the next step wants them
-        updates.update_block(s, block, end)
+    for block in filter(s.waits, range(s.count)):  # in the order in which the next step wants them
+        updates.update_block(s, block, *((end,) if shape.clip else ()))
     updates.commit(s)
     return s.finish()
 
 
 def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     """The operations of an evaluation: the forward passes, with nothing kept and nothing updated."""
+    shape = StepShape(micro_batches=shape.micro_batches)
     s = Schedule(work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False)
     there = params.load(s, "evaluate", 0)
     for block in range(s.count):
@@ -69,24 +72,28 @@ def commit_only(work: Work, placement: Placement) -> list[Op]:
 
 def _forward(s: Schedule, block: int, phase: str, uploaded: Key) -> None:
     """All micro-batches of ``block`` without a graph. An evaluation keeps an input only until it is used."""
-    training, is_last, final = phase == "forward", block == s.last, s.shape.micro_batches - 1
+    training, is_last, order = phase == "forward", block == s.last, micro_batches(s.shape, block)
     makes = (*((0,) if training and block == 0 else ()), *(() if is_last else (block + 1,)))
     flop = s.work.blocks[block].forward_flop + (s.work.head_flop / 3 if is_last else 0.0)
-    for m in range(s.shape.micro_batches):
+    for m in order:
+        there = block == 0 or input_stays(s.shape, block, m)
         key = s.compute(
             Key(phase, block, m),
-            needs=(uploaded, inputs.fetch(s, phase, block, m)) if block else (uploaded,),
+            needs=(uploaded,) if there else (uploaded, inputs.fetch(s, phase, block, m)),
             work=flop,
             needs_previous=() if block else updates.resident_updated(s),
             takes=(*inputs.made(s, makes, m), *(() if block else inputs.enter(s, m))),
             gives=(
-                *(inputs.used(s, phase, block, m) if block else ()),
-                *(params.release(s, phase, block) if m == final else ()),
+                *(() if there else inputs.used(s, phase, block, m)),
+                *(params.release(s, phase, block) if m == order[-1] else ()),
                 *(inputs.leave(s, m) if is_last else ()),
             ),
         )
+        if there and block:
+            inputs.keep(s, block, m, key)
         for made in makes:
-            inputs.keep(s, made, m, key)
+            if not input_stays(s.shape, made, m):
+                inputs.keep(s, made, m, key)
         if training:
             inputs.store(s, block, m)
 
@@ -94,9 +101,9 @@ def _forward(s: Schedule, block: int, phase: str, uploaded: Key) -> None:
 def _backward(s: Schedule, block: int, uploaded: Key) -> None:
     """All micro-batches of ``block``: recompute, backward, accumulate. The last block runs forward, epilogue
     and loss first, and then all losses are known."""
-    is_last, final = block == s.last, s.shape.micro_batches - 1
+    is_last, order = block == s.last, micro_batches(s.shape, block)
     flop = 3 * s.work.blocks[block].forward_flop + (s.work.head_flop if is_last else 0.0)
-    for m in range(s.shape.micro_batches):
+    for m in order:
         needs, given = _fetched(s, block, m)
         key = s.compute(
             Key("backward", block, m),
@@ -104,21 +111,21 @@ def _backward(s: Schedule, block: int, uploaded: Key) -> None:
             work=flop,
             needs_previous=(
                 *(updates.resident_updated(s) if is_last and block == 0 else ()),
-                *(updates.committed(s) if block == 0 and m == final else ()),
+                *(updates.committed(s) if block == 0 and m == order[-1] else ()),
             ),
             takes=(
-                *(gradients.begin(s, block) if m == 0 else ()),
+                *(gradients.begin(s, block) if m == order[0] else ()),
                 *(inputs.made_grad(s, block, m) if block else ()),
             ),
             gives=(
                 *given,
-                *(params.release(s, "backward", block) if m == final else ()),
+                *(params.release(s, "backward", block) if m == order[-1] else ()),
                 *(inputs.leave(s, m) if is_last else ()),
             ),
         )
-        if block:
+        if block and not grad_stays(s.shape, block, m):
             inputs.keep_grad(s, block, m, key)
-    summed = updates.check_losses(s) if is_last else Key("backward", block, final)
+    summed = updates.check_losses(s) if is_last else Key("backward", block, order[-1])
     gradients.hand_over(s, block, summed, gradients.host_buffer(s, block))
 
 
@@ -128,8 +135,11 @@ def _fetched(s: Schedule, block: int, m: int) -> tuple[tuple[Key, ...], tuple[tu
     needs: tuple[Key, ...] = ()
     given: tuple[tuple, ...] = ()
     if s.count > 1:
-        needs, given = (inputs.fetch(s, "backward", block, m),), inputs.used(s, "backward", block, m)
+        given = inputs.used(s, "backward", block, m)
+        if not inputs.used_at_once(s, block, m):
+            needs = (inputs.fetch(s, "backward", block, m),)
     if block < s.last:
-        needs = (*needs, inputs.fetch_grad(s, block + 1, m))
         given = (*given, *inputs.used_grad(s, block + 1, m))
+        if not grad_stays(s.shape, block + 1, m):
+            needs = (*needs, inputs.fetch_grad(s, block + 1, m))
     return needs, given

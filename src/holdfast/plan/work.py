@@ -95,10 +95,15 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What varies from step to step."""
+    """How a step goes. The first and the last may vary from step to step."""
 
     micro_batches: int
     clip: bool = False
     """Updates wait for the global gradient norm."""
+    order: str = "plain"
+    """Which way micro-batches go through a block of the vertical schedule (``orders.py``)."""
+    delayed_fraction: float = 0.0
+    """Of the blocks of the vertical schedule: those that are updated beside the next forward pass. With clipping
+    all are."""
     commit: bool = True
     """The step ends in a commit."""

@@ -10,11 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+_TYPES = {
+    "BOOL": (1, "bool"), "U8": (1, "uint8"), "I8": (1, "int8"), "I16": (2, "int16"), "U16": (2, "uint16"),
+    "I32": (4, "int32"), "U32": (4, "uint32"), "I64": (8, "int64"), "U64": (8, "uint64"),
+    "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
+    "F32": (4, "float32"), "F64": (8, "float64"), "C64": (8, "complex64"),
 }  # fmt: skip
+DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _TYPES.items()}
 """Bytes of one element, by safetensors name: all that a payload file holds."""
+TORCH_NAMES = {name: theirs for name, (_, theirs) in _TYPES.items()}
+"""What torch calls them."""
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Those that are converted into one another, where that is asked for."""
 
 
 @dataclass(frozen=True, order=True)

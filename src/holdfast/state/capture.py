@@ -12,16 +12,13 @@ import torch
 from torch import nn
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
+from .atoms import TORCH_NAMES
 
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What wrappers of torch call the module inside; others call it ``module``."""
 
-TO_NAME = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-}  # fmt: skip
-FROM_NAME = {name: dtype for dtype, name in TO_NAME.items()}
+FROM_NAME: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, theirs in TORCH_NAMES.items()}
+TO_NAME = {dtype: name for name, dtype in FROM_NAME.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -81,3 +81,31 @@ def owners(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[set[str]]:
         loads[rank] += nbytes[part]
         found[rank].add(part[0])
     return found
+
+
+class Copied(NamedTuple):
+    """A region of a parameter that several ranks hold, ``nbytes`` of it; the first of ``ranks`` stores it."""
+
+    name: str
+    box: Box
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+def copies(held: Sequence[Mapping[str, tuple[Box, int]]], stored: Sequence[set[str]]) -> tuple[Copied, ...]:
+    """What several ranks hold, in an order that all have, given what each holds and stores (``owners``).
+
+    >>> one, two = (Box((0,), (4,)), 16), (Box((0,), (2,)), 8)
+    >>> held = [{"a": one, "b": two}, {"a": one}]
+    >>> [(each.name, each.ranks) for each in copies(held, [{"b"}, {"a"}])]
+    [('a', (1, 0))]
+    """
+    holders: dict[tuple[str, Box, int], list[int]] = {}
+    for rank, tensors in enumerate(held):
+        for name, (box, nbytes) in tensors.items():
+            holders.setdefault((name, box, nbytes), []).append(rank)
+    return tuple(
+        Copied(*part, tuple(sorted(ranks, key=lambda rank: part[0] not in stored[rank])))
+        for part, ranks in sorted(holders.items())
+        if len(ranks) > 1
+    )

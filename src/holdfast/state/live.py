@@ -18,7 +18,7 @@ from ..errors import BadInput, RunMismatch
 from .atoms import Atom
 from .boxes import Box
 from .capture import TO_NAME, CapturedParameter, buffer_at, capture
-from .cuts import box_of, local_of
+from .cuts import Copied, box_of, local_of
 from .progress import decode, encode
 
 BUFFERS = "buffers"
@@ -79,6 +79,8 @@ class LiveState:
         """Whether the residuals are this rank's alone, and those of a parameter that others hold too are others."""
         self.stored = self.parameters
         """The parameters that this process stores, with what belongs to them."""
+        self.copies: Sequence[Copied] = ()
+        """Regions of parameters that several ranks hold, whichever."""
         self.elsewhere: Collection[str] = ()
         """Names of parameters and buffers that some rank holds, of a pipeline not this one."""
 

@@ -88,8 +88,11 @@ class Pusher:
                 self._push_commit(manifest)
             except CommitRetired:
                 self._done.retired.append(manifest.ref)
-            except Damaged as error:
-                self._give_up(manifest.ref, error)
+            except Damaged as error:  # or what it needed went with it, since it was retired
+                if self._local.is_listed(manifest):
+                    self._give_up(manifest.ref, error)
+                else:
+                    self._done.retired.append(manifest.ref)
         if self._keep is not None and not self._unreadable and (self._done.commits or not self._tidy):
             self._retire()
             self._tidy = True

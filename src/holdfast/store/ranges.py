@@ -21,6 +21,8 @@ from .reading import INSPECT, check_size
 
 KEPT_BLOCKS = 16
 """At the ends of ranges; 64 MiB."""
+NUM_LOCKS = 64
+"""Blocks that are read at once, about; two that share a lock wait for one another."""
 
 
 class VerifiedFiles:
@@ -30,7 +32,7 @@ class VerifiedFiles:
         self._disk = disk
         self._layouts: dict[str, Layout] = {}
         self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._reading: dict[tuple[str, int], threading.Lock] = {}
+        self._reading = [threading.Lock() for _ in range(NUM_LOCKS)]
         self._lock = threading.Lock()
         self.bytes_read = 0
 
@@ -63,9 +65,7 @@ class VerifiedFiles:
     def _block(self, ref: FileRef, block: int) -> bytes:
         """A whole block, read by one thread for all that want it."""
         key = ref.path, block
-        with self._lock:
-            reading = self._reading.setdefault(key, threading.Lock())
-        with reading:
+        with self._reading[hash(key) % NUM_LOCKS]:  # of two that want a block one reads it
             with self._lock:
                 if key in self._kept:
                     self._kept.move_to_end(key)

@@ -67,11 +67,11 @@ class Archive:
 
     def __init__(self, path: Path, start: int = 0, nbytes: int | None = None) -> None:
         """Raises ``Damaged`` if it is none, or one whose pickle cannot be read."""
-        self.path, self.name = path, ""
+        self.path, self.name, self.nbytes = path, "", nbytes or 0
         self._entries: dict[str, Entry] = {}
         size = path.stat().st_size
         if nbytes is None:
-            nbytes = size - start
+            nbytes = self.nbytes = size - start
         if start < 0 or nbytes < 0 or start + nbytes > size:
             raise Damaged(
                 f"{path} has {size} bytes, and an entry of {nbytes} from {start} on", path=str(path)

@@ -8,7 +8,6 @@ names of its parameters are, or what is called so, or what is not inside of anyt
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ..state.atoms import TORCH_NAMES
 from ..state.capture import WRAPPED
+from .told import told_progress
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict", "model_state", "net")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "masked_bias")
@@ -89,7 +90,7 @@ def name_all(tensors: Mapping[str, Kind], paths: Mapping[str, Path]) -> Named:
             name = named.numbers.get(name, _numbered_name(key, name))
             named.tensors[key] = (canonical(name), slot)
         elif key in plain:
-            named.tensors[key] = (plain[key], "param" if plain[key] in known else _slot_of(plain[key], kind))
+            named.tensors[key] = (plain[key], "param" if plain[key] in known else slot_of(plain[key], kind))
         else:
             named.tensors[key] = (key, EXTRA)
     _set_seconds_apart(named)
@@ -172,8 +173,9 @@ def _is_direct(key: str, path: Path, root: str) -> bool:
     return len(path) == 1 or not key.removeprefix(root).removesuffix(str(path[-1]))
 
 
-def _slot_of(name: str, kind: Kind) -> str:
-    number = kind.dtype in ("F64", "F32", "F16", "BF16", "C64", "F8_E4M3", "F8_E5M2")
+def slot_of(name: str, kind: Kind) -> str:
+    """Of a tensor of the model that no optimizer knows: a parameter, or a buffer by its type or name."""
+    number = TORCH_NAMES[kind.dtype].startswith(("float", "bfloat", "complex"))
     return "param" if number and name.rpartition(".")[2] not in BUFFERS else "buffer"
 
 
@@ -186,7 +188,7 @@ def _numbered(
     for key, (name, slot) in states.items():
         if name.isdecimal() and slot != "step":
             shapes.setdefault(int(name), set()).add(tensors[key].shape)
-    trained = [(name, kind) for name, kind in model if _slot_of(name, kind) == "param"]
+    trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]
     if sorted(shapes) != list(range(len(trained))):
         return {}
     if any(shapes[i] - {kind.shape} for i, (_, kind) in enumerate(trained)):
@@ -199,9 +201,13 @@ def _numbered_name(key: str, name: str) -> str:
     return key.rpartition(".")[0] if name.isdecimal() else name
 
 
-def progress_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Named) -> dict[str, Any]:
-    """The progress (as of ``Source``) that ``values`` by key are: all that is no tensor, or a small one, as JSON."""
-    progress: dict[str, Any] = {**_own(values.get(PROGRESS)), "roots": named.roots}
+def progress_of(
+    values: Mapping[str, Any], paths: Mapping[str, Path], named: Named, where: str
+) -> dict[str, Any]:
+    """The progress (as of ``Source``) that ``values`` of ``where``, by key, are: all that is no tensor, or a small one,
+    as JSON. Raises ``Damaged`` if it has one of this library that is none."""
+    own = told_progress(values.get(PROGRESS), PROGRESS, where)
+    progress: dict[str, Any] = {**own, "roots": named.roots}
     groups = _groups_of(values, paths, named)
     if groups:
         progress["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -224,15 +230,6 @@ def progress_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Nam
     if rest:
         progress["extra"] = rest
     return progress
-
-
-def _own(text: Any) -> dict[str, Any]:
-    """What a progress of this library was, if ``text`` is one."""
-    try:
-        told = json.loads(text)
-    except (TypeError, ValueError):
-        return {}
-    return told if isinstance(told, dict) else {}
 
 
 def _step_in(key: str, value: Any) -> int | None:

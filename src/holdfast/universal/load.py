@@ -83,14 +83,18 @@ def read_flat(source: Source, stored: Stored, start: int, stop: int) -> np.ndarr
 
 
 def _mean_of(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
-    """In float64, rounded once."""
     dtype = FROM_NAME[stored.atom.dtype]
     each = [Stored(stored.atom, pieces) for pieces in (stored.pieces, *stored.copies)]
     values = [
         torch.from_numpy(read_flat(source, one, start, stop).view(np.uint8)).view(dtype) for one in each
     ]
-    mean = torch.stack([value.double() for value in values]).mean(0).to(dtype)
-    return mean.view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
+    return mean(values).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
+
+
+def mean(values: list[torch.Tensor]) -> torch.Tensor:
+    """In float64, rounded once."""
+    wide = torch.complex128 if values[0].is_complex() else torch.float64
+    return torch.stack([value.to(wide) for value in values]).mean(0).to(values[0].dtype)
 
 
 def in_threads(jobs: Iterable[Callable[[], int]], told: Callable[[int], None]) -> None:

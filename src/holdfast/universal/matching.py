@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..errors import RunMismatch
+from ..state.atoms import FLOATS
+from ..update.optimizer import STEP
 from .source import Source, Stored
 
 CARRIED = ("residual", "subspace")
 """Slots of what error feedback carries from step to step: each rank's own."""
-FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,10 @@ class Match:
     """By name here the name in the source."""
     left: list[str] = field(default_factory=list)
     """What is of the run that it comes from alone: residuals of error feedback."""
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name here, what the optimizer held that is no tensor, by slot, as JSON."""
+    another: dict[str, str] = field(default_factory=dict)
+    """By name here, of parameters whose state is of another kind of optimizer, how it differs."""
 
     def told(self) -> list[str]:
         """What is not as the source has it, for a person."""
@@ -64,12 +69,32 @@ class Match:
             told.append(f"its {_some(self.left)} are left, so error feedback begins anew")
         if self.without_state:
             told.append(f"it has no optimizer state of {_some(self.without_state)}, which begins anew")
+        if self.another:
+            names = _some(list(self.another))
+            told.append(f"its optimizer state of {names} is of another kind of optimizer, and begins anew")
         return told
 
+    def in_source(self, groups: list[list[str]]) -> list[list[str]]:
+        """The names in the source of those of ``groups``, and none where their optimizer was of another kind."""
+        return [
+            ["" if name in self.another else self.names.get(name, name) for name in names] for names in groups
+        ]
 
-def match(forms: Iterable[Form], source: Source, allowed: Allowed, elsewhere: Collection[str] = ()) -> Match:
+
+Keeps = Callable[[Mapping[str, str]], Mapping[str, frozenset[str] | None]]
+"""Given the names in the source by those here, the slots that optimizers keep for parameters; None: not known."""
+
+
+def match(
+    forms: Iterable[Form],
+    source: Source,
+    allowed: Allowed,
+    elsewhere: Collection[str] = (),
+    keeps: Keeps = lambda names: {},
+) -> Match:
     """What ``source`` has of ``forms``. Raises ``RunMismatch`` unless it is just that, or the rest is ``allowed`` or is
     of other stages of a pipeline, which hold the names ``elsewhere``."""
+    forms = list(forms)
     by_name: dict[str, dict[str, Stored]] = {}
     result, used = Match(), set[str]()
     for key, stored in source.atoms.items():
@@ -82,8 +107,11 @@ def match(forms: Iterable[Form], source: Source, allowed: Allowed, elsewhere: Co
     same: dict[int, set[str]] = {}
     for name, slots in by_name.items():
         same.setdefault(id(slots), set()).add(name)
+    places = {form.names[0]: _there(form.names, by_name, allowed) for form in forms}
+    result.names = {name: there for name, there in places.items() if there is not None}
+    kept = keeps(result.names)
     for form in forms:
-        there = _there(form.names, by_name, allowed)
+        there = places[form.names[0]]
         if there is None:
             result.missing.append(form.names[0])
             continue
@@ -104,12 +132,43 @@ def match(forms: Iterable[Form], source: Source, allowed: Allowed, elsewhere: Co
         elif not form.trained:
             result.unused += [f"{there}/{slot}" for slot in slots if slot != "param"]
             slots = {"param": main}
-        elif slots.keys() == {"param"} and not (weights_only and source.progress.get("groups")):
-            result.without_state.append(form.names[0])
-        result.found[form.names[0]], result.names[form.names[0]] = slots, there
+        else:
+            values = source.progress.get("values", {}).get(there, {})
+            fresh = weights_only and bool(source.progress.get("groups"))
+            slots = _state(form.names[0], slots, values, kept.get(form.names[0]), fresh, result)
+        result.found[form.names[0]] = slots
     result.unused += [name for name in by_name if name not in used and name not in elsewhere]
     _refuse(source, result, allowed, weights_only)
     return result
+
+
+def _state(
+    name: str,
+    slots: dict[str, Stored],
+    values: Mapping[str, Any],
+    kept: frozenset[str] | None,
+    fresh: bool,
+    result: Match,
+) -> dict[str, Stored]:
+    """Of ``slots`` and ``values`` of a parameter, those that its optimizer keeps; with ``fresh`` there need be none."""
+    held = {slot: value for slot, value in values.items() if value is not None}
+    there = (slots.keys() | held.keys()) - {"param"}
+    if not there:
+        if kept != frozenset() and not fresh:
+            result.without_state.append(name)
+    elif kept is not None:
+        more, less = there - kept - {STEP}, kept - there  # an engine counts the steps of every optimizer
+        if less or (more and not kept):
+            ours = ", ".join(sorted(kept)) or "nothing"
+            result.another[name] = (
+                f"of {name} it has {', '.join(sorted(there))}, and the one here keeps {ours}"
+            )
+            return {"param": slots["param"]}
+        result.unused += [f"{name}/{slot}" for slot in sorted(more)]
+    wanted = there if kept is None else there & kept
+    if held.keys() & wanted:
+        result.values[name] = {slot: value for slot, value in held.items() if slot in wanted}
+    return {slot: stored for slot, stored in slots.items() if slot in wanted or slot == "param"}
 
 
 def groups_of(progress: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -151,6 +210,13 @@ def _compare(form: Form, stored: Stored, allowed: Allowed, result: Match) -> Non
 
 
 def _refuse(source: Source, result: Match, allowed: Allowed, weights_only: bool) -> None:
+    if result.another and not allowed.partial:
+        of = source.progress.get("optimizers") or [source.progress.get("optimizer")]
+        kind = f" ({' and '.join(map(str, of))})" if of != [None] else ""
+        raise RunMismatch(
+            f"{source.path} is of another kind of optimizer{kind}: {_some(list(result.another.values()))}. Give the"
+            " optimizer that it was made with, or holdfast.From(..., partial=True) to begin the optimizer's state anew."
+        )
     odd = [f"it has no {name}" for name in result.missing] + [
         f"nothing here wants its {n}" for n in result.unused
     ]

@@ -2,7 +2,8 @@
 
 A pickle is a program. What it may name here is a list (``ALLOWED``); what it makes of those names are ``Record``s,
 plain holders of the arguments and attributes that it gives them, and tensors that say where their bytes lie. Anything
-else is refused by name. The interpreter is Python's own in Python, whose memory is bounded by the size of the pickle.
+else is refused by name. The interpreter is Python's own in Python, whose memory is bounded by the size of the pickle;
+so is what it takes to go through all that it describes.
 """
 
 from __future__ import annotations
@@ -12,25 +13,29 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..errors import Damaged
+from ..state.atoms import DTYPE_BYTES, TORCH_NAMES
 
 STORAGES = {
     "FloatStorage": "F32", "DoubleStorage": "F64", "HalfStorage": "F16", "BFloat16Storage": "BF16",
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL", "ComplexFloatStorage": "C64", "UntypedStorage": "U8",
 }  # fmt: skip
-DTYPES = {
-    "float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
-    "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
-    "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
-}  # fmt: skip
-"""Names of safetensors, by those of torch."""
-
+"""Names of safetensors, by the kinds of storage in files of torch."""
+DTYPES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
 
 MOST_ELEMENTS = 1 << 62
 """More than any tensor has along an axis."""
+MOST_SHARED = 1 << 20
+"""Values, written out one by one, that a pickle may hold beyond 16 for each of its bytes: what is there once may be
+held by many."""
+MOST_DEPTH = 100
+"""Of what is inside of one another."""
+MOST_IN_KEY = 256
+"""Values in a key of a dictionary or a member of a set: all are looked at each time that it is looked up."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "builtins.tuple": tuple,
     "builtins.set": set,
     "builtins.frozenset": frozenset,
+    "builtins.bytes": lambda *given: _empty_bytes(given),
     "builtins.complex": complex,
     "builtins.slice": slice,
     "torch.Size": lambda *sizes: tuple(*sizes),
@@ -118,10 +124,10 @@ ALLOWED = frozenset({
     "deepspeed.runtime.zero.config.ZeroStageEnum", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "deepspeed.utils.tensor_fragment.fragment_address",
     "deepspeed.utils.tensor_fragment.tensor_fragment",
-    # of Megatron
-    "argparse.Namespace", "megatron.core.enums.ModelType", "megatron.core.transformer.enums.AttnBackend",
-    "megatron.core.rerun_state_machine.RerunMode", "megatron.core.rerun_state_machine.RerunState",
-    "megatron.core.rerun_state_machine.RerunDiagnostic", "megatron.core.num_microbatches_calculator",
+    # of Megatron, whose own classes all are
+    "argparse.Namespace", "signal.Signals", "_io.BytesIO", "torch._C.Generator", "numpy.dtypes.UInt32DType",
+    *(f"torch.distributed.checkpoint.planner.{name}" for name in (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
     # beside them
     "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.core.multiarray._reconstruct",
     "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype", "_codecs.encode", "pathlib.Path",
@@ -131,11 +137,22 @@ ALLOWED = frozenset({
 """What becomes a ``Record``. No name here is ever imported."""
 
 
+def _empty_bytes(given: tuple[Any, ...]) -> bytes:
+    """As old protocols have them; others come as text."""
+    if given:
+        raise ValueError("bytes that are made of something")
+    return b""
+
+
 def load(data: bytes, where: str) -> Any:
-    """What the pickle ``data`` of ``where`` describes. Raises ``Damaged`` if it names what is not on the list, or is no
-    pickle."""
+    """What the pickle ``data`` of ``where`` describes. Raises ``Damaged`` if it names what is not on the list, is no
+    pickle, or holds itself or a few values so many times over that nobody could go through them."""
     try:
-        return _Reader(io.BytesIO(data), where).load()
+        most = MOST_SHARED + 16 * len(data)
+        value = _Reader(io.BytesIO(data), where, most).load()
+        if _written_out(value) > most:
+            raise ValueError(f"{len(data)} bytes hold one another so often that they are over {most} values")
+        return value
     except Damaged:
         raise
     except Exception as error:  # of any kind, as the bytes are anybody's
@@ -148,28 +165,110 @@ def _refuse_bytearray(_: Any) -> None:
     raise ValueError("a bytearray of a length that is only claimed")
 
 
-class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pickle tells it to
-    dispatch = pickle._Unpickler.dispatch | {pickle.BYTEARRAY8[0]: _refuse_bytearray}
+def _written_out(value: Any) -> int:
+    """How many values ``value`` is, texts by their length, where each is counted as often as it is held. Raises
+    ``ValueError`` if it holds itself, or too deep."""
+    counts: dict[int, tuple[int, int]] = {}
+    begun: set[int] = set()
+    stack = [value]
+    while stack:
+        top = stack[-1]
+        if id(top) in counts:
+            stack.pop()
+            continue
+        inside, own = _inside(top), len(top) if isinstance(top, str | bytes | bytearray) else 1
+        left = [each for each in inside if id(each) not in counts]
+        if left and id(top) in begun:
+            raise ValueError("it holds itself")
+        if left:
+            begun.add(id(top))
+            stack += left
+            continue
+        stack.pop()
+        found = [counts[id(each)] for each in inside]
+        counts[id(top)] = own + sum(count for count, _ in found), 1 + max((d for _, d in found), default=0)
+        if counts[id(top)][1] > MOST_DEPTH:
+            raise ValueError(f"it is more than {MOST_DEPTH} deep")
+    return counts[id(value)][0]
 
-    def __init__(self, file: io.BytesIO, where: str) -> None:
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, Record):
+        return [*value.args, value.fields, value.items]
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, list | tuple | set | frozenset) else []
+
+
+def _refuse_long_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        if isinstance(key, str | int):
+            continue
+        stack, count = [key], 0
+        while stack:
+            each = stack.pop()
+            count += len(each) if isinstance(each, list | tuple | set | frozenset | dict) else 1
+            if count > MOST_IN_KEY:
+                raise ValueError(f"a key of more than {MOST_IN_KEY} values")
+            stack += _inside(each)
+
+
+def _with_short_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    """``load`` of an operation that looks up what is at ``keys`` of the stack."""
+
+    def checked(reader: Any) -> None:
+        _refuse_long_keys(reader.stack[keys])
+        load(reader)
+
+    return checked
+
+
+_DISPATCH: dict[int, Any] = pickle._Unpickler.dispatch
+_KEYS = {
+    pickle.SETITEMS: slice(0, None, 2), pickle.DICT: slice(0, None, 2), pickle.SETITEM: slice(-2, -1),
+    pickle.ADDITEMS: slice(None), pickle.FROZENSET: slice(None),
+}  # fmt: skip
+
+
+class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pickle tells it to
+    dispatch = _DISPATCH | {
+        pickle.BYTEARRAY8[0]: _refuse_bytearray,
+        **{code[0]: _with_short_keys(_DISPATCH[code[0]], keys) for code, keys in _KEYS.items()},
+    }
+
+    def __init__(self, file: io.BytesIO, where: str, most: int) -> None:
         super().__init__(file, encoding="utf-8")
-        self._where = where
+        self._where, self._left = where, most
+
+    def _made(self, kind: Callable[..., Any], *given: Any) -> Any:
+        """One of ``PLAIN``, which may be a copy of what is given: of so much altogether, and of no long keys."""
+        self._left -= sum(len(each) for each in given if hasattr(each, "__len__"))
+        for each in given:
+            if kind in (set, frozenset):
+                _refuse_long_keys(each)
+            elif kind in (dict, OrderedDict) and isinstance(each, list | tuple):
+                _refuse_long_keys(key for key, _ in each)
+        if self._left < 0:
+            raise ValueError("it copies what it holds more often than it has bytes")
+        return kind(*given)
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module.replace('__builtin__', 'builtins')}.{name}"
         if full in PLAIN:
-            return PLAIN[full]
+            return partial(self._made, PLAIN[full])
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
         if module in ("torch", "torch.storage") and name in STORAGES:
             return STORAGES[name]
         if full in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"):
             return _tensor
+        if full == "torch._utils._rebuild_tensor_v3":
+            return _tensor_of_bytes
         if full in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
             return lambda data, *_: data
         if full == "torch._tensor._rebuild_from_type_v2":
             return _typed
-        if full in ALLOWED:
+        if full in ALLOWED or module.startswith("megatron."):
             return _maker(full)
         raise Damaged(
             f"{self._where} names {full}, which is none of the classes that checkpoints are known to hold, and a pickle"
@@ -193,6 +292,15 @@ def _tensor(storage: Storage, offset: int, shape: Any, strides: Any, *_: Any) ->
     if not all(0 <= number < MOST_ELEMENTS for number in (made.offset, *made.shape, *made.strides)):
         raise ValueError(f"a tensor of {made.shape}, strides {made.strides}, from {made.offset} on")
     return made
+
+
+def _tensor_of_bytes(
+    storage: Storage, offset: int, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any
+) -> Tensor:
+    """Of a type for which torch has no kind of storage."""
+    made = _tensor(storage, offset, shape, strides)
+    elements = storage.elements // DTYPE_BYTES[dtype]
+    return Tensor(Storage(storage.key, dtype, elements), made.offset, made.shape, made.strides)
 
 
 def _typed(rebuild: Any, _: Any, args: Any, *__: Any) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +17,14 @@ from ..errors import RunMismatch
 from ..state.boxes import Box
 from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
 from ..state.live import LiveState
-from ..state.progress import decode
 from ..units import MiB
 from .checking import refuse_unequal
-from .load import Target, read_all
+from .hyper import kept_by, set_hyper_parameters
+from .load import Target, mean, read_all
 from .matching import Allowed, Form, Match, groups_of, match
 from .source import Source, Stored
 
 BATCH_BYTES = 256 * MiB
-IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "maximize"}
-"""Of a parameter group: how the update is computed here, which is not carried over."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class _Wanted:
 def check(state: LiveState, source: Source, allowed: Allowed) -> None:
     """Raise what ``restore`` would, having read all that it will: for several ranks, none of which is to be changed if
     another cannot be."""
-    live, slots = _wanted(state, match(_forms_of(state), source, allowed, state.elsewhere))
+    live, slots = _wanted(state, _match(state, source, allowed))
     for part in sorted({n for each in live + slots for n in _parts_of(each)}):
         source.check(part)
 
@@ -52,7 +51,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
 
     Raises ``RunMismatch`` if it is of another model, ``Damaged`` if it is not whole; with nothing of the model changed.
     """
-    found = match(_forms_of(state), source, allowed, state.elsewhere)
+    found = _match(state, source, allowed)
     groups_of(source.progress)  # what cannot be told is told now
     live, slots = _wanted(state, found)
     refuse_unequal(source, (each.stored for each in live + slots))
@@ -62,9 +61,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     state.forget_optimizer_state()
     try:
         _load(state, source, slots)
-        values, there = source.progress.get("values", {}), found.names
-        trained = [p.name for p in state.parameters if state.is_trained(p)]
-        state.load_values({name: values[there[name]] for name in trained if there.get(name) in values})
+        state.load_values(found.values)
     except BaseException:
         for optimizer, held in zip(state.optimizers, before, strict=True):
             optimizer.state.clear()
@@ -80,6 +77,12 @@ def _parts_of(wanted: _Wanted) -> set[int]:
     stored = wanted.stored
     each = (stored.pieces, *stored.copies) if stored.average else (stored.pieces,)
     return {number for pieces in each for number in pieces.within(wanted.box).part.tolist()}
+
+
+def _match(state: LiveState, source: Source, allowed: Allowed) -> Match:
+    trained = {id(p.parameter): p.name for p in state.parameters if state.is_trained(p)}
+    keeps = partial(kept_by, state.optimizers, trained, source.progress)
+    return match(_forms_of(state), source, allowed, state.elsewhere, keeps)
 
 
 def _forms_of(state: LiveState) -> list[Form]:
@@ -144,7 +147,8 @@ def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch
     targets, tensors = [], []
     for stored, box in wanted:
         if stored.average:
-            tensors.append(_mean(source, stored, box))
+            each = [(Stored(stored.atom, pieces), box) for pieces in (stored.pieces, *stored.copies)]
+            tensors.append(mean(read_tensors(source, each)))
             continue
         tensor = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
         array = (
@@ -156,35 +160,7 @@ def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch
     return tensors
 
 
-def _mean(source: Source, stored: Stored, box: Box) -> torch.Tensor:
-    """Of all copies, in float64, rounded once."""
-    each = [(Stored(stored.atom, pieces), box) for pieces in (stored.pieces, *stored.copies)]
-    values = [tensor.double() for tensor in read_tensors(source, each)]
-    return torch.stack(values).mean(0).to(FROM_NAME[stored.atom.dtype])
-
-
 def _set_hyper_parameters(state: LiveState, progress: Mapping[str, Any], found: Match) -> bool:
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
     here = [[state.name_of[id(p)] for p in group["params"] if p.requires_grad] for group in groups]
-    names = [[found.names.get(name, name) for name in members] for members in here]
-    return set_hyper_parameters(groups, names, progress)
-
-
-def set_hyper_parameters(
-    groups: list[dict[str, Any]], names: list[list[str]], progress: Mapping[str, Any]
-) -> bool:
-    """Give each parameter group, of the trained parameters ``names`` there, the hyper-parameters that a source has for
-    these, where it has the same for all; whether it had them for all groups."""
-    of_name: dict[str, dict[str, Any]] = {}
-    for group, members in groups_of(progress):
-        of_name |= dict.fromkeys(members, group)
-    complete = True
-    for group, members in zip(groups, names, strict=True):
-        theirs = [of_name.get(name) for name in members]
-        if None in theirs or any(each != theirs[0] for each in theirs):
-            complete = False
-        elif theirs and theirs[0] is not None:
-            group.update(
-                {k: decode(v) for k, v in theirs[0].items() if k in group and k not in IMPLEMENTATION}
-            )
-    return complete
+    return set_hyper_parameters(groups, found.in_source(here), progress)

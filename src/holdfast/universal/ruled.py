@@ -74,6 +74,23 @@ class UnderRules(Source):
             for number, stored in enumerate(self._stored)
         ]
         add_to(self, assemble(rules, rows))
+        self._rename_in_progress()
+
+    def _rename_in_progress(self) -> None:
+        """What is said by name is said of the tensors that those became."""
+        made: dict[str, dict[str, None]] = {}
+        for stored in self.atoms.values():
+            for part in set(stored.pieces.part.tolist()):
+                made.setdefault(self._stored[part].atom.name, {})[stored.atom.name] = None
+        if "group_parameters" in self.progress:
+            groups = [
+                [new for name in names for new in made.get(name, ())]
+                for names in self.progress["group_parameters"]
+            ]
+            self.progress["group_parameters"] = [list(dict.fromkeys(names)) for names in groups]
+        if "values" in self.progress:
+            values = self.progress["values"].items()
+            self.progress["values"] = {new: slots for name, slots in values for new in made.get(name, ())}
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         stored, size = self._stored[part], self.parts[part].itemsize

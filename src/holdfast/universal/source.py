@@ -7,6 +7,7 @@ against the sizes of its files.
 
 from __future__ import annotations
 
+import struct
 import threading
 import zlib
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from ..io.threads import open_file
 from ..state.atoms import DTYPE_BYTES, Atom
 from ..state.pieces import Pieces
 from ..units import MiB
+
+NUM_LOCKS = 16
+"""Parts that are looked into at once, about; two that share a lock wait for one another."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ class Source:
     parts: list[Part] = field(default_factory=list)
     progress: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    """What rules may name of the configuration of its model, called as in config.json."""
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a part from ``offset`` on. Raises ``Damaged``, also where the format has a
@@ -85,9 +91,13 @@ class Source:
         key = stored.atom.key
         if key in self.atoms:
             raise Damaged(f"{self.path} has {key} twice, under one name", path=self.path)
-        for pieces in (stored.pieces, *stored.copies):
-            self._check(key, stored.atom, pieces)
+        self.check_cover(stored)
         self.atoms[key] = stored
+
+    def check_cover(self, stored: Stored) -> None:
+        """Raise ``Damaged`` if the pieces of ``stored`` do not cover it once, inside."""
+        for pieces in (stored.pieces, *stored.copies):
+            self._check(stored.atom.key, stored.atom, pieces)
 
     def _check(self, key: str, atom: Atom, pieces: Pieces) -> None:
         outside = (
@@ -122,7 +132,9 @@ class Files(Source):
     it was verified."""
 
     _verified: set[int] = field(default_factory=set, repr=False)
-    _verifying: dict[int, threading.Lock] = field(default_factory=dict, repr=False)
+    _locks: list[threading.RLock] = field(
+        default_factory=lambda: [threading.RLock() for _ in range(NUM_LOCKS)], repr=False
+    )
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         where = self.parts[part]
@@ -141,7 +153,7 @@ class Files(Source):
         where = self.parts[part]
         if where.crc32 is None:
             return
-        with self._verifying.setdefault(part, threading.Lock()):
+        with self._locks[part % NUM_LOCKS]:
             if part not in self._verified:
                 found, buffer = 0, memoryview(bytearray(min(where.nbytes, 4 * MiB)))
                 for start in range(0, where.nbytes, 4 * MiB):
@@ -150,6 +162,25 @@ class Files(Source):
                     found = zlib.crc32(piece, found)
                 check_sum(where, found)
                 self._verified.add(part)
+
+
+@dataclass
+class WithNumbers(Files):
+    """Files, and parts that are in none of them: numbers that others keep beside their tensors."""
+
+    _numbers: dict[int, bytes] = field(default_factory=dict, repr=False)
+
+    def add_number(self, value: bool | int | float) -> int:
+        """The number of a part of one F32 element, as torch's optimizers keep a count of steps."""
+        part = self.add_part(Part("", 0, 4, "F32"))
+        self._numbers[part] = struct.pack("<f", value)
+        return part
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        if part in self._numbers:
+            into[:] = self._numbers[part][offset : offset + len(into)]
+        else:
+            super().read(part, offset, into)
 
 
 def _read(part: Part, offset: int, into: memoryview) -> None:

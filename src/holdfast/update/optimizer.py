@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,9 @@ ELEMENTWISE = (
 
 STEP = "step"
 """The scalar slot that counts updates; kept for every trained parameter, whether the optimizer has it or not."""
+
+IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "maximize"}
+"""Of a parameter group: how the update is computed here, which is not carried over."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,25 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` is known to update every element by itself."""
     kind = type(optimizer)
     return kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
+
+
+def kept_slots(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int
+) -> frozenset[str] | None:
+    """What an optimizer of this class holds for a parameter of ``dims`` dimensions in ``group``, seen by stepping
+    another one. None where that is not tried, as of classes that are not torch's own, or does not work."""
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim"):
+        return None
+    arguments = set(inspect.signature(kind.__init__).parameters) - IMPLEMENTATION
+    parameter = nn.Parameter(torch.ones([2] * dims, dtype=torch.float32, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        private = kind([parameter], **{name: value for name, value in group.items() if name in arguments})
+        private.step()
+    except Exception:  # of any kind: it says nothing of what is to be known
+        return None
+    return frozenset(slot for slot, value in private.state[parameter].items() if value is not None)
 
 
 class HostOptimizer:

@@ -123,6 +123,8 @@ def traffic(history: History) -> dict[str, Any] | None:
         "steps": count,
         "schedule": schedule["schedule"],
         "micro_batches": schedule["micro_batches"],
+        "order": schedule.get("order", "plain"),
+        "delayed_fraction": schedule.get("delayed_fraction", 0.0),
         "rows": rows,
     }
 

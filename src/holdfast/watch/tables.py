@@ -26,7 +26,8 @@ FORMULAS = {
         "load_state": "n W", "store_state": "n W", "store_params": "n P",
     },
 }  # fmt: skip
-"""By schedule and kind of operation, of n equal blocks; on the SSD those of them that live there."""
+"""By schedule and kind of operation, of n equal blocks, in the plain order and without delayed updates; on the SSD those
+of them that live there."""
 
 SYMBOLS = (
     "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes"
@@ -45,7 +46,9 @@ def traffic(history: History) -> str:
             "Not known: only an engine knows what a step should move, and what its first step moves is not compared,"
             " since nothing of a step before it goes on beside it."
         )
-    formulas = FORMULAS.get(found["schedule"], {})
+    plain = found["order"] == "plain" and not found["delayed_fraction"]
+    formulas = FORMULAS.get(found["schedule"], {}) if plain else {}
+    order = found["schedule"] if plain else f"{found['schedule']}, {found['order']}"
     rows = [
         [NAMES.get(row["lane"], row["lane"]), row["kind"].replace("_", " "), formulas.get(row["kind"], ""),
          format_bytes(row["expected"]), format_bytes(row["moved"]), _difference(row)]
@@ -54,7 +57,7 @@ def traffic(history: History) -> str:
     columns = ["lane", "what", "formula", ">by the schedule", ">measured", ">difference"]
     said = (
         f"Bytes of a step, the mean of {counted(found['steps'], 'step')} of the last sitting, with"
-        f" {found['micro_batches']} micro-batches in the {found['schedule']} order. What a step leaves to be done"
+        f" {found['micro_batches']} micro-batches in the {order} order. What a step leaves to be done"
         " beside the next is counted there; the schedule counts block inputs in whole pages."
     )
     return paragraph(said) + table(columns, rows) + paragraph(SYMBOLS, "soft")

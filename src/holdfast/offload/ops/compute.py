@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ModelNotSupported
 from ...plan.ops import Op
+from ...plan.orders import input_stays, micro_batches
 from .. import rng
 from ..blocks import install
 from ..boundaries import Boundary, Delivery, refuse_hidden
@@ -38,7 +39,7 @@ def forward(run: Runtime, op: Op, step: Step) -> None:
         with torch.no_grad():
             output = _run_block(run, step, m, boundary, args, kwargs)
     _deliver(run, step, m, boundary, output)
-    if block:
+    if block and not input_stays(step.shape, block, m):  # what stayed goes to the host now
         boundary.device = None
 
 
@@ -189,7 +190,7 @@ def _installed(run: Runtime, op: Op, step: Step, grads: Gradients | None) -> Ite
         for member in unit.members:
             install(member.owned, member.owned.captured.parameter)
         torch.clear_autocast_cache()  # which would hold every parameter of every block
-    if micro_batch >= 0 or op.key.micro_batch == step.shape.micro_batches - 1:
+    if micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]:
         params.release(run, phase, block, micro_batch)
 
 

@@ -11,15 +11,18 @@ from concurrent.futures import Future
 import torch
 
 from ...plan.ops import Op
+from ...plan.orders import input_stays
 from ..boundaries import Boundary, Delivery
 from ..residency import packed_bytes
 from ..runtime import Runtime, Step, of
 
 
 def download(run: Runtime, op: Op, step: Step) -> None:
-    """Keep the input of a block on the host: the output of the block before, or the prologue's."""
-    block, batch = op.key.block, step.micro_batches[op.key.micro_batch]
-    held = batch.deliveries[block - 1] if block else batch.boundaries[0]
+    """Keep the input of a block on the host: the output of the block before, or what the block has used already,
+    of the prologue's or where the order turns."""
+    block, m, batch = op.key.block, op.key.micro_batch, step.micro_batches[op.key.micro_batch]
+    used = block == 0 or input_stays(step.shape, block, m)
+    held: Boundary | Delivery = batch.boundaries[block] if used else batch.deliveries[block - 1]
     assert held.device is not None
     held.host = [run.device.download(tensor) for tensor in held.device]
     if block == 0 or not step.horizontal:

@@ -37,7 +37,8 @@ def update(run: Runtime, op: Op, step: Step) -> None:
             run.residency.outgoing[block] = buffer
             copy = as_tensor(buffer)
         apply(run, step, unit, as_tensor(run.residency.images[block]), grads, copy)
-    run.residency.free_grads(block)
+    del grads
+    run.residency.free_grads(block, lent=any(name[0] == "kept_inputs" for name in op.gives))
 
 
 def apply(

@@ -1,7 +1,9 @@
 """Gradients of parameters: summed on the device, brought to the host, spilled where they may not wait there.
 
 On the host they are those that stay until the end of the backward pass (``kept_grads``) or those whose buffer
-goes from block to block (``grads``). Where the device is host memory, they are summed in that buffer.
+goes from block to block (``grads``). Delayed ones stay where block inputs were kept that the backward pass has
+used, as far as there are enough of them (``kept_inputs``): such buffers are dead until the next forward pass, so
+that delaying takes no memory. Where the device is host memory, they are summed in that buffer.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from .schedule import DEVICE_SLOTS, GRAD_SLOTS, Schedule
 
 def spilled(s: Schedule, block: int) -> bool:
     """Do the block's gradients wait for the end of the backward pass on the SSD?"""
-    return s.keeps_grads and not s.placement.gradients[block]
+    return s.waits(block) and not s.placement.gradients[block]
 
 
 def begin(s: Schedule, block: int) -> tuple[Hold, ...]:
     """The buffer in which the first backward computation begins the sum."""
-    return (_host(s, block),) if s.work.unified else _device(s, block)
+    return _host(s, block) if s.work.unified else _device(s, block)
 
 
 def download(s: Schedule, block: int, micro_batch: int, after: Key, into: tuple[Hold, ...]) -> Key:
@@ -49,7 +51,7 @@ def upload(s: Schedule, block: int, micro_batch: int) -> Key:
 
 def host_buffer(s: Schedule, block: int) -> tuple[Hold, ...]:
     """The buffer that a first download fills."""
-    return () if s.work.unified else (_host(s, block),)
+    return () if s.work.unified else _host(s, block)
 
 
 def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> None:
@@ -69,7 +71,7 @@ def store(s: Schedule, block: int, micro_batch: int, after: Key) -> None:
         ops.SSD_WRITE,
         nbytes=s.work.blocks[block].grad_bytes,
         needs=(after,),
-        gives=(_host(s, block).name,),
+        gives=_names(s, block),
     )
 
 
@@ -80,22 +82,29 @@ def load(s: Schedule, block: int, micro_batch: int) -> Key:
         ops.SSD_READ,
         nbytes=s.work.blocks[block].grad_bytes,
         needs=(Key("store_grads", block, micro_batch),),
-        takes=(_host(s, block),),
+        takes=_host(s, block),
     )
 
 
 def consume(s: Schedule, block: int) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
-    """What an update waits for to have the block's gradients, and the buffer that it gives back."""
+    """What an update waits for to have the block's gradients, and the buffers that it gives back."""
     final = s.shape.micro_batches - 1
     ready = load(s, block, final) if spilled(s, block) else Key("download_grads", block, final)
-    return (ready,), (_host(s, block).name,)
+    return (ready,), _names(s, block)
 
 
-def _host(s: Schedule, block: int) -> Hold:
+def _host(s: Schedule, block: int) -> tuple[Hold, ...]:
     size = s.work.blocks[block].grad_bytes
-    if s.keeps_grads and s.placement.gradients[block]:
-        return Hold(("kept_grads", block), size)
-    return Hold(("grads", block), size, slots=GRAD_SLOTS)
+    if lent := s.lent(block):
+        names = [("kept_inputs", "grads", block, index) for index in range(lent)]
+        return tuple(Hold(name, s.work.input_bytes, slots=s.kept_slots) for name in names)
+    if s.waits(block) and s.placement.gradients[block]:
+        return (Hold(("kept_grads", block), size),)
+    return (Hold(("grads", block), size, slots=GRAD_SLOTS),)
+
+
+def _names(s: Schedule, block: int) -> tuple[tuple, ...]:
+    return tuple(hold.name for hold in _host(s, block))
 
 
 def _device(s: Schedule, block: int) -> tuple[Hold, ...]:

@@ -3,12 +3,16 @@
 Both are made by a computation, go to the host, and come back to the device for the next. In host memory
 an input is one that stays (``kept_inputs``) or one of a row that goes to the SSD (``inputs``), which is there
 while the forward pass has yet to use it, on its way to the SSD, and on its way back.
+
+In the snake order the last micro-batch of a block is the first of the next: its input is on the device already
+and goes to the host only to be kept, after the block has used it, and its gradient never leaves.
 """
 
 from __future__ import annotations
 
 from .. import ops
 from ..ops import Hold, Key
+from ..orders import grad_stays, input_stays
 from .schedule import DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, Schedule
 
 
@@ -19,14 +23,21 @@ def on_ssd(s: Schedule, block: int) -> bool:
 
 def made(s: Schedule, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, ...]:
     """The buffers that a computation fills with the inputs of ``blocks``."""
-    held = tuple(_held(s, block, micro_batch) for block in blocks)
+    held: tuple[Hold, ...] = ()
     for block in blocks:
+        if s.work.unified or not used_at_once(s, block, micro_batch):
+            held += (_held(s, block, micro_batch),)
         held += s.on_device(("device_outputs", block, micro_batch), s.work.input_bytes, OUTPUT_SLOTS)
     return held
 
 
+def used_at_once(s: Schedule, block: int, micro_batch: int) -> bool:
+    """Is the input of ``block`` on the device when its only computation wants it?"""
+    return s.training and block == s.last and input_stays(s.shape, block, micro_batch)
+
+
 def keep(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
-    """Bring the input of ``block`` to the host."""
+    """Bring the input of ``block`` to the host, once ``made_by`` has made or used it."""
     s.add(
         Key("download_input", block, micro_batch),
         ops.DOWNLOAD,
@@ -76,7 +87,9 @@ def fetch(s: Schedule, phase: str, block: int, micro_batch: int) -> Key:
 
 
 def used(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, ...]:
-    """The buffers of a fetched input that the computation which used it gives back."""
+    """The buffers of an input that the computation which used it gives back."""
+    if used_at_once(s, block, micro_batch) and not s.work.unified:
+        return (("device_outputs", block, micro_batch),)
     given = () if phase == "forward" else (_held(s, block, micro_batch).name,)
     return (*given, *s.off_device(("device_inputs", phase, block, micro_batch)))
 
@@ -84,10 +97,10 @@ def used(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, 
 def made_grad(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
     """The buffers that a backward computation fills with the gradient of its input."""
     size = s.work.input_bytes
-    return (
-        Hold(("input_grads", block, micro_batch), size, slots=s.in_flight + 1),
-        *s.on_device(("device_outputs", block, micro_batch), size, OUTPUT_SLOTS),
-    )
+    on_device = s.on_device(("device_outputs", "grad", block, micro_batch), size, OUTPUT_SLOTS)
+    if on_device and grad_stays(s.shape, block, micro_batch):
+        return on_device
+    return (Hold(("input_grads", block, micro_batch), size, slots=s.in_flight + 1), *on_device)
 
 
 def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
@@ -97,7 +110,7 @@ def keep_grad(s: Schedule, block: int, micro_batch: int, made_by: Key) -> None:
         ops.DOWNLOAD,
         nbytes=s.work.input_bytes,
         needs=(made_by,),
-        gives=s.off_device(("device_outputs", block, micro_batch)),
+        gives=s.off_device(("device_outputs", "grad", block, micro_batch)),
     )
 
 
@@ -114,7 +127,9 @@ def fetch_grad(s: Schedule, block: int, micro_batch: int) -> Key:
 
 
 def used_grad(s: Schedule, block: int, micro_batch: int) -> tuple[tuple, ...]:
-    """The buffers of a fetched input gradient that the computation which used it gives back."""
+    """The buffers of an input's gradient that the computation which used it gives back."""
+    if not s.work.unified and grad_stays(s.shape, block, micro_batch):
+        return (("device_outputs", "grad", block, micro_batch),)
     return (("input_grads", block, micro_batch), *s.off_device(("device_input_grads", block, micro_batch)))
 
 
@@ -136,8 +151,6 @@ def _held(s: Schedule, block: int, micro_batch: int) -> Hold:
     size = s.work.input_bytes
     if not s.training:
         return Hold(("inputs", block, micro_batch), size, slots=s.in_flight + 1)
-    spilled = s.spilled_rows
-    if on_ssd(s, block) or (block == s.last and spilled):
+    if on_ssd(s, block) or (block == s.last and s.spilled_rows):
         return Hold(("inputs", block, micro_batch), size, slots=s.in_flight + INPUT_SLOTS)
-    rows = s.last - spilled + (s.keeps_last_input and not spilled)
-    return Hold(("kept_inputs", block, micro_batch), size, slots=rows * s.in_flight)
+    return Hold(("kept_inputs", block, micro_batch), size, slots=s.kept_slots)

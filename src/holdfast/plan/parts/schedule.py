@@ -12,7 +12,8 @@ from typing import Any
 
 from .. import ops
 from ..ops import Hold, Key, Op
-from ..slots import with_slots
+from ..orders import delayed_blocks
+from ..slots import AS_LISTED, with_slots
 from ..work import Placement, StepShape, Work
 
 PARAM_SLOTS = 2
@@ -57,6 +58,36 @@ class Schedule:
     @property
     def last(self) -> int:
         return self.count - 1
+
+    @cached_property
+    def delayed(self) -> tuple[bool, ...]:
+        """Per block: is it updated beside the next forward pass, although its gradients need not wait?"""
+        return (False,) * self.count if self.keeps_grads else delayed_blocks(self.shape, self.count)
+
+    def waits(self, block: int) -> bool:
+        """Do the gradients of ``block`` wait for the end of the backward pass?"""
+        return self.keeps_grads or self.delayed[block]
+
+    def lent(self, block: int) -> int:
+        """How many buffers of used block inputs hold the delayed gradients of ``block``; 0 if they have their own."""
+        if not self.delayed[block] or not self.placement.gradients[block] or not self.work.input_bytes:
+            return 0
+        count = -(-self.work.blocks[block].grad_bytes // self.work.input_bytes)
+        return count if count <= self.kept_inputs else 0
+
+    @cached_property
+    def kept_inputs(self) -> int:
+        """Block inputs that stay in host memory until their backward."""
+        if self.count == 1:
+            return 0
+        rows = self.last - self.spilled_rows + (self.keeps_last_input and not self.spilled_rows)
+        return rows * self.in_flight
+
+    @cached_property
+    def kept_slots(self) -> int:
+        """How many buffers there are for them, and for the gradients that are kept in them."""
+        lends = any(self.lent(block) for block in range(self.count))
+        return AS_LISTED if lends else self.kept_inputs
 
     @cached_property
     def spilled_rows(self) -> int:

@@ -11,11 +11,13 @@ from .dcp import DCP, is_dcp
 from .dcp_safetensors import ShardedSafetensors, is_sharded
 from .deepspeed import is_deepspeed, open_deepspeed
 from .huggingface import SafetensorsFiles, is_safetensors
+from .megatron import is_megatron, open_megatron
 from .ruled import RuledFolder, is_ruled
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
     ("rules", is_ruled, RuledFolder),
     ("deepspeed", is_deepspeed, open_deepspeed),  # before the weights that others put beside it
+    ("megatron", is_megatron, open_megatron),
     ("safetensors", is_safetensors, SafetensorsFiles),
     ("dcp", is_dcp, DCP),
     ("safetensors shards", is_sharded, ShardedSafetensors),

@@ -17,6 +17,7 @@ from ..pickles import Record
 
 METADATA = ".metadata"
 _CLASSES = "torch.distributed.checkpoint.metadata."
+_TABLES = (f"{_CLASSES}Metadata", "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata")
 _MOST = 1 << 62
 """More than any size or offset is."""
 
@@ -56,6 +57,7 @@ class Claims:
         self.tensors: dict[str, Shards] = {}
         self.values: dict[str, Entry] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
+        self.original_shapes: dict[str, tuple[int, ...]] = {}
         table = pickles.load(_read(self._where), str(self._where))
         try:
             self._take(table)
@@ -65,7 +67,7 @@ class Claims:
             raise self._damaged(f"does not read as one ({type(error).__name__}: {error})") from error
 
     def _take(self, table: Any) -> None:
-        if not isinstance(table, Record) or table.name != f"{_CLASSES}Metadata":
+        if not isinstance(table, Record) or table.name not in _TABLES:
             raise ValueError(f"it holds a {getattr(table, 'name', type(table).__name__)}")
         stored = self._stored(table.get("storage_data"))
         about = table.get("state_dict_metadata")
@@ -84,6 +86,9 @@ class Claims:
         paths = table.get("planner_data") or {}
         ordered = [key for key in paths if key in about] + [key for key in about if key not in paths]
         self.paths = {key: _path(paths.get(key), key) for key in ordered}
+        for key, more in (table.get("mcore_data") or {}).items():
+            if key in self.tensors and "nd_reformulated_orig_global_shape" in more:
+                self.original_shapes[key] = ints(more["nd_reformulated_orig_global_shape"])
 
     def _shards(self, key: str, record: Record, stored: Mapping[Any, Entry]) -> Shards:
         dtype = record.get("properties").args[0][0]

@@ -24,6 +24,7 @@ import torch
 
 from ...errors import BadInput
 from ...state.boxes import Box
+from ...state.capture import FROM_NAME
 from ...state.pieces import row_major
 from ...state.progress import decode
 from ...store.files import TEMPORARY, Disk, write_durably, written_durably
@@ -31,7 +32,6 @@ from ...units import KiB, MiB
 from ..keys import EXTRA, PROGRESS
 from ..load import in_threads, read_flat
 from ..matching import groups_of
-from ..pickles import DTYPES
 from ..source import Source, Stored
 from .dcp_metadata import METADATA
 
@@ -39,7 +39,6 @@ FILE = "__0_0.distcp"
 CHUNK = 16 * MiB
 OVERHEAD = 8 * KiB
 """More than an archive has beside its tensor."""
-FROM_NAME = {ours: getattr(torch, theirs) for theirs, ours in DTYPES.items()}
 
 Keys = dict[str, tuple[tuple[Any, ...], Any]]
 """By key the names on the way to it, and a ``Stored``, a tensor or any other value."""

@@ -79,7 +79,7 @@ class Commit(Source):
         kinds = {atom[KEY]: Kind(tuple(atom["shape"]), atom["dtype"]) for atom in atoms}
         small = {key: value_of(self, stored) for key, stored in self.by_key.items() if is_small(stored)}
         found = {key: values.get(key, small.get(key)) for key in ways if key in values or key in small}
-        return progress_of(found, ways, name_all(kinds, ways))
+        return progress_of(found, ways, name_all(kinds, ways), self.path)
 
     def _stored(self, atom: dict[str, Any], files: dict[str, FileRef]) -> Stored:
         shape = tuple(atom["shape"])

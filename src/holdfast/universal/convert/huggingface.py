@@ -20,7 +20,7 @@ import torch
 import xxhash
 
 from ...errors import BadInput, Damaged
-from ...state.atoms import DTYPE_BYTES, Atom
+from ...state.atoms import DTYPE_BYTES, FLOATS, Atom
 from ...state.boxes import Box
 from ...state.capture import FROM_NAME
 from ...state.pieces import Pieces, dense
@@ -29,6 +29,7 @@ from ...store.layout import PAD, Layout
 from ...units import GiB, MiB
 from ..load import in_threads, read_flat
 from ..source import Files, Part, Source, Stored
+from ..told import told, told_progress
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 KEYS, PROGRESS = "holdfast.keys", "holdfast.progress"
@@ -64,13 +65,23 @@ class SafetensorsFiles(Files):
 
     def _add_file(self, path: Path) -> None:
         layout, metadata = header_of(path)
-        slots = json.loads(metadata.get(KEYS, "{}"))
-        self.progress |= json.loads(metadata.get(PROGRESS, "{}"))
+        slots = told(metadata.get(KEYS), KEYS, str(path))
+        self.progress |= told_progress(metadata.get(PROGRESS), PROGRESS, str(path))
         for entry in layout.entries:
-            name, slot = slots.get(entry.key, [entry.key, "param"])
+            name, slot = _name_of(slots, entry.key, path)
             part = self.add_part(Part(str(path), entry.offset, entry.nbytes, entry.dtype))
             atom = Atom(name, slot, entry.shape, entry.dtype)
             self.add(Stored(atom, Pieces.of([dense(Box.whole(entry.shape), part)], len(entry.shape))))
+
+
+def _name_of(slots: dict[str, Any], key: str, path: Path) -> tuple[str, str]:
+    """The name and the slot of the tensor ``key``."""
+    found = slots.get(key, [key, "param"])
+    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(part, str) for part in found):
+        raise Damaged(
+            f"{path}: {KEYS} says that {key} is {found!r}, which is no name and slot", path=str(path)
+        )
+    return found[0], found[1]
 
 
 def header_of(path: Path) -> tuple[Layout, dict[str, str]]:
@@ -85,14 +96,15 @@ def header_of(path: Path) -> tuple[Layout, dict[str, str]]:
         header = file.read(length)
     try:
         metadata = json.loads(header).get("__metadata__") or {}
+        metadata = {str(key): str(value) for key, value in metadata.items()}
         layout = Layout.parse(struct.pack("<Q", length) + header)
-    except (ValueError, AttributeError, Damaged) as error:
+    except (ValueError, AttributeError, RecursionError, Damaged) as error:
         raise Damaged(f"{path} is no safetensors file: {error}", path=str(path)) from error
     if layout.file_bytes != size:
         raise Damaged(
             f"{path} has {size} bytes, its header says {layout.file_bytes}: it was cut short", path=str(path)
         )
-    return layout, {str(key): str(value) for key, value in metadata.items()}
+    return layout, metadata
 
 
 def _files_of(path: Path) -> tuple[list[Path], set[str] | None]:
@@ -226,7 +238,7 @@ def write_single(
 
 
 def _cast(dtype: str, wanted: str | None) -> str:
-    return wanted if wanted is not None and dtype in ("F64", "F32", "F16", "BF16") else dtype
+    return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
 def _grouped(wanted: Sequence[Wanted], file_bytes: int) -> list[list[Wanted]]:

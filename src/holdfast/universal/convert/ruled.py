@@ -16,6 +16,7 @@ from ...state.matching import StoredTensor
 from ...state.rules import Rules, numbers_of
 from ..archives import Archive
 from ..pickles import Record, Storage, Tensor
+from ..plain import Plain
 from ..ruled import add_to
 from ..source import Files, Part
 from .huggingface import header_of
@@ -59,6 +60,7 @@ class RuledFolder(Files):
                 yield StoredTensor(part, entry.key, entry.shape, entry.dtype, at=at)
             return
         archive, rest = Archive(path), dict[str, Any]()
+        plain = Plain(archive)
         for name, value in _leaves(archive.content, ""):
             if isinstance(value, Tensor):
                 part = self._part(path, archive, value.storage)
@@ -73,7 +75,7 @@ class RuledFolder(Files):
                     strides=value.strides,
                 )
             else:
-                rest[name] = value
+                rest[name] = plain(value, name)
         if rest:
             self._rest[path.relative_to(self.path).as_posix()] = rest
 
@@ -95,7 +97,7 @@ class RuledFolder(Files):
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tensors of what a pickle holds, and what else there is, as JSON; each with its way from the top."""
+    """The tensors of what a pickle holds, and what else there is; each with its way from the top."""
     items: Mapping[Any, Any] | None = None
     if isinstance(value, Mapping):
         items = value
@@ -104,11 +106,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         items = dict(enumerate(value))
     if items is None:
-        yield name, value if isinstance(value, Tensor) else _plain(value)
+        yield name, value
         return
     for key, inner in items.items():
         yield from _leaves(inner, f"{name}.{key}" if name else str(key))
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

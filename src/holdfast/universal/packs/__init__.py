@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.resources import files
+from pathlib import Path
 
 from ...errors import BadInput
-from ...state.rules import Rules
+from ...state.rules import Rules, numbers_of
 
 HERE = __name__
 
@@ -27,6 +28,27 @@ def text(name: str) -> str:
 def load(name: str, values: Mapping[str, int] | None = None) -> Rules:
     """The rules of a pack; ``values`` are what it takes from the configuration of the model."""
     return Rules.parse(text(name), f"pack {name}", values)
+
+
+def find(rules: str, values: Path | None, known: Mapping[str, int] | None = None) -> Rules:
+    """Those of a file, or of a pack of that name; ``values`` is a JSON file with numbers, such as a config.json, which
+    hold before those that are ``known``."""
+    try:
+        numbers = dict(known or {}) | ({} if values is None else numbers_of(_read(values)))
+    except ValueError as error:
+        raise BadInput(f"{values} gives no values: {error}") from None
+    path = Path(rules)
+    if not path.is_file() and rules in names():
+        return load(rules, numbers)
+    return Rules.parse(_read(path), str(path), numbers)
+
+
+def _read(path: Path) -> str:
+    """Raises ``BadInput`` if it is not text."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} cannot be read as a text file: {error}") from None
 
 
 def _text(name: str) -> str:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-
-import torch
 
 from ....errors import BadInput
 from ....state.atoms import Atom
 from ....state.boxes import Box
-from ....state.capture import FROM_NAME, WRAPPED
+from ....state.capture import WRAPPED
 from ....state.pieces import Pieces, dense
-from ....state.progress import encode
 from ....units import MiB
-from ...archives import Archive
-from ...pickles import Record, Tensor
-from ...source import Files, Stored
-from .local import WithNumbers
+from ...pickles import Tensor
+from ...plain import Plain
+from ...source import Stored, WithNumbers
 from .model import ModelStates
 from .parallel import Whole
 
@@ -77,7 +72,7 @@ def progress_of(
 ) -> dict[str, Any]:
     """Of the model states and what the optimizer's file says beside its tensors. What means nothing here is in
     ``extra``."""
-    content, plain = model.content, _Plain(model.archive)
+    content, plain = model.content, Plain(model.archive, LARGEST_EXTRA)
     config = content.get("ds_config") if isinstance(content.get("ds_config"), dict) else {}
     progress: dict[str, Any] = {"step": int(content.get("global_steps") or 0)}
     if isinstance(kind := (config.get("optimizer") or {}).get("type"), str):
@@ -95,53 +90,3 @@ def progress_of(
     extra |= {key: plain(value, key) for key, value in model.module.items() if not isinstance(value, Tensor)}
     progress["extra"] = extra | ({"not_carried": plain.left_out} if plain.left_out else {})
     return progress
-
-
-class _Plain:
-    """What a pickle holds, as JSON."""
-
-    def __init__(self, archive: Archive) -> None:
-        self._archive = archive
-        self._files = Files(str(archive.path), "torch")
-        self.left_out: list[str] = []
-
-    def __call__(self, value: Any, where: str) -> Any:
-        return encode(self._made(value, where), where)
-
-    def _made(self, value: Any, where: str) -> Any:
-        if isinstance(value, dict):
-            return {self._made(k, where): self._made(v, f"{where}.{k}") for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            made = [self._made(item, f"{where}[{i}]") for i, item in enumerate(value)]
-            return made if isinstance(value, list) else tuple(made)
-        if isinstance(value, set | frozenset):
-            return sorted((self._made(item, where) for item in value), key=repr)
-        if isinstance(value, Record):
-            about = {"class": value.name}
-            for key in ("args", "fields", "items"):
-                if held := getattr(value, key):
-                    about[key] = self._made(held, f"{where}.{key}")
-            return about
-        if isinstance(value, Tensor):
-            return self._tensor(value, where)
-        if isinstance(value, bytes | bytearray):
-            return {"class": "bytes", "base64": base64.b64encode(value).decode()}
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        return {"class": type(value).__name__, "text": str(value)[:1000]}
-
-    def _tensor(self, tensor: Tensor, where: str) -> Any:
-        part = self._archive.part(tensor.storage)
-        count = tensor.storage.elements
-        last = tensor.offset + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-        if (
-            count * part.itemsize > LARGEST_EXTRA
-            or part.dtype not in FROM_NAME
-            or not 0 <= last < max(count, 1)
-        ):
-            self.left_out.append(where)
-            return {"class": "tensor", "shape": list(tensor.shape), "dtype": part.dtype}
-        data = bytearray(part.nbytes)
-        self._files.read(self._files.add_part(part), 0, memoryview(data))
-        flat = torch.frombuffer(data, dtype=FROM_NAME[part.dtype]) if data else torch.empty(0)
-        return flat.as_strided(tensor.shape, tensor.strides, tensor.offset).clone()

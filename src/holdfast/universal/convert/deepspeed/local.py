@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -17,30 +16,10 @@ from ....state.capture import FROM_NAME
 from ....state.pieces import Piece, flat
 from ...archives import Archive
 from ...pickles import Record, Tensor
-from ...source import Files, Part
+from ...source import Files
 
 Shape = tuple[int, ...]
 Number = bool | int | float
-
-
-class WithNumbers(Files):
-    """Files, and parts that are in none of them: numbers that others keep beside their tensors."""
-
-    def __init__(self, path: str, format: str) -> None:
-        super().__init__(path, format)
-        self._numbers: dict[int, bytes] = {}
-
-    def add_number(self, value: Number) -> int:
-        """The number of a part of one F32 element, as torch's optimizers keep a count of steps."""
-        part = self.add_part(Part("", 0, 4, "F32"))
-        self._numbers[part] = struct.pack("<f", value)
-        return part
-
-    def read(self, part: int, offset: int, into: memoryview) -> None:
-        if part in self._numbers:
-            into[:] = self._numbers[part][offset : offset + len(into)]
-        else:
-            super().read(part, offset, into)
 
 
 class Value(NamedTuple):

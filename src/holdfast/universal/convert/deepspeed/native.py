@@ -16,10 +16,11 @@ from ....state.atoms import DTYPE_BYTES
 from ....state.capture import FROM_NAME
 from ...load import read_flat
 from ...pickles import Record
+from ...source import WithNumbers
 from . import zero3, zero12
 from .common import Names, add_parameter, progress_of
 from .folder import Folder, check_ranks, files_of, need, opened
-from .local import Local, Rank, WithNumbers, elements, shapes_of
+from .local import Local, Rank, elements, shapes_of
 from .model import ModelStates, beside, check_models
 from .parallel import Info, Whole
 

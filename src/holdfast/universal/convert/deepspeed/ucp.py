@@ -15,10 +15,10 @@ from ....state.boxes import Box
 from ....state.pieces import Pieces, dense
 from ...archives import Archive, piece_of
 from ...pickles import Tensor
-from ...source import Stored
+from ...source import Stored, WithNumbers
 from .common import Names, add_parameter, progress_of
 from .folder import Folder, check_ranks, files_of, need, opened
-from .local import Shape, WithNumbers, elements, shapes_of
+from .local import Shape, elements, shapes_of
 from .model import ModelStates, beside, check_models
 from .parallel import Info
 

@@ -1,0 +1,78 @@
+"""``probe``: this machine, measured, as a profile for the planner."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..errors import ConfigError
+from ..offload.device import open_device
+from ..probe.machine import Probed, probe_machine
+from ..profiles import load_model, to_toml
+from ..units import format_seconds, parse_bytes
+from .machine import free_host_bytes
+from .output import print_json
+
+
+def probe(
+    directory: Path,
+    out: Path | None,
+    *,
+    model: str | None,
+    device: str,
+    seconds: float,
+    size: str,
+    as_json: bool,
+) -> None:
+    """Measure and print, or write ``out``. Everything that can be refused is refused before."""
+    if not directory.is_dir():
+        raise ConfigError(f"--dir {directory} is no directory; name one on the SSD that a run would use")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no directory {out.absolute().parent}; make it first")
+    try:
+        file_bytes = parse_bytes(size)
+    except ValueError as error:
+        raise ConfigError(f"--size: {error}") from error
+    chosen = None if model is None else load_model(model)
+    with Console(stderr=True).status("measuring") as status:
+        found = probe_machine(
+            directory,
+            open_device(device).torch_device,
+            free_host_bytes(),
+            file_bytes=file_bytes,
+            seconds=seconds,
+            model=chosen,
+            say=lambda what: status.update(f"measuring {what}"),
+        )
+    text = _text(found)
+    if out is not None:
+        out.write_text(text)
+    if as_json:
+        print_json(_document(found))
+    elif out is None:
+        print(text, end="")
+    else:
+        print(f"Measured in {format_seconds(found.seconds)}, written to {out}. Plan with:")
+        print(f"  holdfast plan --model gpt-46m --machine {out}")
+
+
+def _text(found: Probed) -> str:
+    times = (
+        f"# One micro-batch through one block: forward {found.block.forward_seconds * 1e3:.3g} ms, backward with "
+        f"recomputation {found.block.backward_seconds * 1e3:.3g} ms.\n"
+    )
+    return times + to_toml(found.profile, found.sources)
+
+
+def _document(found: Probed) -> dict[str, Any]:
+    return {
+        "profile": asdict(found.profile),
+        "sources": found.sources,
+        "ssd": asdict(found.ssd),
+        "block": asdict(found.block),
+        "copies": asdict(found.copies) if found.copies else None,
+        "seconds": found.seconds,
+    }

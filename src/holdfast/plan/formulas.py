@@ -1,0 +1,240 @@
+"""Formulas: what a step of equal blocks moves, computes and holds, as a function of what stays in host memory.
+
+The unknowns lie between 0 and 1: the fractions of ``FRACTIONS`` that stay in host memory, and ``RECYCLED``, the part of
+waiting gradients that lies in buffers which are dead by then. Everything else is a number, so each formula is affine:
+the linear program takes it as a row, and a report evaluates it. Bytes and seconds, per block and pass (``Phase``) or of
+the whole step. ``docs/plan.md`` explains each term.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..units import MiB
+from .affine import Affine
+from .parts.schedule import (
+    DEVICE_SLOTS,
+    GRAD_SLOTS,
+    INPUT_SLOTS,
+    OUTPUT_SLOTS,
+    PARAM_SLOTS,
+    STATE_SLOTS,
+    UPDATED_SLOTS,
+)
+from .setting import Setting
+
+FRACTIONS = ("params", "optimizer", "activations", "gradients")
+RECYCLED = "recycled"
+
+COMPUTE, OPTIMIZER, BUS, SSD = "computing", "optimizer", "copies", "SSD"
+
+MARGIN_MICRO_BATCHES = 4
+"""Of the paper's engine: those of each block whose inputs stay in host memory whatever else goes to the SSD."""
+
+PROCESS_BYTES = 512 * MiB
+"""Of Python, torch and its kernels."""
+
+ACTIVATION_BYTES = 34
+"""Of one block, per token and unit of width, in 16 bits with fused attention: what a backward pass needs of it."""
+
+LOGIT_BYTES = 16
+"""Per token and word of the vocabulary: logits in 16 and 32 bits, their probabilities and their gradients."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One block in the forward or the backward pass: all micro-batches, and the updates that go on beside them."""
+
+    compute_seconds: float
+    updated_elements: float
+    up: Affine
+    """Bytes to the device."""
+    down: Affine
+    read: Affine
+    """Bytes from the SSD."""
+    written: Affine
+
+
+def forward(s: Setting) -> Phase:
+    """The forward pass, with the delayed part of the step before."""
+    m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
+    params, state, inputs, delayed = (
+        on_ssd(s, "params"),
+        on_ssd(s, "optimizer"),
+        _spilled(s),
+        s.delayed_fraction,
+    )
+    passes = _forward_passes(s)
+    again = 1 - delayed if s.method.paper else 1.0
+    written = delayed * (params + _stored(s, state)) + passes * inputs
+    return Phase(
+        compute_seconds=passes * m * s.forward_seconds,
+        updated_elements=delayed * s.elements,
+        up=Affine(passes * ((m - snake) * size + s.param_bytes)),
+        down=Affine(m * size),
+        read=passes * again * params + delayed * (state + _waiting_on_ssd(s, 1.0)),
+        written=written + _each_commit(s) * s.resident_elements * s.method.state_bytes / s.blocks,
+    )
+
+
+def backward(s: Setting) -> Phase:
+    """The backward pass with the recomputation, and the updates that do not wait."""
+    m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
+    params, state, now = on_ssd(s, "params"), on_ssd(s, "optimizer"), 1 - s.delayed_fraction
+    return Phase(
+        compute_seconds=3 * m * s.forward_seconds,
+        updated_elements=now * s.elements,
+        up=Affine((2 * m - snake) * size + s.param_bytes),
+        down=Affine((m - snake) * size + s.grad_bytes),
+        read=_forward_passes(s) * _spilled(s) + params + now * state,
+        written=now * (params + _stored(s, state)) + _waiting_on_ssd(s, waiting(s)),
+    )
+
+
+def lanes(s: Setting, phase: Phase) -> dict[str, list[Affine]]:
+    """Seconds that each lane takes for ``phase``: the largest of its rows. On a device that shares the host's cores,
+    computing and the optimizer take turns."""
+    compute = phase.compute_seconds
+    update = phase.updated_elements / s.machine.update_elements_per_second
+    if s.machine.device_shares_host:
+        compute += update
+    return {
+        COMPUTE: [Affine(compute)],
+        OPTIMIZER: [Affine(update)],
+        BUS: s.bus.rows(phase.up, phase.down),
+        SSD: s.ssd.rows(phase.read, phase.written),
+    }
+
+
+def other_seconds(s: Setting) -> float:
+    """Of a step, besides its blocks: the head and, between two steps, the update of what stays on the device."""
+    head = s.micro_batches * s.head_seconds
+    elements, bus = s.resident_elements, s.bus
+    moved = s.method.grad_bytes * elements / bus.other + s.method.param_bytes * elements / bus.one
+    return head + moved + elements / s.machine.update_elements_per_second
+
+
+def waiting(s: Setting) -> float:
+    """The part of a step's gradients that waits for the end of the backward pass."""
+    return 1.0 if s.method.keeps_all_gradients else s.delayed_fraction
+
+
+def on_ssd(s: Setting, what: str) -> Affine:
+    """Of one block."""
+    size = {"params": s.param_bytes, "optimizer": s.state_bytes, "gradients": s.grad_bytes}[what]
+    return size * (1 - Affine.of(what))
+
+
+def dead_bytes(s: Setting) -> Affine:
+    """Of buffers that gradients may wait in: block inputs that were used, and parameters that the delayed updates will
+    replace."""
+    if not s.method.recycles:
+        return Affine()
+    inputs = s.blocks * s.micro_batches * s.input_bytes * Affine.of("activations")
+    return inputs + s.delayed_fraction * s.blocks * s.param_bytes * Affine.of("params")
+
+
+def waiting_bytes(s: Setting) -> float:
+    """Of the gradients that wait, all blocks together."""
+    return waiting(s) * s.blocks * s.grad_bytes
+
+
+def host_bytes(s: Setting) -> Affine:
+    """Host memory, at most."""
+    held = _paper_host_bytes(s) if s.method.paper else _host_bytes(s)
+    return held + waiting_bytes(s) * (Affine.of("gradients") - Affine.of(RECYCLED))
+
+
+def device_bytes(s: Setting) -> float:
+    """Memory of a separate device, at most. It does not depend on the number of blocks or micro-batches."""
+    inputs = (2 * DEVICE_SLOTS + OUTPUT_SLOTS) * s.input_bytes
+    resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes)
+    return DEVICE_SLOTS * (s.param_bytes + s.grad_bytes) + inputs + resident + workspace_bytes(s)
+
+
+def workspace_bytes(s: Setting) -> float:
+    """Activations of one micro-batch in one block, or in the head and the loss. An estimate."""
+    block = ACTIVATION_BYTES * s.model.tokens * s.model.width
+    return max(block, LOGIT_BYTES * s.model.tokens * s.model.vocabulary)
+
+
+def ssd_bytes(s: Setting) -> Affine:
+    """Room that the run takes on the SSDs."""
+    method = s.method
+    files = method.retain + (1 if method.commit_every == 1 else 2)
+    state = s.blocks * on_ssd(s, "optimizer") if method.retain == 0 else Affine(files * _all_state_bytes(s))
+    waits = waiting(s) * s.blocks * on_ssd(s, "gradients")
+    return state + s.blocks * (on_ssd(s, "params") + _spilled(s)) + waits
+
+
+def written_bytes(s: Setting) -> Affine:
+    """To the SSDs, by one step."""
+    return s.blocks * (forward(s).written + backward(s).written)
+
+
+def read_bytes(s: Setting) -> Affine:
+    """From the SSDs, by one step."""
+    return s.blocks * (forward(s).read + backward(s).read)
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def _forward_passes(s: Setting) -> float:
+    """Of a block, on the average: the last has none of its own."""
+    return 1.0 if s.method.paper else (s.blocks - 1) / s.blocks
+
+
+def _spilled(s: Setting) -> Affine:
+    """Inputs of one block that go to the SSD and come back."""
+    count = max(s.micro_batches - MARGIN_MICRO_BATCHES, 0) if s.method.paper else s.micro_batches
+    return count * s.input_bytes * (1 - Affine.of("activations"))
+
+
+def _each_commit(s: Setting) -> float:
+    """Commits per step."""
+    return 1 / s.method.commit_every if s.method.commit_every else 0.0
+
+
+def _stored(s: Setting, state: Affine) -> Affine:
+    """Of a block's state, what an update makes the SSD write: what lives there, and at a commit what does not."""
+    return state + _each_commit(s) * (s.state_bytes - state)
+
+
+def _waiting_on_ssd(s: Setting, part: float) -> Affine:
+    return part * on_ssd(s, "gradients")
+
+
+def _all_state_bytes(s: Setting) -> float:
+    return s.blocks * s.state_bytes + s.resident_elements * s.method.state_bytes
+
+
+def _host_bytes(s: Setting) -> Affine:
+    """The slots of the operation lists, and what stays. A buffer for moving what moves is counted by how much moves."""
+    params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
+    m, size, shares = s.micro_batches, s.input_bytes, s.machine.device_shares_host
+    rows = s.blocks * m * inputs + (m + 2 * INPUT_SLOTS) * (1 - inputs) + (m + 1) + m * shares
+    resident = s.resident_elements * (s.method.state_bytes + s.method.grad_bytes + s.method.param_bytes)
+    return (
+        rows * size
+        + s.param_bytes * (s.blocks * params + (PARAM_SLOTS + UPDATED_SLOTS) * (1 - params))
+        + s.state_bytes * (s.blocks * state + STATE_SLOTS * (1 - state))
+        + GRAD_SLOTS * s.grad_bytes
+        + resident
+        + (workspace_bytes(s) if shares else 0.0)
+        + PROCESS_BYTES
+    )
+
+
+def _paper_host_bytes(s: Setting) -> Affine:
+    """Of the paper's engine: two buffers for parameters and two for the part updated at once, two for gradients, three
+    for state."""
+    params, state, inputs = Affine.of("params"), Affine.of("optimizer"), Affine.of("activations")
+    m, part = s.micro_batches, max(s.delayed_fraction, 1 - s.delayed_fraction)
+    margin = s.blocks * min(m, MARGIN_MICRO_BATCHES) + 2 * max(m - MARGIN_MICRO_BATCHES, 0)
+    return (
+        s.input_bytes * (s.blocks * m * inputs + m + margin * (1 - inputs))
+        + s.param_bytes * (s.blocks * params + (2 + 2 * (1 - s.delayed_fraction)) * (1 - params))
+        + s.state_bytes * (s.blocks * state + 3 * part * (1 - state))
+        + 2 * part * s.grad_bytes
+    )

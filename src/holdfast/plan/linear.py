@@ -1,0 +1,217 @@
+"""The linear program: what stays in host memory, for a given number of micro-batches and delayed fraction.
+
+Least seconds per block, forward and backward, such that each lane has the time for its work and what is held fits.
+Solved by HiGHS, which is imported when it is needed; everything that only evaluates the formulas does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from types import ModuleType
+from typing import Any
+
+from ..errors import BadInput, DoesNotFit
+from ..units import format_bytes
+from . import formulas
+from .affine import Affine
+from .formulas import FRACTIONS, RECYCLED
+from .setting import Setting
+
+FORWARD, BACKWARD = "forward_seconds", "backward_seconds"
+UNKNOWNS = (*FRACTIONS, RECYCLED, FORWARD, BACKWARD)
+
+KEEP = {"params": -1.0, "optimizer": -1.0, "activations": -1e-3}
+"""Of placements that are equally fast, which one the paper's authors take: most in memory."""
+
+CLOSE = 1e-7
+"""Of the seconds, that the second solution may lose to the first."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A setting with what stays in host memory."""
+
+    setting: Setting
+    fractions: Mapping[str, float]
+    """On the host, and ``RECYCLED``."""
+
+    @cached_property
+    def lane_seconds(self) -> dict[str, tuple[float, float]]:
+        """Of one block, forward and backward, that each lane works."""
+        phases = [
+            formulas.lanes(self.setting, phase(self.setting))
+            for phase in (formulas.forward, formulas.backward)
+        ]
+        found = {
+            name: tuple(max(row(self.fractions) for row in p[name]) for p in phases) for name in phases[0]
+        }
+        return {name: (forward, backward) for name, (forward, backward) in found.items()}
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of one block."""
+        return max(forward for forward, _ in self.lane_seconds.values())
+
+    @property
+    def backward_seconds(self) -> float:
+        """Of one block."""
+        return max(backward for _, backward in self.lane_seconds.values())
+
+    @property
+    def step_seconds(self) -> float:
+        blocks = self.setting.blocks * (self.forward_seconds + self.backward_seconds)
+        return blocks + formulas.other_seconds(self.setting)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.setting.tokens / self.step_seconds
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """Of a whole step, that each lane works."""
+        s = self.setting
+        busy = {name: s.blocks * sum(seconds) for name, seconds in self.lane_seconds.items()}
+        busy[formulas.COMPUTE] += s.micro_batches * s.head_seconds
+        return busy
+
+    @property
+    def busiest(self) -> str:
+        return max(self.busy_seconds, key=self.busy_seconds.__getitem__)
+
+    def of(self, formula: Any) -> float:
+        """A formula of ``formulas`` at this solution."""
+        found = formula(self.setting)
+        return found(self.fractions) if isinstance(found, Affine) else found
+
+
+def load_highs() -> ModuleType:
+    """HiGHS. Raises ``BadInput`` if it is not installed."""
+    try:
+        import highspy
+    except ImportError as error:
+        raise BadInput(
+            "placement is a linear program, and its solver is not there: pip install 'holdfast[plan]' (the package "
+            "highspy). Without it, `holdfast simulate` takes fractions that you choose: --params-on-host 1 "
+            "--optimizer-on-host 0 --activations-on-host 1"
+        ) from error
+    return highspy
+
+
+def solve(setting: Setting) -> Solution | None:
+    """The best placement, or None if there is none. Where several take the same time, the one that wears the
+    SSDs least."""
+    rows = _rows(setting)
+    free = _run(rows, {FORWARD: 1.0, BACKWARD: 1.0}, setting)
+    if free is None:
+        return None
+    seconds = free[FORWARD] + free[BACKWARD]
+    no_slower = Affine.of(FORWARD) + Affine.of(BACKWARD) - seconds * (1 + CLOSE)
+    settled = _run([*rows, no_slower], _second_cost(setting), setting) or free
+    return Solution(setting, {name: min(max(settled[name], 0.0), 1.0) for name in (*FRACTIONS, RECYCLED)})
+
+
+def why_none(setting: Setting) -> DoesNotFit:
+    """The error of a setting without a placement: what is too little even if everything that can be is elsewhere."""
+    s, machine = setting, setting.machine
+    for needed, have, what, help_ in (
+        (_unpaid(formulas.host_bytes(s)), machine.host_memory_bytes, "of host memory", "more of it (--host)"),
+        (formulas.ssd_bytes(s), _capacity(s), "on the SSDs", "more or larger SSDs (--ssds), or --retain 1"),
+        (
+            formulas.written_bytes(s),
+            _most_written(s),
+            "written per step",
+            "fewer commits, or fewer steps (--ssd-steps)",
+        ),
+    ):
+        least = needed.least
+        if least > have:
+            return DoesNotFit(
+                f"no placement works: at least {format_bytes(least)} {what} are needed, and there are "
+                f"{format_bytes(have)}. It takes {help_}; fewer or smaller micro-batches need less."
+            )
+    return DoesNotFit(
+        f"no placement works with {s.micro_batches} micro-batches and a delayed fraction of {s.delayed_fraction:g}: "
+        f"host memory ({format_bytes(machine.host_memory_bytes)}), the SSDs ({format_bytes(_capacity(s))}) and the "
+        "bytes written per step do not allow it together. More of one of them, or other --micro-batches, may."
+    )
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def _rows(s: Setting) -> list[Affine]:
+    """Each at most 0."""
+    waits, rows = formulas.waiting_bytes(s), []
+    for seconds, phase in ((FORWARD, formulas.forward(s)), (BACKWARD, formulas.backward(s))):
+        rows += [row - Affine.of(seconds) for lane in formulas.lanes(s, phase).values() for row in lane]
+    rows += [
+        formulas.host_bytes(s) - s.machine.host_memory_bytes,
+        formulas.ssd_bytes(s) - _capacity(s),
+        waits * Affine.of(RECYCLED) - formulas.dead_bytes(s),
+        Affine.of(RECYCLED) - Affine.of("gradients"),
+    ]
+    if s.method.least_steps:
+        rows.append(formulas.written_bytes(s) - _most_written(s))
+    return rows
+
+
+def _second_cost(s: Setting) -> Mapping[str, float]:
+    """What is least where the time is: bytes written, and read for a hundredth of them."""
+    if s.method.paper:
+        return KEEP
+    moved = formulas.written_bytes(s) + 0.01 * formulas.read_bytes(s)
+    most = max((abs(value) for value in moved.terms.values()), default=0.0)
+    return (moved / most).terms if most else KEEP
+
+
+def _unpaid(host_bytes: Affine) -> Affine:
+    """Without what waits in dead buffers: what does not wait in memory needs none."""
+    return Affine(host_bytes.constant, {k: v for k, v in host_bytes.terms.items() if k != RECYCLED})
+
+
+def _capacity(s: Setting) -> float:
+    return s.machine.ssd_count * s.machine.ssd_capacity_bytes
+
+
+def _most_written(s: Setting) -> float:
+    """By one step, for the SSDs to live as long as they must."""
+    rated = s.machine.ssd_count * s.machine.ssd_rated_bytes
+    return rated / s.method.least_steps if s.method.least_steps else inf
+
+
+def _run(rows: Sequence[Affine], cost: Mapping[str, float], s: Setting) -> dict[str, float] | None:
+    """Minimise ``cost`` with every row at most 0. None if no values do."""
+    highs = load_highs()
+    program = highs.HighsLp()
+    program.num_col_, program.num_row_ = len(UNKNOWNS), len(rows)
+    program.col_cost_ = [cost.get(name, 0.0) for name in UNKNOWNS]
+    fixed = {"gradients", RECYCLED} if s.method.paper else set()
+    program.col_lower_ = [1.0 if name in fixed else 0.0 for name in UNKNOWNS]
+    program.col_upper_ = [inf if name in (FORWARD, BACKWARD) else 1.0 for name in UNKNOWNS]
+    scaled = [
+        row / max((abs(v) for v in row.terms.values()), default=1.0) if any(row.terms.values()) else row
+        for row in rows
+    ]
+    program.row_lower_ = [-inf] * len(rows)
+    program.row_upper_ = [-row.constant for row in scaled]
+    program.a_matrix_.format_ = highs.MatrixFormat.kRowwise
+    entries = [
+        [(i, row.terms[name]) for i, name in enumerate(UNKNOWNS) if row.terms.get(name)] for row in scaled
+    ]
+    starts = [0]
+    for entry in entries:
+        starts.append(starts[-1] + len(entry))
+    program.a_matrix_.start_ = starts
+    program.a_matrix_.index_ = [i for entry in entries for i, _ in entry]
+    program.a_matrix_.value_ = [value for entry in entries for _, value in entry]
+    solver = highs.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("presolve", "off")
+    solver.passModel(program)
+    solver.run()
+    if solver.getModelStatus() != highs.HighsModelStatus.kOptimal:
+        return None
+    return dict(zip(UNKNOWNS, solver.getSolution().col_value))

@@ -1,0 +1,121 @@
+"""From a plan to the operation lists that the engine runs, and to the simulator's machine.
+
+A model of equal blocks becomes ``Work``, fractions become whole blocks, and a machine's rates become those of the
+mixture of bytes that the list at hand moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import floor, inf
+
+from ..errors import DoesNotFit
+from ..units import format_bytes, round_up
+from . import formulas
+from .formulas import FRACTIONS
+from .linear import Solution
+from .machine import Machine
+from .memory import MakesOps, predict
+from .ops import DOWNLOAD, SSD_READ, SSD_WRITE, UPLOAD, Op, lane_bytes
+from .search import Case, best_at
+from .setting import Setting
+from .vertical import vertical
+from .work import BlockWork, Placement, StepShape, Work
+
+EVALUATION_BATCHES = 8
+"""Micro-batches that an evaluation of the engine takes through the blocks together; they need memory too."""
+
+TRIES = 4
+
+
+def work_of(setting: Setting) -> Work:
+    """One step's model, as the engine would measure it."""
+    s, method = setting, setting.method
+    block = BlockWork(
+        elements=s.elements,
+        param_bytes=round_up(s.param_bytes),
+        trained_param_bytes=round_up(s.param_bytes),
+        state_bytes=round_up(s.state_bytes),
+        grad_bytes=s.grad_bytes,
+        forward_flop=s.model.forward_flop,
+    )
+    return Work(
+        blocks=(block,) * s.blocks,
+        input_bytes=round_up(s.input_bytes),
+        resident_state_bytes=round_up(s.resident_elements * method.state_bytes),
+        resident_param_bytes=s.resident_elements * method.param_bytes,
+        resident_grad_bytes=s.resident_elements * method.grad_bytes,
+        resident_elements=s.resident_elements,
+        unified=s.machine.device_shares_host,
+        head_flop=s.model.head_flop,
+        workspace_bytes=round(formulas.workspace_bytes(s)),
+    )
+
+
+def shape_of(setting: Setting) -> StepShape:
+    """Of a step that ends in a commit, if any does."""
+    method = setting.method
+    return StepShape(
+        micro_batches=setting.micro_batches, clip=method.keeps_all_gradients, commit=method.commit_every > 0
+    )
+
+
+def placement_of(fractions: Mapping[str, float], blocks: int) -> Placement:
+    """Whole blocks, rounded down where something would not fit."""
+    down = {name: floor(fractions[name] * blocks + 1e-6) / blocks for name in FRACTIONS}
+    return Placement.fractions(blocks, **down)
+
+
+def machine_of(setting: Setting, operations: Sequence[Op]) -> Machine:
+    """What the simulator needs to time ``operations``: where both ways together are faster or slower than in turns,
+    rates are scaled so that these bytes take what they should."""
+    moved, ssd, bus = lane_bytes(operations), setting.ssd, setting.bus
+    slow_ssd = ssd.slowdown(moved[SSD_READ], moved[SSD_WRITE])
+    slow_bus = 1.0 if bus.one == inf else bus.slowdown(moved[UPLOAD], moved[DOWNLOAD])
+    return Machine(
+        ssd_read_bytes_per_second=ssd.one / slow_ssd,
+        ssd_write_bytes_per_second=ssd.other / slow_ssd,
+        upload_bytes_per_second=bus.one / slow_bus,
+        download_bytes_per_second=bus.other / slow_bus,
+        compute_flop_per_second=setting.machine.device_flop_per_second,
+        update_elements_per_second=setting.machine.update_elements_per_second,
+        shared_ssd=True,
+        shared_bus=True,
+        shared_cores=setting.machine.device_shares_host,
+    )
+
+
+def host_bytes(setting: Setting, placement: Placement, schedule: MakesOps = vertical) -> int:
+    """That a run takes, from its list."""
+    memory = predict(work_of(setting), placement, shape_of(setting), schedule, EVALUATION_BATCHES)
+    return formulas.PROCESS_BYTES + memory.host_bytes
+
+
+def fit(case: Case, micro_batches: int) -> tuple[Solution, Placement]:
+    """The best plan whose whole blocks and buffers fit, as the operation list counts them. The linear program counts a
+    buffer for what partly stays as a part of one; what it is short of is taken off its memory, and it is asked again.
+
+    ``case`` is one that the engine runs. Raises ``DoesNotFit``.
+    """
+    allowed = case.machine.host_memory_bytes
+    tried = case
+    for _ in range(TRIES):
+        solution = best_at(tried, micro_batches, case.method.delayed or 0.0)
+        if solution is None:
+            break
+        placement = placement_of(solution.fractions, case.model.blocks)
+        over = host_bytes(solution.setting, placement) - allowed
+        if over <= 0:
+            return Solution(case.setting(micro_batches), solution.fractions), placement
+        less = tried.machine.host_memory_bytes - over
+        if less <= 0:
+            break
+        tried = replace(case, machine=replace(case.machine, host_memory_bytes=less))
+    nothing = dict.fromkeys(FRACTIONS, 0.0)
+    setting = case.setting(micro_batches)
+    needed = host_bytes(setting, placement_of(nothing, case.model.blocks))
+    raise DoesNotFit(
+        f"the engine's buffers for {micro_batches} micro-batches take {format_bytes(needed)} of host memory with "
+        f"everything on the SSD, and there are {format_bytes(allowed)}. Fewer or smaller micro-batches need less."
+    )

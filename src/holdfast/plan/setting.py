@@ -1,0 +1,148 @@
+"""Setting: a model on a machine, trained in one way: all that the formulas of a step need, as numbers.
+
+Of the papers: n -> blocks, M -> micro_batches, P -> elements of a block, S d -> input_bytes, alpha ->
+delayed_fraction, theta -> update_elements_per_second. Bytes, seconds, floating-point operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal
+
+from ..profiles import MachineProfile, ModelProfile
+from .duplex import Duplex
+
+Clipping = Literal["none", "defer", "speculate", "per_block"]
+
+CLIPPING = ("none", "defer", "speculate", "per_block")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How the training is done."""
+
+    clipping: Clipping = "none"
+    """``defer``: every update waits for the norm, in the next forward pass; ``speculate``: updates may be undone, so
+    gradients are kept until the norm is known; ``per_block`` moves what ``none`` does."""
+    commit_every: int = 1
+    """Steps from one commit to the next; 0 is none."""
+    retain: int = 2
+    """Newest whole steps kept; 0 is one file of state, written in place."""
+    order: Literal["plain", "snake"] = "plain"
+    param_bytes: int = 2
+    """Of one parameter on the device."""
+    grad_bytes: int = 4
+    state_bytes: int = 12
+    """Of one parameter: its master, and the optimizer's state."""
+    recycles: bool = True
+    """Gradients that wait do so in buffers that are dead by then, as far as those reach."""
+    paper: bool = False
+    """As in the facts of the paper, for its golden values: the buffers of its authors' engine, four micro-batches of
+    each block's inputs always in host memory, delayed parameters used without being read again; nothing besides the
+    blocks counts."""
+    least_steps: int = 0
+    """That the SSDs must live for; 0 is any number."""
+
+    def __post_init__(self) -> None:
+        if self.clipping not in CLIPPING:
+            raise ValueError(f"clipping is {' or '.join(CLIPPING)}, not {self.clipping!r}")
+        if self.order not in ("plain", "snake"):
+            raise ValueError(f"order is plain or snake, not {self.order!r}")
+        for name in ("commit_every", "retain", "least_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+    @property
+    def delayed(self) -> float | None:
+        """The delayed fraction, if clipping leaves no choice."""
+        return 1.0 if self.clipping == "defer" else None
+
+    @property
+    def keeps_all_gradients(self) -> bool:
+        """Until the norm is known."""
+        return self.clipping in ("defer", "speculate")
+
+
+PAPER = Method(commit_every=0, retain=0, paper=True)
+"""The setting of the golden values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One step, up to where things stay."""
+
+    machine: MachineProfile
+    model: ModelProfile
+    method: Method = field(default_factory=Method)
+    micro_batches: int
+    delayed_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise ValueError(f"micro_batches counts from 1, got {self.micro_batches}")
+        if not 0 <= self.delayed_fraction <= 1:
+            raise ValueError(f"delayed_fraction lies between 0 and 1, got {self.delayed_fraction}")
+
+    @property
+    def blocks(self) -> int:
+        return self.model.blocks
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.micro_batches * self.model.tokens
+
+    @property
+    def elements(self) -> int:
+        return self.model.block_parameters
+
+    @property
+    def param_bytes(self) -> int:
+        return self.elements * self.method.param_bytes
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.elements * self.method.grad_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return self.elements * self.method.state_bytes
+
+    @property
+    def input_bytes(self) -> int:
+        return self.model.input_elements * self.method.param_bytes
+
+    @property
+    def resident_elements(self) -> int:
+        """Of the prologue and epilogue, which stay."""
+        return 0 if self.method.paper else self.model.resident_parameters
+
+    @property
+    def forward_seconds(self) -> float:
+        """Of one micro-batch through one block; its backward with the recomputation takes three times as long."""
+        return self.model.forward_flop / self.machine.device_flop_per_second
+
+    @property
+    def head_seconds(self) -> float:
+        return self.model.head_flop / self.machine.device_flop_per_second
+
+    @property
+    def ssd(self) -> Duplex:
+        """One is reading, all SSDs together."""
+        m = self.machine
+        mixed = m.ssd_mixed_bytes_per_second
+        return Duplex(
+            one=m.ssd_read_bytes_per_second * m.ssd_count,
+            other=m.ssd_write_bytes_per_second * m.ssd_count,
+            mixed=mixed * m.ssd_count if mixed else None,
+        )
+
+    @property
+    def bus(self) -> Duplex:
+        """One is towards the device. What computes in host memory needs none."""
+        m = self.machine
+        if m.device_shares_host:
+            return Duplex()
+        up, down = m.upload_bytes_per_second, m.download_bytes_per_second
+        return Duplex(one=up or inf, other=down or inf, mixed=m.copy_bytes_per_second)

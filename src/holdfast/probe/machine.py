@@ -1,0 +1,117 @@
+"""A machine measured: all of it, within a time, as a profile that says of each figure where it is from."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..profiles import MachineProfile, ModelProfile
+from ..units import format_bytes
+from .device import BlockTimes, Copies, measure_block, measure_copies
+from .host import measure_update
+from .ssd import Ssd, measure_ssd
+
+SHARES = {"ssd": 0.5, "block": 0.2, "copies": 0.15, "update": 0.1}
+"""Of the time that is given; what is left goes by between measurements."""
+
+MB = 10**6
+
+MOST_OF_DISK = 4
+"""The file is at most this part of what is free."""
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What was found."""
+
+    profile: MachineProfile
+    sources: dict[str, str]
+    """Of each key of the profile, by its path."""
+    ssd: Ssd
+    block: BlockTimes
+    copies: Copies | None
+    seconds: float
+    """That it took."""
+
+
+def probe_machine(
+    directory: Path,
+    device: torch.device,
+    host_memory_bytes: int,
+    *,
+    file_bytes: int,
+    seconds: float,
+    model: ModelProfile | None = None,
+    say: Callable[[str], object] = lambda what: None,
+) -> Probed:
+    """Measure for about ``seconds``. ``say`` is told what is measured next."""
+    began = time.perf_counter()
+    free = shutil.disk_usage(directory).free
+    say("the SSD")
+    ssd = measure_ssd(directory, min(file_bytes, free // MOST_OF_DISK), SHARES["ssd"] * seconds)
+    say("a block")
+    block = measure_block(device, model, SHARES["block"] * seconds)
+    say("copies")
+    copies = measure_copies(device, SHARES["copies"] * seconds)
+    say("the host's optimizer")
+    update = measure_update(SHARES["update"] * seconds)
+    profile = MachineProfile(
+        description=_description(device),
+        device_memory_bytes=_whole(torch.cuda.mem_get_info(device)[0]) if copies else 0,
+        device_flop_per_second=_rounded(block.flop_per_second),
+        device_shares_host=copies is None,
+        upload_bytes_per_second=_whole(copies.upload) if copies else None,
+        download_bytes_per_second=_whole(copies.download) if copies else None,
+        copy_bytes_per_second=_whole(copies.both) if copies else None,
+        host_memory_bytes=_whole(host_memory_bytes),
+        update_elements_per_second=_rounded(update),
+        ssd_read_bytes_per_second=_whole(ssd.read),
+        ssd_write_bytes_per_second=_whole(ssd.write),
+        ssd_mixed_bytes_per_second=_whole(ssd.mixed),
+        ssd_capacity_bytes=_whole(free),
+    )
+    return Probed(profile, _sources(ssd, block), ssd, block, copies, time.perf_counter() - began)
+
+
+def _description(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, measured by holdfast probe"
+    return f"a CPU with {torch.get_num_threads()} threads, measured by holdfast probe"
+
+
+def _whole(count: float) -> int:
+    """Bytes in whole MB, one at least."""
+    return max(int(count) // MB, 1) * MB
+
+
+def _rounded(rate: float) -> float:
+    """Four digits: no measurement has more."""
+    return float(f"{rate:.4g}")
+
+
+def _sources(ssd: Ssd, block: BlockTimes) -> dict[str, str]:
+    timed, how = (
+        block.timed,
+        "O_DIRECT" if ssd.direct else "through the page cache, so these are rates of memory",
+    )
+    on_ssd = f"measured, {how}, file of {format_bytes(ssd.file_bytes)}"
+    return {
+        "device.memory": "free now",
+        "device.flops": f"measured in bf16: a block of width {timed.width}, {timed.tokens} tokens",
+        "device.upload": "measured, pinned memory",
+        "device.download": "measured, pinned memory",
+        "device.copies": "measured, both at once",
+        "host.memory": "free now",
+        "host.update": "measured: AdamW in fp32 with a bf16 copy, 2 threads",
+        "ssd.count": "what is below is of the directory that was measured, whatever it consists of",
+        "ssd.read": on_ssd,
+        "ssd.write": on_ssd,
+        "ssd.mixed": on_ssd,
+        "ssd.capacity": "free now",
+        "ssd.rated": "assumed: look up what yours is rated for",
+    }

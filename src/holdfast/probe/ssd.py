@@ -1,0 +1,109 @@
+"""The SSD: large reads, large writes, and both at once, past the page cache, as a run's queue makes them.
+
+A file is written once, and then read and written over, which is what a run does with its files. It is a fraction of
+the drive and may lie in a faster cache of it: only a file of many gigabytes shows what is sustained.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+from ..errors import BadInput
+from ..io.buffers import BufferPool
+from ..io.queue import REQUEST_BYTES, IOQueue, Request
+from ..io.threads import File, open_file
+from ..units import format_bytes
+
+THREADS = 4
+GROUP_REQUESTS = 8
+"""Of one transfer, as large as a small block's state."""
+
+LEAST_BYTES = 4 * GROUP_REQUESTS * REQUEST_BYTES
+"""Of the file: two regions of two transfers."""
+
+
+@dataclass(frozen=True)
+class Ssd:
+    """Bytes per second."""
+
+    read: float
+    write: float
+    mixed: float
+    """Half reads and half writes, in all."""
+    direct: bool
+    """Past the page cache. Otherwise these are rates of memory."""
+    file_bytes: int
+
+
+def measure_ssd(directory: Path, file_bytes: int, seconds: float) -> Ssd:
+    """Measure the file system of ``directory`` for about ``seconds``, with a file of ``file_bytes`` at most, which is
+    gone afterwards. Raises ``BadInput`` if that is too little, and ``DiskFull``."""
+    if file_bytes < LEAST_BYTES:
+        raise BadInput(
+            f"a file of {format_bytes(file_bytes)} is too small to measure by; give {format_bytes(LEAST_BYTES)}"
+        )
+    with tempfile.TemporaryDirectory(prefix="holdfast-probe-", dir=directory) as folder:
+        file, queue = open_file(Path(folder, "probe"), write=True, create=True), IOQueue(THREADS)
+        try:
+            sweep = _Sweep(file, queue)
+            filled = sweep.fill(file_bytes, seconds / 4)
+            half, part = filled // 2, seconds / 4
+            read = sweep.rate([(False, 0, filled)], part)
+            write = sweep.rate([(True, 0, filled)], part)
+            mixed = sweep.rate([(False, 0, half), (True, half, filled)], part)
+            return Ssd(read, write, mixed, file.direct, filled)
+        finally:
+            queue.close()
+            file.close()
+
+
+class _Sweep:
+    """Groups of requests over regions of a file, two per region under way."""
+
+    def __init__(self, file: File, queue: IOQueue) -> None:
+        self.file, self.queue, self.pool = file, queue, BufferPool()
+        self.group_bytes = GROUP_REQUESTS * REQUEST_BYTES
+
+    def fill(self, nbytes: int, seconds: float) -> int:
+        """Write the file, as much of it as ``seconds`` allow; returns that."""
+        done, ends, most = 0, time.perf_counter() + seconds, nbytes - nbytes % self.group_bytes
+        while done < most and (done < LEAST_BYTES or time.perf_counter() < ends):
+            self._group(True, done).result()
+            done += self.group_bytes
+        return done
+
+    def rate(self, regions: list[tuple[bool, int, int]], seconds: float) -> float:
+        """Bytes per second over ``regions`` (write, start, stop), as much of one as of the other."""
+        turns = cycle(regions)
+        offsets = {region: region[1] for region in regions}
+        pending: deque[Future] = deque()
+        moved, start = 0, time.perf_counter()
+        while not moved or time.perf_counter() - start < seconds:
+            while len(pending) < 2 * len(regions):
+                region = next(turns)
+                write, begin, stop = region
+                pending.append(self._group(write, offsets[region]))
+                following = offsets[region] + self.group_bytes
+                offsets[region] = following if following + self.group_bytes <= stop else begin
+            pending.popleft().result()
+            moved += self.group_bytes
+        elapsed = time.perf_counter() - start
+        for future in pending:
+            future.result()
+        return moved / elapsed
+
+    def _group(self, write: bool, offset: int) -> Future:
+        buffer = self.pool.take(self.group_bytes, "probe")
+        views = [buffer.view[at : at + REQUEST_BYTES] for at in range(0, self.group_bytes, REQUEST_BYTES)]
+        requests = [
+            Request(self.file, view, offset + i * REQUEST_BYTES, write) for i, view in enumerate(views)
+        ]
+        return self.queue.submit(
+            requests, kind="probe", phase="probe", priority=0, finish=lambda: self.pool.give(buffer)
+        )

@@ -1,0 +1,61 @@
+"""A machine: what it has, in bytes, and what it attains, per second. Rates are what is reached, not what is printed
+on the box: the planner believes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .keys import key
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineProfile:
+    """One device that computes, its host, and its SSDs, which are alike and used together."""
+
+    description: str = key("description", "text", "what it is, for a person")
+    device_memory_bytes: int = key(
+        "device.memory", "bytes", "of the device, that training may take; 0 with shares_host", 0
+    )
+    device_flop_per_second: float = key("device.flops", "number", "attained by a block in the training dtype")
+    device_shares_host: bool = key(
+        "device.shares_host",
+        "flag",
+        "it computes in host memory, on the cores that step the optimizer: a CPU",
+        False,
+    )
+    upload_bytes_per_second: int | None = key(
+        "device.upload", "rate", "host to device, from pinned memory", None
+    )
+    download_bytes_per_second: int | None = key("device.download", "rate", "device to host", None)
+    copy_bytes_per_second: int | None = key(
+        "device.copies", "rate", "both ways at once, in all; without it they take turns", None
+    )
+    host_memory_bytes: int = key("host.memory", "bytes", "of the host, that training may take")
+    update_elements_per_second: float = key("host.update", "number", "parameters that the host's Adam steps")
+    ssd_count: int = key("ssd.count", "count", "SSDs; what is below is of each", 1)
+    ssd_read_bytes_per_second: int = key("ssd.read", "rate", "of large reads alone, sustained")
+    ssd_write_bytes_per_second: int = key("ssd.write", "rate", "of large writes alone, sustained")
+    ssd_mixed_bytes_per_second: int | None = key(
+        "ssd.mixed", "rate", "half reads and half writes, in all; without it they take turns", None
+    )
+    ssd_capacity_bytes: int = key("ssd.capacity", "bytes", "that the run may fill")
+    ssd_rated_bytes: int = key("ssd.rated", "bytes", "that it may be written in its life (TBW)", 600 * 10**12)
+
+    def __post_init__(self) -> None:
+        if self.ssd_count < 1:
+            raise ValueError(f"ssd.count = {self.ssd_count}: there must be one")
+        if self.device_shares_host:
+            return
+        for path, value in (
+            ("device.memory", self.device_memory_bytes),
+            ("device.upload", self.upload_bytes_per_second),
+            ("device.download", self.download_bytes_per_second),
+        ):
+            if not value:
+                raise ValueError(f"{path} must be given, unless device.shares_host = true")
+
+    def with_more(self, *, host_bytes: int = 0, ssds: int = 0) -> MachineProfile:
+        """The same with more host memory, and more SSDs of the kind."""
+        return replace(
+            self, host_memory_bytes=self.host_memory_bytes + host_bytes, ssd_count=self.ssd_count + ssds
+        )

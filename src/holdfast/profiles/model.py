@@ -1,0 +1,89 @@
+"""A model: equal transformer blocks between an embedding and a head, and the micro-batches that it is trained with.
+
+From its sizes follow parameters, floating-point operations and what flows between blocks. A multiplication and an
+addition are two operations; attention counts every pair of tokens, masked or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .keys import key
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """A decoder, and one micro-batch of it."""
+
+    description: str = key("description", "text", "what it is, for a person")
+    blocks: int = key("blocks", "count", "equal ones")
+    width: int = key("width", "count", "of the stream between them")
+    heads: int = key("heads", "count", "of queries")
+    kv_heads: int = key("kv_heads", "count", "of keys and values; 0 is as many as heads", 0)
+    head_size: int = key("head_size", "count", "of one head; 0 is width / heads", 0)
+    hidden: int = key("hidden", "count", "width of the MLP; 0 is 4 times the stream's", 0)
+    gated: bool = key("gated", "flag", "the MLP has three matrices instead of two", False)
+    biases: bool = key("biases", "flag", "matrices and norms have biases", False)
+    vocabulary: int = key("vocabulary", "count", "tokens")
+    tied: bool = key("tied", "flag", "embedding and head are one matrix", False)
+    positions: int = key("positions", "count", "learned position embeddings", 0)
+    sequence: int = key("sequence", "count", "tokens of one sequence", 2048)
+    micro_batch: int = key("micro_batch", "count", "sequences of one micro-batch", 1)
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "width", "heads", "vocabulary", "sequence", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not self.head_size and self.width % self.heads:
+            raise ValueError(
+                f"width = {self.width} does not divide into heads = {self.heads}; give head_size"
+            )
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one block."""
+        queries = self.heads * self._head_size
+        keys = (self.kv_heads or self.heads) * self._head_size
+        matrices = 2 * self.width * (queries + keys) + (3 if self.gated else 2) * self.width * self._hidden
+        biases = queries + 2 * keys + self._hidden + 2 * self.width
+        return matrices + 2 * self.width + (biases + 2 * self.width) * self.biases
+
+    @property
+    def resident_parameters(self) -> int:
+        """Of the embedding, the last norm and the head."""
+        tables = self.vocabulary * (1 if self.tied else 2) + self.positions
+        return (tables + 1 + self.biases) * self.width
+
+    @property
+    def parameters(self) -> int:
+        """In all."""
+        return self.blocks * self.block_parameters + self.resident_parameters
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch."""
+        return self.micro_batch * self.sequence
+
+    @property
+    def input_elements(self) -> int:
+        """That flow between two blocks for one micro-batch."""
+        return self.tokens * self.width
+
+    @property
+    def forward_flop(self) -> float:
+        """One forward pass of one block over one micro-batch."""
+        attention = 4.0 * self.tokens * self.sequence * self.heads * self._head_size
+        return 2.0 * self.block_parameters * self.tokens + attention
+
+    @property
+    def head_flop(self) -> float:
+        """Head and loss of one micro-batch, forward and backward."""
+        return 6.0 * self.vocabulary * self.width * self.tokens
+
+    @property
+    def _head_size(self) -> int:
+        return self.head_size or self.width // self.heads
+
+    @property
+    def _hidden(self) -> int:
+        return self.hidden or 4 * self.width

@@ -1,0 +1,116 @@
+"""Entries of ``*.distcp`` files, read in place.
+
+An entry of a file is an archive of ``torch.save`` with one tensor. Folders may have a million of them, so an entry is
+opened when it is first read; what ``.metadata`` claims of it is checked against the sizes of the files before, and
+against the archive then. The CRC-32 of an entry is checked before a byte of it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ...errors import Damaged
+from ...state.atoms import DTYPE_BYTES
+from ...state.pieces import Pieces, dense, row_major
+from ..archives import Archive
+from ..pickles import Tensor
+from ..plain import bytes_of
+from ..source import NUM_LOCKS, Part, WithNumbers
+from .dcp_metadata import Entry, Shards
+
+
+class Entries(WithNumbers):
+    """A folder whose tensors are entries of files."""
+
+    def __init__(self, path: str, format: str) -> None:
+        super().__init__(path, format)
+        self._entries: dict[int, tuple[str, Entry, tuple[int, ...]]] = {}
+        self._checked: set[int] = set()
+        self._tensors: dict[int, tuple[Archive, Tensor]] = {}
+        self._reordered: tuple[int, bytes] = (-1, b"")
+
+    def add_shards(self, key: str, shards: Shards) -> Pieces:
+        """Where the chunks of the tensor ``key`` are, which are not opened for it."""
+        pieces, (shape, dtype) = [], shards.kind
+        for chunk in shards.chunks:
+            if chunk.entry is not None:
+                nbytes = chunk.box.elements * DTYPE_BYTES[dtype]
+                part = self.add_part(Part(str(chunk.entry.path), chunk.entry.offset, nbytes, dtype))
+                self._entries[part] = key, chunk.entry, chunk.box.shape
+                pieces.append(dense(chunk.box, part))
+        return Pieces.of(pieces, len(shape))
+
+    def read(self, part: int, offset: int, into: memoryview) -> None:
+        if part not in self._entries:
+            return super().read(part, offset, into)
+        with self._naming(part), self._locks[part % NUM_LOCKS]:
+            where = self._open(part)
+            if part not in self._checked and len(into) != where.nbytes:
+                super().check(part)
+                self._checked.add(part)
+        with self._naming(part):
+            if part in self._tensors:
+                into[:] = memoryview(self._in_order(part))[offset : offset + len(into)]
+            else:
+                super().read(part, offset, into)
+
+    def check(self, part: int) -> None:
+        if part not in self._entries:
+            return super().check(part)
+        with self._naming(part), self._locks[part % NUM_LOCKS]:
+            self._open(part)
+            if part in self._tensors:
+                self._in_order(part)
+            super().check(part)
+            self._checked.add(part)
+
+    @contextmanager
+    def _naming(self, part: int) -> Iterator[None]:
+        """What goes wrong inside says of which tensor."""
+        key, entry, _ = self._entries[part]
+        try:
+            yield
+        except Damaged as error:
+            where = error.path, error.offset, error.nbytes
+            raise type(error)(
+                f"{key}, in {entry.path} from {entry.offset} on: {error}",
+                path=where[0], offset=where[1], nbytes=where[2], atoms=(key,),
+            ) from error  # fmt: skip
+
+    def _open(self, part: int) -> Part:
+        """The part as its archive has it, which has to be what was claimed."""
+        where = self.parts[part]
+        if where.crc32 is not None or part in self._tensors:
+            return where
+        _, entry, shape = self._entries[part]
+        archive = Archive(entry.path, entry.offset, entry.nbytes)
+        tensor = archive.content
+        if not isinstance(tensor, Tensor):
+            raise Damaged(f"there is a {type(tensor).__name__} and no tensor", path=where.path)
+        if tensor.shape != shape or tensor.storage.dtype != where.dtype:
+            raise Damaged(
+                f"there is a tensor {list(tensor.shape)} of {tensor.storage.dtype}, not {list(shape)} of"
+                f" {where.dtype}: the file is of another save",
+                path=where.path,
+            )
+        held = archive.part(tensor.storage)
+        if held.nbytes == where.nbytes and tensor.offset == 0 and _in_c_order(tensor):
+            self.parts[part] = held
+        else:
+            self._tensors[part] = archive, tensor
+        return self.parts[part]
+
+    def _in_order(self, part: int) -> bytes:
+        """All of a part in C order, which is stored otherwise. The last one is remembered."""
+        with self._locks[part % NUM_LOCKS]:
+            number, data = self._reordered
+            if number != part:
+                data = bytes_of(*self._tensors[part])
+                self._reordered = part, data
+            return data
+
+
+def _in_c_order(tensor: Tensor) -> bool:
+    pairs = zip(tensor.shape, tensor.strides, row_major(tensor.shape), strict=True)
+    return all(n == 1 or stride == dense for n, stride, dense in pairs)

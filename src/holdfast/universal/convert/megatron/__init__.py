@@ -1,0 +1,29 @@
+"""Megatron: its distributed checkpoints (``torch_dist``), read in place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ....errors import Damaged, HoldfastError
+from ...source import Source
+from .folder import folder_of, is_megatron
+from .reader import TorchDist
+
+__all__ = ["is_megatron", "open_megatron"]
+
+
+def open_megatron(path: Path) -> Source:
+    """The checkpoint at ``path``: the folder of an iteration, or the one above that names the newest.
+
+    Raises ``Damaged`` if it is not whole, ``BadInput`` for what is not read.
+    """
+    folder = folder_of(path)
+    try:
+        return TorchDist(folder)
+    except HoldfastError:
+        raise
+    except (AttributeError, TypeError, LookupError, ValueError, OverflowError, RecursionError) as error:
+        raise Damaged(
+            f"{folder} has what no checkpoint of Megatron has: {type(error).__name__}: {error}",
+            path=str(folder),
+        ) from error

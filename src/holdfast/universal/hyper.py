@@ -1,0 +1,65 @@
+"""Hyper-parameters that a source has for the parameter groups here, and what optimizers keep once they have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..state.progress import decode
+from ..update.optimizer import IMPLEMENTATION, kept_slots
+from .matching import groups_of
+
+
+def set_hyper_parameters(
+    groups: list[dict[str, Any]], names: list[list[str]], progress: Mapping[str, Any]
+) -> bool:
+    """Give each parameter group, of the trained parameters ``names`` in a source, the hyper-parameters that this has
+    for them, where it has the same for all; whether it had them for all groups."""
+    found = _options(groups, names, progress)
+    for group, options in zip(groups, found, strict=True):
+        group.update(options or {})
+    return None not in found
+
+
+def kept_by(
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Mapping[int, str],
+    progress: Mapping[str, Any],
+    there: Mapping[str, str],
+) -> dict[str, frozenset[str] | None]:
+    """By name the slots that ``optimizers`` will keep for the parameters with these ids, given the hyper-parameters of
+    a source that has them under the names ``there``; None where that is not known."""
+    found: dict[str, frozenset[str] | None] = {}
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        members = [[p for p in group["params"] if id(p) in names] for group in groups]
+        theirs = [[there.get(names[id(p)], "") for p in group] for group in members]
+        for group, parameters, options in zip(
+            groups, members, _options(groups, theirs, progress), strict=True
+        ):
+            known = {
+                dims: kept_slots(optimizer, {**group, **(options or {})}, dims)
+                for dims in {p.dim() for p in parameters}
+            }
+            found |= {names[id(p)]: known[p.dim()] for p in parameters}
+    return found
+
+
+def _options(
+    groups: list[dict[str, Any]], names: list[list[str]], progress: Mapping[str, Any]
+) -> list[dict[str, Any] | None]:
+    """For each group what would be set in it; None where the source does not have it, or not the same for all."""
+    of_name: dict[str, dict[str, Any]] = {}
+    for group, members in groups_of(progress):
+        of_name |= dict.fromkeys(members, group)
+    found: list[dict[str, Any] | None] = []
+    for group, members in zip(groups, names, strict=True):
+        theirs = [of_name.get(name) for name in members]
+        if None in theirs or any(each != theirs[0] for each in theirs):
+            found.append(None)
+            continue
+        options = theirs[0] or {} if theirs else {}
+        found.append({k: decode(v) for k, v in options.items() if k in group and k not in IMPLEMENTATION})
+    return found

@@ -1,0 +1,100 @@
+"""Plain: what a pickle holds, as JSON as ``state.progress.encode`` has it. An object becomes what it was given."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..errors import Damaged
+from ..units import MiB
+from .archives import Archive
+from .pickles import Record, Tensor
+from .small import tensor_json
+from .source import check_sum
+
+MOST_EXPANDED = 1 << 20
+"""Elements at most of a tensor that has more of them than are stored."""
+MOST_BEYOND = 16 * MiB
+"""Bytes of tensors, written out each time that they are held, beyond those of the archive."""
+
+
+class Plain:
+    """Of one archive. Of tensors longer than ``longest`` bytes there is the form alone, and their place is noted in
+    ``left_out``."""
+
+    def __init__(self, archive: Archive, longest: int | None = None) -> None:
+        self._archive, self._longest = archive, longest
+        self._room = archive.nbytes + MOST_BEYOND
+        self.left_out: list[str] = []
+
+    def __call__(self, value: Any, where: str = "") -> Any:
+        """As JSON. Raises ``Damaged`` if a tensor in it is not whole."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, Tensor):
+            return self._tensor(value, where)
+        if (
+            isinstance(value, Record) and value.name == "_codecs.encode" and value.args
+        ):  # how bytes are pickled
+            value = str(value.args[0]).encode("latin1")
+        if isinstance(value, bytes | bytearray):
+            return {"__bytes__": base64.b64encode(value).decode()}
+        if isinstance(value, list | tuple):
+            made = [self(item, f"{where}[{place}]") for place, item in enumerate(value)]
+            return made if isinstance(value, list) else {"__tuple__": made}
+        if isinstance(value, dict):
+            plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
+            items = [[self(key, where), self(item, f"{where}.{key}")] for key, item in value.items()]
+            return dict(items) if plain else {"__dict__": items}
+        return self._object(value, where)
+
+    def _object(self, value: Any, where: str) -> dict[str, Any]:
+        if isinstance(value, set | frozenset):
+            items = sorted((self(item, where) for item in value), key=json.dumps)
+            return {"__object__": type(value).__name__, "args": [items]}
+        if not isinstance(value, Record):
+            return {"__object__": type(value).__name__, "args": [str(value)[:1000]]}
+        given = {"args": list(value.args), "fields": value.fields, "items": value.items}
+        parts = {name: self(part, f"{where}.{name}") for name, part in given.items() if part}
+        return {"__object__": value.name, **parts}
+
+    def _tensor(self, tensor: Tensor, where: str) -> dict[str, Any]:
+        part = self._archive.part(tensor.storage)
+        nbytes = prod(tensor.shape) * part.itemsize
+        if self._longest is not None and max(nbytes, part.nbytes) > self._longest:
+            self.left_out.append(where)
+            return {"__object__": "tensor", "shape": list(tensor.shape), "dtype": part.dtype}
+        self._room -= nbytes
+        if self._room < 0:
+            raise Damaged(
+                f"{part.path} holds its tensors so many times over that they are more than {MOST_BEYOND} bytes beyond"
+                f" its own {self._archive.nbytes}",
+                path=part.path,
+            )
+        return tensor_json(tensor.storage.dtype, tensor.shape, bytes_of(self._archive, tensor))
+
+
+def bytes_of(archive: Archive, tensor: Tensor) -> bytes:
+    """The elements of ``tensor`` in C order, once its storage is known to be whole."""
+    part, elements = archive.part(tensor.storage), prod(tensor.shape)
+    spans = zip(tensor.shape, tensor.strides, strict=True)
+    last = tensor.offset + sum(max(0, n - 1) * stride for n, stride in spans)
+    outside = (
+        last >= part.nbytes // part.itemsize or min(*tensor.shape, *tensor.strides, tensor.offset, 0) < 0
+    )
+    if elements and (outside or elements > max(part.nbytes, MOST_EXPANDED)):
+        raise Damaged(f"a tensor {list(tensor.shape)} lies outside of what is stored", path=part.path)
+    with open(part.path, "rb") as file:
+        file.seek(part.offset)
+        data = file.read(part.nbytes)
+    check_sum(part, zlib.crc32(data))
+    elements = np.frombuffer(data, dtype=f"V{part.itemsize}", count=part.nbytes // part.itemsize)[
+        tensor.offset :
+    ]
+    strides = tuple(stride * part.itemsize for stride in tensor.strides)
+    return np.lib.stride_tricks.as_strided(elements, tensor.shape, strides).tobytes()

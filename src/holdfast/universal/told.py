@@ -1,0 +1,72 @@
+"""Told: the progress that a file of others, or one that anybody may have changed, says as JSON, checked before use."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import Damaged
+from ..state.progress import decode
+from .matching import groups_of
+
+
+def told(text: str | None, what: str, path: str) -> dict[str, Any]:
+    """The object that ``text`` is, the entry ``what`` of ``path``; empty if there is none. Raises ``Damaged``."""
+    try:
+        found = json.loads("{}" if text is None else text)
+        if not isinstance(found, dict):
+            raise ValueError(f"it is a {type(found).__name__}, not an object")
+        return found
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _damaged(what, path, error) from error
+
+
+def told_progress(text: str | None, what: str, path: str) -> dict[str, Any]:
+    """As ``told``, where what means the same in all formats (see ``Source``) is of the form that it has."""
+    progress = told(text, what, path)
+    try:
+        decode(progress)
+        _check(progress)
+        if "random" in progress:
+            _check_random(decode(progress["random"]))
+    except Exception as error:  # of any kind: it may say anything
+        raise _damaged(what, path, error) from error
+    return progress
+
+
+def _check(progress: dict[str, Any]) -> None:
+    step, groups = progress.get("step"), groups_of(progress)
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"{step!r} is no step")
+    for name in ("values", "extra", "things"):
+        _need(name, progress.get(name, {}), dict)
+    _need("a group", [group for group, _ in groups], list, dict)
+    _need("group_parameters", [names for _, names in groups], list, list)
+    _need("a name of a parameter", [name for _, names in groups for name in names], list, str)
+    _need("optimizers", progress.get("optimizers", []), list, str)
+    _need("values", [*progress.get("values", {}).values()], list, dict)
+
+
+def _need(what: str, value: Any, kind: type, of: type | None = None) -> None:
+    if not isinstance(value, kind) or (of is not None and not all(isinstance(each, of) for each in value)):
+        raise ValueError(f"{what} is not of the form that it has")
+
+
+def _check_random(state: dict[str, Any]) -> None:
+    """Raise what setting the generators to ``state`` would."""
+    version, words, gauss = state["python"]
+    random.Random().setstate((version, tuple(int(word) for word in words), gauss))
+    np.random.RandomState().set_state(state["numpy"])
+    torch.Generator().set_state(state["torch"])
+
+
+def _damaged(what: str, path: str, error: Exception) -> Damaged:
+    return Damaged(
+        f"{path}: {what} does not read as what is written there ({type(error).__name__}: {error}). Take another copy of"
+        " it, or remove that entry to read the tensors alone.",
+        path=path,
+    )

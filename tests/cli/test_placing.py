@@ -1,0 +1,183 @@
+"""``plan --model --machine``: what it chooses, what it says about it, and what it refuses."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from holdfast.plan.search import Case, best_at, search
+from holdfast.plan.setting import Method
+from holdfast.profiles import load_machine, load_model, to_toml
+
+GPT = ["--model", "gpt-65b", "--machine", "a100-80g"]
+
+
+@pytest.fixture
+def plan(holdfast):
+    """The JSON document of ``plan`` with the options given."""
+
+    def call(*options):
+        result = holdfast("plan", *options, "--json")
+        assert (result.code, result.err) == (0, "")
+        return json.loads(result.out)
+
+    return call
+
+
+def test_the_document_is_the_plan(plan):
+    found = plan(*GPT, "--micro-batches", "8")
+    case = Case(machine=load_machine("a100-80g"), model=load_model("gpt-65b"), method=Method())
+    best = search(case, 8).best
+    chosen = found["chosen"]
+    assert chosen["tokens_per_second"] == pytest.approx(best.tokens_per_second)
+    assert chosen["step_seconds"] == pytest.approx(best.step_seconds)
+    assert chosen["on_host"]["params"] == pytest.approx(best.fractions["params"])
+    assert chosen["busiest_lane"] == best.busiest
+    assert found["parameters"] == case.model.parameters
+    assert found["ssd_life"]["steps"] == pytest.approx(
+        found["ssd_life"]["rated_bytes"] / chosen["written_bytes_per_step"]
+    )
+    engine = found["engine_today"]
+    assert engine["delayed_fraction"] == 0
+    assert engine["tokens_per_second"] <= chosen["tokens_per_second"] * 1.001
+    assert {change["change"] for change in found["what_if"]} == {
+        "64 GiB more host memory",
+        "one more SSD",
+        "clipping: defer",
+        "clipping: speculate",
+        "no commits",
+    }
+
+
+def test_every_option_counts(plan):
+    base = ("--model", "llama-7b", "--machine", "rtx-4090", "--micro-batches", "4")
+    usual = plan(*base)["chosen"]
+    assert plan(*base, "--host", "40GB")["chosen"]["tokens_per_second"] < usual["tokens_per_second"]
+    assert plan(*base, "--ssds", "3")["chosen"]["tokens_per_second"] > usual["tokens_per_second"]
+    assert plan(*base, "--delayed", "0.05")["chosen"]["delayed_fraction"] == 0.05
+    assert plan(*base, "--clipping", "defer")["chosen"]["delayed_fraction"] == 1
+    assert (
+        plan(*base, "--commit-every", "9")["chosen"]["written_bytes_per_step"]
+        < usual["written_bytes_per_step"]
+    )
+    short = plan(*base, "--sequence", "512", "--micro-batch-size", "1")["chosen"]
+    assert (short["micro_batch_size"], short["sequence"]) == (1, 512)
+    assert plan(*base, "--retain", "3")["chosen"]["ssd_bytes"] > usual["ssd_bytes"]
+    assert (
+        plan(*base, "--order", "snake")["chosen"]["busy_seconds"]["copies"] < usual["busy_seconds"]["copies"]
+    )
+    lasting = plan(*base, "--commit-every", "20", "--ssd-steps", "20000")
+    assert lasting["ssd_life"]["steps"] >= 20000 * 0.999
+
+
+def test_files_are_taken_for_names(plan, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(load_machine("a100-80g")))
+    model = tmp_path / "model.toml"
+    model.write_text(
+        'description = "mine"\nblocks = 80\nwidth = 8192\nheads = 64\nvocabulary = 50257\nmicro_batch = 4\n'
+    )
+    mine = plan("--model", model, "--machine", path, "--micro-batches", "4")["chosen"]
+    assert mine == plan(*GPT, "--micro-batches", "4")["chosen"]
+
+
+def test_a_person_reads_the_choice_what_binds_what_helps_and_what_the_engine_runs(holdfast, plan):
+    found = plan(*GPT, "--micro-batches", "4")
+    result = holdfast("plan", *GPT, "--micro-batches", "4")
+    assert (result.code, result.err) == (0, "")
+    lines, text = result.out.splitlines(), " ".join(result.out.split())
+    chosen = found["chosen"]
+    assert lines[0].startswith("GPT of 65 billion parameters, 80 blocks, on one NVIDIA A100 80 GB")
+    assert (
+        f"4 micro-batches of 4 x 2,048 tokens, {chosen['delayed_fraction']:.0%} of each update delayed"
+        in text
+    )
+    assert (
+        f"{chosen['tokens_per_second']:,.0f} tokens/s. The busiest lane is {chosen['busiest_lane']}" in text
+    )
+    shares = {
+        line.split()[0]: line.split()[-1]
+        for line in lines
+        if line.startswith(("parameters", "optimizer state"))
+    }
+    assert shares["parameters"] == f"{chosen['on_host']['params']:.0%}"
+    assert f"one more SSD: {found['what_if'][1]['gain']:+.1%}" in text
+    assert f"they last {found['ssd_life']['steps']:,.0f} steps" in text
+    assert "speculate`, `per_block` and `snake` are planned for and not built" in text
+
+
+@pytest.mark.parametrize("clipping, norm", [("none", 0), ("defer", 1.0)])
+def test_the_settings_for_the_engine_are_toml_that_a_run_takes(holdfast, clipping, norm):
+    options = ("--micro-batches", "4", "--commit-every", "3", "--clipping", clipping)
+    result = holdfast("plan", "--model", "gpt-319m", "--machine", "cpu-2-core", *options)
+    settings = tomllib.loads(result.out[result.out.index("  [train]") :])
+    keys_of = {f"{s}.{k}": v for s, keys in settings.items() for k, v in keys.items()}
+    assert set(keys_of) == {
+        "train.micro_batches",
+        "train.clip_norm",
+        "durability.every",
+        "offload.params_on_host",
+        "offload.optimizer_on_host",
+        "offload.activations_on_host",
+    }
+    assert (keys_of["train.clip_norm"], keys_of["durability.every"]) == (norm, 3)
+    sets = [word for key, value in keys_of.items() for word in ("--set", f"{key}={value}")]
+    assert holdfast("train", *sets, "--print-config").code == 0
+
+
+def test_micro_batches_are_tried_until_they_bring_nothing(holdfast, plan):
+    found = plan("--model", "llama-7b", "--machine", "a100-80g")
+    counts = [tried["micro_batches"] for tried in found["tried"]]
+    assert counts == list(range(1, len(counts) + 1))
+    assert "is the least within 1 % of the best" in " ".join(
+        holdfast("plan", "--model", "llama-7b", "--machine", "a100-80g").out.split()
+    )
+
+
+def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
+    """An evaluation takes eight micro-batches together."""
+    tight = ("--model", "gpt-319m", "--machine", "cpu-2-core", "--micro-batches", "1", "--host", "1.573GB")
+    assert "of host memory with everything on the SSD" in plan(*tight)["engine_today"]["error"]
+    assert "It does not fit: the engine's buffers" in " ".join(holdfast("plan", *tight).out.split())
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (["--model", "gpt-65b"], "--machine is missing: a plan needs --model and --machine"),
+        (["--machine", "a100-80g"], "--model is missing"),
+        (
+            ["--model", "gpt-66b", "--machine", "a100-80g"],
+            "there is no model 'gpt-66b'; did you mean gpt-65b?",
+        ),
+        ([*GPT, "--host", "much"], "--host: 'much' is not a number of bytes"),
+        ([*GPT, "--host", "10GB"], "of host memory are needed, and there are 9.3 GiB"),
+        ([*GPT, "--clipping", "some"], "clipping is none or defer or speculate or per_block, not 'some'"),
+        ([*GPT, "--order", "zigzag"], "order is plain or snake, not 'zigzag'"),
+        ([*GPT, "--clipping", "defer", "--delayed", "0.5"], "--delayed says what --clipping defer decides"),
+        ([*GPT, "--cadence"], "--cadence is not for a plan of a --model"),
+        ([*GPT, "--step", "1s"], "--step is not for a plan of a --model"),
+        ([*GPT, "--ssd-steps", "1000000"], "written per step are needed"),
+        (["--model", "gpt-65b", "--machine", "rtx-4090"], "of the device's memory, and it has 20.5 GiB"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_and_exit_2(holdfast, options, text):
+    result = holdfast("plan", *options)
+    assert (result.code, result.out) == (2, "")
+    assert len(result.err.splitlines()) == 1
+    assert text in result.err
+
+
+def test_best_at_is_what_the_golden_machine_gives_without_options(plan):
+    """Durable at every step, which costs a little of the golden 334 tokens/s."""
+    case = Case(machine=load_machine("a100-80g"), model=load_model("gpt-65b"), method=Method())
+    rate = best_at(case, 8).tokens_per_second
+    assert 250 < rate < 334
+
+
+def test_the_document_shows_what_is_printed(holdfast):
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    sample = text.partition("```\n$ holdfast plan ")[2].partition("\n```")[0]
+    command, _, shown = sample.partition("\n")
+    assert holdfast("plan", *command.split()).out.rstrip() == shown

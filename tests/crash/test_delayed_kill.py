@@ -1,0 +1,91 @@
+"""Training whose updates are delayed, killed by SIGKILL and resumed under another fraction.
+
+A step's commit waits for its delayed updates, which run beside the next step: so a kill finds them done, half
+done or not begun. Whatever it finds, every listed commit is the state of its step, and the run ends bit for bit
+as one that nobody disturbed and that delayed nothing.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from crash_run import ON_SSD, STEPS, Reference
+from holdfast import failpoints
+from holdfast.store.local import LocalStore
+
+UNCLIPPED = {"clip_norm": None}
+WAYS = [
+    {"delayed_fraction": 0.25, **ON_SSD},
+    {"delayed_fraction": 0.5},
+    {"delayed_fraction": 0.5, "retain": 1, "commit_every": 3},
+    {"delayed_fraction": 1.0, **ON_SSD},
+    {"delayed_fraction": 1.0, "retain": 1},
+]
+SLOW = {"write_limit": 3 << 20}
+"""What is written of a step takes longer than the next step's forward pass."""
+
+
+@pytest.fixture(scope="module")
+def undelayed(server, text, tmp_path_factory):
+    """Every step of a run that delays nothing and that nobody disturbed."""
+    root = tmp_path_factory.mktemp("undelayed") / "run"
+    outcome = server.run(root=root, text=text, steps=STEPS, retain=STEPS + 1, **UNCLIPPED)
+    assert outcome.finished, outcome
+    return Reference(LocalStore.read(root), outcome.losses, outcome.seconds)
+
+
+def resume(server, undelayed, order, acknowledged):
+    undelayed.check_run(order["root"])
+    outcome = server.run(**order, steps=STEPS)
+    assert outcome.finished and not outcome.error and not outcome.warnings, outcome
+    assert outcome.resumed >= acknowledged
+    assert outcome.losses == undelayed.losses[outcome.resumed :]
+    assert undelayed.check_run(order["root"])[0] == STEPS
+
+
+def kill_at_random(server, undelayed, text, folder, rng, kills):
+    number, killed, window = 0, 0, 3 * undelayed.seconds
+    while killed < kills:
+        number += 1
+        order = {"root": folder / f"run{number}", "text": text, **UNCLIPPED}
+        outcome = server.run(
+            **order, **rng.choice(WAYS), **SLOW, steps=STEPS, kill_after=rng.uniform(0, window)
+        )
+        assert outcome.killed or outcome.finished, outcome
+        killed += outcome.killed
+        window *= 1.05 if outcome.killed else 0.8
+        resume(server, undelayed, order | rng.choice([{}, *WAYS]), outcome.durable)
+        assert number < 2 * kills + 30, "most kills came after the end"
+
+
+def test_killed_at_a_few_random_moments_and_resumed_under_another_fraction(server, undelayed, text, tmp_path):
+    kill_at_random(server, undelayed, text, tmp_path, random.Random(1), 4)
+
+
+@pytest.mark.crash
+def test_killed_at_fifty_random_moments(server, undelayed, text, tmp_path):
+    kill_at_random(server, undelayed, text, tmp_path, random.Random(2), 50)
+
+
+FEW = [("after_data_sync", 8), ("before_data_sync", 12), ("after_manifest_rename", 3)]
+
+
+def kill_at_failpoint(server, undelayed, text, folder, failpoint, arrival, way):
+    order = {"root": folder / "run", "text": text, **UNCLIPPED}
+    outcome = server.run(**order, **way, **SLOW, steps=STEPS, failpoint=f"{failpoint}:{arrival}")
+    assert outcome.killed, "the failpoint was never reached"
+    resume(server, undelayed, order, outcome.durable)
+
+
+@pytest.mark.parametrize("failpoint, arrival", FEW)
+def test_killed_at_a_failpoint(server, undelayed, text, tmp_path, failpoint, arrival):
+    kill_at_failpoint(server, undelayed, text, tmp_path, failpoint, arrival, {"delayed_fraction": 0.5})
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize("failpoint", [n for n in failpoints.NAMES if n != "after_timeline_opened"])
+def test_killed_at_every_failpoint(server, undelayed, text, tmp_path, failpoint, way):
+    kill_at_failpoint(server, undelayed, text, tmp_path, failpoint, 2, way)

@@ -1,0 +1,81 @@
+"""From a plan to what the engine runs: whole blocks that fit, and a simulation that takes what the plan says."""
+
+from dataclasses import replace
+
+import pytest
+
+from holdfast.errors import DoesNotFit
+from holdfast.plan.lists import fit, host_bytes, machine_of, placement_of, shape_of, work_of
+from holdfast.plan.search import Case, engine_case
+from holdfast.plan.setting import Method
+from holdfast.plan.simulate import simulate
+from holdfast.plan.vertical import vertical
+from holdfast.profiles import load_machine, load_model
+
+
+def case(model, machine, blocks=None, host=None, **method) -> Case:
+    profile, machine = load_model(model), load_machine(machine)
+    return engine_case(
+        Case(
+            machine=machine if host is None else replace(machine, host_memory_bytes=int(host * 10**9)),
+            model=profile if blocks is None else replace(profile, blocks=blocks),
+            method=Method(**method),
+        )
+    )
+
+
+CASES = [
+    (case("gpt-65b", "a100-80g"), 4),
+    (case("gpt-65b", "a100-80g"), 8),
+    (case("gpt-65b", "a100-80g", host=400), 8),
+    (case("gpt-65b", "a100-80g", clipping="defer", host=400), 6),
+    (case("llama-7b", "rtx-4090"), 4),
+    (case("llama-13b", "h100-80g", commit_every=0), 8),
+    (case("gpt-319m", "cpu-2-core"), 2),
+    (case("gpt-319m", "cpu-2-core", host=2.4), 8),
+]
+NAMED = pytest.mark.parametrize("chosen, count", CASES, ids=lambda value: getattr(value, "name", None))
+
+
+@NAMED
+def test_whole_blocks_fit_as_the_operation_list_counts_them(chosen, count):
+    solution, placement = fit(chosen, count)
+    assert host_bytes(solution.setting, placement) <= chosen.machine.host_memory_bytes
+    for name in ("params", "optimizer", "activations"):
+        stays = getattr(placement, name)
+        assert sum(stays) / len(stays) <= solution.fractions[name] + 1 / len(stays) + 1e-6
+
+
+@NAMED
+def test_a_simulated_step_takes_what_the_plan_says(chosen, count):
+    """The plan knows no waits between steps or for the first block, so it is the faster."""
+    solution, placement = fit(chosen, count)
+    s = solution.setting
+    operations = vertical(work_of(s), placement, shape_of(s))
+    found = simulate([operations] * 4, machine_of(s, operations))
+    assert 0.93 < found.seconds_per_step / solution.step_seconds < 1.15
+
+
+def test_buffers_that_do_not_fit_are_refused_with_numbers():
+    with pytest.raises(
+        DoesNotFit, match=r"take \d+\.\d GiB of host memory with everything on the SSD, and there are 46"
+    ):
+        fit(case("gpt-65b", "a100-80g", host=50), 4)
+
+
+def test_the_simulated_ssd_has_the_rate_of_the_plans_mixture():
+    chosen = case("llama-7b", "rtx-4090")
+    mixing = replace(chosen, machine=replace(chosen.machine, ssd_mixed_bytes_per_second=7 * 10**9))
+    for each, slower in ((chosen, True), (mixing, False)):
+        s = each.setting(4)
+        operations = vertical(
+            work_of(s),
+            placement_of(dict.fromkeys(("params", "optimizer", "activations", "gradients"), 0.0), s.blocks),
+            shape_of(s),
+        )
+        found = simulate([operations], machine_of(s, operations)).busy_seconds()
+        moved = found["ssd_read"] + found["ssd_write"]
+        read = sum(op.nbytes for op in operations if op.lane == "ssd_read")
+        written = sum(op.nbytes for op in operations if op.lane == "ssd_write")
+        assert moved == pytest.approx(s.ssd.seconds(read, written))
+        assert (moved == pytest.approx(read / 6.5e9 + written / 2e9)) == slower

@@ -1,0 +1,111 @@
+"""The probe measures, in the time it is given, and leaves nothing behind. What it measures is another matter."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from holdfast.errors import BadInput, DiskFull
+from holdfast.probe.clock import median_seconds
+from holdfast.probe.device import measure_block, measure_copies
+from holdfast.probe.host import measure_update
+from holdfast.probe.machine import probe_machine
+from holdfast.probe.ssd import LEAST_BYTES, measure_ssd
+from holdfast.profiles import load_machine, load_model, to_toml
+from holdfast.units import MiB
+
+CPU = torch.device("cpu")
+
+
+def test_a_machine_is_measured_in_about_the_time_given(tmp_path):
+    said = []
+    began = time.perf_counter()
+    found = probe_machine(tmp_path, CPU, 8 * 2**30, file_bytes=LEAST_BYTES, seconds=1.0, say=said.append)
+    assert time.perf_counter() - began < 30
+    assert said == ["the SSD", "a block", "copies", "the host's optimizer"]
+    assert os.listdir(tmp_path) == []
+    machine = found.profile
+    assert machine.device_shares_host
+    assert machine.host_memory_bytes == 8 * 2**30 // 10**6 * 10**6
+    rates = (
+        machine.ssd_read_bytes_per_second,
+        machine.ssd_write_bytes_per_second,
+        machine.ssd_mixed_bytes_per_second,
+    )
+    assert all(10**6 <= rate < 10**12 for rate in rates)
+    assert 10**8 < machine.device_flop_per_second < 10**14
+    assert 10**6 < machine.update_elements_per_second < 10**11
+    assert found.ssd.file_bytes == LEAST_BYTES
+
+
+def test_what_was_measured_is_a_profile_with_its_sources(tmp_path):
+    found = probe_machine(tmp_path, CPU, 8 * 2**30, file_bytes=LEAST_BYTES, seconds=0.2)
+    path = tmp_path / "machine.toml"
+    path.write_text(to_toml(found.profile, found.sources))
+    assert load_machine(str(path)) == found.profile
+    lines = {line.split(" = ")[0]: line for line in path.read_text().splitlines()}
+    assert "# measured, " in lines["mixed"]
+    assert "# assumed: look up what yours is rated for" in lines["rated"]
+
+
+def test_the_block_of_a_model_is_timed_unless_that_takes_too_long():
+    small = measure_block(CPU, load_model("gpt-46m"), 0.5)
+    assert (small.timed.width, small.timed.sequence) == (512, 256)
+    assert small.flop_per_second == pytest.approx(
+        4 * small.timed.forward_flop / (small.forward_seconds + small.backward_seconds)
+    )
+    with pytest.warns(UserWarning, match="a block of GPT of 175 billion parameters would take about"):
+        other = measure_block(CPU, load_model("gpt-175b"), 0.5)
+    assert other.timed.width == 512
+
+
+def test_a_cpu_has_no_copies():
+    assert measure_copies(CPU, 0.1) is None
+
+
+def test_threads_that_come_later_compute_with_as_many_as_before():
+    def count():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert measure_update(0.05, elements=8192) > 0
+        assert (torch.get_num_threads(), count()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_file_is_large_enough_however_little_time_there_is(tmp_path):
+    assert measure_ssd(tmp_path, 2 * LEAST_BYTES, 0.0).file_bytes == LEAST_BYTES
+
+
+def test_a_file_too_small_to_measure_by_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"16.0 MiB is too small to measure by; give 128.0 MiB"):
+        measure_ssd(tmp_path, 16 * MiB, 1.0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(DiskFull, match="no space left"):
+        measure_ssd(tmp_path, LEAST_BYTES, 0.2)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_median_is_of_what_fits_and_the_first_does_not_count():
+    calls = []
+
+    def action():
+        calls.append(len(calls))
+        if len(calls) == 1:
+            time.sleep(0.2)
+
+    assert median_seconds(action, 0.0) < 0.1
+    assert len(calls) == 2

@@ -40,7 +40,7 @@ test-matrix: install
 # torch and accelerate do by being installed.
 PEERS := .venv-peers
 test-peers: $(PEERS)/.installed
-	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --session-timeout=1200 tests/peers
+	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --session-timeout=2400 tests/peers
 
 $(PEERS)/.installed: pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)

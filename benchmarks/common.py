@@ -51,17 +51,39 @@ def cpu_name() -> str:
 
 
 def interleaved(
-    cases: dict[str, Callable[[], object]], rounds: int, warm_up: int = 2
+    cases: dict[str, Callable[[], object]],
+    rounds: int,
+    warm_up: int = 2,
+    before: Callable[[str], None] = lambda case: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each case, taken in turn, so that a drifting machine drifts for all."""
+    """Seconds of each case, taken in turn, so that a drifting machine drifts for all. What is done ``before`` each does
+    not count."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(rounds + warm_up):
         for name, case in cases.items():
+            before(name)
             start = time.perf_counter()
             case()
             if turn >= warm_up:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
+
+
+def forget(folder: Path) -> None:
+    """Let the page cache forget what is below ``folder``."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def in_a_process(python: str, *arguments: str) -> str:
+    """What a command of an interpreter prints."""
+    done = subprocess.run([python, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def paired_ratio(a: list[float], b: list[float]) -> float:

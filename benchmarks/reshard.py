@@ -1,15 +1,19 @@
 """What it takes to read a state under another parallelism, and to export it, beside what others take.
 
     python benchmarks/reshard.py [--mib 1024] [--rounds 5] [--folder FOLDER] [--keep] [--small]
+                                    [--peers PYTHON] [--zero-mib 256]
 
 Two ranks of FSDP2 write one state with torch DCP and as a run. In turn, each from the disk and not from the page cache:
 
-* ``load``: one process loads it whole, with every byte verified, against ``dcp.load``, which verifies nothing;
+* ``load``: one process loads it whole into arrays that are there, with every byte verified, against ``dcp.load``, which
+  verifies nothing;
 * ``export``: the parameters as a Hugging Face folder, durable, against a copy of as many bytes, synced;
 * ``half``: half of the rows of every tensor, with the bytes that were read of those that were wanted.
 
 ``plan`` is how long planning takes for a quarter, a half and a whole million of fragments, in a process of its own,
-with its peak memory. Prints a table and one line of JSON.
+with its peak memory. With ``--peers``, a Python that has DeepSpeed (`make test-peers` makes one in .venv-peers), what
+four ranks of ZeRO-1 and 3 wrote is converted and resumed by two, by either library: ``zero.py``. Prints a table and one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +32,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import finish, interleaved, options_of, paired_ratio, table
+from common import finish, forget, in_a_process, interleaved, options_of, paired_ratio, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from zero import compare
 
 import holdfast
 from holdfast.sources import source_of
@@ -42,7 +46,6 @@ from holdfast.state.pieces import Pieces, flat
 from holdfast.universal.convert.holdfast import Commit
 from holdfast.universal.convert.huggingface import write_huggingface
 from holdfast.universal.load import Target, plan, read_all
-from holdfast.universal.restore import read_tensors
 from holdfast.universal.source import Part, Source, Stored
 
 LAYERS = 16
@@ -73,26 +76,19 @@ def write(folder: Path, mib: int) -> None:
     os._exit(0)  # torch 2.13 aborts now and then when a process ends after dcp.save
 
 
-def forget(folder: Path) -> None:
-    """Let the page cache forget what is below ``folder``."""
-    os.sync()
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-
-def load_run(folder: Path) -> int:
-    forget(folder / "run")
+def load_run(folder: Path, arrays: dict[str, np.ndarray]) -> None:
     source = source_of(str(folder / "run"))
-    stored = list(source.atoms.values())
-    tensors = read_tensors(source, [(each, Box.whole(each.atom.shape)) for each in stored])
-    return sum(tensor.nbytes for tensor in tensors)
+    whole = [(key, stored, Box.whole(stored.atom.shape)) for key, stored in source.atoms.items()]
+    read_all(source, [Target(stored, box, arrays[key]) for key, stored, box in whole])
+
+
+def arrays_of(folder: Path) -> dict[str, np.ndarray]:
+    """Empty arrays for all that the run has, by its keys."""
+    atoms = [(key, stored.atom) for key, stored in source_of(str(folder / "run")).atoms.items()]
+    return {key: np.empty(atom.shape, f"V{atom.itemsize}") for key, atom in atoms}
 
 
 def load_dcp(folder: Path, targets: dict) -> None:
-    forget(folder / "dcp")
     dcp.load(targets, checkpoint_id=folder / "dcp", no_dist=True)
 
 
@@ -107,7 +103,6 @@ def targets_of(folder: Path) -> dict:
 
 
 def export(folder: Path) -> None:
-    forget(folder / "run")
     shutil.rmtree(folder / "hf", ignore_errors=True)
     write_huggingface(source_of(str(folder / "run")), folder / "hf")
 
@@ -119,7 +114,6 @@ def copy(folder: Path, nbytes: int) -> None:
         with source.open("wb") as file:
             for _ in range(nbytes >> 20):
                 file.write(os.urandom(1 << 20))
-    forget(folder)
     with source.open("rb", 0) as file, made.open("wb", 0) as out:
         while data := file.read(16 << 20):
             out.write(data)
@@ -167,16 +161,60 @@ def plan_millions(fragments: int, atoms: int) -> dict:
     return {"fragments": fragments, "runs": len(runs), "seconds": round(seconds, 2), "peak_bytes": peak}
 
 
-def in_a_process(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+def measure(folder: Path, mib: int, rounds: int, warm_up: int) -> dict:
+    """What loading and exporting take, of what two ranks write here."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    in_a_process(sys.executable, *torchrun, __file__, "--write", "--mib", str(mib), "--folder", str(folder))
+    arrays, targets = arrays_of(folder), targets_of(folder)
+    export(folder)
+    exported = sum(path.stat().st_size for path in (folder / "hf").iterdir())
+    seconds = interleaved(
+        {
+            "load": lambda: load_run(folder, arrays), "dcp.load": lambda: load_dcp(folder, targets),
+            "export": lambda: export(folder), "copy": lambda: copy(folder, exported),
+        },
+        rounds, warm_up, before=lambda case: forget(folder),
+    )  # fmt: skip
+    return {
+        "state_bytes": sum(array.nbytes for array in arrays.values()), "exported_bytes": exported, "seconds": seconds,
+        "load_of_dcp": paired_ratio(seconds["load"], seconds["dcp.load"]),
+        "export_of_copy": paired_ratio(seconds["copy"], seconds["export"]),
+        "half_read_of_wanted": amplification(folder),
+    }  # fmt: skip
+
+
+def rows_of(seconds: dict[str, list[float]], nbytes: dict[str, int]) -> list[list[str]]:
+    """By case the median, and the bytes in that time."""
+    medians = {case: statistics.median(taken) for case, taken in seconds.items()}
+    return [[case, f"{each:.2f}", f"{nbytes[case] / each / 1e6:.0f}"] for case, each in medians.items()]
+
+
+def show(result: dict) -> None:
+    sizes = {
+        case: result["state_bytes" if "load" in case else "exported_bytes"] for case in result["seconds"]
+    }
+    table([["", "seconds", "MB/s"], *rows_of(result["seconds"], sizes)])
+    for each in result["plan"]:
+        print(
+            f"plan of {each['fragments']:,} fragments: {each['seconds']} s, {each['peak_bytes'] / 1e6:.0f} MB at most"
+        )
+    for each in result["zero"]:
+        sizes = dict.fromkeys(each["seconds"], 3 * each["parameter_bytes"])
+        table([[f"ZeRO-{each['stage']}", "seconds", "MB/s"], *rows_of(each["seconds"], sizes)])
+        print(
+            f"converted {each['converted_faster']:.1f} times as fast, resumed {each['resumed_faster']:.1f} times;"
+            f" temporary bytes: {each['temporary_bytes']}"
+        )
 
 
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="of the parameters")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--peers", default="", help="a Python that has DeepSpeed; without it that part is left out"
+    )
+    parser.add_argument("--zero-mib", type=int, default=256, help="of the parameters of those checkpoints")
     parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--plan", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -184,43 +222,17 @@ def main() -> None:
         return write(Path(args.folder), args.mib)
     if args.plan:
         return print(json.dumps(plan_millions(args.plan, 40 if args.small else 1000)))
-    mib, rounds = (4, 1) if args.small else (args.mib, args.rounds)
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
-        folder = Path(name)
-        in_a_process(
-            "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", __file__, "--write", "--mib", str(mib),
-            "--folder", name,
-        )  # fmt: skip
-        state, targets = load_run(folder), targets_of(folder)
-        export(folder)
-        exported = sum(path.stat().st_size for path in (folder / "hf").iterdir())
-        seconds = interleaved(
-            {
-                "load": lambda: load_run(folder), "dcp.load": lambda: load_dcp(folder, targets),
-                "export": lambda: export(folder), "copy": lambda: copy(folder, exported),
-            },
-            rounds, warm_up=0 if args.small else 1,
-        )  # fmt: skip
-        half = amplification(folder)
+    mib, zero_mib, rounds = (4, 4, 1) if args.small else (args.mib, args.zero_mib, args.rounds)
     small = ["--small"] if args.small else []
     counts = [4000] if args.small else [250_000, 500_000, 1_000_000]
-    planned = [json.loads(in_a_process(__file__, "--plan", str(count), *small)) for count in counts]
-    rows = [["", "seconds", "MB/s"]]
-    for case, taken in seconds.items():
-        median = statistics.median(taken)
-        nbytes = state if "load" in case else exported
-        rows.append([case, f"{median:.2f}", f"{nbytes / median / 1e6:.0f}"])
-    table(rows)
-    for each in planned:
-        print(
-            f"plan of {each['fragments']:,} fragments: {each['seconds']} s, {each['peak_bytes'] / 1e6:.0f} MB at most"
-        )
-    result = {
-        "state_bytes": state, "exported_bytes": exported, "seconds": seconds,
-        "load_of_dcp": paired_ratio(seconds["load"], seconds["dcp.load"]),
-        "export_of_copy": paired_ratio(seconds["copy"], seconds["export"]), "half_read_of_wanted": half,
-        "plan": planned,
-    }  # fmt: skip
+    plans = [in_a_process(sys.executable, __file__, "--plan", str(count), *small) for count in counts]
+    result = {"plan": [json.loads(each) for each in plans], "zero": []}
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        result |= measure(Path(name), mib, rounds, warm_up=0 if args.small else 1)
+    for stage in (1, 3) if args.peers else ():
+        with tempfile.TemporaryDirectory(dir=args.folder) as name:
+            result["zero"].append(compare(Path(name), args.peers, stage, zero_mib, rounds))
+    show(result)
     finish("reshard", result, args.keep)
 
 

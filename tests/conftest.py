@@ -9,6 +9,7 @@ import torch
 from buckets import emptied, served
 from holdfast import failpoints
 from killed import kill
+from matrix.cells import told
 
 torch.set_num_threads(1)
 
@@ -44,3 +45,9 @@ def s3():
 def bucket(s3, monkeypatch):
     """A place in an empty bucket, which the environment says how to reach."""
     return emptied(s3, monkeypatch)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The cells of the matrix that were tried, as docs/moves.md has them."""
+    for line in told(terminalreporter.stats):
+        terminalreporter.line(line)

@@ -23,8 +23,8 @@ from holdfast.offload.engine import Engine
 from holdfast.offload.runtime import Runtime
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import Manifest
+from holdfast.store.ranges import VerifiedFiles
 from holdfast.store.reader import RunReader
-from holdfast.store.reading import PayloadFile
 from training import adamw, warm_up
 
 STEPS = 10
@@ -141,9 +141,9 @@ class Reference:
 def state_of(reader: RunReader, manifest: Manifest) -> dict[str, Any]:
     """Bytes of every atom by key, and the parts of the progress by name. Every block read is verified."""
     state: dict[str, Any] = {f"progress {key}": value for key, value in manifest.progress.items()}
+    files = VerifiedFiles(reader.disk)
     for ref in manifest.files.values():
-        with PayloadFile(reader.disk, ref) as file:
-            state |= {entry.key: bytes(file.read(entry)) for entry in file.layout.entries}
+        state |= {entry.key: files.tensor(ref, entry.key).tobytes() for entry in files.layout(ref).entries}
     return state
 
 

@@ -17,7 +17,7 @@ from holdfast.errors import ChunkCorrupt, FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import timeline_path
-from holdfast.store.reading import PayloadFile
+from holdfast.store.ranges import VerifiedFiles
 from tiny_run import flip
 
 NEWEST = 6
@@ -78,11 +78,8 @@ def check_found(reader, manifest, layouts, path, bit, found):
 
 
 def layouts_of(reader, manifest):
-    layouts = {}
-    for ref in manifest.files.values():
-        with PayloadFile(reader.disk, ref) as file:
-            layouts[ref.path] = file.layout
-    return layouts
+    files = VerifiedFiles(reader.disk)
+    return {ref.path: files.layout(ref) for ref in manifest.files.values()}
 
 
 def find_flips(run, queue, rng, count):

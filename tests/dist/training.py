@@ -157,7 +157,9 @@ def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], 
         from dist import awkward
 
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-        return awkward.train(rank, world_size, say, **order)
+        run = awkward.train_each if "sources" in order else awkward.train
+        run(rank, world_size, say, **order)
+        return dist.destroy_process_group()
     if world_size > 1 or order["kind"] == "fsdp":
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     train(rank, world_size, say, **order)

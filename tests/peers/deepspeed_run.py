@@ -1,8 +1,9 @@
 """One world of DeepSpeed on gloo: trains and saves, or loads universal folders; tells what it holds.
 
 Run by torchrun: ``deepspeed_run.py JOBS.json``, a list of jobs, one engine after another in one world (the start of
-Python is most of the time of any of them). What each parameter and its optimizer state are, as DeepSpeed reports them
-itself, goes to the file ``report`` of the job, by rank 0.
+Python is most of the time of any of them). A job with a ``form`` is of the awkward decoder and not of the odd
+model. What each parameter and its optimizer state are, as DeepSpeed reports them itself, goes to the file ``report`` of
+the job, by rank 0.
 """
 
 from __future__ import annotations
@@ -16,23 +17,18 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from odd_model import Model, groups_of, loss_of, tokens_of
 
+from dist.awkward_decoder import Awkward, Form, batch_of, optimizer_of
+
 SAVED = 3
 """The step of checkpoints."""
 
 
 def engine_of(job):
-    torch.manual_seed(7)
-    model = Model()
-    groups = groups_of(model)
-    optimizer = (
-        torch.optim.SGD(groups, lr=1e-3, momentum=0.9) if job.get("sgd") else torch.optim.AdamW(groups)
-    )
+    model, optimizer, settings = awkward_of(job) if "form" in job else odd_of(job)
     config = {
         "train_batch_size": 12,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 1.0,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 2e-3}},
         "zero_optimization": {
             "stage": job["stage"],
             "stage3_param_persistence_threshold": 0,
@@ -40,18 +36,44 @@ def engine_of(job):
         },
         "checkpoint": {"load_universal": job["do"] == "load"},
         **({job["dtype"]: {"enabled": True}} if job.get("dtype") else {}),
+        **settings,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine
 
 
-def train(engine, first, steps):
+def odd_of(job):
+    """The odd model, its optimizer, and what it has beside."""
+    torch.manual_seed(7)
+    model = Model()
+    groups = groups_of(model)
+    optimizer = (
+        torch.optim.SGD(groups, lr=1e-3, momentum=0.9) if job.get("sgd") else torch.optim.AdamW(groups)
+    )
+    warm_up = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 2e-3}}
+    return model, optimizer, {"gradient_clipping": 1.0, "scheduler": warm_up}
+
+
+def awkward_of(job):
+    """The awkward decoder, which is trained as the other parallelisms train it."""
+    model = Awkward(Form(*job["form"]))
+    return model, optimizer_of(model), {"gradient_clipping": 0.0}  # which is 1 where nothing is said
+
+
+def loss_at(engine, job, step, rank, world):
+    """Of this rank's part of the batch."""
+    if "form" in job:
+        return engine(*(whole.chunk(world)[rank] for whole in batch_of(step)))
+    return loss_of(engine, tokens_of(step).chunk(world)[rank])
+
+
+def train(engine, job, first, steps):
     """The losses, and the learning rates of each step."""
     losses, rates = [], []
     world, rank = deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()
     for step in range(first, first + steps):
         rates.append([group["lr"] for group in engine.optimizer.param_groups])
-        loss = loss_of(engine, tokens_of(step).chunk(world)[rank])
+        loss = loss_at(engine, job, step, rank, world)
         engine.backward(loss)
         engine.step()
         mean = loss.detach().clone()
@@ -83,7 +105,7 @@ def about(engine, job):
         "global_steps": engine.global_steps,
         "skipped_steps": engine.skipped_steps,
         "groups": groups,
-        "scheduler": engine.lr_scheduler.state_dict(),
+        "scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
     }
 
 
@@ -105,14 +127,14 @@ def main():
         engine = engine_of(job)
         own = [group["weight_decay"] for group in engine.optimizer.param_groups]
         if job["do"] == "save":
-            train(engine, 0, SAVED)
+            train(engine, job, 0, SAVED)
             engine.save_checkpoint(job["folder"], client_state={"epoch": 4})
         else:
             engine.load_checkpoint(job["folder"])
         told = about(engine, job)
         if job["do"] == "load" and job["stage"] == 3:
             amend(engine, own)
-        losses, rates = train(engine, SAVED, 3)
+        losses, rates = train(engine, job, SAVED, job.get("steps", 3))
         if deepspeed.comm.get_rank() == 0:
             torch.save({**told, "losses": losses, "rates": rates}, job["report"])
         engine.destroy()

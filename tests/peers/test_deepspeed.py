@@ -1,17 +1,11 @@
-"""Real checkpoints of DeepSpeed are read as DeepSpeed itself reports them, and what is written, it loads.
-
-It is started by torchrun, a world at a time, with a list of jobs; its teardown may abort after all is done, so what
-counts are the reports.
-"""
+"""Real checkpoints of DeepSpeed are read as DeepSpeed itself reports them, and what is written, it loads."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,12 +18,12 @@ from holdfast.universal.convert import open_source
 from holdfast.universal.convert.deepspeed.write import write_deepspeed
 from holdfast.universal.load import read_flat
 from holdfast.universal.pickles import Record, Tensor
+from peers.launching import deepspeed
 from peers.odd_model import Model, groups_of, loss_of, tokens_of
 from universal.deepspeed_files import State, write
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
-RUN = Path(__file__).with_name("deepspeed_run.py")
 SAVED = {
     "z1": {"stage": 1},
     "z2": {"stage": 2},
@@ -59,23 +53,6 @@ LOADED = [
     for stage in (1, 2, 3)
     if stage < 3 or "sgd" not in name  # which its ZeRO-3 does not load
 ]
-
-
-def deepspeed(folder, world, jobs):
-    """Do ``jobs``, and return what each told."""
-    jobs = [{**job, "report": str(folder / f"{job['name']}.report")} for job in jobs]
-    (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-    done = subprocess.run(
-        [sys.executable, *command, str(RUN), str(folder / "jobs.json")],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    missing = [job["name"] for job in jobs if not Path(job["report"]).exists()]
-    assert not missing, f"{missing} were not done: {(done.stdout + done.stderr)[-4000:]}"
-    return {job["name"]: torch.load(job["report"], weights_only=True) for job in jobs}
 
 
 @pytest.fixture(scope="session")

@@ -67,22 +67,28 @@ def test_a_part_of_a_tensor_needs_the_blocks_that_it_lies_in_and_no_others(commi
     assert commit.bytes_read - before <= rows.array.nbytes + 2 * CHECKSUM_BLOCK
 
 
-def test_a_flipped_bit_is_found_where_it_is_read_and_not_elsewhere(run, tmp_path, commit):
+@pytest.mark.parametrize("in_whole_block", [True, False])
+def test_a_flipped_bit_is_found_where_it_is_read_and_not_elsewhere(run, tmp_path, commit, in_whole_block):
     copy = tmp_path / "copy"
     shutil.copytree(run, copy)
     stored = commit.atoms["0.weight/param"]
     piece = next(iter(stored.pieces))
     part = commit.parts[piece.part]
-    place = part.offset + part.nbytes - 4
+    first_whole = -(-part.offset // CHECKSUM_BLOCK) * CHECKSUM_BLOCK
+    assert first_whole + CHECKSUM_BLOCK < part.offset + part.nbytes
+    place = first_whole + 4 if in_whole_block else part.offset + part.nbytes - 4
     data = bytearray((copy / part.path).read_bytes())
     data[place] ^= 1
     (copy / part.path).write_bytes(data)
     reader = RunReader(copy)
     damaged = Commit(reader, reader.at(2))
     stored = damaged.atoms["0.weight/param"]
-    read_all(damaged, [array_of(stored, Box((0, 0), (300, 1200)))])
+    row = (place - part.offset) // (1200 * 4)
+    other = 0 if row > 1000 else 1999
+    read_all(damaged, [array_of(stored, Box((other, 0), (other + 1, 1200)))])
+    rows = Box((0, 0), (2000, 1200)) if in_whole_block else Box((row, 0), (row + 1, 1200))
     with pytest.raises(ChunkCorrupt, match=r"0\.weight/"):
-        read_all(damaged, [array_of(stored, Box((1999, 0), (2000, 1200)))])
+        read_all(damaged, [array_of(stored, rows)])
 
 
 def test_a_file_that_is_gone_is_named(run, tmp_path, commit):

@@ -1,23 +1,29 @@
 """Ranges: verified bytes from anywhere in the payload files of a commit, for many threads at once.
 
-Bytes are verified by whole checksum blocks, so the blocks at the two ends of a range are read in full. The last few of
-those are kept: the next range most often begins where this one ended.
+Offsets and sizes are bytes. Nothing is believed before its checksum block has been verified, the header of a payload
+file included. Bytes are verified by whole blocks, so the blocks at the two ends of a range are read in full; the last
+few of those are kept: the next range most often begins where this one ended.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from contextlib import closing
+from typing import Any
 
+import numpy as np
 import xxhash
 
-from ..errors import FileMissing
-from .files import AnyDisk
-from .generations import corrupt
-from .layout import CHECKSUM_BLOCK, Layout
-from .manifest import FileRef
-from .reading import INSPECT, check_size
+from holdfast.errors import Damaged, FileMissing
+from holdfast.state.atoms import DTYPE_BYTES
+from holdfast.state.boxes import Box
+from holdfast.store.files import AnyDisk, OpenFile
+from holdfast.store.generations import corrupt
+from holdfast.store.layout import CHECKSUM_BLOCK, Layout
+from holdfast.store.manifest import FileRef, Manifest
+from holdfast.store.reading import INSPECT, check_size
 
 KEPT_BLOCKS = 16
 """At the ends of ranges; 64 MiB."""
@@ -31,7 +37,7 @@ class VerifiedFiles:
     def __init__(self, disk: AnyDisk) -> None:
         self._disk = disk
         self._layouts: dict[str, Layout] = {}
-        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], memoryview] = OrderedDict()
         self._reading = [threading.Lock() for _ in range(NUM_LOCKS)]
         self._lock = threading.Lock()
         self.bytes_read = 0
@@ -43,6 +49,16 @@ class VerifiedFiles:
             self._layouts[ref.path] = Layout.parse(self._header(ref))
         return self._layouts[ref.path]
 
+    def tensor(self, ref: FileRef, key: str) -> np.ndarray:
+        """One of its tensors, as an array of opaque elements. Raises ``Damaged``."""
+        layout = self.layout(ref)
+        if key not in layout:
+            raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
+        entry = layout[key]
+        data = np.empty(entry.nbytes, np.uint8)
+        self.read(ref, entry.offset, data.data)
+        return data.view(f"V{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape)
+
     def read(self, ref: FileRef, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes from ``offset`` on. Raises ``Damaged``, by then with any bytes in it."""
         stop = offset + len(into)
@@ -51,18 +67,19 @@ class VerifiedFiles:
                 f"{ref.path} has {ref.bytes} bytes, and {offset} to {stop} are asked for. {INSPECT}",
                 path=ref.path,
             )
-        position = offset
-        while position < stop:
-            block = position // CHECKSUM_BLOCK
-            start, end = _span(ref, block)
-            piece = into[position - offset : min(end, stop) - offset]
-            if len(piece) == end - start:
-                self._read(ref, block, piece)
-            else:
-                piece[:] = self._block(ref, block)[position - start : position - start + len(piece)]
-            position += len(piece)
+        if not into:
+            return
+        with closing(self._disk.open(ref.path, write=False, direct=False)) as file:
+            for block in range(offset // CHECKSUM_BLOCK, -(-stop // CHECKSUM_BLOCK)):
+                start, end = _span(ref, block)
+                first, last = max(start, offset), min(end, stop)
+                piece = into[first - offset : last - offset]
+                if (first, last) == (start, end):
+                    self._read(file, ref, block, piece)
+                else:
+                    piece[:] = self._block(file, ref, block)[first - start : last - start]
 
-    def _block(self, ref: FileRef, block: int) -> bytes:
+    def _block(self, file: OpenFile, ref: FileRef, block: int) -> memoryview:
         """A whole block, read by one thread for all that want it."""
         key = ref.path, block
         with self._reading[hash(key) % NUM_LOCKS]:  # of two that want a block one reads it
@@ -71,18 +88,17 @@ class VerifiedFiles:
                     self._kept.move_to_end(key)
                     return self._kept[key]
             start, end = _span(ref, block)
-            data = bytearray(end - start)
-            self._read(ref, block, memoryview(data))
+            data = np.empty(end - start, np.uint8).data
+            self._read(file, ref, block, data)
             with self._lock:
-                self._kept[key] = kept = bytes(data)
+                self._kept[key] = data
                 while len(self._kept) > KEPT_BLOCKS:
                     self._kept.popitem(last=False)
-            return kept
+            return data
 
-    def _read(self, ref: FileRef, block: int, data: memoryview) -> None:
+    def _read(self, file: OpenFile, ref: FileRef, block: int, data: memoryview) -> None:
         start = block * CHECKSUM_BLOCK
-        with closing(self._disk.open(ref.path, write=False, direct=False)) as file:
-            file.read(data, start)
+        file.read(data, start)
         got = xxhash.xxh3_64_hexdigest(data)
         with self._lock:
             self.bytes_read += len(data)
@@ -94,11 +110,31 @@ class VerifiedFiles:
     def _header(self, ref: FileRef) -> bytearray:
         """The first blocks of the file, as many as the header needs: nearly always one."""
         header = bytearray()
-        for block in range(len(ref.checksums)):
-            header += self._block(ref, block)
-            if 8 + int.from_bytes(header[:8], "little") <= len(header):
-                break
+        with closing(self._disk.open(ref.path, write=False, direct=False)) as file:
+            for block in range(len(ref.checksums)):
+                header += self._block(file, ref, block)
+                if 8 + int.from_bytes(header[:8], "little") <= len(header):
+                    break
         return header
+
+
+def read_atom(disk: AnyDisk, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
+    """The bytes of one atom of the index in C order, joined from its fragments."""
+    shape, itemsize = tuple(atom["shape"]), DTYPE_BYTES[atom["dtype"]]
+    result = bytearray(math.prod(shape) * itemsize)
+    target = np.frombuffer(result, dtype=f"V{itemsize}").reshape(shape)
+    files, covered = VerifiedFiles(disk), 0
+    for fragment in atom["fragments"]:
+        stored = files.tensor(manifest.files[fragment["unit"]], fragment["key"])
+        part = stored[Box.from_json(fragment["local"]).slices]
+        target[Box.from_json(fragment["global"]).slices] = part
+        covered += part.size
+    if covered != math.prod(shape):
+        raise Damaged(
+            f"atom '{atom['name']}/{atom['slot']}' of step {manifest.step}: its fragments cover {covered} elements"
+            f" of {shape}"
+        )
+    return result
 
 
 def _span(ref: FileRef, block: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from holdfast.store.files import AnyDisk, Disk
 from holdfast.store.journal import timelines_of_segments
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
+from holdfast.store.ranges import read_atom
 from holdfast.store.retention import lineage
 from holdfast.store.target import place_of, remote_disk
 from holdfast.store.verifying import Report
@@ -159,7 +160,7 @@ class RunReader:
     def read_atom(self, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
         """The verified bytes of one of the ``atoms``, in C order. Raises ``Damaged``."""
         with self.listed(manifest):
-            return reading.read_atom(self.disk, manifest, atom, direct=self.direct)
+            return read_atom(self.disk, manifest, atom)
 
     def layout(self, ref: FileRef) -> Layout:
         """Where the tensors of one file lie, as its own header says."""

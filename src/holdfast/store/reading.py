@@ -1,29 +1,22 @@
-"""Reading: verified bytes of single atoms out of a commit, without loading the rest.
+"""Reading: the files that a manifest names, whole and verified; ``store.ranges`` reads parts of them.
 
-Offsets and sizes are bytes. Nothing is believed before its checksum block has been verified, the header
-of a payload file included; the index is believed because the manifest names it by hash.
+Offsets and sizes are bytes. An index is believed because the manifest names it by hash.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import numpy as np
 import xxhash
 
-from holdfast.errors import Damaged, FileMissing, ManifestCorrupt
-from holdfast.io.buffers import Buffer
+from holdfast.errors import FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
-from holdfast.state.atoms import DTYPE_BYTES
-from holdfast.state.boxes import Box
 from holdfast.store.files import AnyDisk
 from holdfast.store.generations import corrupt
-from holdfast.store.layout import CHECKSUM_BLOCK, Entry, Layout, block_spans
+from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
 from holdfast.store.manifest import FileRef, Manifest, Share
 
 INSPECT = (
@@ -93,90 +86,6 @@ def read_verified(disk: AnyDisk, ref: dict[str, Any], what: str) -> bytes:
     return text
 
 
-def read_atom(disk: AnyDisk, manifest: Manifest, atom: dict[str, Any], *, direct: bool = True) -> bytearray:
-    """The bytes of one atom of the index in C order, joined from its fragments."""
-    shape, itemsize = tuple(atom["shape"]), DTYPE_BYTES[atom["dtype"]]
-    result = bytearray(math.prod(shape) * itemsize)
-    target = np.frombuffer(result, dtype=f"V{itemsize}").reshape(shape)
-    covered = 0
-    for fragment in atom["fragments"]:
-        stored = _read_fragment(disk, manifest.files[fragment["unit"]], fragment["key"], direct)
-        part = stored[Box.from_json(fragment["local"]).slices]
-        target[Box.from_json(fragment["global"]).slices] = part
-        covered += part.size
-    if covered != math.prod(shape):
-        raise Damaged(
-            f"atom '{atom['name']}/{atom['slot']}' of step {manifest.step}: its fragments cover {covered} elements"
-            f" of {shape}"
-        )
-    return result
-
-
-def _read_fragment(disk: AnyDisk, ref: FileRef, key: str, direct: bool) -> np.ndarray:
-    """The tensor ``key`` of a payload file as an array of opaque elements."""
-    with PayloadFile(disk, ref, direct=direct) as file:
-        if key not in file.layout:
-            raise Damaged(f"{ref.path} has no tensor {key!r}. {INSPECT}", path=ref.path)
-        entry = file.layout[key]
-        return np.frombuffer(file.read(entry), dtype=f"V{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape)
-
-
-class PayloadFile:
-    """A published payload file, read block by block. ``layout`` is verified. A context manager."""
-
-    def __init__(self, disk: AnyDisk, ref: FileRef, *, direct: bool = True) -> None:
-        self.ref = ref
-        self.layout = Layout((), (), b"", 0)  # nothing is known yet
-        check_size(disk, ref)
-        self._file = disk.open(ref.path, write=False, direct=direct)
-        self._buffer = Buffer(CHECKSUM_BLOCK, "verify")
-        self._block = -1
-        try:
-            self.layout = Layout.parse(self._header())
-        except BaseException:
-            self.close()
-            raise
-
-    def read(self, entry: Entry) -> bytearray:
-        """The verified bytes of ``entry``."""
-        result = bytearray()
-        for block, start, stop in _blocks_of(entry):
-            result += self._verified(block)[start:stop]
-        return result
-
-    def close(self) -> None:
-        self._file.close()
-        self._buffer.free()
-
-    def __enter__(self) -> PayloadFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _header(self) -> bytearray:
-        """The first blocks of the file, as many as the header needs: nearly always one."""
-        header = bytearray()
-        for block in range(len(self.ref.checksums)):
-            header += self._verified(block)
-            if 8 + int.from_bytes(header[:8], "little") <= len(header):
-                break
-        return header
-
-    def _verified(self, block: int) -> memoryview:
-        start = block * CHECKSUM_BLOCK
-        view = self._buffer.view[: min(CHECKSUM_BLOCK, self.ref.bytes - start)]
-        if block != self._block:
-            self._file.read(view, start)
-            self._block = block
-            got = xxhash.xxh3_64_hexdigest(view)
-            if got != self.ref.checksums[block]:
-                self._block = -1
-                atoms = self.layout.keys_between(start, start + len(view))
-                raise corrupt(self.ref.path, start, len(view), atoms, self.ref.checksums[block], got, INSPECT)
-        return view
-
-
 def read_file(
     disk: AnyDisk, queue: IOQueue, ref: FileRef, view: memoryview, *, direct: bool = True
 ) -> Future[None]:
@@ -222,10 +131,3 @@ def check_size(disk: AnyDisk, ref: FileRef) -> None:
             offset=min(size, ref.bytes),
             nbytes=abs(size - ref.bytes),
         )
-
-
-def _blocks_of(entry: Entry) -> Iterator[tuple[int, int, int]]:
-    """(block, start, stop) for each checksum block with bytes of ``entry``; offsets are within the block."""
-    for block in range(entry.offset // CHECKSUM_BLOCK, -(-entry.end // CHECKSUM_BLOCK)):
-        first = block * CHECKSUM_BLOCK
-        yield block, max(entry.offset - first, 0), min(entry.end - first, CHECKSUM_BLOCK)

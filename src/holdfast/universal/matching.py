@@ -137,7 +137,9 @@ def match(
             fresh = weights_only and bool(source.progress.get("groups"))
             slots = _state(form.names[0], slots, values, kept.get(form.names[0]), fresh, result)
         result.found[form.names[0]] = slots
-    result.unused += [name for name in by_name if name not in used and name not in elsewhere]
+    for name in by_name.keys() & set(elsewhere):
+        used |= same[id(by_name[name])]
+    result.unused += [name for name in by_name if name not in used]
     _refuse(source, result, allowed, weights_only)
     return result
 

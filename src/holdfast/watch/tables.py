@@ -26,8 +26,8 @@ FORMULAS = {
         "load_state": "n W", "store_state": "n W", "store_params": "n P",
     },
 }  # fmt: skip
-"""By schedule and kind of operation, of n equal blocks, in the plain order and without delayed updates; on the SSD those
-of them that live there."""
+"""By schedule and kind of operation, of n equal blocks, in the plain order and without delayed updates; on the SSD
+those of them that live there."""
 
 SYMBOLS = (
     "n blocks of P bytes of parameters, G of gradients and W of optimizer state; M micro-batches, each with S bytes"

@@ -8,6 +8,7 @@ replays the records. This module only joins: what is seen is ``delta.tap``, what
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 import warnings
@@ -42,6 +43,7 @@ from .delta.options import (
 )
 from .delta.pace import Means, Pace
 from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
+from .delta.pulse import Pulse, standing
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND, Recorder
 from .delta.recovery import Recovered, recover, refuse_unless_one_is_whole
@@ -179,6 +181,7 @@ class Checkpointer:
         self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
         events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
         self._events = EventLog(events)
+        self._pulse = Pulse(self._events)
         self._replica: Replica | None = None
         self._remote: Remote | None = None
 
@@ -281,6 +284,7 @@ class Checkpointer:
             self._sigterm = SigTerm.watched()
             if self._remote is not None:
                 self._remote.start()
+            self._tell_beginning()
         except BaseException:
             self.close(save=False)
             raise
@@ -476,6 +480,7 @@ class Checkpointer:
         self.stall_seconds = self._tap.seconds + now - started
         self._tap.seconds = 0.0
         pace.stepped(self.steps_done, now - self._stepped_at, self.stall_seconds)
+        self._pulse.stepped(self.steps_done, now - self._stepped_at, self.stall_seconds, self._standing)
         self._stepped_at = now
 
     def _put(self, recorder: Recorder, pace: Pace | BesideReplica, updates: list[Update]) -> None:
@@ -543,6 +548,7 @@ class Checkpointer:
                 self._sigterm.restore()
             if self._agreement is not None:
                 self._agreement.close(orderly=save)
+            self._tell_end()
             self._ranks.close()
             try:
                 if self._remote is not None:
@@ -712,6 +718,23 @@ class Checkpointer:
     def _progress(self) -> dict[str, Any]:
         about = replay_info(self._state, self._after_update is not None)
         return {**self._now, "values": self._state.values(), "replay": about, "rates": self._rates}
+
+    def _tell_beginning(self) -> None:
+        """The log, of what the run is, for whoever looks at it."""
+        assert self._slots is not None
+        ring = len(self._slots.slots) * self._slots.slot_bytes
+        self._events.emit(
+            "checkpointer", first_step=self.steps_done, pid=os.getpid(), host=os.uname().nodename,
+            ranks=self._ranks.world_size, codec=type(self._codec).__name__, replica=self._replica is not None,
+            memory=self._memory, storage=self._storage, ring_bytes=ring, staging_bytes=self._staging_bytes,
+        )  # fmt: skip
+
+    def _tell_end(self) -> None:
+        if self._recorder is not None:
+            self._pulse.end(self.steps_done, self._standing)
+
+    def _standing(self) -> dict[str, Any]:
+        return standing(self.durable_step, self._recorder, self._pace, self._replica, self._remote)
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0

@@ -65,6 +65,16 @@ def test_any_takes_and_gives_add_up(moves):
     assert pool.idle_bytes == 0
 
 
+def test_the_most_that_was_in_use_is_known_by_what_for():
+    pool = BufferPool()
+    a, b = pool.take(4096, "a"), pool.take(8192, "a")
+    pool.give(a)
+    pool.give(b)
+    pool.take(4096, "b")  # the very same memory
+    pool.take(4096, "a")
+    assert pool.most_by_kind == {"a": 12288, "b": 4096}
+
+
 def test_a_dropped_buffer_is_not_handed_out_again_and_holds_no_memory():
     pool = BufferPool()
     buffer = pool.take(4096, "a")

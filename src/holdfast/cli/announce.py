@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import shutil
@@ -16,14 +15,12 @@ from rich.text import Text
 
 from ..config import Config
 from ..units import counted, format_bytes
+from ..watch.drive import wear
 from .output import print_facts
 
 if TYPE_CHECKING:
     from ..data.corpus import Corpus
     from ..offload.preflight import Preflight
-
-RATED_BYTES = 600 * 10**12
-"""What an SSD may be written in its life: typical of consumer drives of 1 TB, and ours to assume."""
 
 MARGIN = "    "
 """Left of generated text."""
@@ -46,19 +43,6 @@ def announce(console: Console, config: Config, corpus: Corpus, preflight: Prefli
     }
     print_facts(console, facts, indent="  ")
     console.print()
-
-
-def wear(written_bytes: int) -> str:
-    """What writing so much in all means for the life of a drive.
-
-    >>> wear(30 * 2**30)
-    "30.0 GiB in all, 0.0054 % of an SSD's life if rated for 600 TB"
-    """
-    share = 100 * written_bytes / RATED_BYTES
-    digits = max(0, 1 - math.floor(math.log10(share))) if 0 < share < 10 else 0
-    precise = f"{share:.{digits}f}".rstrip("0").rstrip(".") if digits else f"{share:.0f}"
-    rated = f"{RATED_BYTES // 10**12} TB"
-    return f"{format_bytes(written_bytes)} in all, {precise} % of an SSD's life if rated for {rated}"
 
 
 def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None = None) -> None:

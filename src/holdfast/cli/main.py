@@ -243,6 +243,39 @@ for verb in (planning.plan, planning.simulate, planning.probe):
     app.command()(verb)
 
 
+@app.command()
+def report(
+    run: Run,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.html", help="The page; else RUN/report.html.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="FILE.json", help="Write a trace for Perfetto instead, or as well."),
+    ] = None,
+    predicted: Annotated[
+        str | None, typer.Option("--predicted", metavar="0.85s", help="Time of a step that was planned.")
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Write what a run did as one HTML page: loss, times, lanes, traffic, memory, commits, and wear of the SSD."""
+    from .report import report as write_report
+
+    write_report(run, out=out, trace=trace, predicted=predicted, as_json=json)
+
+
+@app.command()
+def watch(
+    run: Run,
+    once: Annotated[bool, typer.Option("--once", help="Show how it is now, and leave.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Watch a run that another process trains, until Ctrl-C: steps, lanes, memory, and what is durable."""
+    from .watch import watch as watch_run
+
+    watch_run(run, once=once, as_json=json)
+
+
 rules = typer.Typer(
     help="Rules, for layouts that a format does not record: docs/moves.md.", no_args_is_help=True
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from holdfast.units import MiB, round_up
 
@@ -45,6 +45,9 @@ class BufferPool:
     def __init__(self) -> None:
         self.in_use_bytes = 0
         self.idle_bytes = 0
+        self.most_by_kind: dict[str, int] = {}
+        """What was in use at once at most, by what for."""
+        self._by_kind: Counter[str] = Counter()
         self._idle: dict[int, list[Buffer]] = defaultdict(list)
         self._in_use: set[int] = set()
         self._lock = threading.Lock()
@@ -60,6 +63,8 @@ class BufferPool:
             else:
                 buffer = Buffer(size, kind)
             self.in_use_bytes += size
+            self._by_kind[kind] += size
+            self.most_by_kind[kind] = max(self.most_by_kind.get(kind, 0), self._by_kind[kind])
             self._in_use.add(id(buffer))
             return buffer
 
@@ -83,6 +88,7 @@ class BufferPool:
             )
         self._in_use.remove(id(buffer))
         self.in_use_bytes -= buffer.nbytes
+        self._by_kind[buffer.kind] -= buffer.nbytes
 
     def close(self) -> None:
         """Free the idle buffers. Those in use are freed when their holders let go of them."""

@@ -35,11 +35,12 @@ from .planning import EVALUATION_BATCHES, Plan
 from .preflight import Preflight
 from .process import one_torch_thread
 from .progress import UserState
-from .reports import step_event, traffic
+from .reports import Traffic, by_lane, difference, engine_event, step_event, traffic
 from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .steps import Rules, StepMaker
 from .takeover import MARK, Taken, Watched, give_back, let_go, refuse_use
+from .timelines import Timelines
 
 
 class Engine:
@@ -57,7 +58,7 @@ class Engine:
         events: EventLog,
         update_workers: int,
     ) -> None:
-        self._run, self._rules, self._steps = run, rules, StepMaker(run, plan, rules)
+        self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
         self._captured, self._user, self._events = captured, user, events
         self._were_real = {
             p.name for p in captured.parameters if not p.parameter.is_meta or hasattr(p.parameter, MARK)
@@ -68,7 +69,10 @@ class Engine:
         self._watched: Watched | None = None
         self._hooks: list[RemovableHandle] = []
         self.preflight = preflight
+        self._told: Traffic = {}
+        """What had moved up to the last step that the log tells of, evaluations included."""
         self._executor = Executor(handlers(run), update_workers, one_torch_thread)
+        self._timelines = Timelines(self._executor, events)
         torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
         self._closed = False
         self.steps_done = 0
@@ -105,18 +109,22 @@ class Engine:
             )
         weights = self._steps.weights(micro_batches)
         with self._closing_on_error():
-            started, before = time.perf_counter(), traffic(self._run)
+            started = time.perf_counter()
             step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn)
             self._user.step_scheduler()  # the hyper-parameters were taken: from here on it is the next step's
             step.progress = self._progress()
             self._positions = {k: step.progress[k] for k in ("random", "loader") if k in step.progress}
             with self._running(step):
                 step.resident_grads = self._run.residency.start_resident_grads()
+                self._timelines.begins(step, self._rules.schedule)
                 self._executor.run(step.operations, step)
+            self._timelines.returns()
             self.steps_done += 1
             self.skipped_steps += step.skipped
             seconds = time.perf_counter() - started
-            self.last = step_event(self._run, step, self.steps_done, micro_batches, seconds, before)
+            before, self._told = self._told, traffic(self._run)
+            moved = difference(self._told, before)
+            self.last = step_event(self._run, step, self.steps_done, micro_batches, seconds, moved)
             self._events.emit("step", **self.last)
             return self.last["loss"]
 
@@ -188,6 +196,7 @@ class Engine:
         self._owed = bool(self._were_real)
         with self._closing_on_error():
             self._executor.drain()
+            self._timelines.end()
             if self._rules.commit_every:
                 self.save()
             trained = self.state_dict() if self._were_real else {}
@@ -236,12 +245,14 @@ class Engine:
         """What the model returns for each call, in evaluation mode and without gradients."""
         self._check_usable()
         results: list[Any] = []
+        before = traffic(self._run)
         with evaluating(self._run.model):
             for start in range(0, len(calls), EVALUATION_BATCHES):
                 step = self._steps.evaluation(calls[start : start + EVALUATION_BATCHES])
                 with self._only_losing(), torch.no_grad(), self._running(step):
                     self._executor.run(step.operations, step)
                 results += [batch.result for batch in step.micro_batches]
+        self._told = difference(traffic(self._run), difference(before, self._told))
         return results
 
     @contextmanager
@@ -297,7 +308,9 @@ class Engine:
         self._run.store.close()
         self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a circle that no one collects
         self._run.residency.let_go()
-        self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step)
+        moved = by_lane(traffic(self._run))
+        self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step, moved=moved)
+        self._events.close()
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -323,10 +336,13 @@ class Engine:
                 restore_random_state(decode(beginning.progress["random"]))
         if found is None:
             publish(self._run, self.steps_done, self._progress())
-            return
-        self.steps_done = self._run.durable_step = self.resumed_from = found.step
-        self.skipped_steps = found.progress.get("skipped_steps", 0)
-        restore_random_state(decode(found.progress["random"]))
+        else:
+            self.steps_done = self._run.durable_step = self.resumed_from = found.step
+            self.skipped_steps = found.progress.get("skipped_steps", 0)
+            restore_random_state(decode(found.progress["random"]))
+        self._told = traffic(self._run)
+        about = engine_event(self._run, self._plan, self.preflight, self.steps_done)
+        self._events.emit("engine", **about)
 
     def _progress(self) -> dict[str, Any]:
         """What resuming needs besides tensors, as it is when the step under way is over."""

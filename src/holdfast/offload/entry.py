@@ -113,7 +113,8 @@ def offload(
     ``sample`` (a micro-batch as ``step`` takes it; its values do not matter; a tuple with its ``loss_fn``) and
     ``micro_batches`` (per step) let memory be predicted before anything runs; ``"auto"`` fractions and a
     ``budget`` need them. The host budget is the process's whole memory, evaluations included. ``confirm`` sees
-    the preflight before anything is written and may raise.
+    the preflight before anything is written and may raise. ``events`` is where the run says what happens:
+    ``events.jsonl`` in its directory unless told otherwise, nowhere with ``EventLog(None)``.
 
     Every value goes through a block's arguments and its return value. What modules hand on in attributes is seen
     in the first step of one and of several micro-batches, if it is a tensor, and refused; numbers and other
@@ -185,7 +186,8 @@ def offload(
         refuse_held(parts.captured)  # by what ran since; from here on there is a commit
         engine = Engine(
             run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
-            events=events or EventLog(None), update_workers=update_workers,
+            events=events or EventLog(Path(ssd) / "events.jsonl" if disk is None else None),
+            update_workers=update_workers,
         )  # fmt: skip
         engine.begin(found, beginning)
         take_over(run, parts.captured, engine.taken)

@@ -51,6 +51,9 @@ class Span:
     lane: str
     start: float
     end: float
+    nbytes: int = 0
+    step: int = -1
+    """Counted from 0; -1 is no training step."""
 
 
 class Executor:
@@ -179,8 +182,12 @@ class Executor:
                 task.dropped = True
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
-        if self.spans is not None:
-            self.spans.append(Span(task.op.key, task.op.lane, task.started, time.perf_counter()))
+        spans = self.spans  # which may be taken away meanwhile
+        if spans is not None:
+            number = getattr(task.step, "number", -1)
+            spans.append(
+                Span(task.op.key, task.op.lane, task.started, time.perf_counter(), task.op.nbytes, number)
+            )
         with self._changed:
             ready = []
             if error is not None:

@@ -1,13 +1,16 @@
-"""Reports: what a step did, for its event, and what moved."""
+"""Reports: what a run is to take and what a step did, for their events, and what moved. Bytes, seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from operator import mul
 from typing import Any
 
 import torch
 
+from .planning import Plan
+from .preflight import Preflight
 from .process import process_bytes
 from .runtime import Runtime, Step
 
@@ -24,6 +27,24 @@ def traffic(run: Runtime) -> Traffic:
     return moved
 
 
+def difference(now: Traffic, before: Traffic) -> Traffic:
+    """What has moved since ``before``."""
+    return {key: count - before.get(key, 0) for key, count in now.items()}
+
+
+def by_lane(moved: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """``moved``, as an event says it: by lane, and in that by kind of operation.
+
+    >>> by_lane({("ssd_read", "load_state"): 4096, ("upload", "upload_params"): 0})
+    {'ssd_read': {'load_state': 4096}}
+    """
+    found: dict[str, dict[str, int]] = {}
+    for (lane, kind), count in sorted(moved.items()):
+        if count:
+            found.setdefault(lane, {})[kind] = count
+    return found
+
+
 def mean_loss(step: Step) -> float:
     """The step's loss, as its micro-batches are weighted."""
     losses = [batch.loss or 0.0 for batch in step.micro_batches]
@@ -31,12 +52,33 @@ def mean_loss(step: Step) -> float:
     return sum(map(mul, losses, weights)) if weights else sum(losses) / len(losses)
 
 
-def step_event(
-    run: Runtime, step: Step, steps_done: int, micro_batches: Sequence[Any], seconds: float, before: Traffic
-) -> dict[str, Any]:
-    """What an event says of a step that is over; ``before`` is the traffic up to its beginning."""
-    moved = {key: count - before.get(key, 0) for key, count in traffic(run).items()}
+def engine_event(run: Runtime, plan: Plan, preflight: Preflight, first_step: int) -> dict[str, Any]:
+    """What an event says of an engine that begins after ``first_step``."""
+    memory = plan.memory
     return {
+        "first_step": first_step,
+        "pid": os.getpid(),
+        "host": os.uname().nodename,
+        "directory": preflight.directory,
+        "device": str(run.device.torch_device),
+        "unified": run.device.unified,
+        "blocks": len(run.blocks),
+        "parameters": preflight.parameters,
+        "state_bytes": preflight.state_bytes,
+        "host_budget": preflight.host_budget,
+        "device_budget": preflight.device_budget,
+        "host_bytes_predicted": preflight.host_bytes_predicted,
+        "device_bytes_predicted": preflight.device_bytes_predicted,
+        "process_bytes": plan.held_bytes,
+        "memory_predicted": memory and {place: memory.at(place) for place in ("host", "device")},
+    }
+
+
+def step_event(
+    run: Runtime, step: Step, steps_done: int, micro_batches: Sequence[Any], seconds: float, moved: Traffic
+) -> dict[str, Any]:
+    """What an event says of a step that is over; ``moved`` is the traffic since the step before it was."""
+    event = {
         "step": steps_done,
         "loss": mean_loss(step),
         "grad_norm": step.total_norm,
@@ -48,7 +90,14 @@ def step_event(
         "written_bytes": sum(n for (lane, _), n in moved.items() if lane == "ssd_write"),
         "host_bytes": process_bytes(),
         "skipped": step.reason if step.skipped else None,
+        "micro_batches": step.shape.micro_batches,
+        "commit": step.shape.commit,
+        "moved": by_lane(moved),
+        "buffers": dict(run.residency.pool.most_by_kind),
     }
+    if run.device.torch_device.type == "cuda":
+        event["device_bytes"] = torch.cuda.max_memory_allocated(run.device.torch_device)
+    return event
 
 
 def _count_tokens(batch: Any) -> int:

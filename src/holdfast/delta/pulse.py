@@ -1,0 +1,83 @@
+"""Pulse: the steps of a run for the log of events, a line a second at most, so that short steps cost nothing.
+
+Seconds, bytes. What nobody keeps costs nothing at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..events import EventLog
+from .pace import Pace
+from .recorder import Recorder
+from .remote import Remote
+from .replica import BesideReplica, Replica
+
+SECONDS_BETWEEN_LINES = 1.0
+
+Standing = Callable[[], dict[str, Any]]
+"""Asked at each line for what else it says; ``written_bytes`` in it are all since the run was opened."""
+
+
+class Pulse:
+    """Told of every step."""
+
+    def __init__(self, events: EventLog, clock: Callable[[], float] = time.monotonic) -> None:
+        self._events, self._clock = events, clock
+        self._due = float("-inf")
+        self._step = self._num_steps = self._written = 0
+        self._seconds = self._stall = self._longest_stall = 0.0
+
+    def stepped(self, step: int, seconds: float, stall: float, standing: Standing) -> None:
+        """``step`` is done, ``seconds`` after the one before, of which ``stall`` went into keeping it."""
+        if self._events.path is None:
+            return
+        self._step, self._num_steps = step, self._num_steps + 1
+        self._seconds += seconds
+        self._stall += stall
+        self._longest_stall = max(self._longest_stall, stall)
+        if self._clock() >= self._due:
+            self._tell(standing())
+
+    def end(self, step: int, standing: Standing) -> None:
+        """The run is closed after ``step``."""
+        if self._events.path is None:
+            return
+        now = standing()
+        if self._num_steps:
+            self._tell(now)
+        self._events.emit("closed", step=step, **now)
+
+    def _tell(self, now: dict[str, Any]) -> None:
+        """A line of the steps since the last one; times are means of them."""
+        count, self._num_steps = self._num_steps, 0
+        self._due = self._clock() + SECONDS_BETWEEN_LINES
+        if "written_bytes" in now:
+            before, self._written = self._written, now["written_bytes"]
+            now = now | {"written_bytes": self._written - before}
+        self._events.emit(
+            "step", step=self._step, steps=count, seconds=self._seconds / count, stall_seconds=self._stall / count,
+            longest_stall_seconds=self._longest_stall, **now,
+        )  # fmt: skip
+        self._seconds = self._stall = self._longest_stall = 0.0
+
+
+def standing(
+    durable_step: int,
+    recorder: Recorder | None,
+    pace: Pace | BesideReplica | None,
+    replica: Replica | None,
+    remote: Remote | None,
+) -> dict[str, Any]:
+    """What is durable, what was written, and what waits in memory."""
+    told: dict[str, Any] = {"durable_step": durable_step}
+    if remote is not None:
+        told["remote_durable_step"] = remote.durable_step
+    if replica is not None:
+        told["replica_step"] = replica.replica_step
+    elif recorder is not None and isinstance(pace, Pace):
+        told["written_bytes"] = recorder.written_bytes + pace.bases.written_bytes
+        told["waiting_bytes"], told["staged_bytes"] = recorder.pending_bytes, pace.bases.memory_bytes
+    return told

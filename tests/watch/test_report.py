@@ -185,3 +185,9 @@ def test_formulas_are_named_only_for_the_order_that_they_are_of():
         log = [logged.engine(), logged.schedule() | other, logged.step(1), logged.step(2)]
         said = read(html(look(log))).sections["Traffic against formulas"]
         assert "load params" in said and "(2n − 1) P" not in said
+
+
+def test_inputs_whose_size_was_not_known_beforehand_are_said_to_be():
+    steps = [logged.step(n, moved={"upload": {"upload_input": 5, "other": 5}}) for n in (1, 2)]
+    said = read(html(look([logged.engine(), logged.schedule(), *steps]))).sections["Traffic against formulas"]
+    assert said.count("not measured beforehand") == 1 and said.count("not in the schedule") == 1

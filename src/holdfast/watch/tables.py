@@ -67,7 +67,9 @@ def _difference(row: dict[str, Any]) -> str:
     expected, moved = row["expected"], row["moved"]
     if round(expected) == round(moved):
         return "none"
-    return f"{moved / expected - 1:+.1%}" if expected else "not in the schedule"
+    if expected:
+        return f"{moved / expected - 1:+.1%}"
+    return "not measured beforehand" if "input" in row["kind"] else "not in the schedule"
 
 
 def memory(history: History) -> str:

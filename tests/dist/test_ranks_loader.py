@@ -47,7 +47,7 @@ def test_it_is_refused_as_a_source(world, tmp_path, worlds, at):
     one, other = worlds
     ended(world.run(one, kind="ddp", root=tmp_path / "run", steps=4, save_at=4, loader="cursor"))
     options = {"kind": "ddp", "root": tmp_path / "other", "steps": 6, "loader": "cursor"}
-    refused(world.run(other, source=f"{tmp_path / 'run'}{at}", **options), one)
+    refused(world.run(other, resume={"source": f"{tmp_path / 'run'}{at}"}, **options), one)
 
 
 @pytest.mark.parametrize("loader", ["elastic", "holdfast"])

@@ -211,7 +211,6 @@ def train(
     save_every: int | None = None,
     pause: float = 0.0,
     loader: str | None = None,
-    source: str | None = None,
     elsewhere: int | None = None,
     average: bool = False,
     resume_of: dict[str, dict[str, int]] | None = None,
@@ -304,7 +303,7 @@ def train(
     with Checkpointer(
         root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last, keep_every), **options
     ) as checkpointer:
-        done = checkpointer.resume(source=source, **(resume or {}))
+        done = checkpointer.resume(**(resume or {}))
         say(resumed=done, exactness=checkpointer.exactness)
         digests[done] = whole_state(model, chosen, averages)
         for step in range(done + 1, steps + 1):

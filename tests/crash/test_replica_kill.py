@@ -202,6 +202,15 @@ def test_a_kept_state_that_the_disk_has_no_room_for_waits_for_whoever_comes(serv
 
 
 @pytest.mark.crash
+def test_what_a_replica_has_when_the_disk_fails_beside_training_is_kept(server, undisturbed, tmp_path):
+    """As far as it has got: what lies in the ring then is lost."""
+    outcome = run(server, tmp_path, base_every=10, no_disk=True)
+    assert "no space left" in outcome.error
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 10)
+    assert resumed_from_memory(tmp_path) == [last.resumed]
+
+
+@pytest.mark.crash
 def test_an_earlier_step_is_resumed_though_a_later_one_is_kept(server, undisturbed, tmp_path):
     outcome = run(server, tmp_path, base_every=5, keep_last=9, dies_at=23)
     assert outcome.killed and outcome.durable == 23, outcome

@@ -153,12 +153,13 @@ def test_a_replica_that_has_drifted_is_made_anew(world, tmp_path, memory, kind, 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_base_for_which_one_replica_has_drifted_is_given_up_by_all(world, tmp_path, memory, kind, rank):
-    """A moment is another one, which only the comparison in full finds; the next base is made."""
+    """A moment is another one, which only the comparison in full finds; all make another base when it is told."""
     said = run(
-        world, tmp_path, kind, 11, drift_at=[rank, 6], drifting_slot="exp_avg", base_every=3, pause=0.05
+        world, tmp_path, kind, 11, drift_at=[rank, 6], drifting_slot="exp_avg", base_every=6, pause=0.1
     )
     assert "exp_avg differs" in ended(said)[rank]["warnings"][0]
-    assert [event["step"] for event in events(tmp_path, "base")] == [0, 3, 9, 11]
+    first, instead, last = [event["step"] for event in events(tmp_path, "base")]
+    assert (first, last) == (0, 11) and 6 < instead < 11
     assert goes_on(world, tmp_path, kind, said) == 11
 
 
@@ -322,6 +323,11 @@ def test_a_rank_that_was_killed_is_named_to_who_waits_for_it(world, tmp_path, me
         assert "RankFailed: rank 1 has ended without a word" in other["error"], other
     rest = ended(run(world, tmp_path, "plain", 8, 3))
     assert [said["resumed"] for said in rest] == [4] * 3 and from_memory(tmp_path) == [4]
+
+
+def test_ranks_that_would_make_bases_at_other_steps_are_refused(world, tmp_path, memory):
+    for said in run(world, tmp_path, "ddp", 3, options_of={0: {"base_every": 4}, 1: {"base_every": 2}}):
+        assert "BadInput: base_every is not the same on all ranks (2, 4)" in said["error"]
 
 
 @pytest.mark.parametrize("who", [0, 1])

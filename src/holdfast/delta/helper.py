@@ -117,6 +117,8 @@ class Helper:
     def check(self, waiting_since: float | None = None) -> None:
         if self.failure is not None:
             raise self.failure
+        if self._let_go:
+            raise ReplicaDied(f"the replica was let go of. Step {self.durable_step} is durable on the disk.")
         silent = 0.0 if waiting_since is None else time.monotonic() - max(waiting_since, self._heard)
         if silent > self._deadline:
             raise self._hung(silent)
@@ -125,6 +127,8 @@ class Helper:
         """Let go of it as this process would by dying: what it does then is its own affair."""
         assert self._channel is not None and self._process is not None
         self._let_go = True
+        with self.changed:
+            self.changed.notify_all()
         self._channel.close()
         self._thread.join()
         _left.append(self._process)

@@ -86,9 +86,12 @@ class Host:
             self._finish()
         except BaseException as error:
             self._tell(error)
+            if self._begun and self._equal and not self._kept:  # the disk failed, and not the state
+                self._keep()
         finally:
             if not self._kept:
-                self._leave_place(self._begun)
+                needed = self._base_step < self._step and (self._place / kept.KEPT).exists()
+                self._leave_place(self._begun and not needed)
             self._store.close()
             self._events.close()
         if self._kept:

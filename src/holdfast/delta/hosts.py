@@ -207,6 +207,3 @@ class HostAmongOthers(Host):
             if self._door.knocked():
                 return self._door.leave()
         self._leave_place(False)
-
-    def _leave_place(self, remove: bool) -> None:
-        super()._leave_place(remove and self._base_step >= self._step)

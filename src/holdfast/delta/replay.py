@@ -121,7 +121,7 @@ def _step(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
     device = parameters[0].device if parameters else None  # of a rank that stored nothing
-    keeps_none = type(optimizer).__module__.startswith("torch.optim")  # of the gradients' memory
+    keeps_none = type(optimizer).__module__.startswith("torch.optim.")  # of the gradients' memory
     try:
         for parameter in parameters:
             grad = grads.get(state.name_of[id(parameter)])

@@ -377,7 +377,15 @@ class Replica:
                 self._helper.end()
             finally:
                 if self.pool is not None:  # what it left, if it was killed
-                    tier.remove(self._place)
+                    self._clean_up()
+
+    def _clean_up(self) -> None:
+        """Leave nothing in the tier but a state that the disk does not have."""
+        if self.durable_step < self.last_put and (self._place / kept.KEPT).exists():
+            Disk(self._place).unlink(RING)
+            tier.remove(self._place / SYNC)
+        else:
+            tier.remove(self._place)
 
     def _hear(self, about: dict[str, Any]) -> None:
         """What the replica says."""

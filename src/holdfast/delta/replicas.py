@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from ..errors import Damaged, NoCommit
+from ..errors import BadInput, Damaged, NoCommit
 from ..state.live import LiveState
 from ..store.files import Disk
 from ..store.local import LocalStore
@@ -72,6 +72,10 @@ class Replicas(Replica):
 
     def start(self) -> None:
         ranks = self._ranks
+        if len(asked := set(ranks.everyone(self._base_every))) > 1:
+            raise BadInput(
+                f"base_every is not the same on all ranks ({', '.join(map(str, sorted(asked)))}): give all the same"
+            )
         ranks.all_do(lambda: kept.make_earlier_one_leave(self._place, self._terms.run, self._deadline))
         ranks.first_does(self._start)  # it enters the run
         ranks.all_do(lambda: self._start() if ranks.rank else None)
@@ -143,6 +147,12 @@ class Replicas(Replica):
         """As that of one replica. Until all ranks are at ``step`` the replica keeps what it had."""
         self._until_ended()
         super().sync(state, step, progress, num_slots, cut=cut_of(state, self._ranks), **more)
+
+    def _resync(self, step: int, progress: dict[str, Any]) -> None:
+        """As that of one replica; all ranks make the base for which this one had another state."""
+        super()._resync(step, progress)
+        assert self.agreement is not None
+        self.agreement.call()
 
     def _hand(self, about: dict[str, Any], persist: bool) -> None:
         super()._hand(about, persist=False)

@@ -109,7 +109,7 @@ class Spread:
         places, values = _taken(take, counts, self._lengths, self._starts, self._dtype)
         if self._flat._version == self._version:
             self._flat[self._written] = 0
-        else:  # the optimizer made something else of them
+        else:  # the optimizer made something else of them; fused kernels unscale unseen, and zeros stay zeros
             self._flat.zero_()
         self._flat[places] = values
         self._written, self._version = places, self._flat._version

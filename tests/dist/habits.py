@@ -76,7 +76,8 @@ def killed_it_ends_the_same(
     """The last rank is killed at several steps, the last among them. Undisturbed is a script without a run."""
     whole = ended(world.run(ranks, output=folder / "whole", **habit))
     last = whole[0]["steps"]
-    for step in (2, last // 3, last // 3 + 1, last - 1, last) if often else (last // 3 + 1, last):
+    steps = {2, last // 3, last // 3 + 1, last - 1, last} if often else {last // 3 + 1, last}
+    for step in sorted(steps):
         cut = world.run(
             ranks, root=folder / "run", output=folder / "cut", kill=[ranks - 1, step], **habit
         )

@@ -47,6 +47,11 @@ class Inbox:
             raise Gone
         return message
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something that was sent has not become a message yet. Looked at before ``next`` is called last."""
+        return self._channel.has_unread
+
     def _read(self) -> None:
         with suppress(Gone):
             while True:
@@ -59,7 +64,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket, deadline_seconds: float | None = None) -> None:
         """A ``send`` that gets nothing through for ``deadline_seconds`` raises ``TimeoutError``."""
-        self._socket, self._received = sock, bytearray()
+        self._socket, self._received, self._idle = sock, bytearray(), False
         sock.settimeout(deadline_seconds)
 
     def send(self, about: dict[str, Any], data: memoryview | bytes = b"") -> None:
@@ -72,8 +77,10 @@ class Channel:
     def receive(self, timeout: float | None = None) -> Message | None:
         """The next message; None if there is none within ``timeout`` seconds. Raises ``Gone``."""
         while (message := self._parsed()) is None:
+            self._idle = True
             if not select.select([self._socket], [], [], timeout)[0]:
                 return None
+            self._idle = False  # before anything is taken, so that it is either there or in these hands
             try:
                 piece = self._socket.recv(_PIECE, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -84,6 +91,11 @@ class Channel:
                 raise Gone
             self._received += piece
         return message
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether there is something to read, or the thread that receives is at it."""
+        return bool(select.select([self._socket], [], [], 0)[0]) or not self._idle
 
     def close(self) -> None:
         """Also wakes a thread that receives."""

@@ -128,13 +128,14 @@ class Host:
             if alive and self._door.knocked():
                 self._door.say_busy(self._terms.trainer)
             try:
+                all_read = not alive and not self._inbox.has_more
                 message = self._inbox.next(0.02 if alive and self._base_under_way else LOOK_SECONDS)
             except Gone:
                 return None
             if message is not None:
                 return message
             self._go_on_with_base()
-            if not alive:  # and what it had sent has been read
+            if all_read:
                 return None
         return None
 

@@ -689,7 +689,7 @@ class Checkpointer:
                 self._ranks, store, recorder, self._storage, self._stored_bytes, together.call
             )
             self._agreement = together.agreement = Agreement(
-                self._ranks, recorder=recorder, steps_done=lambda: self.steps_done,
+                self._ranks, how_far=lambda: recorder.durable_step, steps_done=lambda: self.steps_done,
                 publish=together.publish_shares, follow=store.follow, is_there=store.has_writer,
                 alike=together.alike, deadline_seconds=self._deadline,
             )  # fmt: skip

@@ -12,7 +12,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +58,18 @@ class EventLog:
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The events of ``path``, oldest first; torn lines are skipped."""
     with open(path, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
+        yield from parsed(lines)
+
+
+def parsed(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
+    """The events that ``lines`` are; what is none is skipped."""
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            yield event
 
 
 def _plain(value: Any) -> Any:

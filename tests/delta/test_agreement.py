@@ -27,7 +27,7 @@ def test_who_fails_in_the_background_tells_the_others(monkeypatch):
         raise OSError("the directory is gone")
 
     agreement = Agreement(
-        Ranks(1, 2, object()), recorder=SimpleNamespace(durable_step=0), steps_done=lambda: 0,
+        Ranks(1, 2, object()), how_far=lambda: 0, steps_done=lambda: 0,
         publish=lambda refs: None, follow=follow, deadline_seconds=5,
     )  # fmt: skip
     board["published"] = "1"

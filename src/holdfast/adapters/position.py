@@ -12,9 +12,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from ..errors import BadInput, RunMismatch
+from ..errors import BadInput
 from ..state.progress import random_state, restore_random_state
-from .sampling import Order, WatchedBatches
+from .sampling import Order, WatchedBatches, refuse_other_batches
 
 
 class Place:
@@ -46,13 +46,7 @@ class Place:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise ``RunMismatch`` if the place of ``state`` is in other batches."""
-        for key, there in state["same"].items():
-            here = self._same()[key]
-            if here != there:
-                raise RunMismatch(
-                    f"the run was trained with {key} {there}, now it is {here}, and its place in the data means nothing"
-                    f" there. Set it to {there}, or begin another run."
-                )
+        refuse_other_batches(state["same"], self._same(), "the run")
 
     def load(self, state: dict[str, Any], random: dict[str, Any]) -> None:
         """Go on from ``state`` in the next epoch that begins; the generators were at ``random`` then."""

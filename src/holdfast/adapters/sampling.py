@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
+from ..errors import RunMismatch
 from ..state.progress import random_state, restore_random_state
+
+
+def refuse_other_batches(there: dict[str, Any], here: dict[str, Any], run: object) -> None:
+    """Raise ``RunMismatch`` unless batches are now made as the run's were: ``there`` and ``here`` say how, by name."""
+    for key, was in there.items():
+        if here[key] != was:
+            raise RunMismatch(
+                f"{run} was trained with {key} {was}, now it is {here[key]}, and its place in the data means nothing"
+                f" there. Set it to {was}, or begin another run."
+            )
 
 
 class WatchedBatches:

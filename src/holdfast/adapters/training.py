@@ -21,7 +21,7 @@ from ..checkpointer import Checkpointer
 from ..errors import RunMismatch
 from ..state.progress import decode, encode, random_state, restore_random_state
 from ..watch.recovery import progress_bar
-from .sampling import Order, WatchedBatches
+from .sampling import Order, WatchedBatches, refuse_other_batches
 from .wrapped import innermost
 
 STATE = (
@@ -178,13 +178,7 @@ class Training:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for key, there in state["same"].items():
-            here = self._same()[key]
-            if here != there:
-                raise RunMismatch(
-                    f"{self._run} was trained with {key} {there}, now it is {here}, so that its position in the data"
-                    f" means nothing. Set it to {there}, or begin another run."
-                )
+        refuse_other_batches(state["same"], self._same(), self._run)
         epoch, num_epochs = state["place"]["epoch"], self._trainer.state.num_train_epochs
         if epoch >= num_epochs:
             raise RunMismatch(

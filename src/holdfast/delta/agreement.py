@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import RankFailed
 from .alike import Alike
@@ -31,13 +31,6 @@ PROBE_SECONDS = 1.0
 
 GRACE_SECONDS = 20.0
 """How long a rank that is to stop waits for the others to say where they are."""
-
-
-class HowFar(Protocol):
-    """What is asked of a ``Recorder``, or of what stands in its place."""
-
-    @property
-    def durable_step(self) -> int: ...
 
 
 @dataclass
@@ -61,17 +54,16 @@ class Standing:
 
 
 class Agreement:
-    """``recorder`` knows how far this rank is durable. ``publish`` is called on the first rank, with where the shares
-    of a base are by rank; ``follow`` on the others when it has returned there; ``hear`` on all, with what is known now;
-    ``is_there`` says on the first whether the process of another rank still writes the run. All run on the thread of
-    this object. ``sure`` is what a step is that all ranks have.
-    """
+    """``how_far`` gives the step up to which this rank is durable. ``publish`` is called on the first rank, with where
+    the shares of a base are by rank; ``follow`` on the others when it has returned there; ``hear`` on all, with what is
+    known now; ``is_there`` says on the first whether the process of another rank still writes the run. All run on the
+    thread of this object. ``sure`` is what a step is that all ranks have."""
 
     def __init__(
         self,
         ranks: Ranks,
         *,
-        recorder: HowFar,
+        how_far: Callable[[], int],
         steps_done: Callable[[], int],
         publish: Callable[[list[dict[str, Any]]], Any],
         follow: Callable[[], None],
@@ -82,7 +74,7 @@ class Agreement:
         deadline_seconds: float,
     ) -> None:
         """Called on all ranks, and waits for them."""
-        self._ranks, self._recorder, self._steps_done = ranks, recorder, steps_done
+        self._ranks, self._how_far, self._steps_done = ranks, how_far, steps_done
         self._publish, self._follow, self._deadline = publish, follow, deadline_seconds
         self._hear, self._sure = hear, sure
         self._is_there, self._probe_at = is_there, 0.0
@@ -90,7 +82,7 @@ class Agreement:
         self._alike.tell = self.tell
         self._seen: set[int] = set()
         ranks.tell_lost = self._tell_lost
-        start = recorder.durable_step
+        start = how_far()
         common = {
             "durable": f"{start} 0",
             "base": "0",
@@ -268,7 +260,7 @@ class Agreement:
 
     def _look(self) -> bool:
         """Tell what is new here, read what is new elsewhere. Whether more is expected soon."""
-        own, lost = self._recorder.durable_step, self._lost()
+        own, lost = self._how_far(), self._lost()
         with self._lock:
             say, self._say = self._say, {}
         say[f"own/{self._ranks.rank}"] = str(own)

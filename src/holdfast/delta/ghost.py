@@ -43,14 +43,7 @@ class Ghost(LiveState):
         self.residuals, self.subspaces, self.own_residuals = {}, {}, False
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""
-        self._shapes = {name: tuple(state.parameter(name).parameter.shape) for name in self.boxes}
-
-    def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Box]:
-        """As ``LiveState.place_of``: of whole parameters, not of the parts that are here."""
-        box = self.boxes.get(atom.name)
-        if atom.slot != "buffer" and box is not None and atom.shape == box.shape:
-            return self._shapes[atom.name], box
-        return atom.shape, Box.whole(atom.shape)
+        self.wholes = {name: state.wholes[name] for name in self.boxes}
 
     def buffers(self, beside: bool = True) -> Held:
         """Those that were kept aside."""

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ..errors import BadInput
-from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.capture import FROM_NAME, TO_NAME
 from ..state.cuts import local_of
@@ -49,18 +48,12 @@ class Part(LiveState):
     ) -> None:
         """``wholes`` are the shapes of the whole parameters."""
         super().__init__(model, optimizers)
-        self.boxes, self._wholes = boxes, wholes
-
-    def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Box]:
-        box = self.boxes.get(atom.name)
-        if atom.slot != "buffer" and box is not None and atom.shape == box.shape:
-            return self._wholes[atom.name], box
-        return super().place_of(atom)
+        self.boxes, self.wholes = boxes, wholes
 
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """As that of the whole; ``kinds`` have the shapes of whole parameters."""
         here = dict(kinds)
-        for name, whole in self._wholes.items():
+        for name, whole in self.wholes.items():
             dtype, shape = kinds.get(f"{name}/param", ("", ()))
             if shape == whole:
                 here[f"{name}/param"] = (dtype, self.boxes[name].shape)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import xxhash
@@ -32,13 +31,6 @@ from .replica import Replica
 from .script import Script
 
 
-@dataclass
-class Handed:
-    """How far this rank is, as an ``Agreement`` asks for it: its replica has been told of the step."""
-
-    durable_step: int = -1
-
-
 def cut_of(state: LiveState, ranks: Ranks) -> str:
     """Says which part of the state a rank stores."""
     boxes = {p.name: state.boxes[p.name].to_json() for p in state.stored}
@@ -53,7 +45,8 @@ class Replicas(Replica):
     def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
         super().__init__(*args, ranks=ranks, **options)
         self._ranks = ranks
-        self._handed = Handed()
+        self._handed = -1
+        """How far this rank is for the others: its replica has been told of the step."""
         self._number = self._ended = 0
         """Of the base that was begun last, and of the one that is known not to be under way any more."""
         self._base_at = self._next_base = -1
@@ -131,7 +124,7 @@ class Replicas(Replica):
         timeline, run = ranks.first_does(lambda: hand_over({})), Disk(self._terms.run)
         ranks.all_do(lambda: hand_over(timeline) if ranks.rank else None)
         self.agreement = Agreement(
-            ranks, recorder=self._handed, steps_done=lambda: self.last_put, publish=self._publish,
+            ranks, how_far=lambda: self._handed, steps_done=lambda: self.last_put, publish=self._publish,
             follow=lambda: None, hear=self._hear_of_all, sure="with the replicas",
             is_there=lambda rank: not is_orphan(run, timeline["id"], rank), deadline_seconds=self._deadline,
         )  # fmt: skip
@@ -156,7 +149,7 @@ class Replicas(Replica):
 
     def _hand(self, about: dict[str, Any], persist: bool) -> None:
         super()._hand(about, persist=False)
-        self.last_put = self._done = self._handed.durable_step = about["step"]
+        self.last_put = self._done = self._handed = about["step"]
         self._look_soon()
 
     # Every step
@@ -164,7 +157,7 @@ class Replicas(Replica):
     def put(self, sealed: Sealed) -> None:
         """Hand over a step. It survives the trainers' death when all ranks have."""
         super().put(sealed)
-        self._handed.durable_step = sealed.step
+        self._handed = sealed.step
         self._look_soon()
 
     def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:

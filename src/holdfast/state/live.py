@@ -75,6 +75,8 @@ class LiveState:
         self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
         self.boxes = {p.name: box_of(p.name, p.parameter) for p in self.parameters}
         """By name: the region of the parameter that this process holds."""
+        self.wholes = {p.name: tuple(p.parameter.shape) for p in self.parameters}
+        """By name: the shape of the whole parameter."""
         self.own_residuals = False
         """Whether the residuals are this rank's alone, and those of a parameter that others hold too are others."""
         self.stored = self.parameters
@@ -92,7 +94,7 @@ class LiveState:
         """The shape of the whole tensor of which ``atom`` is the local part, and the region that it is."""
         box = self.boxes.get(atom.name)
         if atom.slot != "buffer" and box is not None and atom.shape == box.shape:
-            return tuple(self._parameter[atom.name].parameter.shape), box
+            return self.wholes[atom.name], box
         return atom.shape, Box.whole(atom.shape)
 
     def parameter(self, name: str) -> CapturedParameter:

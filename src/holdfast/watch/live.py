@@ -6,7 +6,6 @@ picture fits 80 columns. Nothing of the run is touched: no lock is taken, only t
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ..events import parsed
 from ..plan.ops import SSD_READ, SSD_WRITE
 from ..units import counted, format_bytes, format_seconds
 from . import facts
@@ -49,13 +49,7 @@ class Tail:
             return
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
+        yield from parsed(lines)
 
     def _place(self, found: os.stat_result) -> None:
         if found.st_ino != self._inode or found.st_size < self._offset:

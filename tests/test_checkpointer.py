@@ -307,7 +307,7 @@ def test_a_hung_writer_is_an_error_and_no_hang(tmp_path, monkeypatch):
     checkpointer.resume()
     go_on(loop, checkpointer, 3)
     checkpointer.wait()
-    checkpointer._recorder._deadline = 0.5
+    checkpointer._survival.recorder._deadline = 0.5
     release, real = threading.Event(), checkpointer._store.disk.sync
     monkeypatch.setattr(checkpointer._store.disk, "sync", lambda *a, **k: (release.wait(20), real(*a, **k)))
     started = time.monotonic()
@@ -335,7 +335,7 @@ def test_a_failed_write_is_told_and_the_run_goes_on_from_what_is_durable(
     def fail(*_, **__):
         raise error
 
-    checkpointer._recorder._journal.close()  # the next record needs a segment
+    checkpointer._survival.recorder._journal.close()  # the next record needs a segment
     monkeypatch.setattr(checkpointer._store.disk, failing, fail)
     with pytest.raises(type(error), match=str(error)):
         for i in range(4, 40):
@@ -456,7 +456,7 @@ def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, m
         checkpointer.resume()
         for i in range(8):
             loop.iteration(i, checkpointer.step)
-            checkpointer._recorder.settle()  # a base is published before the next is due
+            checkpointer._survival.recorder.settle()  # a base is published before the next is due
             states.append(loop.state())
     with LocalStore.read(tmp_path) as reader:
         manifests = [reader.load(ref) for ref in reader.commits()]

@@ -59,7 +59,7 @@ def test_the_segment_that_is_appended_to_is_not_pruned(tmp_path, retain):
         go_on(loop, checkpointer, 5)
         for _ in range(2):  # bases of steps of which there are no records
             checkpointer.wait()
-            checkpointer._pace.gap = True
+            checkpointer._survival.pace.gap = True
             loop.iteration(checkpointer.steps_done, checkpointer.step)
         go_on(loop, checkpointer, 9)
         checkpointer.wait()
@@ -97,7 +97,7 @@ def test_after_an_error_in_a_step_nothing_later_is_called_durable(tmp_path, monk
         interrupt.append(True)
     else:
         monkeypatch.setattr(checkpointer._tap, "changed", True)
-        monkeypatch.setattr(checkpointer._pace.bases, "begin", full)
+        monkeypatch.setattr(checkpointer._survival.pace.bases, "begin", full)
     with pytest.raises((BadInput, KeyboardInterrupt, DiskFull)):
         loop.iteration(4, checkpointer.step)
     schedule.bad, interrupt[:] = False, []
@@ -182,7 +182,7 @@ def test_no_base_is_made_between_an_update_and_its_step(tmp_path):
     go_on(loop, checkpointer, 2)
     with pytest.raises(BadInput, match=r"has stepped since step 2, .* Call step\(\) first"):
         loop.iteration(2, checkpointer.save)
-    checkpointer._pace.gap = True
+    checkpointer._survival.pace.gap = True
     with pytest.raises(BadInput, match=r"has stepped since step 2"):
         checkpointer.wait()
     checkpointer.close()
@@ -234,7 +234,7 @@ def test_a_buffer_that_returns_to_what_was_recorded_before_a_base_is_recorded_ag
     iterate(model, optimizer, checkpointer)
     checkpointer.wait()
     model.flag.fill_(1)
-    checkpointer._pace.gap = True
+    checkpointer._survival.pace.gap = True
     iterate(model, optimizer, checkpointer)
     model.flag.fill_(0)
     iterate(model, optimizer, checkpointer)
@@ -334,7 +334,7 @@ def test_other_groups_or_optimizers_are_refused_with_nothing_changed(tmp_path, o
 def test_a_run_of_offload_is_refused(tmp_path):
     _loop, checkpointer = start(tmp_path, "")
     with pytest.raises(RunMismatch, match=r"made by holdfast\.offload"):
-        checkpointer._script.check({"optimizer": "AdamW", "groups": []}, 1, 1)
+        checkpointer._loop.script.check({"optimizer": "AdamW", "groups": []}, 1, 1)
     checkpointer.close()
 
 
@@ -402,10 +402,10 @@ def test_closing_while_the_disk_hangs_returns_with_the_error(tmp_path, monkeypat
         checkpointer.close()
     assert time.monotonic() - started < 5
     release.set()
-    checkpointer._recorder._thread.join(0.1)
-    checkpointer._recorder._closing = True
-    checkpointer._recorder._want(0)
-    checkpointer._recorder._thread.join()
+    checkpointer._survival.recorder._thread.join(0.1)
+    checkpointer._survival.recorder._closing = True
+    checkpointer._survival.recorder._want(0)
+    checkpointer._survival.recorder._thread.join()
     checkpointer._let_go()
 
 
@@ -465,7 +465,7 @@ def asked(checkpointer):
 
 
 def waited(checkpointer):
-    checkpointer._pace.gap = True
+    checkpointer._survival.pace.gap = True
     checkpointer.wait()
 
 
@@ -475,9 +475,9 @@ def test_after_a_base_was_interrupted_nothing_more_is_recorded(tmp_path, monkeyp
     loop, checkpointer = start(tmp_path, "")
     checkpointer.resume()
     go_on(loop, checkpointer, 3)
-    checkpointer._recorder.settle()
+    checkpointer._survival.recorder.settle()
     monkeypatch.setattr(
-        checkpointer._pace.bases, "write_next", lambda step: signal.raise_signal(signal.SIGINT)
+        checkpointer._survival.pace.bases, "write_next", lambda step: signal.raise_signal(signal.SIGINT)
     )
     loop.optimizers[0].zero_grad()
     with pytest.raises(KeyboardInterrupt):
@@ -486,7 +486,7 @@ def test_after_a_base_was_interrupted_nothing_more_is_recorded(tmp_path, monkeyp
         else:
             loop.iteration(3, lambda: None)
             checkpointer._tap.take()
-            checkpointer.steps_done += 1
+            checkpointer._loop.steps_done += 1
             act(checkpointer)
     with pytest.raises(EngineFailed, match=r"a call was interrupted\. Step 3 is durable"):
         loop.iteration(4, checkpointer.step)

@@ -2,8 +2,8 @@
 
 A run is a *base*, which is a commit of the whole state, and the records of the steps since. ``step()`` seals what the
 optimizers consumed in the iteration and returns; a thread makes it durable. ``resume()`` loads the newest base and
-replays the records. This module only joins: what is seen is ``delta.tap``, what is written ``delta.recorder`` and
-``delta.bases``, how it comes back ``delta.recovery``. Sizes are bytes.
+replays the records. This module only joins: what trains is ``delta.loop``, what is seen of it ``delta.tap``, how its
+steps survive ``delta.survival``: by records (``recording``) or by a replica (``replicating``). Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -11,65 +11,44 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from .delta import tier
-from .delta.agreement import Agreement
-from .delta.allotment import Allotment
-from .delta.bases import owned_by
 from .delta.codecs import Codec, Exact
-from .delta.comm_hook import HookState, hooked
-from .delta.entering import begin, enter, look, see_alike
-from .delta.holder import replay_info
-from .delta.layers import LayerTap
-from .delta.leaving import devices_of
-from .delta.lossy import Sparse, TopK
+from .delta.loop import Loop
 from .delta.options import (
-    limits_of,
-    optimizers_of,
-    refuse_bad,
+    Options,
     refuse_bad_resume,
     refuse_clipping,
     refuse_of_several,
+    refuse_other_calls,
     refuse_taken,
 )
-from .delta.pace import Means, Pace
-from .delta.powersgd import LowRank, PowerSGD, PowerState, approximated
-from .delta.pulse import Pulse, standing
+from .delta.pulse import Pulse
 from .delta.ranks import Ranks
-from .delta.recorder import BOUND, Recorder
-from .delta.recovery import Recovered, recover, refuse_unless_one_is_whole
+from .delta.recorder import BOUND
+from .delta.recording import Recording
 from .delta.remote import Remote
-from .delta.replica import BesideReplica, Replica, refuse_with_a_replica
-from .delta.replicas import Replicas
-from .delta.script import Script
-from .delta.sealer import Sealer
+from .delta.replica import refuse_with_a_replica
+from .delta.replicating import Replicating
 from .delta.sigterm import SigTerm
-from .delta.slots import SlotPool, slots_that_fit
-from .delta.tap import Tap, Update
-from .delta.together import Together
-from .delta.watching import Recovery, announced
+from .delta.survival import Survival
+from .delta.tap import Update
+from .delta.watching import Recovery
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
-from .sources import From, has_records
+from .sources import From, begin_from
 from .store.files import check_place
 from .store.local import LocalStore
-from .store.manifest import Point
 from .store.retention import Keep
-from .store.target import Target
-from .units import GiB, MiB, parse_bytes
-from .universal.restore import check, restore
-from .universal.source import Source
-from .update.optimizer import is_elementwise
+from .units import GiB, MiB
 
 BASE_BYTES_PER_STEP = 64 * MiB
 """Of a base, copied at the end of one step."""
@@ -128,114 +107,82 @@ class Checkpointer:
         disk: Any = None,
     ) -> None:
         """Raises ``BadInput`` and its kin with nothing written."""
-        keep = Keep() if keep is None else keep
-        self._codec = Exact() if codec is None else codec
-        given = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
+        keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
+        things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._ranks = ranks = Ranks.here(deadline_seconds)
-        optimizers: list[torch.optim.Optimizer] = []
+        self._events = EventLog(Path(run) / "events.jsonl" if disk is None and not ranks.rank else None)
+        self._remote: Remote | None = None
 
         def check() -> None:
-            optimizers.extend(optimizers_of(optimizer))
-            refuse_bad(base_every, when_behind, keep, self._codec)
+            self._options = Options(
+                codec=codec, keep=keep, base_every=base_every, when_behind=when_behind, memory=memory, storage=storage,
+                recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds,
+                direct=direct, bytes_per_step=BASE_BYTES_PER_STEP, most_pending=BOUND,
+            )  # fmt: skip
             if disk is None:
                 check_place(run)
-            refuse_taken(also or {}, given)
-            given.update(also or {})
-            self._script = Script(
-                optimizers, {name: thing for name, thing in given.items() if thing is not None}
-            )
+            refuse_taken(also or {}, things)
+            self._loop = Loop(
+                ranks, model, optimizer, {**things, **(also or {})},
+                codec=codec, averages=averages, after_update=after_update,
+            )  # fmt: skip
             refuse_of_several(ranks, when_behind)
             if replica is not False:
                 refuse_with_a_replica(
-                    ranks, optimizers, self._codec, after_update, averages, when_behind, storage
+                    ranks, self._loop.optimizers, codec, after_update, averages, when_behind, storage
                 )
-            self._memory = parse_bytes(memory) if isinstance(memory, str) else memory
-            self._storage = parse_bytes(storage) if isinstance(storage, str) else storage
-            self._limits = limits_of(recovery_seconds, self._storage, self._memory, bandwidth_share, keep)
-
-        ranks.or_close(lambda: ranks.all_do(check))  # what is wrong on one rank is an error on all
-        residuals: dict[torch.Tensor, torch.Tensor] = {}
-        subspaces: dict[torch.Tensor, torch.Tensor] = {}
-        self._hook: HookState | PowerState | None = None
-        if isinstance(self._codec, TopK) and not self._ranks.alone:
-            self._hook = hooked(model, self._codec, scaler, residuals)
-            if self._hook is not None:
-                self._codec = Sparse(self._codec, self._ranks.world_size)
-        elif isinstance(self._codec, PowerSGD):
-            self._hook = approximated(self._ranks, model, self._codec, scaler, residuals, subspaces)
-            self._codec = LowRank(self._hook)
-        self._look = partial(
-            look,
-            self._ranks,
-            model,
-            optimizers,
-            averages,
-            residuals,
-            subspaces,
-            own_residuals=self._hook is not None,
-        )
-        self._state = ranks.or_close(self._look)
-        self._scaler, self._after_update = scaler, after_update
-        self._base_every, self._when_behind, self._deadline = base_every, when_behind, deadline_seconds
-        self._staging_bytes = max(self._memory // 4, BASE_BYTES_PER_STEP)
-        self._at_once = after_update is not None or not all(map(is_elementwise, optimizers))
-        events = None if disk is not None or self._ranks.rank else Path(run) / "events.jsonl"
-        self._events = EventLog(events)
-        self._pulse = Pulse(self._events)
-        self._replica: Replica | None = None
-        self._remote: Remote | None = None
 
         def prepare() -> None:
-            refuse_clipping(self._state, clip_norm)
-            self._num_slots = self._slots_that_fit()
-            if replica is not False:
-                self._replica = (Replica if ranks.alone else Replicas)(
-                    run, self._state, memory=tier.MEMORY if replica is True else Path(replica),
-                    staging_bytes=self._staging_bytes, base_every=base_every, keep=keep, direct=direct,
-                    deadline_seconds=deadline_seconds, events=self._events, ranks=ranks,
-                )  # fmt: skip
+            refuse_clipping(self._loop.state, clip_norm)
+            self._survival = self._surviving(run, replica)
             if remote is not None and ranks.rank == 0:
                 self._remote = Remote(run, remote, keep, self._events)
 
-        ranks.or_close(lambda: ranks.all_do(prepare))
+        with ranks.closing_on_error():
+            ranks.all_do(check)  # what is wrong on one rank is an error on all
+            self._loop.hook_up()
+            self._loop.look()
+            ranks.all_do(prepare)
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
-        kind = Tap if replica is False else partial(LayerTap, alone=ranks.alone)
-        self._tap = kind(self._state, self._codec, self._take_slot, clip_norm)
-        self._sealer = Sealer(self._state)
-        self._pool: SlotPool | None = None
-        self._recorder: Recorder | None = None
-        self._agreement: Agreement | None = None
-        self._pace: Pace | BesideReplica | None = None
-        self._scale = 0.0
-        self._stepped_at = 0.0
-        self._failure: BaseException | None = None
-        self._now: dict[str, Any] = {}
-        self._rates: dict[str, float] = {}
+        self._tap = self._survival.tap(self._take_slot, clip_norm)
+        self._pulse = Pulse(self._events)
         self._sigterm: SigTerm | None = None
+        self._failure: BaseException | None = None
         self._closed = False
-        self._source: From | None = None
-        self.steps_done = 0
-        """Optimizer steps done, skipped ones included."""
-        self.exactness: Literal["state", "continuation"] = "continuation"
-        """What ``resume`` reached: tensors bit-equal to those that the run had at that step, and with "continuation"
-        also the residuals, so that what follows is bit-equal to a run that was never interrupted."""
+        self._stepped_at = 0.0
         self.stall_seconds = 0.0
         """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk. What a
         lossy codec does to gradients is training, and not in it."""
 
+    def _surviving(self, run: str | Path, replica: bool | str | Path) -> Survival:
+        """How steps are kept."""
+        if replica is False:
+            return Recording(self._loop, self._options, self._events)
+        memory = tier.MEMORY if replica is True else Path(replica)
+        return Replicating(self._loop, self._options, self._events, run=run, memory=memory)
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps done, skipped ones included."""
+        return self._loop.steps_done
+
+    @property
+    def exactness(self) -> Literal["state", "continuation"]:
+        """What ``resume`` reached: tensors bit-equal to those that the run had at that step, and with "continuation"
+        also the residuals, so that what follows is bit-equal to a run that was never interrupted."""
+        return self._loop.exactness
+
     @property
     def durable_step(self) -> int:
         """The newest step that survives power loss, on every rank."""
-        if self._agreement is not None and self._replica is None:
-            return self._agreement.standing.durable_step
-        return self._recorder.durable_step if self._recorder is not None else -1
+        return self._survival.durable_step
 
     @property
     def replica_step(self) -> int:
         """The newest step that survives the death of this process, and of all ranks'; without a replica that is the
         ``durable_step``."""
-        return self.durable_step if self._replica is None else self._replica.replica_step
+        return self._survival.replica_step
 
     @property
     def remote_durable_step(self) -> int:
@@ -266,25 +213,32 @@ class Checkpointer:
         model.
         """
         self._refuse_closed()
-        if self._recorder is not None:
+        if self._survival.begun:
             raise BadInput(
                 "resume is called once, before the first step; make another Checkpointer to go back"
             )
-        self._ranks.all_do(partial(refuse_bad_resume, step, before, exactness))
-        target, exact = step if before is None else before - 1, step is not None
-        self._source = source if source is None or isinstance(source, From) else From(source)
+        self._ranks.all_do(lambda: refuse_bad_resume(step, before, exactness))
+        start = source if source is None or isinstance(source, From) else From(source)
+        target = step if before is None else before - 1
         try:
             self._ranks.first_does(self._check_remote)
-            if self._replica is not None:
-                self._resume_beside(self._replica, target, exact)
+            refuse_other_calls(self._ranks, target, step is not None, exactness)
+            found = self._survival.enter(
+                self._store, target, step is not None, exactness == "continuation", show
+            )
+            if found is not None:
+                self._loop.go_on(found)
+            elif target:
+                raise BadInput(
+                    f"{self._store.root} has no step yet; call resume() without one to begin the run"
+                )
             else:
-                self._resume(target, exact, exactness == "continuation", show)
-            self._scale = self._scale_now()
-            self._tap.attach()
-            self._sigterm = SigTerm.watched()
-            if self._remote is not None:
-                self._remote.start()
-            self._tell_beginning()
+                self._loop.begin_anew()
+                if start is not None:
+                    begin_from(start, self._loop, self._events.emit)
+            self._loop.attend()
+            self._survival.begin(found)
+            self._watch()
         except BaseException:
             self.close(save=False)
             raise
@@ -294,137 +248,17 @@ class Checkpointer:
         if self._remote is not None:
             self._remote.check()
 
-    def _resume(
-        self,
-        target: int | None,
-        exact: bool,
-        continuing: bool,
-        show: Callable[[Recovery], None] | None,
-    ) -> None:
-        store, ranks, found = self._store, self._ranks, None
-        recovery = Recovery(announced(self._events.emit, show))
-        self._refuse_other_calls(target, exact, continuing)
-        enter(store, ranks)
-        if store.commits():
-            found = recover(
-                store, self._state, self._script, ranks=ranks, target=target, exact=exact, continuing=continuing,
-                after_update=self._after_update, watch=recovery,
-            )  # fmt: skip
-            self._rates = recovery.rates
-            self._events.emit("recovered", step=found.point.step, **recovery.facts())
-        point = self._go_on_after(found, target)
-        begin(store, ranks, point)
-        self._pool = self._slot_pool(self._num_slots)
-        self._recorder = Recorder(
-            store.journal(ranks.stream), self._pool, durable_step=self.steps_done,
-            group=max(1, len(self._pool.slots) // 2), deadline_seconds=self._deadline, pack=self._codec.pack,
+    def _watch(self) -> None:
+        """See every step from here on, and copy what is durable."""
+        self._tap.attach()
+        self._sigterm = SigTerm.watched()
+        if self._remote is not None:
+            self._remote.start()
+        self._stepped_at = time.perf_counter()
+        self._events.emit(
+            "checkpointer", first_step=self.steps_done, pid=os.getpid(), host=os.uname().nodename,
+            ranks=self._ranks.world_size, codec=type(self._loop.codec).__name__, **self._survival.about(),
         )  # fmt: skip
-        self._pace = self._paced(self._recorder, recovery, same_cut=found is not None and found.same_cut)
-
-    def _resume_beside(self, replica: Replica, target: int | None, exact: bool) -> None:
-        """As ``_resume``; the replica writes the run."""
-        self._recorder = cast(Recorder, replica)  # it has all of one that is used here
-        self._refuse_other_calls(target, exact)
-        replica.start()
-        see_alike(self._store, self._ranks)
-        found = None
-        if self._store.commits():
-            found = replica.recover(self._store, self._script, target=target, exact=exact)
-        point = self._go_on_after(found, target)
-        try:
-            replica.begin(point, self.steps_done, self._progress(), self._num_slots)
-        finally:  # others are told of an error
-            self._agreement = replica.agreement
-        self._pace = BesideReplica(replica, self._progress, BASE_BYTES_PER_STEP)
-
-    def _refuse_other_calls(self, *asked: Any) -> None:
-        """Raise ``BadInput`` unless ``resume`` was called alike on all ranks."""
-        calls = self._ranks.everyone(asked)
-        if len(set(calls)) > 1:
-            told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(calls))
-            raise BadInput(
-                f"resume was called differently on the ranks (to step: {told}); call it alike on all"
-            )
-
-    def _go_on_after(self, found: Recovered | None, target: int | None) -> Point | None:
-        """Note where the run goes on, and what was odd; None is a fresh one."""
-        if found is None and target:
-            raise BadInput(f"{self._store.root} has no step yet; call resume() without one to begin the run")
-        if found is None:
-            self._state.forget_residuals()  # of what the script did before
-            if self._source is not None:
-                self._begin_from(self._source)
-        else:
-            self._note(found)
-        if isinstance(self._hook, PowerState):
-            self._hook.steps_done = self.steps_done
-        self._now = self._script.now()
-        return None if found is None else found.point
-
-    def _begin_from(self, start: From) -> None:
-        """Bring everything to where ``start`` is, as far as it says; what it does not say is told."""
-        target = Target.parse(str(start.path))
-        of_line = start.plain and target.timeline is None
-        if of_line and self._ranks.first_does(partial(has_records, target.run)):
-            with LocalStore(target.run) as store:
-                self._ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step))
-                found = recover(
-                    store, self._state, self._script, ranks=self._ranks, target=target.step,
-                    exact=target.step is not None, after_update=self._after_update,
-                )  # fmt: skip
-            self._note(found)
-            return
-
-        opened: list[Source] = []
-
-        def look() -> str:
-            opened.append(start.source())
-            if not self._ranks.alone:
-                check(self._state, opened[0], start)
-            return opened[0].path
-
-        if len(paths := set(self._ranks.all_do(look))) > 1:
-            raise BadInput(
-                f"the ranks would begin from different states, as one was made meanwhile: {', '.join(sorted(paths))}."
-                " Say which: RUN@STEP."
-            )
-
-        def bring() -> tuple[int, list[str]]:
-            source = opened[0]
-            self._script.check_place(source.progress, self._ranks.world_size)
-            found, complete = restore(self._state, source, start)
-            about = found.told()
-            for name in self._script.adopt(source.progress, self._ranks.rank):
-                about.append(f"it has no {name}; that of the script goes on as it is")
-            if not complete:
-                about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
-            return source.progress.get("step") or 0, [
-                f"{source.path} ({source.format}): {text}" for text in about
-            ]
-
-        self.steps_done, told = self._ranks.all_do(bring)[self._ranks.rank]
-        self._events.emit("began_from", path=str(start.path), step=self.steps_done, told=told)
-        for text in told:
-            warnings.warn(f"beginning from {text}", stacklevel=5)
-
-    def _note(self, found: Recovered) -> None:
-        self.steps_done = found.point.step
-        for text in found.odd:
-            warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=5)
-        self._judge(found)
-
-    def _judge(self, found: Recovered) -> None:
-        """Which exactness is reached. Without the residuals that the point had training goes on otherwise."""
-        if not self._codec.error_feedback:
-            self._state.forget_residuals()
-        elif found.residuals_lost:
-            self.exactness = "state"
-            warnings.warn(
-                f"resuming after step {found.point.step}, state-exact and not continuation-exact: the residuals of"
-                " error feedback begin at zero, since records cannot bring those of a base forward. For the newest step"
-                ' from which training goes on as it did, call resume(exactness="continuation").',
-                stacklevel=5,
-            )
 
     def step(self) -> None:
         """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
@@ -432,102 +266,93 @@ class Checkpointer:
 
         Raises what an earlier write failed with. After an error no step is recorded any more.
         """
-        recorder = self._usable()
+        self._refuse_unusable()
         before = self.steps_done
         with self._ending_on_error():  # of this step there may be no record, so none can follow
-            self._step(recorder)
+            self._step()
         if self.steps_done > before:  # in mid-accumulation buffers are of no step
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
-    @contextmanager
-    def _ending_on_error(self) -> Iterator[None]:
-        """What goes wrong inside is the end: every later call raises it."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = error
-            self._tell(error)
-            raise
-
-    def _step(self, recorder: Recorder) -> None:
+    def _step(self) -> None:
         updates = self._tap.take()
-        scale = self._scale_now()
-        if isinstance(self._hook, HookState):
-            self._hook.settle()
-        if not updates and scale >= self._scale:
-            self._scale = scale
+        if not self._loop.ends_step(bool(updates)):
             return
-        self._scale = scale
-        if self._after_update is not None and updates:
-            self._after_update()
+        if self._loop.after_update is not None and updates:
+            self._loop.after_update()
         started = time.perf_counter()
-        self.steps_done += 1
-        if isinstance(self._hook, PowerState):
-            self._hook.steps_done = self.steps_done
-        self._now = self._script.now()
-        pace = self._pace
-        assert pace is not None
+        self._loop.stepped()
         if self._tap.changed:
             self._adapt(updates)
-        elif not pace.recording or any(update.slot is None for update in updates):
-            self._give_back(updates)
-            pace.lose(self.steps_done)
         else:
-            self._put(recorder, pace, updates)
+            self._survival.record(updates)
         self._tap.be_last()
-        pace.go_on(self.steps_done)
-        now = time.perf_counter()
-        self.stall_seconds = self._tap.seconds + now - started
-        self._tap.seconds = 0.0
-        pace.stepped(self.steps_done, now - self._stepped_at, self.stall_seconds)
-        self._pulse.stepped(self.steps_done, now - self._stepped_at, self.stall_seconds, self._standing)
-        self._stepped_at = now
+        self._survival.go_on()
+        self._time(started)
 
-    def _put(self, recorder: Recorder, pace: Pace | BesideReplica, updates: list[Update]) -> None:
-        sealed = self._sealer.seal(self._state, self.steps_done, updates, self._now, pace.base_step)
-        if pace.fits(sealed.nbytes):
-            recorder.put(sealed)
-        else:
-            self._give_back(updates)
-            pace.go_without_room(self.steps_done)
+    def _adapt(self, updates: list[Update]) -> None:
+        """The step could not be recorded as those before it: what there is now is kept otherwise."""
+        self._survival.give_back(updates)
+        self._loop.look()
+        self._tap.watch(self._loop.state)
+        self._survival.adapt()
+
+    def _time(self, started: float) -> None:
+        """Note what the step took, whose keeping ``started`` then."""
+        now = time.perf_counter()
+        seconds, self._stepped_at = now - self._stepped_at, now
+        self.stall_seconds, self._tap.seconds = self._tap.seconds + now - started, 0.0
+        self._survival.stepped(seconds, self.stall_seconds)
+        self._pulse.stepped(self.steps_done, seconds, self.stall_seconds, self._standing)
+
+    def _meet(self, stop: bool) -> None:
+        """Do what all ranks do at once: end after a SIGTERM to any, or make a base."""
+        with self._ending_on_error():
+            what = self._survival.meet(stop)
+            if what == "base":
+                self._survival.whole()
+        if what == "stop":
+            self._leave()
+
+    def _leave(self) -> None:
+        """On SIGTERM: everything is durable, and the process ends as the signal would have ended it."""
+        self._events.emit("stopped", signal="SIGTERM", step=self.steps_done)
+        self.close()
+        raise SystemExit(128 + signal.SIGTERM)
 
     def save(self) -> None:
         """A base of the present step, which stands alone. Durable when this returns. Called after ``step``, before the
         next iteration begins."""
-        self._usable()
-        pace = self._pace
-        assert pace is not None
-        if any(self._ranks.all_do(self._base_lacks)):  # each may know of another newest base
-            with self._ending_on_error():  # parameters may be read by the writer still
-                pace.whole(self.steps_done)
+        self._refuse_unusable()
 
-    def _base_lacks(self) -> bool:
-        """Whether there is no base of the present step."""
-        self._refuse_between()
-        assert self._pace is not None
-        return self._pace.base_step < self.steps_done
+        def lacks() -> bool:
+            """Whether there is no base of the present step."""
+            self._refuse_between()
+            return self._survival.base_step < self.steps_done
+
+        self._make_base_if(lacks)
 
     def wait(self, step: int | None = None) -> None:
         """Return when ``step`` (None: the present one) is durable. Raises what a write failed with."""
-        recorder, pace = self._usable(), self._pace
-        assert pace is not None
+        self._refuse_unusable()
         until = self.steps_done if step is None else step
 
         def lacks() -> bool:
             """Whether only a base makes the step durable."""
             if until > self.steps_done:
                 raise BadInput(f"step {until} has not been done yet: {self.steps_done} have")
-            if pace.complete or recorder.durable_step >= until:
+            if self._survival.has(until):
                 return False
             self._refuse_between()
             return True
 
+        self._make_base_if(lacks)
+        self._survival.wait(until)
+
+    def _make_base_if(self, lacks: Callable[[], bool]) -> None:
+        """Of the present step, on all ranks if any ``lacks`` one: each may know of another newest base."""
         if any(self._ranks.all_do(lacks)):
-            with self._ending_on_error():
-                pace.whole(self.steps_done)
-        recorder.wait(until)
-        if self._agreement is not None:
-            self._agreement.wait(until)
+            with self._ending_on_error():  # parameters may be read by the writer still
+                self._survival.whole()
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a base, and leave nothing behind: no hook, no thread, no lock. A second
@@ -536,51 +361,48 @@ class Checkpointer:
             return
         self._closed = True
         self._tap.detach()
-        if self._hook is not None:
-            self._hook.active = False
+        self._loop.let_go()
         try:
-            self._finish(save)
+            self._finish(orderly=save and self._failure is None)
         except BaseException as error:
             self._tell(error)
             raise
         finally:
-            if self._sigterm is not None:
-                self._sigterm.restore()
-            if self._agreement is not None:
-                self._agreement.close(orderly=save)
-            self._tell_end()
-            self._ranks.close()
-            try:
-                if self._remote is not None:
-                    self._remote.close(self.steps_done if save else None)
-            finally:
-                if self._recorder is None or not self._recorder.is_alive:
-                    self._let_go()
+            self._end(save)
         if save and self._sigterm is not None and self._sigterm.arrived:
             raise SystemExit(128 + signal.SIGTERM)
 
-    def _finish(self, save: bool) -> None:
+    def _finish(self, orderly: bool) -> None:
         """Make durable what is not; on every rank, unless this is the end of a failure."""
-        if self._recorder is None:
-            return
         try:
-            if save and self._failure is None and not self._tap.updates:
-                self._close_with_base()
+            if orderly and not self._tap.updates:
+                self._survival.finish()
         finally:
-            with suppress(Exception):  # what failed is told by the next line
-                if self._pace is not None:
-                    self._pace.close()
-            self._recorder.close()
-        if self._agreement is not None and save and self._failure is None:
-            self._agreement.wait(self.steps_done)
+            self._survival.close()
+        if orderly:
+            self._survival.wait_for_all(self.steps_done)
+
+    def _end(self, save: bool) -> None:
+        """Leave the script, the other ranks, the remote copy and the directory."""
+        if self._sigterm is not None:
+            self._sigterm.restore()
+        self._survival.part(orderly=save)
+        if self._survival.begun:
+            self._pulse.end(self.steps_done, self._standing)
+        self._ranks.close()
+        try:
+            if self._remote is not None:
+                self._remote.close(self.steps_done if save else None)
+        finally:
+            if not self._survival.is_alive:
+                self._let_go()
 
     def _let_go(self) -> None:
         """Of everything. Not while the recorder is at work, or hangs: what it uses, and the lock, stay as they are then
         until the process ends."""
         self._queue.close()
         self._store.close()
-        if self._slots is not None:
-            self._slots.close()
+        self._survival.let_go()
         self._events.close()
 
     def __enter__(self) -> Checkpointer:
@@ -594,152 +416,31 @@ class Checkpointer:
             with suppress(Exception):
                 self.close(save=False)
 
-    def _meet(self, stop: bool) -> None:
-        """Do what all ranks do at once: end after a SIGTERM to any, or make a base."""
-        agreement = self._agreement
-        if agreement is None:
-            if stop:
-                self._leave()
-            return
-        if stop:
-            agreement.call(stop=True)
-        what = ""
-        with self._ending_on_error():
-            if agreement.called:
-                what = agreement.meet()
-            if what == "base":
-                assert self._pace is not None
-                self._pace.whole(self.steps_done)
-        if what == "stop":
-            self._leave()
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """What goes wrong inside is the end: every later call raises it."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            self._tell(error)
+            raise
 
     def _tell(self, error: BaseException) -> None:
         """Every rank of what keeps this one from going on."""
-        if self._agreement is not None and not isinstance(error, RankFailed):
-            self._agreement.fail(error)
-
-    def _leave(self) -> None:
-        """On SIGTERM: everything is durable, and the process ends as the signal would have ended it."""
-        self._events.emit("stopped", signal="SIGTERM", step=self.steps_done)
-        self.close()
-        raise SystemExit(128 + signal.SIGTERM)
-
-    def _take_slot(self) -> Any:
-        recorder = self._usable()
-        return recorder.take_slot(wait=self._when_behind == "block")
-
-    def _adapt(self, updates: list[Update]) -> None:
-        """The step could not be recorded as those before it: a base follows, and then records of what there is now."""
-        self._give_back(updates)
-        if self._replica is not None:
-            self._state = self._look()
-            self._tap.watch(self._state)
-            self._replica.sync(self._state, self.steps_done, self._progress(), self._slots_that_fit())
-            return
-        assert self._recorder is not None and isinstance(self._pace, Pace) and self._pool is not None
-        self._recorder.settle()
-        self._pace.close()
-        self._pool.close()
-        self._state = self._look()
-        self._tap.watch(self._state)
-        self._pool = self._slot_pool(self._slots_that_fit())
-        self._recorder.use(self._pool)
-        self._pace.watch(self._state)
-        self._pace.whole(self.steps_done)
-
-    @property
-    def _slots(self) -> SlotPool | None:
-        """What updates are copied into."""
-        return self._pool if self._replica is None else self._replica.pool
-
-    def _give_back(self, updates: list[Update]) -> None:
-        assert self._slots is not None
-        self._slots.give(list({id(u.slot): u.slot for u in updates if u.slot is not None}.values()))
-
-    def _slots_that_fit(self) -> int:
-        """One for each step that may be on its way; fewer, but two at least, where memory is short."""
-        return slots_that_fit(
-            self._slot_bytes(), self._memory, self._staging_bytes, BASE_BYTES_PER_STEP, BOUND
-        )
-
-    def _slot_pool(self, count: int) -> SlotPool:
-        devices = devices_of(p.parameter for p in self._state.parameters)
-        return SlotPool(self._codec.layouts(self._state), count, devices)
-
-    def _slot_bytes(self) -> int:
-        return sum(layout.file_bytes for layout in self._codec.layouts(self._state))
-
-    def _stored_bytes(self) -> int:
-        """Of what this rank stores of the state."""
-        return sum(atom.nbytes for held in owned_by(self._state).values() for atom, _ in held.values())
-
-    def _paced(self, recorder: Recorder, recovery: Recovery, same_cut: bool) -> Pace:
-        """What makes bases. When this returns there is one that records of this cut may follow."""
-        store = self._store
-        means = Means(
-            self._staging_bytes, BASE_BYTES_PER_STEP, self._storage, self._at_once, self._when_behind
-        )
-        together = None if self._ranks.alone else Together(self._ranks, store, self._events.emit)
-        pace = Pace(
-            store, self._state, recorder, means, progress=self._progress, emit=self._events.emit,
-            restarted=self._sealer.forget, prefix=self._ranks.prefix, together=together,
-        )  # fmt: skip
-        if together is not None:
-            together.room = Allotment(
-                self._ranks, store, recorder, self._storage, self._stored_bytes, together.call
-            )
-            self._agreement = together.agreement = Agreement(
-                self._ranks, how_far=lambda: recorder.durable_step, steps_done=lambda: self.steps_done,
-                publish=together.publish_shares, follow=store.follow, is_there=store.has_writer,
-                alike=together.alike, deadline_seconds=self._deadline,
-            )  # fmt: skip
-        newest = store.newest_base
-        if same_cut and newest is not None:
-            pace.go_on_after(newest.step, newest.oldest_step)
-        else:
-            pace.whole(self.steps_done)
-        pace.tune(self._base_every, self._limits, self._slot_bytes())
-        if recovery.over:
-            pace.recovered(recovery)
-        self._stepped_at = time.perf_counter()
-        return pace
-
-    def _close_with_base(self) -> None:
-        """Where the records do not hold all that there is."""
-        pace, residuals = self._pace, self._state.residuals
-        if pace is None:
-            return
-        if residuals and self._recorder is not None:
-            self._recorder.settle()  # a base that is under way may be of this very step
-        needed = not pace.complete or bool(residuals and pace.base_step < self.steps_done)
-        if any(self._ranks.everyone(needed)):  # of several ranks each may know of another newest base
-            pace.whole(self.steps_done)
-
-    def _progress(self) -> dict[str, Any]:
-        about = replay_info(self._state, self._after_update is not None)
-        return {**self._now, "values": self._state.values(), "replay": about, "rates": self._rates}
-
-    def _tell_beginning(self) -> None:
-        """The log, of what the run is, for whoever looks at it."""
-        assert self._slots is not None
-        ring = len(self._slots.slots) * self._slots.slot_bytes
-        self._events.emit(
-            "checkpointer", first_step=self.steps_done, pid=os.getpid(), host=os.uname().nodename,
-            ranks=self._ranks.world_size, codec=type(self._codec).__name__, replica=self._replica is not None,
-            memory=self._memory, storage=self._storage, ring_bytes=ring, staging_bytes=self._staging_bytes,
-        )  # fmt: skip
-
-    def _tell_end(self) -> None:
-        if self._recorder is not None:
-            self._pulse.end(self.steps_done, self._standing)
+        if not isinstance(error, RankFailed):
+            self._survival.fail(error)
 
     def _standing(self) -> dict[str, Any]:
-        return standing(self.durable_step, self._recorder, self._pace, self._replica, self._remote)
+        """What is durable, what was written, and what waits in memory, for the log."""
+        there = {} if self._remote is None else {"remote_durable_step": self._remote.durable_step}
+        return {"durable_step": self.durable_step, **there, **self._survival.standing()}
 
-    def _scale_now(self) -> float:
-        return self._scaler.get_scale() if self._scaler is not None else 0.0
+    def _take_slot(self) -> Any:
+        self._refuse_unusable()
+        return self._survival.take_slot()
 
-    def _usable(self) -> Recorder:
+    def _refuse_unusable(self) -> None:
         self._refuse_closed()
         if isinstance(self._failure, Exception):
             raise self._failure
@@ -747,11 +448,9 @@ class Checkpointer:
             raise EngineFailed(
                 f"a call was interrupted. Step {self.durable_step} is durable: make another Checkpointer to resume"
             )
-        if self._agreement is not None:
-            self._agreement.check()
-        if self._recorder is None:
+        self._survival.check()
+        if not self._survival.begun:
             raise BadInput("call resume() before the first step: it begins or continues the run")
-        return self._recorder
 
     def _refuse_between(self) -> None:
         if self._tap.updates:

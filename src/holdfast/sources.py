@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .delta.holder import replay_info
+from .delta.loop import Loop
+from .delta.recovery import recover, refuse_unless_one_is_whole
 from .delta.standing import state_at
-from .errors import NoCommit
+from .errors import BadInput, NoCommit
 from .state.boxes import Box
 from .state.capture import TO_NAME, Captured, buffer_at
 from .state.progress import decode
@@ -26,7 +30,7 @@ from .universal.convert.holdfast import Commit
 from .universal.hyper import kept_by, set_hyper_parameters
 from .universal.matching import Allowed, Form, Match, match
 from .universal.memory import InMemory
-from .universal.restore import read_tensors
+from .universal.restore import check, read_tensors, restore
 from .universal.ruled import UnderRules
 from .universal.source import Source
 
@@ -124,6 +128,59 @@ class Beginning:
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
         """Whether there were those of all groups."""
         return set_hyper_parameters(groups, self._match.in_source(names), self.progress)
+
+
+def begin_from(start: From, loop: Loop, emit: Callable[..., None]) -> None:
+    """Bring ``loop``, on all its ranks, to where ``start`` is, as far as it says; what it does not say is told.
+
+    Raises as ``From.source``, and ``RunMismatch`` if it is of another model; on all ranks alike."""
+    ranks, target = loop.ranks, Target.parse(str(start.path))
+    of_line = start.plain and target.timeline is None
+    if of_line and ranks.first_does(partial(has_records, target.run)):
+        _begin_from_run(target, loop)
+        return
+    opened: list[Source] = []
+
+    def look() -> str:
+        opened.append(start.source())
+        if not ranks.alone:
+            check(loop.state, opened[0], start)
+        return opened[0].path
+
+    if len(paths := set(ranks.all_do(look))) > 1:
+        raise BadInput(
+            f"the ranks would begin from different states, as one was made meanwhile: {', '.join(sorted(paths))}."
+            " Say which: RUN@STEP."
+        )
+    loop.steps_done, told = ranks.all_do(lambda: _bring(loop, opened[0], start))[ranks.rank]
+    emit("began_from", path=str(start.path), step=loop.steps_done, told=told)
+    for text in told:
+        warnings.warn(f"beginning from {text}", stacklevel=4)
+
+
+def _begin_from_run(target: Target, loop: Loop) -> None:
+    """By what another run has recorded."""
+    with LocalStore(target.run) as store:
+        loop.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step))
+        found = recover(
+            store, loop.state, loop.script, ranks=loop.ranks, target=target.step, exact=target.step is not None,
+            after_update=loop.after_update,
+        )  # fmt: skip
+    loop.go_on(found)
+
+
+def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]]:
+    """The step that ``source`` is at, and what of it is not as it was, for a person."""
+    script, ranks = loop.script, loop.ranks
+    script.check_place(source.progress, ranks.world_size)
+    found, complete = restore(loop.state, source, allowed)
+    about = found.told()
+    for name in script.adopt(source.progress, ranks.rank):
+        about.append(f"it has no {name}; that of the script goes on as it is")
+    if not complete:
+        about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
+    step = source.progress.get("step") or 0
+    return step, [f"{source.path} ({source.format}): {text}" for text in about]
 
 
 def has_records(path: Path | Url) -> bool:

@@ -25,7 +25,7 @@ def run(tmp_path, monkeypatch):
         checkpointer.resume()
         for i in range(40):
             loop.iteration(i, checkpointer.step)
-            checkpointer._recorder.settle()
+            checkpointer._survival.recorder.settle()
     return tmp_path / "run"
 
 

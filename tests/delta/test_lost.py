@@ -31,7 +31,7 @@ def trained(root, steps, **options):
         found = checkpointer.resume(), loop.state()
         for i in range(checkpointer.steps_done, steps):
             loop.iteration(i, checkpointer.step)
-            checkpointer._recorder.settle()
+            checkpointer._survival.recorder.settle()
     return found
 
 

@@ -64,7 +64,7 @@ def test_without_a_number_it_is_tuned_and_every_change_is_an_event(tmp_path):
     with checkpointer:
         checkpointer.resume()
         go_on(loop, checkpointer, 30)
-        steps = checkpointer._pace.tuner.steps
+        steps = checkpointer._survival.pace.tuner.steps
     changes = events(tmp_path, "cadence")
     assert changes[0]["was"] == 100
     assert changes[-1]["base_every"] == steps
@@ -77,7 +77,7 @@ def test_a_resume_tells_the_tuner_what_replay_took_and_how_often_the_run_began(t
         with checkpointer:
             checkpointer.resume()
             go_on(loop, checkpointer, steps)
-    measured = checkpointer._pace.tuner.measured
+    measured = checkpointer._survival.pace.tuner.measured
     assert measured.replay_seconds != measured.step_seconds / 10
     assert measured.mean_seconds_between_failures < 86400 / 2  # two restarts in a few seconds
 
@@ -104,7 +104,7 @@ def test_a_base_asked_for_at_a_step_of_which_one_is_on_its_way_is_that_one(tmp_p
         for i in range(6):
             loop.iteration(i, checkpointer.step)
             checkpointer.save()
-            assert checkpointer._pace.base_step == i + 1
+            assert checkpointer._survival.pace.base_step == i + 1
     assert [manifest.step for manifest in manifests(tmp_path)] == [6, 5, 4, 3, 2, 1, 0]
 
 
@@ -120,17 +120,17 @@ def test_a_gap_ends_with_a_base_and_everything_after_it_comes_back(tmp_path, sma
         checkpointer._queue._throttles[True] = Throttle(100_000)
         go_on(loop, checkpointer, 30)
         checkpointer._queue._throttles[True] = Throttle(None)
-        checkpointer._recorder.settle()
+        checkpointer._survival.recorder.settle()
         for i in range(30, 200):
             loop.iteration(i, checkpointer.step)
-            checkpointer._recorder.settle()
-            if not checkpointer._pace.gap and i > 40:
+            checkpointer._survival.recorder.settle()
+            if not checkpointer._survival.pace.gap and i > 40:
                 break
-        assert not checkpointer._pace.gap
+        assert not checkpointer._survival.pace.gap
         end = min(checkpointer.steps_done + 10, 200)
         for i in range(checkpointer.steps_done, end):
             loop.iteration(i, checkpointer.step)
-            checkpointer._recorder.settle()
+            checkpointer._survival.recorder.settle()
         checkpointer.wait()
         assert checkpointer.durable_step == end
     [newest, *_] = manifests(tmp_path)
@@ -148,14 +148,16 @@ def test_while_a_base_is_made_beside_a_gap_nothing_later_is_called_durable(tmp_p
         go_on(loop, checkpointer, 5)
         checkpointer.wait()
         with pytest.warns(UserWarning, match="was not recorded"):
-            checkpointer._pace.lose(5)
+            checkpointer._survival.pace.lose(5)
         release, real = threading.Event(), checkpointer._store.publish
         checkpointer._store.publish = lambda *a: (release.wait(10), real(*a))[1]
         loop.iteration(5, checkpointer.step)  # lost, and the base begins
         for i in range(6, 14):
             loop.iteration(i, checkpointer.step)
             time.sleep(0.02)
-        assert checkpointer._pace.bases.all_staged and checkpointer._recorder._written_step > 5
+        assert (
+            checkpointer._survival.pace.bases.all_staged and checkpointer._survival.recorder._written_step > 5
+        )
         assert checkpointer.durable_step == 5
         release.set()
         checkpointer.wait()
@@ -169,19 +171,25 @@ def test_a_step_lost_while_the_base_that_ends_a_gap_is_published_begins_another_
         checkpointer.resume()
         go_on(loop, checkpointer, 3)
         checkpointer.wait()
-        checkpointer._pace.lose(3)
+        checkpointer._survival.pace.lose(3)
         release, real = threading.Event(), checkpointer._store.publish
         checkpointer._store.publish = lambda *a: (release.wait(10), real(*a))[1]
         i = 3
-        while not checkpointer._pace.bases.all_staged or not checkpointer._pace.bases.under_way:
+        while (
+            not checkpointer._survival.pace.bases.all_staged
+            or not checkpointer._survival.pace.bases.under_way
+        ):
             loop.iteration(i, checkpointer.step)
             i += 1
-        take_slot, checkpointer._recorder.take_slot = checkpointer._recorder.take_slot, lambda wait: None
+        take_slot, checkpointer._survival.recorder.take_slot = (
+            checkpointer._survival.recorder.take_slot,
+            lambda wait: None,
+        )
         loop.iteration(i, checkpointer.step)  # lost
-        checkpointer._recorder.take_slot = take_slot
+        checkpointer._survival.recorder.take_slot = take_slot
         release.set()
-        checkpointer._recorder.settle()
-        assert checkpointer.durable_step <= i and not checkpointer._pace.complete
+        checkpointer._survival.recorder.settle()
+        assert checkpointer.durable_step <= i and not checkpointer._survival.pace.complete
         go_on(loop, checkpointer, 40)
         checkpointer.wait()
     other, again = start(tmp_path)
@@ -211,7 +219,7 @@ def whole_base(loop, checkpointer):
 
 
 def gap_base(loop, checkpointer):
-    checkpointer._pace.gap = True
+    checkpointer._survival.pace.gap = True
     go_on(loop, checkpointer, 40)
 
 
@@ -243,7 +251,7 @@ def test_a_disk_that_hangs_while_a_base_is_made_is_an_error_and_no_hang(tmp_path
         assert time.monotonic() - started < 10
     finally:
         release.set()
-        checkpointer._recorder._thread.join()
+        checkpointer._survival.recorder._thread.join()
         checkpointer._let_go()
 
 
@@ -281,8 +289,8 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
             optimizer.step()
             optimizer.zero_grad()
             checkpointer.step()
-            assert checkpointer._pace.bases.memory_bytes <= share
-        checkpointer._recorder.settle()
+            assert checkpointer._survival.pace.bases.memory_bytes <= share
+        checkpointer._survival.recorder.settle()
     assert copied and max(copied) <= share < 3 * 4 * 300_000
     assert manifests(tmp_path)[0].step > 3
     other = Wide()
@@ -329,8 +337,8 @@ def test_a_base_of_one_step_waits_where_the_state_changes_its_form_meanwhile(tmp
     ) as checkpointer:
         checkpointer.resume()
         go_on(loop, checkpointer, 3)
-        checkpointer._recorder.settle()
-        maker = checkpointer._pace.bases
+        checkpointer._survival.recorder.settle()
+        maker = checkpointer._survival.pace.bases
         maker.memory_bytes += 1 << 40  # no room for now
         go_on(loop, checkpointer, 6)
         assert maker.under_way and not maker._staged
@@ -366,7 +374,7 @@ def test_a_run_never_takes_more_of_the_disk_than_it_may(tmp_path, small_units, p
                 loop.iteration(i, checkpointer.step)
                 states[i + 1] = loop.state()
                 if policy != "block":
-                    checkpointer._recorder.settle()  # the disk is not behind, it is full
+                    checkpointer._survival.recorder.settle()  # the disk is not behind, it is full
                 if i % 5 == 0:
                     most = max(most, on_disk(tmp_path))
         checkpointer.wait()
@@ -385,7 +393,7 @@ def test_what_is_kept_for_good_gives_way_to_the_cap_oldest_first(tmp_path, small
         checkpointer.resume()
         for i in range(400):
             loop.iteration(i, checkpointer.step)
-            checkpointer._recorder.settle()
+            checkpointer._survival.recorder.settle()
             if i % 5 == 0:
                 most = max(most, on_disk(tmp_path))
     steps = sorted(manifest.step for manifest in manifests(tmp_path))
@@ -413,9 +421,9 @@ def test_the_default_cap_is_twenty_times_the_state_and_what_is_kept_for_good(tmp
         assert checkpointer._store.cap_bytes == 1 << 20
         monkeypatch.setattr(pace_module, "LEAST_STORAGE", 1)
         monkeypatch.setattr(LocalStore, "for_good_bytes", 5000)
-        checkpointer._pace._set_cap(checkpointer._pace.bases.full_bytes)
-        assert checkpointer._store.cap_bytes == 20 * checkpointer._pace.bases.full_bytes + 5000
-        assert checkpointer._pace.tuner.limits.storage_bytes == checkpointer._store.cap_bytes - 5000
+        checkpointer._survival.pace._set_cap(checkpointer._survival.pace.bases.full_bytes)
+        assert checkpointer._store.cap_bytes == 20 * checkpointer._survival.pace.bases.full_bytes + 5000
+        assert checkpointer._survival.pace.tuner.limits.storage_bytes == checkpointer._store.cap_bytes - 5000
 
 
 def test_the_cap_is_known_before_files_are_made_for_a_base(tmp_path, monkeypatch):
@@ -478,5 +486,5 @@ def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
         checkpointer.resume()
         for i in range(16):
             loop.iteration(i, checkpointer.step)
-            checkpointer._recorder.settle()
+            checkpointer._survival.recorder.settle()
     assert all(uncounted) and len(uncounted) > 8

@@ -234,7 +234,7 @@ def test_a_replica_that_has_drifted_is_made_anew_and_told_of(tmp_path, drifting,
         checkpointer.resume()
         for i in range(20):
             loop.iteration(i, checkpointer.step)
-            checkpointer._replica.settle()
+            checkpointer._survival.replica.settle()
     found = events(tmp_path, "drift")
     assert len(found) == 1 and 6 <= found[0]["step"] <= 8 and what in found[0]["what"]
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 20), states[20])
@@ -303,7 +303,7 @@ def test_the_death_of_the_replica_is_an_error_that_says_what_is_durable(tmp_path
     for i in range(3):
         loop.iteration(i, checkpointer.step)
     checkpointer.wait()
-    checkpointer._replica._helper._process.kill()
+    checkpointer._survival.replica._helper._process.kill()
     with pytest.raises(
         ReplicaDied, match=r"was ended by signal 9 while training went on\. Step 3 is durable"
     ):
@@ -322,7 +322,7 @@ def test_a_replica_that_hangs_is_an_error_and_no_hang(tmp_path):
     loop, checkpointer = start(tmp_path, deadline_seconds=1.0)
     checkpointer.resume()
     loop.iteration(0, checkpointer.step)
-    os.kill(checkpointer._replica._helper._process.pid, signal.SIGSTOP)
+    os.kill(checkpointer._survival.replica._helper._process.pid, signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(WriterHung, match=r"the replica has said nothing for 1 s\. Step 0 is durable"):
         for i in range(1, 2000):
@@ -342,7 +342,7 @@ def test_a_slow_replica_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypa
         for i in range(14):
             loop.iteration(i, checkpointer.step)
             stalls.append(checkpointer.stall_seconds)
-            assert checkpointer._replica.pending <= BOUND
+            assert checkpointer._survival.replica.pending <= BOUND
         assert sorted(stalls[:6])[3] < 0.1 < min(stalls[10:])
         checkpointer.save()
     assert not events(tmp_path, "drift")
@@ -353,7 +353,7 @@ def test_a_signal_to_all_processes_does_not_end_the_replica_before_the_trainer(t
     with checkpointer:
         checkpointer.resume()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            os.kill(checkpointer._replica._helper._process.pid, number)
+            os.kill(checkpointer._survival.replica._helper._process.pid, number)
         for i in range(3):
             loop.iteration(i, checkpointer.step)
     assert checkpointer.durable_step == 3
@@ -539,7 +539,7 @@ def test_a_real_process_outlives_its_session(tmp_path, monkeypatch):
         tmp_path / "run", model=loop.model, optimizer=loop.optimizers, replica=memory
     ) as checkpointer:
         assert checkpointer.resume() == 0
-        pid = checkpointer._replica._helper._process.pid
+        pid = checkpointer._survival.replica._helper._process.pid
         assert os.getsid(pid) == pid != os.getsid(0)
         loop.iteration(0, checkpointer.step)
     assert checkpointer.durable_step == 1 and not Path(f"/proc/{pid}").exists()

@@ -313,8 +313,8 @@ def train(
                 agreement.Agreement.look_soon = lambda self: None
                 time.sleep(0.3)
             if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
-                checkpointer._recorder.take_slot = lambda wait: None
-                checkpointer._pace._together.call = lambda: None
+                checkpointer._survival.recorder.take_slot = lambda wait: None
+                checkpointer._survival.pace._together.call = lambda: None
             if step == unfreeze_at:
                 plain.first.bias.requires_grad_(True)
             loss = model(torch.randn(5, 7)).pow(2).mean()
@@ -332,7 +332,7 @@ def train(
             if altered is not None and (rank, step) == tuple(altered):
                 local_of(plain.second.weight.detach()).add_(1)
             if kill_replica is not None and (rank, step) == tuple(kill_replica):
-                checkpointer._replica._helper._process.kill()
+                checkpointer._survival.replica._helper._process.kill()
             if kill is not None and kill[0] in (rank, "all") and kill[1] == step:
                 os.kill(os.getpid(), signal.SIGKILL)
             if signal_at is not None and (rank, step) == tuple(signal_at):
@@ -340,7 +340,7 @@ def train(
             if raises is not None and (rank, step) == tuple(raises):
                 raise ValueError("a mistake of the script")
             if read_only is not None and (rank, step) == tuple(read_only):
-                checkpointer._recorder.wait(step - 1)
+                checkpointer._survival.recorder.wait(step - 1)
                 make_read_only(Path(root))
             if slow is not None and rank == slow[0] and step in slow[1:]:
                 rate = 100_000 if step == slow[1] else None
@@ -358,8 +358,8 @@ def train(
             say(durable=checkpointer.durable_step, survives=checkpointer.replica_step)
             if world_size > 1 and not options.get("replica"):
                 store = checkpointer._store
-                say(lost=checkpointer._pace._losses, recording=checkpointer._pace.recording)
-                say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._pace.bases.full_bytes)
+                say(lost=checkpointer._survival.pace._losses, recording=checkpointer._survival.pace.recording)
+                say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._survival.pace.bases.full_bytes)
             if step == save_at and rank == between:  # of two steps
                 model(torch.ones(5, 7)).sum().backward()
                 chosen.step()

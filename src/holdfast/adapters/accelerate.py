@@ -82,7 +82,7 @@ class AcceleratedCheckpointer(Checkpointer):
 
     def _before_load(self, models: list[nn.Module], folder: str) -> None:
         """The model comes from the run."""
-        if self._recorder is not None:
+        if self._survival.begun:
             raise BadInput(
                 f"resume() has brought the run to step {self.steps_done}, and load_state({folder!r}) would go"
                 " elsewhere. Call one of them."

@@ -1,8 +1,9 @@
-"""Options: those of a ``Checkpointer`` that cannot be, refused before anything is written."""
+"""Options: those of a ``Checkpointer``; what cannot be is refused before anything is written. Bytes, seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,67 @@ from ..errors import BadInput
 from ..plan.cadence import Limits
 from ..state.live import LiveState
 from ..store.retention import Keep
+from ..units import parse_bytes
 from .codecs import Codec
 from .pace import POLICIES
 from .ranks import Ranks
+from .slots import slots_that_fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How steps are kept. Raises ``BadInput`` for what cannot be."""
+
+    codec: Codec
+    keep: Keep
+    base_every: int | None
+    when_behind: str
+    memory: int | str
+    """For copies that wait to be written."""
+    storage: int | str | None
+    """Of the disk, for the whole run."""
+    recovery_seconds: float
+    bandwidth_share: float
+    deadline_seconds: float
+    direct: bool
+    bytes_per_step: int
+    """Of a base, copied at the end of one step."""
+    most_pending: int
+    """Steps that may be on their way to the disk."""
+
+    def __post_init__(self) -> None:
+        _refuse_bad(self.base_every, self.when_behind, self.keep, self.codec)
+        _ = self.limits
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_bytes(self.memory) if isinstance(self.memory, str) else self.memory
+
+    @property
+    def storage_bytes(self) -> int | None:
+        return parse_bytes(self.storage) if isinstance(self.storage, str) else self.storage
+
+    @property
+    def staging_bytes(self) -> int:
+        """Of the memory, for copies of a base."""
+        return max(self.memory_bytes // 4, self.bytes_per_step)
+
+    @property
+    def limits(self) -> Limits:
+        """What the cadence keeps to. A write holds as many records as the slots allow, whatever the cadence."""
+        try:
+            return Limits(
+                recovery_seconds=self.recovery_seconds, storage_bytes=self.storage_bytes, host_bytes=self.memory_bytes,
+                bandwidth_share=self.bandwidth_share, retain=self.keep.last, pending_steps=2,
+            )  # fmt: skip
+        except ValueError as error:
+            raise BadInput(str(error)) from error
+
+    def slots_that_fit(self, slot_bytes: int) -> int:
+        """One for each step that may be on its way; fewer, but two at least, where memory is short."""
+        return slots_that_fit(
+            slot_bytes, self.memory_bytes, self.staging_bytes, self.bytes_per_step, self.most_pending
+        )
 
 
 def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -24,7 +83,7 @@ def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     return optimizers
 
 
-def refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) -> None:
+def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) -> None:
     if base_every is not None and base_every < 1:
         raise BadInput(f"base_every = {base_every} must be at least 1 step; leave it out to have it chosen")
     if when_behind not in POLICIES:
@@ -51,6 +110,14 @@ def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> N
         raise BadInput("resume takes step= or before=, not both")
     if exactness not in ("state", "continuation"):
         raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
+
+
+def refuse_other_calls(ranks: Ranks, *asked: Any) -> None:
+    """Raise unless ``resume`` was called alike on all ranks, which all call this."""
+    calls = ranks.everyone(asked)
+    if len(set(calls)) > 1:
+        told = ", ".join(f"rank {rank} {step}" for rank, (step, *_) in enumerate(calls))
+        raise BadInput(f"resume was called differently on the ranks (to step: {told}); call it alike on all")
 
 
 def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
@@ -83,16 +150,3 @@ def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
         raise BadInput(
             f"clip_norm = {clip_norm}: this rank does not hold {away[0]}, so it has no norm of all. Clip in the script."
         )
-
-
-def limits_of(
-    recovery_seconds: float, storage: int | None, memory: int, bandwidth_share: float, keep: Keep
-) -> Limits:
-    """What the cadence keeps to. A write holds as many records as the slots allow, whatever the cadence."""
-    try:
-        return Limits(
-            recovery_seconds=recovery_seconds, storage_bytes=storage, host_bytes=memory,
-            bandwidth_share=bandwidth_share, retain=keep.last, pending_steps=2,
-        )  # fmt: skip
-    except ValueError as error:
-        raise BadInput(str(error)) from error

@@ -10,10 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ..events import EventLog
-from .pace import Pace
-from .recorder import Recorder
-from .remote import Remote
-from .replica import BesideReplica, Replica
 
 SECONDS_BETWEEN_LINES = 1.0
 
@@ -62,22 +58,3 @@ class Pulse:
             longest_stall_seconds=self._longest_stall, **now,
         )  # fmt: skip
         self._seconds = self._stall = self._longest_stall = 0.0
-
-
-def standing(
-    durable_step: int,
-    recorder: Recorder | None,
-    pace: Pace | BesideReplica | None,
-    replica: Replica | None,
-    remote: Remote | None,
-) -> dict[str, Any]:
-    """What is durable, what was written, and what waits in memory."""
-    told: dict[str, Any] = {"durable_step": durable_step}
-    if remote is not None:
-        told["remote_durable_step"] = remote.durable_step
-    if replica is not None:
-        told["replica_step"] = replica.replica_step
-    elif recorder is not None and isinstance(pace, Pace):
-        told["written_bytes"] = recorder.written_bytes + pace.bases.written_bytes
-        told["waiting_bytes"], told["staged_bytes"] = recorder.pending_bytes, pace.bases.memory_bytes
-    return told

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -46,10 +46,11 @@ class Ranks:
             with suppress(ValueError):  # the script has destroyed all groups
                 dist.destroy_process_group(group)
 
-    def or_close(self, what: Callable[[], T]) -> T:
-        """What ``what`` returns; an error is the end of the group."""
+    @contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """An error inside is the end of the group."""
         try:
-            return what()
+            yield
         except BaseException:
             self.close()
             raise

@@ -94,42 +94,6 @@ def refuse_with_a_replica(
         )
 
 
-class BesideReplica:
-    """What ``Pace`` is for records: when bases are made, of which the replica makes all."""
-
-    def __init__(self, replica: Replica, progress: Callable[[], dict[str, Any]], bytes_per_step: int) -> None:
-        self._replica, self._progress, self._bytes_per_step = replica, progress, bytes_per_step
-        self.recording = True
-
-    @property
-    def base_step(self) -> int:
-        return self._replica.durable_step
-
-    @property
-    def complete(self) -> bool:
-        """Whether every step done is durable, or on its way to be."""
-        return self._replica.durable_step >= self._replica.last_put
-
-    def go_on(self, step: int) -> None:
-        self._replica.go_on(step, self._progress, self._bytes_per_step)
-
-    def whole(self, step: int) -> None:
-        """A base of ``step``, the present one, durable when this returns."""
-        self._replica.save(step, self._progress)
-
-    def fits(self, nbytes: int) -> bool:
-        return True
-
-    def lose(self, step: int) -> None:
-        raise AssertionError("a replica takes every step")
-
-    go_without_room = lose
-
-    def stepped(self, step: int, seconds: float, stall: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Replica:
     """Of the run in ``run``. The order of calls: ``start``, ``recover``, ``begin``; then for each step ``take_slot``,
     ``put`` and ``go_on``."""

@@ -1,0 +1,135 @@
+"""Loop: the training loop as a run sees it: what trains, how far it has got, and what of its state is no tensor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..state.live import LiveState
+from ..update.optimizer import is_elementwise
+from .codecs import Codec
+from .comm_hook import HookState
+from .entering import look
+from .holder import replay_info
+from .hooks import Hook, with_hook
+from .options import optimizers_of
+from .powersgd import PowerState
+from .ranks import Ranks
+from .recovery import Recovered
+from .script import Script
+
+Averages = nn.Module | Mapping[str, nn.Module] | None
+
+
+class Loop:
+    """On this rank of ``ranks``. ``things`` have a state of their own, by name; None is one that is not there. First
+    come ``hook_up`` and ``look``, then ``go_on`` and ``attend``, then ``ends_step`` and ``stepped``."""
+
+    state: LiveState
+    """What there is since the last ``look``."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        things: Mapping[str, Any],
+        *,
+        codec: Codec,
+        averages: Averages,
+        after_update: Callable[[], None] | None,
+    ) -> None:
+        """Raises ``BadInput`` for what is no optimizer, or has no state to be kept."""
+        self.ranks, self.codec, self.after_update = ranks, codec, after_update
+        self.optimizers = optimizers_of(optimizer)
+        self.script = Script(self.optimizers, {name: it for name, it in things.items() if it is not None})
+        self._model, self._averages, self._scaler = model, averages, things.get("scaler")
+        self._residuals: dict[torch.Tensor, torch.Tensor] = {}
+        self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
+        self._hook: Hook | None = None
+        self._scale = 0.0
+        self.now: dict[str, Any] = {}
+        """What the script held at the end of the last step, as JSON."""
+        self.steps_done = 0
+        self.exactness: Literal["state", "continuation"] = "continuation"
+        self.rates: dict[str, float] = {}
+        """By which the next recovery is predicted."""
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether a step brings every part of the state forward by itself, so that parts can be of different steps."""
+        return self.after_update is None and all(map(is_elementwise, self.optimizers))
+
+    def hook_up(self) -> None:
+        """Put the codec's hook on the model, if it has one. Called on all ranks."""
+        self.codec, self._hook = with_hook(
+            self.codec, self.ranks, self._model, self._scaler, self._residuals, self._subspaces
+        )
+
+    def look(self) -> None:
+        """See what there is now. Called on all ranks."""
+        self.state = look(
+            self.ranks, self._model, self.optimizers, self._averages, self._residuals, self._subspaces,
+            own_residuals=self._hook is not None,
+        )  # fmt: skip
+
+    def begin_anew(self) -> None:
+        """From where the script is."""
+        self.state.forget_residuals()  # of what it did before
+
+    def go_on(self, found: Recovered) -> None:
+        """From the step that was found, with a warning of what was odd."""
+        self.steps_done = found.point.step
+        for text in found.odd:
+            warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
+        if not self.codec.error_feedback:
+            self.state.forget_residuals()
+        elif found.residuals_lost:  # without those that the point had training goes on otherwise
+            self.exactness = "state"
+            warnings.warn(
+                f"resuming after step {self.steps_done}, state-exact and not continuation-exact: the residuals of"
+                " error feedback begin at zero, since records cannot bring those of a base forward. For the newest step"
+                ' from which training goes on as it did, call resume(exactness="continuation").',
+                stacklevel=4,
+            )
+
+    def attend(self) -> None:
+        """``steps_done`` have been done, and the next iteration is of the step after those."""
+        self._scale = self._scale_now()
+        self.note()
+
+    def ends_step(self, updated: bool) -> bool:
+        """Whether the iteration that ends is a step: an optimizer has ``updated``, or the loss scale fell, and it was
+        skipped."""
+        before, self._scale = self._scale, self._scale_now()
+        if isinstance(self._hook, HookState):
+            self._hook.settle()
+        return updated or self._scale < before
+
+    def stepped(self) -> None:
+        """One more step has been done."""
+        self.steps_done += 1
+        self.note()
+
+    def note(self) -> None:
+        """What the script holds now is what it has after ``steps_done``."""
+        if isinstance(self._hook, PowerState):
+            self._hook.steps_done = self.steps_done
+        self.now = self.script.now()
+
+    def progress(self) -> dict[str, Any]:
+        """Of the present step, as JSON: all of its state that is no tensor."""
+        about = replay_info(self.state, self.after_update is not None)
+        return {**self.now, "values": self.state.values(), "replay": about, "rates": self.rates}
+
+    def let_go(self) -> None:
+        """Gradients are exchanged as without the hook from here on."""
+        if self._hook is not None:
+            self._hook.active = False
+
+    def _scale_now(self) -> float:
+        return self._scaler.get_scale() if self._scaler is not None else 0.0

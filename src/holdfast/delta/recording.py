@@ -1,0 +1,227 @@
+"""Recording: every step is a record on the disk, of which a thread makes bases too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ..events import EventLog
+from ..store.local import LocalStore
+from . import entering
+from .agreement import Agreement
+from .allotment import Allotment
+from .bases import owned_by
+from .leaving import devices_of
+from .loop import Loop
+from .options import Options
+from .pace import Means, Pace
+from .recorder import Recorder
+from .recovery import Recovered, recover
+from .slots import Slot, SlotPool
+from .survival import Survival
+from .tap import Tap, Update
+from .together import Together
+from .watching import Recovery, announced
+
+
+class Recording(Survival):
+    """By records, which a ``Recorder`` writes, and bases, which ``Pace`` has made."""
+
+    def __init__(self, loop: Loop, options: Options, events: EventLog) -> None:
+        super().__init__(loop, options, events)
+        self._pool: SlotPool | None = None
+        self._recorder: Recorder | None = None
+        self._pace: Pace | None = None
+
+    @property
+    def recorder(self) -> Recorder:
+        assert self._recorder is not None
+        return self._recorder
+
+    @property
+    def pace(self) -> Pace:
+        assert self._pace is not None
+        return self._pace
+
+    @property
+    def pool(self) -> SlotPool:
+        assert self._pool is not None
+        return self._pool
+
+    @property
+    def durable_step(self) -> int:
+        if self.agreement is not None:
+            return self.agreement.standing.durable_step
+        return self._recorder.durable_step if self._recorder is not None else -1
+
+    @property
+    def replica_step(self) -> int:
+        return self.durable_step
+
+    @property
+    def base_step(self) -> int:
+        return self.pace.base_step
+
+    @property
+    def complete(self) -> bool:
+        return self.pace.complete
+
+    def has(self, step: int) -> bool:
+        return self.complete or self.recorder.durable_step >= step
+
+    def standing(self) -> dict[str, Any]:
+        if self._pace is None or self._recorder is None:
+            return {}
+        recorder, bases = self._recorder, self._pace.bases
+        return {
+            "written_bytes": recorder.written_bytes + bases.written_bytes,
+            "waiting_bytes": recorder.pending_bytes,
+            "staged_bytes": bases.memory_bytes,
+        }
+
+    # Beginning
+
+    def enter(
+        self,
+        store: LocalStore,
+        target: int | None,
+        exact: bool,
+        continuing: bool,
+        show: Callable[[Recovery], None] | None,
+    ) -> Recovered | None:
+        loop, self._store = self._loop, store
+        self._recovery = recovery = Recovery(announced(self._events.emit, show))
+        entering.enter(store, loop.ranks)
+        if not store.commits():
+            return None
+        found = recover(
+            store, loop.state, loop.script, ranks=loop.ranks, target=target, exact=exact, continuing=continuing,
+            after_update=loop.after_update, watch=recovery,
+        )  # fmt: skip
+        loop.rates = recovery.rates
+        self._events.emit("recovered", step=found.point.step, **recovery.facts())
+        return found
+
+    def begin(self, found: Recovered | None) -> None:
+        entering.begin(self._store, self._loop.ranks, None if found is None else found.point)
+        self._pool = self._slot_pool()
+        self._recorder = self._make_recorder(self._pool)
+        self.begun = True
+        pace = self._make_pace(self._recorder)
+        newest = self._store.newest_base
+        if found is not None and found.same_cut and newest is not None:
+            pace.go_on_after(newest.step, newest.oldest_step)
+        else:
+            pace.whole(self._loop.steps_done)
+        pace.tune(self._options.base_every, self._options.limits, self._slot_bytes())
+        if self._recovery.over:
+            pace.recovered(self._recovery)
+        self._pace = pace
+
+    def _slot_pool(self) -> SlotPool:
+        state = self._loop.state
+        devices = devices_of(p.parameter for p in state.parameters)
+        return SlotPool(self._loop.codec.layouts(state), self._num_slots, devices)
+
+    def _make_recorder(self, pool: SlotPool) -> Recorder:
+        loop = self._loop
+        return Recorder(
+            self._store.journal(loop.ranks.stream), pool, durable_step=loop.steps_done,
+            group=max(1, len(pool.slots) // 2), deadline_seconds=self._options.deadline_seconds, pack=loop.codec.pack,
+        )  # fmt: skip
+
+    def _make_pace(self, recorder: Recorder) -> Pace:
+        """What makes bases; of several ranks each its share."""
+        loop, options, emit = self._loop, self._options, self._events.emit
+        means = Means(
+            options.staging_bytes, options.bytes_per_step, options.storage_bytes, not loop.is_elementwise,
+            options.when_behind,
+        )  # fmt: skip
+        together = None if loop.ranks.alone else Together(loop.ranks, self._store, emit)
+        pace = Pace(
+            self._store, loop.state, recorder, means, progress=loop.progress, emit=emit,
+            restarted=self._sealer.forget, prefix=loop.ranks.prefix, together=together,
+        )  # fmt: skip
+        if together is not None:
+            self._agree(together, recorder)
+        return pace
+
+    def _agree(self, together: Together, recorder: Recorder) -> None:
+        """Find out with the other ranks, from here on, what all have."""
+        loop, store, options = self._loop, self._store, self._options
+        together.room = Allotment(
+            loop.ranks, store, recorder, options.storage_bytes, self._stored_bytes, together.call
+        )
+        self.agreement = together.agreement = Agreement(
+            loop.ranks, how_far=lambda: recorder.durable_step, steps_done=lambda: loop.steps_done,
+            publish=together.publish_shares, follow=store.follow, is_there=store.has_writer, alike=together.alike,
+            deadline_seconds=options.deadline_seconds,
+        )  # fmt: skip
+
+    def _stored_bytes(self) -> int:
+        """Of what this rank stores of the state."""
+        return sum(atom.nbytes for held in owned_by(self._loop.state).values() for atom, _ in held.values())
+
+    def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> Tap:
+        return Tap(self._loop.state, self._loop.codec, take_slot, clip_norm)
+
+    # Every step
+
+    def take_slot(self) -> Slot | None:
+        return self.recorder.take_slot(wait=self._options.when_behind == "block")
+
+    def record(self, updates: Sequence[Update]) -> None:
+        if not self.pace.recording or any(update.slot is None for update in updates):
+            self.give_back(updates)
+            self.pace.lose(self._loop.steps_done)
+            return
+        sealed = self._seal(updates)
+        if self.pace.fits(sealed.nbytes):
+            self.recorder.put(sealed)
+        else:
+            self.give_back(updates)
+            self.pace.go_without_room(self._loop.steps_done)
+
+    def go_on(self) -> None:
+        self.pace.go_on(self._loop.steps_done)
+
+    def stepped(self, seconds: float, stall_seconds: float) -> None:
+        self.pace.stepped(self._loop.steps_done, seconds, stall_seconds)
+
+    def adapt(self) -> None:
+        self.recorder.settle()
+        self.pace.close()
+        self.pool.close()
+        self._num_slots = self._slots_that_fit()
+        self._pool = self._slot_pool()
+        self.recorder.use(self._pool)
+        self.pace.watch(self._loop.state)
+        self.whole()
+
+    # Waiting and ending
+
+    def whole(self) -> None:
+        self.pace.whole(self._loop.steps_done)
+
+    def wait(self, step: int) -> None:
+        self.recorder.wait(step)
+        self.wait_for_all(step)
+
+    def settle(self) -> None:
+        self.recorder.settle()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._recorder is not None and self._recorder.is_alive
+
+    def close(self) -> None:
+        with suppress(Exception):  # what failed is told by the recorder
+            if self._pace is not None:
+                self._pace.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def let_go(self) -> None:
+        if self._pool is not None:
+            self._pool.close()

@@ -1,0 +1,133 @@
+"""Replicating: every step is handed to a replica, the run's only writer, which makes all bases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..events import EventLog
+from ..store.local import LocalStore
+from .entering import see_alike
+from .layers import LayerTap
+from .loop import Loop
+from .options import Options
+from .recovery import Recovered
+from .replica import Replica
+from .replicas import Replicas
+from .slots import Slot, SlotPool
+from .survival import Survival
+from .tap import Update
+from .watching import Recovery
+
+
+class Replicating(Survival):
+    """By the replica of the run in ``run``, which keeps things in ``memory``."""
+
+    beside = True
+
+    def __init__(
+        self, loop: Loop, options: Options, events: EventLog, *, run: str | Path, memory: Path
+    ) -> None:
+        """Raises ``BadInput`` if there can be no replica of the loop's state."""
+        super().__init__(loop, options, events)
+        self.replica = (Replica if loop.ranks.alone else Replicas)(
+            run, loop.state, memory=memory, staging_bytes=options.staging_bytes, base_every=options.base_every,
+            keep=options.keep, direct=options.direct, deadline_seconds=options.deadline_seconds, events=events,
+            ranks=loop.ranks,
+        )  # fmt: skip
+
+    @property
+    def pool(self) -> SlotPool:
+        assert self.replica.pool is not None
+        return self.replica.pool
+
+    @property
+    def durable_step(self) -> int:
+        return self.replica.durable_step
+
+    @property
+    def replica_step(self) -> int:
+        return self.replica.replica_step
+
+    @property
+    def base_step(self) -> int:
+        return self.replica.durable_step
+
+    @property
+    def complete(self) -> bool:
+        return self.has(self.replica.last_put)
+
+    def has(self, step: int) -> bool:
+        return self.replica.durable_step >= step
+
+    def standing(self) -> dict[str, Any]:
+        return {"replica_step": self.replica_step}
+
+    # Beginning
+
+    def enter(
+        self,
+        store: LocalStore,
+        target: int | None,
+        exact: bool,
+        continuing: bool,
+        show: Callable[[Recovery], None] | None,
+    ) -> Recovered | None:
+        """With a replica there are no residuals, and every step continues: ``continuing`` asks for nothing more."""
+        self.replica.start()
+        see_alike(store, self._loop.ranks)
+        if not store.commits():
+            return None
+        return self.replica.recover(store, self._loop.script, target=target, exact=exact)
+
+    def begin(self, found: Recovered | None) -> None:
+        self.begun, loop = True, self._loop
+        point = None if found is None else found.point
+        try:
+            self.replica.begin(point, loop.steps_done, loop.progress(), self._num_slots)
+        finally:  # others are told of an error
+            self.agreement = self.replica.agreement
+
+    def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> LayerTap:
+        loop = self._loop
+        return LayerTap(loop.state, loop.codec, take_slot, clip_norm, alone=loop.ranks.alone)
+
+    # Every step
+
+    def take_slot(self) -> Slot:
+        return self.replica.take_slot()
+
+    def record(self, updates: Sequence[Update]) -> None:
+        self.replica.put(self._seal(updates))
+
+    def go_on(self) -> None:
+        loop = self._loop
+        self.replica.go_on(loop.steps_done, loop.progress, self._options.bytes_per_step)
+
+    def adapt(self) -> None:
+        loop, num_slots = self._loop, self._slots_that_fit()
+        self.replica.sync(loop.state, loop.steps_done, loop.progress(), num_slots)
+
+    # Waiting and ending
+
+    def whole(self) -> None:
+        self.replica.save(self._loop.steps_done, self._loop.progress)
+
+    def wait(self, step: int) -> None:
+        self.replica.wait(step)
+        self.wait_for_all(step)
+
+    def settle(self) -> None:
+        self.replica.settle()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.replica.is_alive
+
+    def close(self) -> None:
+        self.replica.close()
+
+    def let_go(self) -> None:
+        if self.replica.pool is not None:
+            self.replica.pool.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -150,6 +151,8 @@ class Checkpointer:
         self._sigterm: SigTerm | None = None
         self._failure: BaseException | None = None
         self._closed = False
+        self._stepping = False
+        self._thread = 0
         self._stepped_at = 0.0
         self.stall_seconds = 0.0
         """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk. What a
@@ -250,6 +253,7 @@ class Checkpointer:
 
     def _watch(self) -> None:
         """See every step from here on, and copy what is durable."""
+        self._thread = threading.get_ident()
         self._tap.attach()
         self._sigterm = SigTerm.watched()
         if self._remote is not None:
@@ -267,9 +271,12 @@ class Checkpointer:
         Raises what an earlier write failed with. After an error no step is recorded any more.
         """
         self._refuse_unusable()
+        self._refuse_other_thread()
         before = self.steps_done
         with self._ending_on_error():  # of this step there may be no record, so none can follow
+            self._stepping = True
             self._step()
+            self._stepping = False
         if self.steps_done > before:  # in mid-accumulation buffers are of no step
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
@@ -281,7 +288,7 @@ class Checkpointer:
             self._loop.after_update()
         started = time.perf_counter()
         self._loop.stepped()
-        if self._tap.changed:
+        if self._tap.changed or self._loop.state.has_other_buffers():
             self._adapt(updates)
         else:
             self._survival.record(updates)
@@ -292,7 +299,7 @@ class Checkpointer:
     def _adapt(self, updates: list[Update]) -> None:
         """The step could not be recorded as those before it: what there is now is kept otherwise."""
         self._survival.give_back(updates)
-        self._loop.look()
+        self._loop.look_again()
         self._tap.watch(self._loop.state)
         self._survival.adapt()
 
@@ -453,10 +460,18 @@ class Checkpointer:
             raise BadInput("call resume() before the first step: it begins or continues the run")
 
     def _refuse_between(self) -> None:
-        if self._tap.updates:
+        self._refuse_other_thread()
+        if self._tap.updates or self._stepping:
             raise BadInput(
                 f"an optimizer has stepped since step {self.steps_done}, so a base would be of neither step."
-                " Call step() first."
+                " Call it when step() has returned."
+            )
+
+    def _refuse_other_thread(self) -> None:
+        if threading.get_ident() != self._thread:
+            raise BadInput(
+                "step(), and what makes a base, is called by the thread that called resume() and trains: another would"
+                " copy the state while it changes. Set a flag there, and call save() after step()."
             )
 
     def _refuse_closed(self) -> None:

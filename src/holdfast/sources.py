@@ -164,7 +164,7 @@ def _begin_from_run(target: Target, loop: Loop) -> None:
         loop.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step))
         found = recover(
             store, loop.state, loop.script, ranks=loop.ranks, target=target.step, exact=target.step is not None,
-            after_update=loop.after_update,
+            after_update=loop.update_again,
         )  # fmt: skip
     loop.go_on(found)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class Line:
         """Of the script of ``rank`` after the last step; the first one's if there was no such rank."""
         return self.chains[self._stream_of(rank)].progress
 
-    def replay_into(self, state: LiveState, rank: int, after_update: Callable[[], None] | None) -> None:
+    def replay_into(self, state: LiveState, rank: int, after_update: Callable[[int], None] | None) -> None:
         """Load the base and do the steps after it. What does not verify ends the line at the step before.
 
         Raises ``Damaged`` if the base cannot be had, ``Differs`` with a state that is of no use, and ``RunMismatch`` if
@@ -134,7 +134,7 @@ class Line:
         """Whether one stream has all buffers that ``state`` holds: each stage of a pipeline has its own."""
         return state.buffers().keys() <= self.atoms[stream].keys()
 
-    def _recut(self, state: LiveState, after_update: Callable[[], None] | None) -> None:
+    def _recut(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
         """Replay each stream in the cut of its writer, and take from it what ``state`` holds."""
         odd_one = after_update is not None or not all(map(is_elementwise, state.optimizers))
         if odd_one and any(chain.records for chain in self.chains.values()):
@@ -172,7 +172,7 @@ class Line:
         state: LiveState,
         sources: Mapping[str, str],
         with_buffers: str,
-        after_update: Callable[[], None] | None,
+        after_update: Callable[[int], None] | None,
     ) -> None:
         """Of each parameter of ``state`` load what its source has, and do the steps; buffers as ``with_buffers``
         has them."""
@@ -209,7 +209,7 @@ class Line:
         return BUFFERS if atom["slot"] == "buffer" else atom["name"]
 
     def _step_on(
-        self, state: LiveState, taken: Mapping[str, set[str]], after_update: Callable[[], None] | None
+        self, state: LiveState, taken: Mapping[str, set[str]], after_update: Callable[[int], None] | None
     ) -> None:
         """Do the steps; ``taken`` says by stream of which owners. The first stream's records tell of the rest."""
         loaded = {stream: self._steps_loaded(stream) for stream in taken}
@@ -251,7 +251,7 @@ class Line:
                     for stream, record, parts in records
                 ]
                 try:
-                    apply(state, several, after_update)
+                    apply(state, several, None if after_update is None else partial(after_update, step - 1))
                 except OtherCut as error:  # of a later timeline, whose own base is not whole
                     raise Differs(step) from error
                 self.watch.replayed(len(records))

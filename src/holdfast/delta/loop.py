@@ -14,6 +14,7 @@ from ..update.optimizer import is_elementwise
 from .codecs import Codec
 from .comm_hook import HookState
 from .entering import look
+from .hidden import hidden_numbers, told_of_hidden
 from .holder import replay_info
 from .hooks import Hook, with_hook
 from .options import optimizers_of
@@ -52,6 +53,8 @@ class Loop:
         self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: Hook | None = None
         self._scale = 0.0
+        self._hidden: list[dict[str, Any]] = []
+        self._buffers_were: list[tuple[int, int]] = []
         self.now: dict[str, Any] = {}
         """What the script held at the end of the last step, as JSON."""
         self.steps_done = 0
@@ -70,12 +73,37 @@ class Loop:
             self.codec, self.ranks, self._model, self._scaler, self._residuals, self._subspaces
         )
 
+    def look_again(self) -> None:
+        """See what there is now, with a warning of what there was not at the beginning. Called on all ranks."""
+        before = self.state.buffers()
+        self.look()
+        came = sorted(atom.name for key, (atom, _) in self.state.buffers().items() if key not in before)
+        if came:
+            warnings.warn(
+                f"{', '.join(came)} came into being after the run began. A resume can put them back only where they"
+                " are there before it: register them with their shapes, or run a forward pass before Checkpointer().",
+                stacklevel=5,
+            )
+
     def look(self) -> None:
         """See what there is now. Called on all ranks."""
         self.state = look(
             self.ranks, self._model, self.optimizers, self._averages, self._residuals, self._subspaces,
             own_residuals=self._hook is not None,
         )  # fmt: skip
+
+    @property
+    def update_again(self) -> Callable[[int], None] | None:
+        """What is done after an update that is replayed, after so many steps; None if nothing is."""
+        after_update = self.after_update
+        if after_update is None:
+            return None
+
+        def again(steps_done: int) -> None:
+            self.steps_done = steps_done
+            after_update()
+
+        return again
 
     def begin_anew(self) -> None:
         """From where the script is."""
@@ -100,6 +128,7 @@ class Loop:
     def attend(self) -> None:
         """``steps_done`` have been done, and the next iteration is of the step after those."""
         self._scale = self._scale_now()
+        self._hidden = [hidden_numbers(optimizer) for optimizer in self.optimizers]
         self.note()
 
     def ends_step(self, updated: bool) -> bool:
@@ -113,6 +142,9 @@ class Loop:
     def stepped(self) -> None:
         """One more step has been done."""
         self.steps_done += 1
+        if self._hidden:
+            told_of_hidden(self.optimizers, self._hidden)
+            self._hidden = []  # once is enough
         self.note()
 
     def note(self) -> None:
@@ -120,6 +152,12 @@ class Loop:
         if isinstance(self._hook, PowerState):
             self._hook.steps_done = self.steps_done
         self.now = self.script.now()
+        self._buffers_were = self._buffers_are()
+
+    @property
+    def has_begun_another(self) -> bool:
+        """Whether a buffer has changed since the last step: an iteration has begun that did not end."""
+        return self._buffers_were != self._buffers_are()
 
     def progress(self) -> dict[str, Any]:
         """Of the present step, as JSON: all of its state that is no tensor."""
@@ -130,6 +168,14 @@ class Loop:
         """Gradients are exchanged as without the hook from here on."""
         if self._hook is not None:
             self._hook.active = False
+
+    def _buffers_are(self) -> list[tuple[int, int]]:
+        """Which tensors they are, and how often these were changed; nothing where nobody asks, which is without error
+        feedback."""
+        if not self.codec.error_feedback:
+            return []
+        tensors = [tensor for _, tensor in self.state.buffers().values()]
+        return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0

@@ -20,7 +20,7 @@ from ..plan.cadence import STORAGE_FULLS, Limits
 from ..plan.tuner import FIRST_STEPS, Tuner, prior
 from ..state.live import LiveState
 from ..store.local import LocalStore
-from ..units import PAGE, format_bytes
+from ..units import format_bytes
 from .allotment import LEAST_STORAGE, left_bytes
 from .bases import BaseMaker
 from .recorder import Recorder, Task
@@ -217,7 +217,7 @@ class Pace:
         """Whether a record of ``nbytes`` may be written within the storage cap. Older bases go for it."""
         if self.tuner is not None:
             self.tuner.records_are(nbytes)
-        nbytes += 4 * PAGE  # its header, about
+        nbytes += self._recorder.header_bytes  # about
         if self._together is not None:
             return self._together.room.fits(nbytes)
         if self._store.cap_bytes is None:

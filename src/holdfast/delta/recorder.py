@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ..errors import BadInput, WriterHung
 from ..store.journal import JournalWriter, Record
+from ..units import PAGE
 from .slots import Slot, SlotPool
 
 T = TypeVar("T")
@@ -94,6 +95,8 @@ class Recorder:
         self._max_delay, self._deadline = max_delay_seconds, deadline_seconds
         self.durable_step = durable_step
         """The newest step whose record, and every one before it, survives power loss."""
+        self.header_bytes = 4 * PAGE
+        """Of a record, about: what the largest took of those written last."""
         self.written_bytes = 0
         self.write_seconds = 0.0
         self.last_put = durable_step
@@ -302,7 +305,7 @@ class Recorder:
             records = [
                 Record(sealed.step, sealed.about, self._pack(sealed.about, sealed.parts)) for sealed in steps
             ]
-            self._journal.append(records, self.beat)
+            self.header_bytes = self._journal.append(records, self.beat)
         self._pool.give([slot for sealed in steps for slot in sealed.slots])
         with self._changed:  # whoever finds nothing waiting any more may free the slots
             done = self._at_once if isinstance(group, Task) and group.at_once else self._waiting

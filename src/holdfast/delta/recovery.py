@@ -41,7 +41,7 @@ def recover(
     target: int | None = None,
     exact: bool = False,
     continuing: bool = False,
-    after_update: Callable[[], None] | None = None,
+    after_update: Callable[[int], None] | None = None,
     watch: Recovery | None = None,
 ) -> Recovered:
     """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
@@ -130,7 +130,7 @@ def _line_from(
     ranks: Ranks,
     target: int | None,
     continuing: bool,
-    after_update: Callable[[], None] | None,
+    after_update: Callable[[int], None] | None,
     odd: list[str],
     watch: Recovery | None,
 ) -> Line | None:

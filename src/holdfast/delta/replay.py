@@ -97,10 +97,13 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
     buffers = {}
     if about["buffers"] is not None and BUFFERS not in first.skipped:
         buffers = tensors_of(first.parts[about["buffers"]])
-    state.load(buffers)
     if after_update is not None and about["updates"]:
+        own = state.buffers(
+            beside=False
+        ).keys()  # others, such as a count of averages, it finds as the last step left them
+        state.load({key: buffer for key, buffer in buffers.items() if key in own})
         after_update()
-        state.load(buffers)  # they were recorded after it
+    state.load(buffers)  # they were recorded after it
 
 
 def _gradients(record: Taken, number: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ class Sealer:
     def __init__(self, state: LiveState) -> None:
         self._digests: dict[str, str] = {}
         self._forgotten = False
-        self._shapes = {key: tensor.shape for key, (_, tensor) in state.buffers().items()}
+        self._kinds = {key: (atom.dtype, atom.shape) for key, (atom, _) in state.buffers().items()}
 
     def forget(self) -> None:
         """The next record follows a base, whatever was recorded before it."""
@@ -71,14 +71,20 @@ class Sealer:
         sealed.about["fingerprint"] = hashed(samples)
 
     def _buffers(self, state: LiveState) -> dict[str, torch.Tensor]:
-        """The model's buffers, of the shapes that they had."""
+        """All buffers, of the shapes and dtypes that they had."""
         found = {}
-        for key, (_, tensor) in state.buffers(beside=False).items():
-            was = self._shapes.setdefault(key, tensor.shape)
-            if tensor.shape != was:
+        for key, (atom, tensor) in state.buffers().items():
+            now = (atom.dtype, atom.shape)
+            was = self._kinds.setdefault(key, now)
+            if now != was:
                 raise BadInput(
-                    f"buffer {key.rpartition('/')[0]} was {tuple(was)} and is {tuple(tensor.shape)} now, which a resume"
-                    " could not put back. Give it its final shape, or register it with persistent=False."
+                    f"buffer {atom.name} was {_told(was)} and is {_told(now)} now, which a resume could not put back."
+                    " Give it its final shape and dtype, or register it with persistent=False."
                 )
             found[key] = tensor
         return found
+
+
+def _told(kind: tuple[str, tuple[int, ...]]) -> str:
+    dtype, shape = kind
+    return f"{dtype} {shape}"

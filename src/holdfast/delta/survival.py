@@ -146,9 +146,9 @@ class Survival(ABC):
 
     def finish(self) -> None:
         """Make a base where what is durable does not hold all that there is."""
-        residuals = self._loop.state.residuals
         if not self.begun:
             return
+        residuals = {} if self._loop.has_begun_another else self._loop.state.residuals
         if residuals:
             self.settle()  # a base that is under way may be of this very step
         needed = not self.complete or bool(residuals and self.base_step < self._loop.steps_done)

@@ -71,23 +71,30 @@ class Tap:
         """Since the iteration began."""
         self.changed = False
         """Whether a step could not be recorded, since slots have no place for a gradient (a parameter was added, or is
-        trained now, or a group was added), another pre-hook was to run after this one, or an update failed."""
+        trained now, or left a group, or a group came or went), another pre-hook was to run after this one, or an update
+        failed."""
         self.seconds = 0.0
         """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
         self._ended: list[Any] = []
         self._open = [0 for _ in state.optimizers]
-        self._num_groups = [len(optimizer.param_groups) for optimizer in state.optimizers]
+        self._members = [_members(optimizer) for optimizer in state.optimizers]
 
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
         self._state, self._places, self.changed = state, _places(state), False
         self._stored = {parameter.name for parameter in state.stored}
-        self._num_groups = [len(optimizer.param_groups) for optimizer in state.optimizers]
+        self._members = [_members(optimizer) for optimizer in state.optimizers]
 
     def attach(self) -> None:
+        """Raises ``BadInput`` if an optimizer has another tap."""
         for index, optimizer in enumerate(self._state.optimizers):
-            hook = optimizer.register_step_pre_hook(_hook_of(self, index))
+            if any(isinstance(hook, _Hook) for hook in optimizer._optimizer_step_pre_hooks.values()):
+                raise BadInput(
+                    f"the steps of this {type(optimizer).__name__} are recorded by another Checkpointer. Close it"
+                    " first; copies of one run in several places are made by remote= or `holdfast push`."
+                )
+            hook = optimizer.register_step_pre_hook(_Hook(self, index))
             self._hooks.append((optimizer, hook))
             self._ended.append(optimizer.register_step_post_hook(_end_hook_of(self, index)))
 
@@ -138,7 +145,7 @@ class Tap:
         _refuse_scaled(self._codec, scaled)
         slot = self._slot_for(index)
         # All ranks see the same here, whatever each of them stores: they go on without a record together.
-        known = _fit(trained, self._places[index]) and len(optimizer.param_groups) == self._num_groups[index]
+        known = _fit(trained, self._places[index]) and _members(optimizer) == self._members[index]
         room = slot if known and self._is_last(index) else None
         update = Update(index, slot, None, self._codec.about(), _by_value(optimizer), without, scaled)
         self.updates.append(update)
@@ -194,8 +201,15 @@ class Tap:
         return self._take_slot()
 
 
-def _hook_of(tap: Tap, index: int) -> Callable[..., None]:
-    return lambda optimizer, args, kwargs: tap.before_step(index, args, kwargs)
+@dataclass(frozen=True, eq=False)
+class _Hook:
+    """The pre-hook of one optimizer."""
+
+    tap: Tap
+    index: int
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.tap.before_step(self.index, args, kwargs)
 
 
 def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
@@ -220,6 +234,11 @@ def scale(grads: list[torch.Tensor], coefficient: torch.Tensor) -> None:
 
 Place = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a gradient that slots have room for."""
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """By group, which parameters it has."""
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _places(state: LiveState) -> list[dict[str, Place]]:

@@ -57,10 +57,12 @@ class LiveState:
         self.subspaces: dict[torch.Tensor, torch.Tensor] = {} if subspaces is None else subspaces
         self.parameters: tuple[CapturedParameter, ...] = captures[0].parameters
         self._buffers, self._buffers_beside = captures[0].buffers, {}
+        self._modules = [part for module in (model, *(beside or {}).values()) for part in module.modules()]
         for prefix, module in (beside or {}).items():
             captured = capture(module)
             self.parameters += tuple(_named(p, prefix) for p in captured.parameters)
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
+        self._had_buffers = {id(module): names for module in self._modules if (names := _persistent(module))}
         self._optimizer_of: dict[str, int] = {}
         for index, captured in enumerate(captures):
             for parameter in captured.parameters:
@@ -121,6 +123,11 @@ class LiveState:
         places = self._buffers | self._buffers_beside if beside else self._buffers
         return dict(_held(name, "buffer", buffer_at(place)) for name, place in places.items())
 
+    def has_other_buffers(self) -> bool:
+        """Whether a persistent buffer has come or gone since this was made."""
+        here = {id(module): names for module in self._modules if (names := _persistent(module))}
+        return here != self._had_buffers
+
     def values(self) -> dict[str, dict[str, Any]]:
         """What optimizers hold for stored parameters that is no tensor, by parameter and slot, as JSON."""
         found = {}
@@ -145,7 +152,10 @@ class LiveState:
             if name not in names and name in self.elsewhere:
                 continue
             if name not in names or (slot not in ("param", "buffer") and name not in self._optimizer_of):
-                raise _mismatch(f"it has {key}, and this one has no such tensor")
+                made_later = " yet: run a forward pass before the Checkpointer is made, if that makes it"
+                raise _mismatch(
+                    f"it has {key}, and this one has no such tensor{made_later if slot == 'buffer' else ''}"
+                )
 
     def forget_optimizer_state(self) -> None:
         """Before ``load`` and ``load_values`` of all there is: what they do not name, optimizers do not hold."""
@@ -216,6 +226,12 @@ class LiveState:
     def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
         index = self._optimizer_of.get(parameter.name)
         return {} if index is None else self.optimizers[index].state.get(parameter.parameter, {})
+
+
+def _persistent(module: nn.Module) -> list[str]:
+    """Names of the buffers that it has now."""
+    hidden = module._non_persistent_buffers_set
+    return [name for name, buffer in module._buffers.items() if buffer is not None and name not in hidden]
 
 
 def _copy_common(held: torch.Tensor, here: Box, value: torch.Tensor, box: Box) -> None:

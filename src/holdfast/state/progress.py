@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import random
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ from ..errors import BadInput, RunMismatch
 from ..units import counted
 from .capture import FROM_NAME, TO_NAME
 
+ARRAYS = {
+    np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8")
+}
+"""What arrays may be of: what torch has too."""
+
 
 def encode(value: Any, where: str = "progress") -> Any:
     """``value`` as JSON-able data. Raises ``BadInput`` naming the first thing that cannot be stored."""
@@ -27,27 +33,36 @@ def encode(value: Any, where: str = "progress") -> Any:
     if isinstance(value, bytes):
         return {"__bytes__": base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
+        if value.dtype not in TO_NAME:
+            raise _refused(where, f"tensor of {value.dtype}")
         raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return {
             "__tensor__": TO_NAME[value.dtype],
             "shape": list(value.shape),
             "bytes": base64.b64encode(raw).decode(),
         }
-    if isinstance(value, np.ndarray):
-        return {"__array__": encode(torch.from_numpy(np.ascontiguousarray(value)), where)}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, tuple):
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+        if array.dtype.newbyteorder("=") not in ARRAYS:
+            raise _refused(where, f"{type(value).__name__} of {array.dtype}")
+        native = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
+        key = "__array__" if isinstance(value, np.ndarray) else "__number__"
+        return {key: encode(torch.from_numpy(native), where)}
+    if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
         return {"__tuple__": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
     if isinstance(value, list):
         return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, dict):
+    if type(value) in (dict, OrderedDict):
         items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
         return dict(items) if plain else {"__dict__": items}
-    raise BadInput(
-        f"{where} holds a {type(value).__name__}, which cannot be stored by value. "
-        "Leave it out of state_dict() and rebuild it on resume."
+    raise _refused(where, type(value).__name__)
+
+
+def _refused(where: str, what: str) -> BadInput:
+    return BadInput(
+        f"{where} holds a {what}, which cannot be stored by value. Leave it out of state_dict() and rebuild it on"
+        " resume, or make plain numbers, lists and dicts of it."
     )
 
 
@@ -65,6 +80,8 @@ def decode(value: Any) -> Any:
         return base64.b64decode(value["__bytes__"])
     if "__array__" in value:
         return decode(value["__array__"]).numpy()
+    if "__number__" in value:
+        return decode(value["__number__"]).numpy()[()]
     if "__tuple__" in value:
         return tuple(decode(item) for item in value["__tuple__"])
     if "__dict__" in value:

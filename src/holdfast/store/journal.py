@@ -138,9 +138,9 @@ class JournalWriter:
         """Of the present segment."""
         return self._capacity - self._end if self._file is not None else 0
 
-    def append(self, records: Sequence[Record], beat: Callable[[], None] | None = None) -> None:
+    def append(self, records: Sequence[Record], beat: Callable[[], None] | None = None) -> int:
         """Write ``records``, in the order of their steps, and sync them. When this returns, they survive power loss.
-        ``beat`` is called as the write gets on.
+        ``beat`` is called as the write gets on. Returns the bytes of the largest header.
 
         Raises ``DiskFailed``; the next call then begins another segment.
         """
@@ -161,8 +161,10 @@ class JournalWriter:
             raise
         self._end += sum(map(len, memory))
         self._digest = xxhash.xxh3_128_hexdigest(headers[-1].view)
+        largest = max(len(header.view) for header in headers)
         for header in headers:
             header.free()
+        return largest
 
     def close(self) -> None:
         """Close the segment. Nothing may be under way. A second call does nothing."""

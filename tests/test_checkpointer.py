@@ -452,7 +452,7 @@ def test_an_optimizer_that_is_not_elementwise_gets_bases_of_one_step(tmp_path, m
         memory=memory,
     ) as checkpointer:
         if memory == "270MB":
-            checkpointer._staging_bytes = 1  # no room for a copy of everything
+            checkpointer._survival.staging_bytes = 1  # no room for a copy of everything
         checkpointer.resume()
         for i in range(8):
             loop.iteration(i, checkpointer.step)

@@ -29,12 +29,12 @@ from .delta.options import (
     refuse_clipping,
     refuse_of_several,
     refuse_other_calls,
-    refuse_taken,
 )
 from .delta.pulse import Pulse
 from .delta.ranks import Ranks
 from .delta.recorder import BOUND
 from .delta.recording import Recording
+from .delta.recovery import Recovered
 from .delta.remote import Remote
 from .delta.replica import refuse_with_a_replica
 from .delta.replicating import Replicating
@@ -109,7 +109,6 @@ class Checkpointer:
     ) -> None:
         """Raises ``BadInput`` and its kin with nothing written."""
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
-        things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         self._ranks = ranks = Ranks.here(deadline_seconds)
         self._events = EventLog(Path(run) / "events.jsonl" if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
@@ -120,22 +119,24 @@ class Checkpointer:
                 recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds,
                 direct=direct, bytes_per_step=BASE_BYTES_PER_STEP, most_pending=BOUND,
             )  # fmt: skip
-            if disk is None:
-                check_place(run)
-            refuse_taken(also or {}, things)
             self._loop = Loop(
-                ranks, model, optimizer, {**things, **(also or {})},
+                ranks, model, optimizer, scheduler=scheduler, loader=loader, scaler=scaler, also=also or {},
                 codec=codec, averages=averages, after_update=after_update,
             )  # fmt: skip
             refuse_of_several(ranks, when_behind)
             if replica is not False:
-                refuse_with_a_replica(
-                    ranks, self._loop.optimizers, codec, after_update, averages, when_behind, storage
-                )
+                them = self._loop.optimizers
+                refuse_with_a_replica(ranks, them, codec, after_update, averages, when_behind, storage)
+            if disk is None:
+                check_place(run)
 
         def prepare() -> None:
             refuse_clipping(self._loop.state, clip_norm)
-            self._survival = self._surviving(run, replica)
+            if replica is False:
+                self._survival: Survival = Recording(self._loop, self._options, self._events)
+            else:
+                place = tier.MEMORY if replica is True else Path(replica)
+                self._survival = Replicating(self._loop, self._options, self._events, run=run, memory=place)
             if remote is not None and ranks.rank == 0:
                 self._remote = Remote(run, remote, keep, self._events)
 
@@ -157,13 +158,6 @@ class Checkpointer:
         self.stall_seconds = 0.0
         """How long the last step kept the training thread: copies, ``step()`` itself, and waiting for the disk. What a
         lossy codec does to gradients is training, and not in it."""
-
-    def _surviving(self, run: str | Path, replica: bool | str | Path) -> Survival:
-        """How steps are kept."""
-        if replica is False:
-            return Recording(self._loop, self._options, self._events)
-        memory = tier.MEMORY if replica is True else Path(replica)
-        return Replicating(self._loop, self._options, self._events, run=run, memory=memory)
 
     @property
     def steps_done(self) -> int:
@@ -229,23 +223,27 @@ class Checkpointer:
             found = self._survival.enter(
                 self._store, target, step is not None, exactness == "continuation", show
             )
-            if found is not None:
-                self._loop.go_on(found)
-            elif target:
+            if found is None and target:
                 raise BadInput(
                     f"{self._store.root} has no step yet; call resume() without one to begin the run"
                 )
-            else:
-                self._loop.begin_anew()
-                if start is not None:
-                    begin_from(start, self._loop, self._events.emit)
-            self._loop.attend()
+            self._go_on_from(found, start)
             self._survival.begin(found)
             self._watch()
         except BaseException:
             self.close(save=False)
             raise
         return self.steps_done
+
+    def _go_on_from(self, found: Recovered | None, start: From | None) -> None:
+        """Where the run was, or in a fresh one from ``start``, or from where the script is."""
+        if found is not None:
+            self._loop.go_on(found)
+        else:
+            self._loop.begin_anew()
+            if start is not None:
+                begin_from(start, self._loop, self._events.emit)
+        self._loop.attend()
 
     def _check_remote(self) -> None:
         if self._remote is not None:

@@ -165,7 +165,7 @@ def test_a_step_without_a_base_cannot_be_had_continuation_exact(tmp_path):
 def test_residuals_that_do_not_fit_the_staging_share_make_training_wait(tmp_path, small_units):
     states, _ = uninterrupted(tmp_path / "whole", TopK(0.2))
     loop, checkpointer = start(tmp_path / "run", TopK(0.2), base_every=4)
-    checkpointer._staging_bytes = 1
+    checkpointer._survival.staging_bytes = 1
     checkpointer.resume()
     go_on(loop, checkpointer, 9)
     checkpointer.close(save=False)

@@ -283,7 +283,7 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
         tmp_path, model=model, optimizer=optimizer, memory=4_000_000, base_every=3
     ) as checkpointer:
         checkpointer.resume()
-        share = checkpointer._staging_bytes
+        share = checkpointer._survival.staging_bytes
         for _ in range(12):
             model(torch.randn(2, 4)).backward()
             optimizer.step()

@@ -24,9 +24,10 @@ from ..delta.ranks import stream_of
 from ..errors import BadInput, Damaged, RunMismatch
 from ..state.atoms import Atom
 from ..store.layout import Layout
-from ..store.local import LocalStore, Written
+from ..store.local import LocalStore
 from ..store.manifest import Manifest, Timeline
 from ..store.retention import Keep
+from ..store.written import Written
 from ..universal.keys import KEY, name_all
 from .dcp_items import Resolved, Save, box_of, index_of, kind_of, name_of, nbytes_of, value_of
 

@@ -12,10 +12,11 @@ from typing import Any
 from .. import failpoints
 from ..errors import BadInput, Damaged, NoCommit
 from ..state.live import LiveState
-from ..store.local import LocalStore, Written
+from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
 from ..store.pruning import reach_needs
 from ..store.retention import Keep
+from ..store.written import Written
 from .bases import divided, of_one_base, owned_by
 from .holder import rebuilt
 from .image import Image

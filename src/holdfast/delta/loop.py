@@ -17,7 +17,7 @@ from .entering import look
 from .hidden import hidden_numbers, told_of_hidden
 from .holder import replay_info
 from .hooks import Hook, with_hook
-from .options import optimizers_of
+from .options import optimizers_of, refuse_taken
 from .powersgd import PowerState
 from .ranks import Ranks
 from .recovery import Recovered
@@ -27,8 +27,8 @@ Averages = nn.Module | Mapping[str, nn.Module] | None
 
 
 class Loop:
-    """On this rank of ``ranks``. ``things`` have a state of their own, by name; None is one that is not there. First
-    come ``hook_up`` and ``look``, then ``go_on`` and ``attend``, then ``ends_step`` and ``stepped``."""
+    """On this rank of ``ranks``, with what was given to a ``Checkpointer``. First come ``hook_up`` and ``look``, then
+    ``go_on`` or ``begin_anew``, and ``attend``; then ``ends_step`` and ``stepped`` in every iteration."""
 
     state: LiveState
     """What there is since the last ``look``."""
@@ -38,8 +38,11 @@ class Loop:
         ranks: Ranks,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        things: Mapping[str, Any],
         *,
+        scheduler: Any,
+        loader: Any,
+        scaler: Any,
+        also: Mapping[str, Any],
         codec: Codec,
         averages: Averages,
         after_update: Callable[[], None] | None,
@@ -47,8 +50,11 @@ class Loop:
         """Raises ``BadInput`` for what is no optimizer, or has no state to be kept."""
         self.ranks, self.codec, self.after_update = ranks, codec, after_update
         self.optimizers = optimizers_of(optimizer)
-        self.script = Script(self.optimizers, {name: it for name, it in things.items() if it is not None})
-        self._model, self._averages, self._scaler = model, averages, things.get("scaler")
+        things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
+        refuse_taken(also, things)
+        things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}
+        self.script = Script(self.optimizers, things)
+        self._model, self._averages, self._scaler = model, averages, scaler
         self._residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: Hook | None = None

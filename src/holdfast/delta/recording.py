@@ -135,7 +135,7 @@ class Recording(Survival):
         """What makes bases; of several ranks each its share."""
         loop, options, emit = self._loop, self._options, self._events.emit
         means = Means(
-            options.staging_bytes, options.bytes_per_step, options.storage_bytes, not loop.is_elementwise,
+            self.staging_bytes, options.bytes_per_step, options.storage_bytes, not loop.is_elementwise,
             options.when_behind,
         )  # fmt: skip
         together = None if loop.ranks.alone else Together(loop.ranks, self._store, emit)

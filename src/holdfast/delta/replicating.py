@@ -32,7 +32,7 @@ class Replicating(Survival):
         """Raises ``BadInput`` if there can be no replica of the loop's state."""
         super().__init__(loop, options, events)
         self.replica = (Replica if loop.ranks.alone else Replicas)(
-            run, loop.state, memory=memory, staging_bytes=options.staging_bytes, base_every=options.base_every,
+            run, loop.state, memory=memory, staging_bytes=self.staging_bytes, base_every=options.base_every,
             keep=options.keep, direct=options.direct, deadline_seconds=options.deadline_seconds, events=events,
             ranks=loop.ranks,
         )  # fmt: skip

@@ -33,6 +33,7 @@ class Survival(ABC):
     def __init__(self, loop: Loop, options: Options, events: EventLog) -> None:
         """Nothing is begun. Raises ``BadInput`` if there is no memory for two steps."""
         self._loop, self._options, self._events = loop, options, events
+        self.staging_bytes = options.staging_bytes
         self._num_slots = self._slots_that_fit()
         self._sealer = Sealer(loop.state)
         self.agreement: Agreement | None = None
@@ -74,7 +75,7 @@ class Survival(ABC):
         ring_bytes = len(self.pool.slots) * self.pool.slot_bytes
         return {
             "replica": self.beside, "memory": self._options.memory_bytes, "storage": self._options.storage_bytes,
-            "ring_bytes": ring_bytes, "staging_bytes": self._options.staging_bytes,
+            "ring_bytes": ring_bytes, "staging_bytes": self.staging_bytes,
         }  # fmt: skip
 
     # Beginning

@@ -13,6 +13,14 @@ from typing import Protocol
 
 from holdfast.errors import RunMismatch, StaleCommit
 
+LOCK = "lock"
+"""Of a run: the file of the first rank, which publishes."""
+
+
+def lock_of(rank: int) -> str:
+    """The file of another rank."""
+    return f"{LOCK}.rank-{rank:05d}"
+
 
 class HeldLock(Protocol):
     """A lock that was taken, of any disk."""

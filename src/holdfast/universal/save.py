@@ -12,8 +12,9 @@ import numpy as np
 from ..errors import BadInput, DiskFull
 from ..state.boxes import Box
 from ..store.layout import Layout
-from ..store.local import LocalStore, Written
+from ..store.local import LocalStore
 from ..store.manifest import Manifest
+from ..store.written import Written
 from ..units import MiB, format_bytes
 from .load import read_flat
 from .source import Source, Stored

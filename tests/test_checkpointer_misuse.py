@@ -264,7 +264,7 @@ def test_a_buffer_of_another_shape_is_told_at_its_step(tmp_path):
     checkpointer, _ = of(tmp_path, model, optimizer)
     iterate(model, optimizer, checkpointer)
     model.flag = torch.zeros(5)
-    with pytest.raises(BadInput, match=r"buffer flag was \(2,\) and is \(5,\) now"):
+    with pytest.raises(BadInput, match=r"buffer flag was F32 \(2,\) and is F32 \(5,\) now"):
         iterate(model, optimizer, checkpointer)
     checkpointer.close()
     other, its = with_flag(1)

@@ -152,6 +152,7 @@ class Checkpointer:
         self._sigterm: SigTerm | None = None
         self._failure: BaseException | None = None
         self._closed = False
+        self._process = os.getpid()
         self._stepping = False
         self._thread = 0
         self._stepped_at = 0.0
@@ -279,6 +280,7 @@ class Checkpointer:
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
     def _step(self) -> None:
+        self._tap.look_for_unseen()
         updates = self._tap.take()
         if not self._loop.ends_step(bool(updates)):
             return
@@ -290,7 +292,7 @@ class Checkpointer:
             self._adapt(updates)
         else:
             self._survival.record(updates)
-        self._tap.be_last()
+        self._tap.settle()
         self._survival.go_on()
         self._time(started)
 
@@ -361,8 +363,9 @@ class Checkpointer:
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a base, and leave nothing behind: no hook, no thread, no lock. A second
-        call does nothing. A SIGTERM that came after the last ``step`` ends the process here."""
-        if self._closed:
+        call does nothing, nor does one in a fork of the process. A SIGTERM that came after the last ``step`` ends the
+        process here."""
+        if self._closed or self._is_forked:
             return
         self._closed = True
         self._tap.detach()
@@ -416,7 +419,7 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is None:
             self.close()
-        else:
+        elif not self._is_forked:
             self._tell(error)
             with suppress(Exception):
                 self.close(save=False)
@@ -451,7 +454,8 @@ class Checkpointer:
             raise self._failure
         if self._failure is not None:
             raise EngineFailed(
-                f"a call was interrupted. Step {self.durable_step} is durable: make another Checkpointer to resume"
+                f"a call was interrupted. Step {self.durable_step} is durable: close this Checkpointer, and"
+                " make another to resume"
             )
         self._survival.check()
         if not self._survival.begun:
@@ -460,9 +464,9 @@ class Checkpointer:
     def _refuse_between(self) -> None:
         self._refuse_other_thread()
         if self._tap.updates or self._stepping:
+            after = "Wait until step() has returned." if self._stepping else "Call step() first."
             raise BadInput(
-                f"an optimizer has stepped since step {self.steps_done}, so a base would be of neither step."
-                " Call it when step() has returned."
+                f"an optimizer has stepped since step {self.steps_done}, so a base would be of neither step. {after}"
             )
 
     def _refuse_other_thread(self) -> None:
@@ -472,6 +476,14 @@ class Checkpointer:
                 " copy the state while it changes. Set a flag there, and call save() after step()."
             )
 
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
+
     def _refuse_closed(self) -> None:
+        if self._is_forked:
+            raise EngineFailed(
+                f"the checkpointer of {self._store.root} belongs to process {self._process}, and this is a fork of it"
+            )
         if self._closed:
             raise EngineFailed(f"the checkpointer of {self._store.root} is closed; make another to resume")

@@ -451,7 +451,7 @@ def test_a_segment_that_is_begun_while_room_is_counted_is_not_counted_as_free_al
     """As the recorder's thread does it between any two of the numbers."""
 
     class Rolling:
-        pending_bytes = 0
+        pending_bytes = pending = header_bytes = 0
 
         @property
         def segment_free_bytes(self):

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 from ..errors import BadInput
+from ..state.live import CARRIED
+
+RESERVED = ("param", "buffer", *CARRIED)
+"""Slots that are no optimizer's."""
 
 
 def hidden_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -20,7 +24,7 @@ def hidden_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def told_of_hidden(optimizers: Sequence[torch.optim.Optimizer], before: Sequence[dict[str, Any]]) -> None:
     """After a step, ``before`` which the attributes were others: warn of those that changed.
 
-    Raises ``BadInput`` for state that belongs to no parameter.
+    Raises ``BadInput`` for state that belongs to no parameter, or under a name that no optimizer can have.
     """
     for optimizer, was in zip(optimizers, before, strict=True):
         kind = type(optimizer).__name__
@@ -29,6 +33,13 @@ def told_of_hidden(optimizers: Sequence[torch.optim.Optimizer], before: Sequence
             raise BadInput(
                 f"{kind} keeps state[{odd[0]!r}], which belongs to no parameter, so commits could not hold it. Keep it"
                 " in the state of a parameter, or in param_groups."
+            )
+        names = {name for held in optimizer.state.values() for name in held}
+        taken = [name for name in names if not isinstance(name, str) or name in RESERVED or "/" in name]
+        if taken:
+            raise BadInput(
+                f"{kind} keeps state under the name {taken[0]!r}, which commits need for themselves:"
+                " keep it under another"
             )
         changed = [name for name, value in hidden_numbers(optimizer).items() if was.get(name, value) != value]
         if changed:

@@ -21,6 +21,7 @@ from ..state.live import LiveState
 from ..state.progress import hyper_parameters
 from .codecs import Codec, Trained, trained_of
 from .slots import Slot
+from .unseen import Unseen
 
 CONSUMED = ("grad_scale", "found_inf")
 """Attributes by which a ``GradScaler`` hands over to a fused optimizer."""
@@ -79,12 +80,14 @@ class Tap:
         self._ended: list[Any] = []
         self._open = [0 for _ in state.optimizers]
         self._members = [_members(optimizer) for optimizer in state.optimizers]
+        self._unseen = Unseen(state)
 
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
         self._state, self._places, self.changed = state, _places(state), False
         self._stored = {parameter.name for parameter in state.stored}
         self._members = [_members(optimizer) for optimizer in state.optimizers]
+        self._unseen.watch(state)
 
     def attach(self) -> None:
         """Raises ``BadInput`` if an optimizer has another tap."""
@@ -97,6 +100,7 @@ class Tap:
             hook = optimizer.register_step_pre_hook(_Hook(self, index))
             self._hooks.append((optimizer, hook))
             self._ended.append(optimizer.register_step_post_hook(_end_hook_of(self, index)))
+        self._unseen.settle()
 
     def detach(self) -> None:
         for hook in [*(hook for _, hook in self._hooks), *self._ended]:
@@ -104,10 +108,17 @@ class Tap:
         self._hooks.clear()
         self._ended.clear()
 
-    def be_last(self) -> None:
-        """Let other pre-hooks, which may change gradients, run first."""
+    def settle(self) -> None:
+        """The step is over. Other pre-hooks, which may change gradients, run first from here on."""
+        self._unseen.settle()
         for optimizer, hook in self._hooks:
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
+
+    def look_for_unseen(self) -> None:
+        """Set ``changed``, with a warning, if parameters were changed since their optimizer stepped. Raises
+        ``BadInput`` if none stepped."""
+        if self._unseen.found(bool(self.updates)):
+            self.changed = True
 
     def take(self) -> list[Update]:
         """The updates of the iteration, which ends. ``changed`` is set if one of them did not return."""
@@ -120,6 +131,8 @@ class Tap:
     def after_step(self, index: int) -> None:
         """The post-hook of optimizer ``index``, which an update that fails does not reach."""
         self._open[index] -= 1
+        if not self._open[index]:
+            self._unseen.stepped(index)
 
     def before_step(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """The pre-hook of optimizer ``index``."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
 from .atoms import TORCH_NAMES
@@ -99,6 +100,10 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     plain, known = plain_paths(model), _Known()
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module._parameters.items():
+            if parameter is not None and is_lazy(parameter):
+                raise ModelNotSupported(
+                    f"parameter {join(path, name)} has no shape before a first forward pass: run one before this"
+                )
             if parameter is not None:
                 known.add(join(plain[path], name), join(path, name), parameter)
                 names.setdefault(id(parameter), []).append(join(plain[path], name))
@@ -167,6 +172,11 @@ def _refuse_extra_state(model: nn.Module) -> None:
 
 
 def _refuse_unstorable(name: str, buffer: torch.Tensor) -> None:
+    if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+        raise ModelNotSupported(
+            f"buffer {name} is expanded: several of its elements are one in memory, so it cannot be put back. Register"
+            " it as buffer.clone(), or with persistent=False."
+        )
     if buffer.dtype not in TO_NAME:
         raise ModelNotSupported(
             f"buffer {name} is {buffer.dtype}, which commits do not hold. Register it with persistent=False if the "

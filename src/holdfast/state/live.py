@@ -106,6 +106,10 @@ class LiveState:
         """Whether one of the optimizers changes it."""
         return parameter.requires_grad and parameter.name in self._optimizer_of
 
+    def optimizer_of(self, parameter: CapturedParameter) -> int | None:
+        """Which of the optimizers has it."""
+        return self._optimizer_of.get(parameter.name)
+
     def owned(self, parameter: CapturedParameter) -> Held:
         """The parameter and the tensors that its optimizer holds for it."""
         held: dict[str, torch.Tensor] = {"param": parameter.parameter.detach()}

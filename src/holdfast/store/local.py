@@ -224,8 +224,10 @@ class LocalStore(SharedCommits):
         try:
             return unit.acquire()
         except PoolExhausted:
-            if self.keep is None or not self.make_room(unit.layout.file_bytes):
+            if self.keep is None:
                 raise
+            if not self.make_room(unit.layout.file_bytes):
+                return unit.acquire()  # of a base that went for it
             self.used_bytes += unit.layout.file_bytes
             return unit.acquire_new()
 

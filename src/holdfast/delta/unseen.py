@@ -1,0 +1,61 @@
+"""Unseen: parameters that something else than an optimizer changes, which records do not hold.
+
+Each tensor counts its changes in place. The count moves by what an optimizer does, and by what is done to the tensor
+itself; not by what is done through ``.data`` or NumPy.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from ..errors import BadInput
+from ..state.live import LiveState
+
+
+class Unseen:
+    """Of the parameters of ``state``. ``settle`` at the end of each step, ``stepped`` after each optimizer's."""
+
+    def __init__(self, state: LiveState) -> None:
+        self._told = False
+        self.watch(state)
+
+    def watch(self, state: LiveState) -> None:
+        """From here on ``state`` says what there is."""
+        self._state = state
+        self.settle()
+
+    def settle(self) -> None:
+        """What parameters are now is known."""
+        self._counts = [p.parameter._version for p in self._state.parameters]
+
+    def stepped(self, index: int) -> None:
+        """What optimizer ``index`` has done is known."""
+        for position, p in enumerate(self._state.parameters):
+            if self._state.optimizer_of(p) == index:
+                self._counts[position] = p.parameter._version
+
+    def found(self, updated: bool) -> bool:
+        """Whether parameters were changed otherwise, with a warning at the first time.
+
+        Raises ``BadInput`` unless an optimizer has ``updated`` others: nothing of the run would be recorded.
+        """
+        both = zip(self._state.parameters, self._counts, strict=True)
+        names = [p.name for p, count in both if p.parameter._version != count]
+        if not names:
+            return False
+        others = f" and {len(names) - 1} others" if names[1:] else ""
+        if not updated:
+            raise BadInput(
+                f"{names[0]}{others} changed, and none of the optimizers that the Checkpointer was given has stepped,"
+                " so nothing could be recorded of that. Give it the optimizer whose step() the script calls; one that"
+                " wraps another is given as the one inside."
+            )
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"{names[0]}{others} changed after the optimizer's step, which no record would bring back: a base is"
+                " made of every such step, which takes long. Pass what changes them as after_update=: then it is done"
+                " in a replay, too.",
+                stacklevel=5,
+            )
+        return True

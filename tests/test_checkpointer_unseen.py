@@ -1,0 +1,412 @@
+"""What scripts do beside the optimizer's step, and keep beside its state: it is in the run, or it is told."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import threading
+from collections import Counter, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
+from holdfast.state.progress import decode, encode
+
+
+class Loop:
+    """A model, its optimizer, and an iteration by number; ``then`` is done after the optimizer's step."""
+
+    def __init__(self, model=None, optimizer=None, then=lambda loop, i: None):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if model is None else model()
+        kind = (lambda p: torch.optim.AdamW(p, lr=0.05)) if optimizer is None else optimizer
+        self.optimizer = kind(self.model.parameters())
+        self.then = then
+
+    def iterate(self, i):
+        data = torch.randn(4, 4, generator=torch.Generator().manual_seed(i))
+        self.model(data).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.then(self, i)
+
+    def go(self, checkpointer, until):
+        while checkpointer.steps_done < until:
+            self.iterate(checkpointer.steps_done)
+            checkpointer.step()
+
+    def checkpointer(self, run, **options):
+        made = holdfast.Checkpointer(run, model=self.model, optimizer=self.optimizer, **options)
+        return made, made.resume()
+
+    def state(self):
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()["state"]))
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return all(map(same, a, b)) if isinstance(a, tuple) else a == b
+
+
+def recovered(tmp_path, make, steps, options=lambda loop: {}):
+    """The loop after ``steps``, and one that resumed from what a kill at that moment leaves."""
+    loop = make()
+    checkpointer, _ = loop.checkpointer(tmp_path / "run", **options(loop))
+    with checkpointer:
+        loop.go(checkpointer, steps)
+        checkpointer.wait()
+        assert checkpointer.durable_step == steps
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+    again = make()
+    other, done = again.checkpointer(tmp_path / "killed", **options(again))
+    other.close()
+    assert done == steps
+    return loop, again
+
+
+# When a base may be made
+
+
+def test_no_base_is_made_inside_of_step(tmp_path):
+    told = []
+
+    def update():
+        with pytest.raises(BadInput, match=r"Wait until step\(\) has returned"):
+            checkpointer.save()
+        told.append(checkpointer.steps_done)
+
+    loop = Loop()
+    checkpointer, _ = loop.checkpointer(tmp_path, after_update=update)
+    with checkpointer:
+        loop.go(checkpointer, 3)
+    assert told == [0, 1, 2]
+
+
+def test_no_base_is_made_by_another_thread_than_the_one_that_trains(tmp_path):
+    loop, told = Loop(), []
+
+    def save():
+        try:
+            checkpointer.save()
+        except BadInput as error:
+            told.append(str(error))
+
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer:
+        loop.go(checkpointer, 2)
+        thread = threading.Thread(target=save)
+        thread.start()
+        thread.join()
+        checkpointer.save()
+    assert len(told) == 1 and "by the thread that called resume()" in told[0]
+
+
+def test_an_optimizer_has_one_checkpointer(tmp_path):
+    loop = Loop()
+    first, _ = loop.checkpointer(tmp_path / "one")
+    with first, pytest.raises(BadInput, match="recorded by another Checkpointer"):
+        loop.checkpointer(tmp_path / "two")
+    second, _ = loop.checkpointer(tmp_path / "three")
+    second.close()
+
+
+@pytest.mark.parametrize("codec", [holdfast.Exact(), holdfast.TopK(0.1)])
+def test_a_fork_of_the_process_neither_writes_nor_waits(tmp_path, codec):
+    loop = Loop()
+    checkpointer, _ = loop.checkpointer(tmp_path, codec=codec)
+    with checkpointer:
+        loop.go(checkpointer, 3)
+        child = os.fork()
+        if child == 0:
+            try:
+                checkpointer.close()
+                checkpointer.step()
+            except EngineFailed as error:
+                os._exit(7 if "fork" in str(error) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        loop.go(checkpointer, 5)
+    again = Loop()
+    other, done = again.checkpointer(tmp_path, codec=codec)
+    other.close()
+    assert done == 5 and same(again.state(), loop.state())
+
+
+def test_what_a_forward_pass_left_that_was_broken_off_is_in_no_base(tmp_path):
+    """With residuals closing makes one, and buffers have moved on since the step."""
+    loop = Loop(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    checkpointer, _ = loop.checkpointer(tmp_path, codec=holdfast.TopK(0.1))
+    loop.go(checkpointer, 4)
+    state = loop.state()
+    loop.model(torch.randn(4, 4))  # and here somebody pressed Ctrl-C
+    checkpointer.close()
+    again = Loop(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with pytest.warns(UserWarning, match="state-exact"):
+        other, done = again.checkpointer(tmp_path, codec=holdfast.TopK(0.1))
+    other.close()
+    assert done == 4 and same(again.state(), state)
+
+
+# What changes parameters
+
+
+@pytest.mark.parametrize("codec", [holdfast.Exact(), holdfast.Exact(compress=True)])
+def test_a_parameter_that_leaves_its_group(tmp_path, codec):
+    def then(loop, i):
+        if i == 3:
+            loop.optimizer.param_groups[0]["params"] = loop.optimizer.param_groups[0]["params"][2:]
+
+    loop, again = recovered(tmp_path, lambda: Loop(then=then), 9, lambda loop: {"codec": codec})
+    assert same(again.model.state_dict(), loop.model.state_dict())
+
+
+def test_what_a_script_does_to_parameters_after_the_step_is_kept_by_bases_and_told(tmp_path):
+    def clamp(loop, i):
+        with torch.no_grad():
+            loop.model[0].weight.clamp_(-0.1, 0.1)
+
+    with pytest.warns(UserWarning, match=r"0.weight changed after the optimizer's step.*after_update="):
+        loop, again = recovered(tmp_path, lambda: Loop(then=clamp), 6)
+    assert same(again.state(), loop.state())
+
+
+def test_the_same_as_after_update_is_neither(tmp_path, recwarn):
+    def clamping(loop):
+        def clamp():
+            with torch.no_grad():
+                loop.model[0].weight.clamp_(-0.1, 0.1)
+
+        return {"after_update": clamp}
+
+    loop, again = recovered(tmp_path, Loop, 6, clamping)
+    assert same(again.state(), loop.state()) and not recwarn
+    assert len(list((tmp_path / "run" / "commits").iterdir())) == 1
+
+
+def test_an_optimizer_that_was_not_given_is_told_at_its_first_step(tmp_path):
+    loop = Loop()
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    loop.go(checkpointer, 3)
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+    loop.iterate(3)
+    with pytest.raises(BadInput, match=r"0.weight and 3 others changed, and none of the optimizers"):
+        checkpointer.step()
+    checkpointer.close(save=False)
+    other, done = Loop().checkpointer(tmp_path)
+    other.close()
+    assert done == 3
+
+
+# Buffers
+
+
+def test_buffers_of_averages_that_a_forward_pass_changes(tmp_path):
+    def make():
+        loop = Loop(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        loop.teacher = copy.deepcopy(loop.model).requires_grad_(False)
+        loop.then = lambda loop, i: loop.teacher(torch.ones(4, 4) * i)
+        return loop
+
+    def averaging(loop):
+        def update():
+            for mean, now in zip(loop.teacher.parameters(), loop.model.parameters(), strict=True):
+                mean.mul_(0.9).add_(now.detach(), alpha=0.1)
+
+        return {"after_update": update, "averages": loop.teacher}
+
+    loop, again = recovered(tmp_path, make, 7, averaging)
+    assert same(again.state(), loop.state())
+    assert same(again.teacher.state_dict(), loop.teacher.state_dict())
+
+
+class Normed(nn.Module):
+    """Makes its buffer in the first forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", None)
+
+    def forward(self, x):
+        mean = x.mean(0).detach()
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+        return self.linear(x - self.mean)
+
+
+def test_a_buffer_that_comes_into_being_is_in_the_run_and_told(tmp_path):
+    loop = Loop(Normed)
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer, pytest.warns(UserWarning, match="mean came into being"):
+        loop.go(checkpointer, 4)
+    again = Loop(Normed)
+    with pytest.raises(holdfast.HoldfastError, match="run a forward pass before the Checkpointer is made"):
+        again.checkpointer(tmp_path)
+    with torch.no_grad():
+        again.model(torch.zeros(4, 4))
+    other, done = again.checkpointer(tmp_path)
+    other.close()
+    assert done == 4 and same(again.state(), loop.state())
+
+
+@pytest.mark.parametrize(
+    "model, match",
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape before a first forward pass"),
+        (lambda: buffered(torch.zeros(1).expand(4)), "buffer odd is expanded"),
+    ],
+)
+def test_models_that_cannot_be_put_back_are_refused(tmp_path, model, match):
+    loop = Loop(model)
+    with pytest.raises(ModelNotSupported, match=match):
+        loop.checkpointer(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def buffered(buffer):
+    model = nn.Linear(4, 4)
+    model.register_buffer("odd", buffer)
+    return model
+
+
+# State that is kept elsewhere
+
+
+class Own(torch.optim.Optimizer):
+    """Keeps a tensor under ``slot``, and how often it stepped wherever ``counted`` says."""
+
+    def __init__(self, parameters, slot="mean", counted=""):
+        super().__init__(parameters, {"lr": 0.1})
+        self.slot, self.counted, self.number = slot, counted, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.counted == "attribute":
+            self.number += 1
+        elif self.counted == "state":
+            self.state["number"]["is"] = self.state["number"].get("is", 0) + 1
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault(self.slot, torch.zeros_like(parameter))
+            parameter.sub_(mean.mul_(0.9).add_(parameter.grad), alpha=0.1)
+
+
+@pytest.mark.parametrize("slot", ["param", "buffer", "residual", "subspace", "a/b", 3])
+def test_state_under_a_name_that_commits_need_is_refused(tmp_path, slot):
+    loop = Loop(optimizer=lambda parameters: Own(parameters, slot))
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with pytest.raises(BadInput, match=f"Own keeps state under the name {slot!r}"), checkpointer:
+        loop.go(checkpointer, 1)
+
+
+def test_state_that_belongs_to_no_parameter_is_refused(tmp_path):
+    loop = Loop(optimizer=lambda parameters: Own(parameters, counted="state"))
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with pytest.raises(BadInput, match=r"Own keeps state\['number'\]"), checkpointer:
+        loop.go(checkpointer, 1)
+
+
+def test_a_number_that_an_optimizer_keeps_as_an_attribute_is_told(tmp_path):
+    loop = Loop(optimizer=lambda parameters: Own(parameters, counted="attribute"))
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer, pytest.warns(UserWarning, match="Own.number was changed by a step"):
+        loop.go(checkpointer, 2)
+
+
+def test_after_update_is_told_in_replay_how_many_steps_are_done(tmp_path):
+    def counting(loop):
+        def update():
+            if loop.run.steps_done % 3 == 0:
+                with torch.no_grad():
+                    loop.model[1].bias.mul_(0.5)
+
+        return {"after_update": update}
+
+    class Told(Loop):
+        def checkpointer(self, run, **options):
+            self.run = holdfast.Checkpointer(run, model=self.model, optimizer=self.optimizer, **options)
+            return self.run, self.run.resume()
+
+    loop, again = recovered(tmp_path, Told, 7, counting)
+    assert same(again.state(), loop.state())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.array(5.0), np.array(3), np.float32(0.1), np.arange(3)[::-1], np.zeros((0, 3)), np.array([True])],
+)
+def test_numbers_of_numpy_come_back_as_they_were(value):
+    found = decode(encode(value))
+    assert type(found) is type(value) and found.dtype == value.dtype and found.shape == value.shape
+    assert np.array_equal(found, value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [namedtuple("Pair", "a b")(1, 2), Counter("aab"), np.array(["a"]), np.datetime64("2020"),
+     torch.ones(1, dtype=torch.complex128)],
+)  # fmt: skip
+def test_what_would_come_back_as_something_else_is_refused(value):
+    with pytest.raises(BadInput, match=r"loader holds a .*cannot be stored by value"):
+        encode(value, "loader")
+
+
+# Storage
+
+
+class Large:
+    """Something whose state is larger than the model's."""
+
+    def __init__(self):
+        self.held = list(range(200_000))
+
+    def state_dict(self):
+        return {"held": self.held}
+
+    def load_state_dict(self, state):
+        self.held = state["held"]
+
+
+def test_storage_counts_what_a_script_keeps(tmp_path):
+    loop = Loop()
+    checkpointer, _ = loop.checkpointer(tmp_path, also={"large": Large()}, storage="14MiB", base_every=50)
+    most = 0
+    with checkpointer:
+        for until in range(1, 60):
+            loop.go(checkpointer, until)
+            files = [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".jsonl"]
+            most = max(most, sum(path.stat().st_size for path in files if path.exists()))
+    assert 5 << 20 < most <= 14 << 20
+
+
+@pytest.mark.parametrize("kilobytes", [300, 380, 460])
+def test_a_smaller_storage_than_the_run_takes_removes_bases_and_goes_on(tmp_path, kilobytes):
+    def wide():
+        return Loop(lambda: nn.Linear(64, 64))
+
+    def iterate(loop, checkpointer):
+        loop.model(torch.randn(2, 64)).square().mean().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        checkpointer.step()
+
+    loop = wide()
+    checkpointer, _ = loop.checkpointer(tmp_path, keep=holdfast.Keep(last=6), base_every=4)
+    with checkpointer:
+        for _ in range(30):
+            iterate(loop, checkpointer)
+    loop = wide()
+    checkpointer, done = loop.checkpointer(
+        tmp_path, keep=holdfast.Keep(last=6), base_every=4, storage=kilobytes << 10
+    )
+    with checkpointer:
+        for _ in range(20):
+            iterate(loop, checkpointer)
+    assert done == 30 and checkpointer.steps_done == 50

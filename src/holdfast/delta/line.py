@@ -55,9 +55,10 @@ class Line:
     """Told how the recovery gets on."""
 
     @classmethod
-    def of(cls, store: LocalStore, base: Manifest, target: int | None) -> Line:
-        """To ``target`` at most. By headers alone. Raises ``Damaged`` if records are missing that the base needs."""
-        journals = {stream: read_journal(store, stream) for stream in base.streams}
+    def of(cls, store: LocalStore, base: Manifest, target: int | None, tip: int | None = None) -> Line:
+        """To ``target`` at most, on the line of the timeline ``tip`` (None: the current one). By headers alone. Raises
+        ``Damaged`` if records are missing that the base needs."""
+        journals = {stream: read_journal(store, stream, tip) for stream in base.streams}
         chains = {stream: chain_of(base, stream, journals[stream], target) for stream in base.streams}
         shortest = min(chains.values(), key=lambda chain: chain.last.step)
         for chain in chains.values():

@@ -97,7 +97,7 @@ class Recording(Survival):
             return None
         found = recover(
             store, loop.state, loop.script, ranks=loop.ranks, target=target, exact=exact, continuing=continuing,
-            after_update=loop.update_again, watch=recovery,
+            after_update=loop.update_again, watch=recovery, durable_step=loop.durable_before,
         )  # fmt: skip
         loop.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from holdfast.errors import Damaged, NoCommit
@@ -107,6 +108,8 @@ class Journal:
     records: dict[int, StoredRecord] = field(default_factory=dict)
     odd: dict[int, Damaged] = field(default_factory=dict)
     """By the last step before it."""
+    acknowledged: int = -1
+    """A step that was durable for certain: one after which another segment was begun, or that a resume came to."""
 
 
 def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journal:
@@ -114,7 +117,9 @@ def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journ
     journal = Journal()
     timelines = store.timelines()[0]
     limits = dict(ancestry(timelines, store.tip() if tip is None else tip))
-    for ref in segments(store.disk, stream):
+    journal.acknowledged = max((limit for limit in limits.values() if limit is not None), default=-1)
+    refs = segments(store.disk, stream)
+    for ref, following in zip_longest(refs, refs[1:]):
         if ref.timeline not in limits:
             continue
         limit = limits[ref.timeline]
@@ -130,6 +135,8 @@ def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journ
                 journal.records[record.step] = record
         if odd is not None:
             journal.odd[found[-1].step if found else ref.first_step - 1] = odd
+            if limit is None and following is not None and following.timeline == ref.timeline:
+                journal.acknowledged = max(journal.acknowledged, following.first_step - 1)
     return journal
 
 

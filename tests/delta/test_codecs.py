@@ -585,7 +585,7 @@ def test_who_mends_the_step_that_was_refused_goes_on_recorded(tmp_path):
 
 def test_a_run_without_a_point_to_go_on_from_says_so(tmp_path, monkeypatch):
     """As where several ranks copied their residuals at several steps."""
-    monkeypatch.setattr("holdfast.delta.recovery._has_lost_residuals", lambda ref, store: True)
+    monkeypatch.setattr("holdfast.delta.recovery._has_lost_residuals", lambda *_: True)
     with start(tmp_path, TopK(0.3))[1] as checkpointer:
         checkpointer.resume()
     _, checkpointer = start(tmp_path, TopK(0.3))

@@ -24,6 +24,8 @@ from holdfast.delta.recorder import Recorder
 from holdfast.errors import BadInput, DoesNotFit, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
+from holdfast.store.files import Disk
+from holdfast.store.journal import read_segment, segments
 from holdfast.store.local import LocalStore
 from holdfast.store.room import used_bytes
 from test_checkpointer import Orthogonal, go_on, reference, start
@@ -294,7 +296,7 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
     assert copied and max(copied) <= share < 3 * 4 * 300_000
     assert manifests(tmp_path)[0].step > 3
     other = Wide()
-    again = Checkpointer(tmp_path, model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    again = Checkpointer(tmp_path, model=other, optimizer=torch.optim.AdamW(other.parameters(), lr=0.01))
     with again:
         assert again.resume() == 12
         assert same(dict(other.state_dict()), dict(model.state_dict()))
@@ -488,3 +490,14 @@ def test_files_that_are_made_for_a_base_count_at_once(tmp_path, monkeypatch):
             loop.iteration(i, checkpointer.step)
             checkpointer._survival.recorder.settle()
     assert all(uncounted) and len(uncounted) > 8
+
+
+def test_segments_hold_the_records_to_the_next_base(tmp_path):
+    loop, checkpointer = start(tmp_path, base_every=11)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 1)
+        checkpointer.wait()
+        [ref] = segments(Disk(tmp_path), "rank-00000")
+        [record] = read_segment(Disk(tmp_path), ref)[0]
+        assert os.path.getsize(tmp_path / ref.path) == 11 * record.end

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from holdfast.errors import ChunkCorrupt, Damaged
+from holdfast.errors import ChunkCorrupt, Damaged, DiskFull
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
 from holdfast.store import journal
@@ -183,3 +183,33 @@ def test_giving_back_space_leaves_a_record_that_ends_in_zeros(tmp_path, queue, p
     assert read_segment(disk, ref) == before and [stored.step for stored in before[0]] == [11, 12]
     assert disk.size(ref.path) == before[0][-1].end
     assert payload(disk, queue, before[0][-1]).endswith(bytes(pages * PAGE))
+
+
+def test_a_segment_is_made_for_the_records_that_are_needed_at_once(tmp_path, queue):
+    disk = Disk(tmp_path)
+    sizes = []
+    for number, ahead in enumerate((10, 20, 10_000), 1):
+        writer = JournalWriter(disk, queue, "s", Timeline(number, key="k"))
+        writer.records_ahead = ahead
+        writer.append([record(11, (MiB,))])
+        writer.close()
+        sizes.append(disk.size(segments(disk, "s")[-1].path))
+    assert sizes == [n * (MiB + PAGE) for n in (10, 20, 64)]
+
+
+def test_where_a_segment_does_not_fit_records_are_written_as_long_as_they_do(tmp_path, queue):
+    class Small(Disk):
+        def allocate(self, path, nbytes):
+            if nbytes > 3 * MiB:
+                raise DiskFull("full")
+            super().allocate(path, nbytes)
+
+    disk = Small(tmp_path)
+    writer = JournalWriter(disk, queue, "s", Timeline(1, key="k"))
+    for step in (11, 12):
+        writer.append([record(step, (MiB,))])
+    with pytest.raises(DiskFull):
+        writer.append([record(13, (4 * MiB,))])
+    writer.close()
+    found = [stored.step for ref in segments(disk, "s") for stored in read_segment(disk, ref)[0]]
+    assert found == [11, 12]

@@ -237,6 +237,7 @@ class Pace:
         if self._at_once:  # all ranks have to find the same step by themselves
             told = told or FIRST_STEPS
         self.tuner = Tuner(told, limits, believed)
+        self._recorder.expect(self.tuner.steps)
         if self._together is not None:
             self._together.room.divide()
         self._set_cap(full)
@@ -285,6 +286,8 @@ class Pace:
     def _begin(self, step: int) -> None:
         self._begun_at, self._losses_at_begin = step, self._losses
         self.bases.begin()
+        if self.tuner is not None:
+            self._recorder.expect(self.tuner.steps)
         self._set_cap(self.bases.full_bytes)
 
     def _set_cap(self, full_bytes: int) -> None:

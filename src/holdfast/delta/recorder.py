@@ -133,6 +133,10 @@ class Recorder:
         """Of the journal's present segment."""
         return self._journal.free_bytes
 
+    def expect(self, count: int) -> None:
+        """So many records are needed at once: those from one base to the next."""
+        self._journal.records_ahead = count
+
     def put(self, item: Sealed | Task) -> None:
         """Hand over a step or a task. Raises what an earlier write failed with."""
         with self._changed:

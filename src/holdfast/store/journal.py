@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from holdfast import failpoints
-from holdfast.errors import ChunkCorrupt, Damaged, ManifestCorrupt
+from holdfast.errors import ChunkCorrupt, Damaged, DiskFull, ManifestCorrupt
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import AnyDisk, OpenFile
@@ -36,7 +36,10 @@ SEGMENT_BYTES = 256 * MiB
 """Most bytes of a segment; a group of records that needs more gets one of its own."""
 
 GROUPS_PER_SEGMENT = 64
-"""Room of a segment where records are small."""
+"""Room of a segment where records are small, at most."""
+
+LEAST_GROUPS = 8
+"""And at least, so that not every write begins one."""
 
 KINDS = {"kind": "records", "phase": "journal", "priority": 1}
 """How the I/O queue knows the journal's transfers."""
@@ -131,6 +134,8 @@ class JournalWriter:
         self._file: OpenFile | None = None
         self._end = self._capacity = 0
         self._digest = timeline.key
+        self.records_ahead = segment_bytes // PAGE
+        """So many are expected to be needed at once: a larger segment would hold what nobody needs any more."""
         disk.makedirs(f"journal/{stream}")
 
     @property
@@ -149,7 +154,7 @@ class JournalWriter:
         memory = [view for header, record in zip(headers, records, strict=True)
                   for view in (header.view, *record.parts)]  # fmt: skip
         try:
-            self._make_room(records[0].step, sum(map(len, memory)))
+            self._make_room(records[0].step, sum(map(len, memory)), len(records))
             assert self._file is not None
             requests = list(_requests(self._file, memory, self._end, beat))
             self._queue.submit(requests, **KINDS).result()
@@ -182,15 +187,23 @@ class JournalWriter:
             digest = xxhash.xxh3_128_hexdigest(text)
         return headers
 
-    def _make_room(self, step: int, nbytes: int) -> None:
-        """Begin a segment unless the present one has room; its name and its space are durable then."""
+    def _make_room(self, step: int, nbytes: int, count: int) -> None:
+        """Begin a segment unless the present one has room for ``count`` records; its name and its space are durable
+        then."""
         if self._file is not None and self._end + nbytes <= self._capacity:
             return
         self.close()
         path = SegmentRef(self._timeline.id, step, self._stream).path
-        wanted = max(nbytes, min(self._segment_bytes, GROUPS_PER_SEGMENT * nbytes))
+        ahead = max(LEAST_GROUPS * nbytes, self.records_ahead * round_up(nbytes // count))
+        wanted = max(nbytes, min(self._segment_bytes, GROUPS_PER_SEGMENT * nbytes, ahead))
         self._capacity, self._end = self._reserve(nbytes, wanted), 0
-        self._disk.allocate(path, self._capacity)
+        try:
+            self._disk.allocate(path, self._capacity)
+        except DiskFull:
+            if self._capacity == nbytes:
+                raise
+            self._capacity = self._reserve(nbytes, nbytes)  # for as long as there is room for records at all
+            self._disk.allocate(path, self._capacity)
         self._disk.sync_dir(f"journal/{self._stream}", why="segment directory")
         failpoints.reach("after_segment_made")
         self._file = self._disk.open(path, direct=self._direct)

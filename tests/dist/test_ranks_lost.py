@@ -39,7 +39,7 @@ def test_no_group_and_no_thread_is_left_when_all_have_closed(world, tmp_path):
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ("options_of", "BadInput: base_every = 0 must be at least 1 step"),
+        ("options_of", "BadInput: base_every = 0 must be whole steps, at least 1"),
         ("resume_of", "BadInput: resume takes step= or before=, not both"),
         ("between", "BadInput: an optimizer has stepped since step 3"),
     ],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import DiskFailed, DiskFull, RunLocked, RunMismatch
+from holdfast.errors import BadInput, DiskFailed, DiskFull, RunLocked, RunMismatch
 from holdfast.store.files import Disk, write_durably
 
 
@@ -205,3 +205,8 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
     finally:
         os.kill(int(child), signal.SIGKILL)
         parent.stdout.close()
+
+
+def test_a_place_that_cannot_be_made_is_bad_input():
+    with pytest.raises(BadInput, match="cannot be used for a run: No such file or directory. Give another"):
+        Disk("/proc/holdfast").makedirs("")

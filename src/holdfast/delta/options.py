@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -84,8 +85,10 @@ def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
 
 
 def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) -> None:
-    if base_every is not None and base_every < 1:
-        raise BadInput(f"base_every = {base_every} must be at least 1 step; leave it out to have it chosen")
+    if base_every is not None and not (isinstance(base_every, Integral) and base_every >= 1):
+        raise BadInput(
+            f"base_every = {base_every!r} must be whole steps, at least 1; leave it out to have it chosen"
+        )
     if when_behind not in POLICIES:
         raise BadInput(f"when_behind = {when_behind!r} is not one of {', '.join(POLICIES)}")
     if not isinstance(keep, Keep):
@@ -108,6 +111,9 @@ def refuse_taken(also: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def refuse_bad_resume(step: int | None, before: int | None, exactness: str) -> None:
     if step is not None and before is not None:
         raise BadInput("resume takes step= or before=, not both")
+    for name, value, least in (("step", step, 0), ("before", before, 1)):
+        if value is not None and not (isinstance(value, Integral) and value >= least):
+            raise BadInput(f"resume({name}={value!r}): give the number of a step, at least {least}")
     if exactness not in ("state", "continuation"):
         raise BadInput(f"exactness = {exactness!r} is not one of state, continuation")
 

@@ -153,7 +153,7 @@ class Disk:
             try:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
-                if error.errno in _NO_PLACE:
+                if error.errno in (*_NO_PLACE, errno.ENOENT):  # as /proc says of any name
                     raise bad_place(directory, error) from error
                 raise _failure("make", directory, error, 0) from error
         if path and target != self.root / path:

@@ -18,18 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from dist.awkward_decoder import (
-    BLOCKS,
-    LENGTH,
-    ROWS,
-    Awkward,
-    Experts,
-    Form,
-    Mlp,
-    batch_of,
-    loss_of,
-    optimizer_of,
-)
+from dist.awkward_decoder import BLOCKS, LENGTH, ROWS, Awkward, Experts, Form, Mlp, batch_of, loss_of, optimizer_of
 from holdfast import From, offload
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import helper, replica

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+
 from typing import Any
 
 import torch

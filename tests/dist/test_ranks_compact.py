@@ -101,9 +101,7 @@ def test_a_damaged_record_of_one_rank_is_no_reason_to_remove_anything(world, tmp
     ref = segments(Disk(tmp_path), "rank-00001")[-1]
     records, _ = read_segment(Disk(tmp_path), ref)
     flip(tmp_path / ref.path, records[-1].offset + records[-1].header_bytes + 8200)
-    with pytest.raises(
-        BadInput, match=r"cannot be replayed to step 9 .* fails its checksum.* Nothing was removed"
-    ):
+    with pytest.raises(BadInput, match=r"cannot be replayed to step 9 .* fails its checksum.* Nothing was removed"):
         compact(tmp_path, 9)
     after = ended(world.run(2, kind="fsdp", root=tmp_path, steps=8))
     assert after[0]["digests"] == {"8": before[0]["digests"]["8"]}
@@ -120,9 +118,7 @@ def run(world, tmp_path_factory):
     "before_data_sync", "after_data_sync:2", "after_manifest_write", "after_manifest_rename", "after_compacted",
     "after_retire_unlink", "before_retired_unlink",
 ])  # fmt: skip
-def test_ended_while_it_compacts_it_has_lost_no_more_than_what_was_to_go(
-    world, run, tmp_path, monkeypatch, failpoint
-):
+def test_ended_while_it_compacts_it_has_lost_no_more_than_what_was_to_go(world, run, tmp_path, monkeypatch, failpoint):
     root, digests = run
     shutil.copytree(root, copy := tmp_path / "run")
     with monkeypatch.context() as patch, pytest.raises(Ended):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dist.test_ranks import ended
+from dist.test_ranks import ended, flip
 from dist.world import World
 from holdfast.events import read_events
 
@@ -65,9 +65,7 @@ def goes_on(world, tmp_path, kind, died, steps=14, **order):
     [("ddp", 2, "sgd"), ("ddp", 2, "fused"), ("ddp", 3, "adamw"), ("fsdp", 2, "adamw"), ("fsdp", 2, "fused"),
      ("fsdp", 3, "foreach"), ("hsdp", 4, "adamw")],
 )  # fmt: skip
-def test_the_replicas_are_what_the_trainers_are_after_every_step(
-    world, tmp_path, memory, kind, ranks, optimizer
-):
+def test_the_replicas_are_what_the_trainers_are_after_every_step(world, tmp_path, memory, kind, ranks, optimizer):
     """Each step is compared in full by digest, and what the replicas wrote of it is read back without one."""
     said = ended(run(world, tmp_path, kind, 5, ranks, optimizer=optimizer, save_every=1, keep_last=9))
     assert not events(tmp_path, "drift")
@@ -122,9 +120,7 @@ def test_steps_that_not_all_are_known_to_have_are_kept_as_records(world, tmp_pat
 def lost(died, rank):
     """A replica was, and all ranks know of which."""
     assert "ReplicaDied" in died[rank]["error"]
-    assert (
-        f"rank {rank} failed: ReplicaDied" in died[1 - rank]["error"] or "Runtime" in died[1 - rank]["error"]
-    )
+    assert f"rank {rank} failed: ReplicaDied" in died[1 - rank]["error"] or "Runtime" in died[1 - rank]["error"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,9 +166,7 @@ def test_a_base_for_which_one_replica_has_drifted_is_given_up_by_all(world, tmp_
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_one_replica_has_drifted_none_is_taken(world, tmp_path, memory, rank):
     """The trainers die before they hear of it."""
-    died = run(
-        world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=["all", 10], save_at=5, pause=0.1
-    )
+    died = run(world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=["all", 10], save_at=5, pause=0.1)
     assert {said["code"] for said in died} == {-9}
     assert goes_on(world, tmp_path, "ddp", died) == 5
     assert from_memory(tmp_path) == []
@@ -187,9 +181,7 @@ def test_clipping_here_is_that_of_torch(world, tmp_path, memory, kind):
     alone = ended(world.run(2, kind=kind, root=tmp_path / "alone", steps=6, **here))
     assert whole[0]["digests"] == beside[0]["digests"] == alone[0]["digests"]
     for said in beside:
-        assert (said["early"], said["copied_again"]) == (
-            (36, 0) if kind == "fsdp" else (0, said["copied_again"])
-        )
+        assert (said["early"], said["copied_again"]) == ((36, 0) if kind == "fsdp" else (0, said["copied_again"]))
     assert goes_on(world, tmp_path, kind, beside, **here) == 6
 
 
@@ -202,9 +194,7 @@ def test_under_another_parallelism_the_base_is_taken_that_orphaned_replicas_made
     world, tmp_path, kind, ranks, other, others, clips
 ):
     (tmp_path / "memory").mkdir()
-    died = run(
-        world, tmp_path, kind, 14, ranks, kill=[0, 9], save_at=5, linger_seconds=1.0, deaf_from=6, **clips
-    )
+    died = run(world, tmp_path, kind, 14, ranks, kill=[0, 9], save_at=5, linger_seconds=1.0, deaf_from=6, **clips)
     assert max(said["durable"] for said in died) == 5
     rest = ended(run(world, tmp_path, other, 9, others, **clips))
     assert rest[0]["resumed"] == 8 and from_memory(tmp_path) == []
@@ -232,9 +222,7 @@ def test_a_run_that_is_killed_again_and_again_loses_no_step_that_all_had(world, 
 
 @pytest.mark.parametrize("failpoint", ["after_state_handed", "after_gradient_copied", "after_step_handed"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(
-    world, tmp_path, memory, rank, failpoint
-):
+def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(world, tmp_path, memory, rank, failpoint):
     """The steps in memory are still there, though some replicas have a new beginning and others none."""
     order = {"orphans_persist": False}
     run(world, tmp_path, "fsdp", 14, killed_after={"0": 8, "1": 8}, **order)
@@ -304,14 +292,10 @@ def test_what_was_kept_of_another_cut_is_not_taken_and_it_is_said(world, tmp_pat
     rest = ended(run(world, tmp_path, "ddp", 7))
     assert rest[0]["resumed"] == 5 and from_memory(tmp_path) == []
     assert rest[0]["digests"]["5"] == died[0]["digests"]["5"]
-    assert (
-        "replicas kept steps up to 8 in memory, and rank 0 and 1 of 2 has nothing" in rest[0]["warnings"][0]
-    )
+    assert "replicas kept steps up to 8 in memory, and rank 0 and 1 of 2 has nothing" in rest[0]["warnings"][0]
 
 
-@pytest.mark.parametrize(
-    "topology, ranks", [("pp2", 2), ("pp2v2", 2), ("ep2", 2), ("tp2", 2), ("fsdp2xtp2", 4)]
-)
+@pytest.mark.parametrize("topology, ranks", [("pp2", 2), ("pp2v2", 2), ("ep2", 2), ("tp2", 2), ("fsdp2xtp2", 4)])
 def test_ranks_that_hold_different_tensors_go_on_from_memory(world, tmp_path, memory, topology, ranks):
     """Stages of a pipeline, experts, and what tensor parallelism cuts."""
     order = {"topology": topology, "steps": 6, "base_every": 1000}

@@ -193,8 +193,8 @@ def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed)
 def _renamed(name: str, allowed: Allowed) -> str:
     """What the source calls ``name``, if it has it."""
     for pattern, replacement in allowed.rename.items():
-        if re.fullmatch(pattern, name):
-            return re.sub(pattern, replacement, name)
+        if found := re.fullmatch(pattern, name):
+            return found.expand(replacement)
     return name
 
 

@@ -214,11 +214,12 @@ def train(
     form: Sequence[Any] = Form(),
     root: str | None = None,
     source: str | None = None,
+    rename: dict[str, str] | None = None,
     fails_after: int | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step. After the
-    step ``fails_after`` the script fails."""
+    step ``fails_after`` the script fails. ``rename`` is for the names in ``source``."""
     if topology == "engine":
         assert root is not None
         return out_of_core(say, steps=steps, form=Form(*form), root=root, source=source)
@@ -244,7 +245,8 @@ def train(
         go_on(0, lambda: None)
     else:
         with Checkpointer(root, model=model, optimizer=optimizer, **options) as checkpointer:
-            done = checkpointer.resume(source=source)
+            start = source if source is None or rename is None else From(source, rename=rename)
+            done = checkpointer.resume(source=start)
             say(resumed=done)
             go_on(done, checkpointer.step)
     say(finished=True, losses=losses, digests=found)

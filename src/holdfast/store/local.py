@@ -179,14 +179,14 @@ class LocalStore(RetainedCommits):
         journals of this rank may be written, the first rank alone publishes. Raises ``RunLocked`` if another process
         writes as this rank.
         """
-        self._lock = self.disk.lock(f"{LOCK}.rank-{rank:05d}", {**this_writer(), "started": time.time()})
+        self._lock = self.disk.lock(lock_of(rank), {**this_writer(), "started": time.time()})
         self.timeline, self._fork, self._small = timeline.id, timeline, set()
         self._timelines = self.timelines()[0]
         self.follow()
 
     def has_writer(self, rank: int) -> bool:
         """Whether a process writes as ``rank``, which has joined."""
-        return self.disk.is_locked(f"{LOCK}.rank-{rank:05d}")
+        return self.disk.is_locked(lock_of(rank))
 
     def follow(self) -> None:
         """Take note of what the first rank has published and retired. Any thread may call it."""
@@ -496,6 +496,11 @@ class LocalStore(RetainedCommits):
         except BaseException as error:
             self._failed = error
             raise
+
+
+def lock_of(rank: int) -> str:
+    """The lock of who writes as ``rank``; the first one's is the run's."""
+    return f"{LOCK}.rank-{rank:05d}" if rank else LOCK
 
 
 def _reach(done: str) -> None:

@@ -384,6 +384,30 @@ def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypa
         assert again.resume() >= 3
 
 
+def test_steps_that_were_handed_over_while_a_write_failed_are_kept(tmp_path, monkeypatch):
+    real = LocalStore.publish
+
+    def publish(self, step, *rest):
+        if self.root.name == "run" and step > 0:
+            time.sleep(1)
+            raise DiskFull("no space left")
+        return real(self, step, *rest)
+
+    monkeypatch.setattr(LocalStore, "publish", publish)
+    loop, checkpointer = start(tmp_path, base_every=3)
+    checkpointer.resume()
+    for i in range(6):
+        loop.iteration(i, checkpointer.step)
+    assert (checkpointer.durable_step, checkpointer.replica_step) == (0, 6)
+    with pytest.raises(DiskFull, match="no space left"):
+        checkpointer.close()
+    monkeypatch.undo()
+    monkeypatch.setattr(tier, "MEMORY", tmp_path / "memory")
+    _loop, again = start(tmp_path)
+    with again:
+        assert again.resume() == 6
+
+
 def test_what_survives_is_said_for_each_kind_of_death(tmp_path):
     loop, checkpointer = start(tmp_path)
     with checkpointer:

@@ -87,7 +87,9 @@ class HostAmongOthers(Host):
             super()._do(self._waiting.popleft())
 
     def _may_do(self, about: dict[str, Any]) -> bool:
-        return "compare" in about or about["step"] <= self._all_have
+        """What all have; and after drift, when the others are not told to have it, what is only to be passed over."""
+        passes = "compare" in about or (not self._equal and "sync" not in about)
+        return passes or about["step"] <= self._all_have
 
     def _take_over(self, about: dict[str, Any]) -> None:
         super()._take_over(about)
@@ -209,9 +211,9 @@ class HostAmongOthers(Host):
         assert self._door is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         with suppress(SystemExit, HoldfastError):
-            if not self._door.knocked(self._terms.linger_seconds):
-                if kept.newest_of([self._place], self._store) <= kept.newest(self._store, None):
-                    tier.remove(self._place)
+            came = self._door.knocked(self._terms.linger_seconds)
+            if not came and kept.newest_of([self._place], self._store) <= kept.newest(self._store, None):
+                tier.remove(self._place)
             if self._door.knocked():
                 return self._door.leave()
         self._leave_place(False)

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from .delta import tier
+from .delta import kept, tier
 from .delta.agreement import Agreement
 from .delta.allotment import Allotment
 from .delta.bases import owned_by
@@ -312,6 +312,8 @@ class Checkpointer:
             )  # fmt: skip
             self._rates = recovery.rates
             self._events.emit("recovered", step=found.point.step, **recovery.facts())
+            if target is None and isinstance(store.root, Path):
+                ranks.all_do(partial(kept.refuse_to_leave, store.root, store, found.point.step))
         point = self._go_on_after(found, target)
         begin(store, ranks, point)
         self._pool = self._slot_pool(self._num_slots)

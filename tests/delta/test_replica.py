@@ -546,6 +546,46 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
             assert reader.line()[0].step == 5
 
 
+def test_training_without_a_replica_leaves_no_newer_step_in_memory_behind(tmp_path):
+    """It is refused, and what was kept is still there for who takes it, unless the older step is asked for."""
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+        progress = checkpointer._progress()
+
+    def keep(step):
+        place = tier.place_of(tmp_path / "run", tier.MEMORY)
+        with LocalStore.read(tmp_path / "run") as reader:
+            timelines = reader.timelines()[0]
+        tier.make(place)
+        newest = max(timelines)
+        kept.keep(
+            place, LiveState(loop.model, loop.optimizers), step, progress, [newest, timelines[newest].key]
+        )
+        return place
+
+    def plain():
+        loop = make(ADAMW, "batchnorm")
+        return Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers, **loop.things)
+
+    keep(5)
+    with (
+        plain() as alone,
+        pytest.raises(BadInput, match=r"kept step 5 in memory, .* and step 3 is on the disk"),
+    ):
+        alone.resume()
+    with start(tmp_path)[1] as beside:
+        assert beside.resume() == 5
+    place = keep(9)
+    with plain() as alone:
+        assert alone.resume(step=5) == 5
+    with plain() as alone:  # what was kept is of another line by now
+        assert alone.resume() == 5
+    tier.remove(place)
+
+
 def test_a_place_of_somebody_else_is_refused(tmp_path):
     place = tier.place_of(tmp_path / "run", tier.MEMORY)
     place.mkdir(mode=0o755)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Damaged, RunLocked
+from ..errors import BadInput, Damaged, RunLocked
 from ..state.live import LiveState
 from ..store.journal import Record
 from ..store.local import LocalStore
@@ -92,6 +92,17 @@ def look(place: Path, store: LocalStore) -> list[Kept]:
 def newest_of(places: Iterable[Path], store: LocalStore) -> int:
     """The newest step that is kept in any of ``places``; -1 if none is."""
     return max((each.last for place in places for each in look(place, store)), default=-1)
+
+
+def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
+    """Raise ``BadInput`` if a replica of ``run`` kept a newer step than ``step``, which the disk has: for who trains
+    without one, and would leave it behind."""
+    last = newest_of(tier.places_of(run, tier.MEMORY), store)
+    if last > step:
+        raise BadInput(
+            f"{run}: a replica kept step {last} in memory, and step {step} is on the disk."
+            f" Resume with replica= as before to have it, or call resume(step={step}) to go on without it."
+        )
 
 
 def _look(place: Path, folder: str, store: LocalStore) -> Kept | None:

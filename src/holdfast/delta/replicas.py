@@ -219,6 +219,7 @@ class Replicas(Replica):
         """Up to which step this rank's part survives. All are told if the replica has failed."""
         failure = self._helper.failure
         if failure is not None and self.agreement is not None:
+            self.agreement.failure = self.agreement.failure or failure
             self.agreement.fail(failure)
         return self._handed if failure is None and self._drift is None else self.durable_step
 

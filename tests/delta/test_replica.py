@@ -573,7 +573,7 @@ def test_training_without_a_replica_leaves_no_newer_step_in_memory_behind(tmp_pa
     keep(5)
     with (
         plain() as alone,
-        pytest.raises(BadInput, match=r"kept step 5 in memory, .* and step 3 is on the disk"),
+        pytest.raises(BadInput, match=r"kept step 5 in memory, and step 3 is on the disk"),
     ):
         alone.resume()
     with start(tmp_path)[1] as beside:

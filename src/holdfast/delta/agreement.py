@@ -319,7 +319,7 @@ class Agreement:
         ]
         settle("missing", json.dumps([[rank, found[f"beat/{rank}"]] for rank in missing]))
         there = wanted > ended and not missing
-        if there and any(share[2] is None for share in shares):
+        if wanted > ended and any(share and share[0] == wanted and share[2] is None for share in shares):
             settle("given_up", str(wanted))
         elif there and min(steps) >= max(share[1] for share in shares):
             with self._leading:

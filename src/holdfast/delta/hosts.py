@@ -42,7 +42,8 @@ class HostAmongOthers(Host):
         self._prefix = self._ranks.prefix
         self._waiting: deque[Message] = deque()
         self._all_have = -1
-        self._number = 0
+        self._number = self._ended = 0
+        """Of the base that was begun last, and of the one that is known to be over."""
         self._shared = False
         """Whether the base ``_number`` waits for those of other ranks."""
         self._cut = ""
@@ -72,6 +73,7 @@ class HostAmongOthers(Host):
         if "all_have" in about:
             self._all_have = max(self._all_have, about["all_have"])
             if "ended" in about:
+                self._ended = about["ended"]
                 self._end_base(about["published"])
         elif "publish" in about:
             self._publish_shares(about["publish"])
@@ -96,6 +98,8 @@ class HostAmongOthers(Host):
         self._cut = about["cut"]
 
     def _compare(self, about: dict[str, Any]) -> None:
+        if about["last"] and about["base"] <= self._ended:  # another rank has given it up
+            return
         if about["last"]:
             self._number = about["base"]
         super()._compare(about)

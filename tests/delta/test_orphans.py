@@ -23,10 +23,10 @@ def notes_of(disk, rank):
     return Notes(disk, 3, Ranks(rank, 2, "that of the trainers"), lambda: False)
 
 
-def waits(notes, what, seconds=600.0):
+def waits(notes, what, seconds=12.0):
     """What it gets, and whether that was soon."""
     began = time.monotonic()
-    return notes.of_all(what, seconds, 0.0), time.monotonic() < began + 20
+    return notes.of_all(what, seconds, 0.0), time.monotonic() < began + 10
 
 
 def test_all_that_ranks_say_is_found_by_rank(disk):

@@ -170,6 +170,25 @@ def full(*_: Any, **__: Any) -> None:
     raise DiskFull("no space left")
 
 
+def publish_slowly(real: Callable[..., None], seconds: float, how: str, replica: Any) -> None:
+    """Of the second base: after so many seconds, in which it "beats" or is "silent", or then "fails"."""
+    is_second = replica._base_step == 0
+    end = time.monotonic() + seconds
+    while is_second and time.monotonic() < end:
+        time.sleep(0.2)
+        if how == "beats":
+            replica._beat()
+    if is_second and how == "fails":
+        full()
+    real(replica)
+
+
+def but_news(real: Callable[..., None], about: dict[str, Any], *data: Any) -> None:
+    """Send ``about``, unless it is what all ranks have."""
+    if "all_have" not in about:
+        real(about, *data)
+
+
 def left_here() -> list[int]:
     """Threads and groups of this process."""
     return [len(os.listdir("/proc/self/task")), len(dist.distributed_c10d._world.pg_map)]
@@ -239,6 +258,10 @@ def train(
     altered: tuple[int, int] | None = None,
     spoilt: str | None = None,
     mlp: int = 0,
+    sleeps_at: tuple[int, int, float] | None = None,
+    slow_share: tuple[int, float, str] | None = None,
+    deaf_replica: tuple[int, int] | None = None,
+    orphan_fails: int | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step."""
@@ -270,6 +293,7 @@ def train(
     losses: list[float] = []
     digests: dict[int, str] = {}
     early: list[bool] = []
+    survived: list[int] = []
     if slow_publish:
         real = Together.publish_shares
         Together.publish_shares = lambda *args: (time.sleep(slow_publish), real(*args))[1]
@@ -286,6 +310,11 @@ def train(
             hosts.HostAmongOthers._persist = lambda self, notes: None
         if disk_fails_orphans:
             orphans.write_durably = full
+        if slow_share is not None and slow_share[0] == rank:
+            publish = hosts.HostAmongOthers._publish
+            hosts.HostAmongOthers._publish = lambda self: publish_slowly(publish, *slow_share[1:], self)
+        if orphan_fails == rank:
+            hosts.HostAmongOthers._persist = full
         if numb:  # to what the replica says of drift
             hear = Replicas._hear
             Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
@@ -315,6 +344,10 @@ def train(
             if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
                 checkpointer._survival.recorder.take_slot = lambda wait: None
                 checkpointer._survival.pace._together.call = lambda: None
+            if deaf_replica is not None and (rank, step) == tuple(deaf_replica):  # to what all ranks have
+                checkpointer._survival.replica._helper.send = partial(but_news, checkpointer._survival.replica._helper.send)
+            if sleeps_at is not None and (rank, step) == tuple(sleeps_at[:2]):
+                time.sleep(sleeps_at[2])
             if step == unfreeze_at:
                 plain.first.bias.requires_grad_(True)
             loss = model(torch.randn(5, 7)).pow(2).mean()
@@ -356,6 +389,8 @@ def train(
                 checkpointer.wait()
             time.sleep(pause)
             say(durable=checkpointer.durable_step, survives=checkpointer.replica_step)
+            survived.append(checkpointer.replica_step)
+            say(survived=survived)
             if world_size > 1 and not options.get("replica"):
                 store = checkpointer._store
                 say(lost=checkpointer._survival.pace._losses, recording=checkpointer._survival.pace.recording)

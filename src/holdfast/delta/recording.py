@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..events import EventLog
 from ..store.local import LocalStore
-from . import entering
+from . import entering, kept
 from .agreement import Agreement
 from .allotment import Allotment
 from .bases import owned_by
@@ -94,6 +96,8 @@ class Recording(Survival):
         )  # fmt: skip
         loop.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
+        if asked.target is None and isinstance(store.root, Path):
+            loop.ranks.all_do(partial(kept.refuse_to_leave, store.root, store, found.point.step))
         return found
 
     def begin(self, found: Recovered | None) -> None:

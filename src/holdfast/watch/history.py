@@ -17,8 +17,8 @@ from ..events import read_events
 from .lanes import Timeline
 
 TOLD = (
-    "began_from", "recovered", "resumed", "gap", "storage", "cadence", "base", "kept", "not_kept", "drift",
-    "replica_failed", "pushed", "push_failed", "stopped", "failed", "finished", "run",
+    "began_from", "recovered", "resumed", "gap", "storage", "cadence", "base", "kept", "not_kept", "not_taken",
+    "drift", "replica_failed", "pushed", "push_failed", "stopped", "failed", "finished", "run",
 )  # fmt: skip
 """Events that are kept as they are."""
 

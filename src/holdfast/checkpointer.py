@@ -69,7 +69,7 @@ from .store.target import Target
 from .units import GiB, MiB, parse_bytes
 from .universal.restore import check, restore
 from .universal.source import Source
-from .update.optimizer import is_elementwise
+from .update.kinds import is_elementwise
 
 BASE_BYTES_PER_STEP = 64 * MiB
 """Of a base, copied at the end of one step."""

@@ -16,7 +16,7 @@ from ..state.capture import FROM_NAME
 from ..state.live import RESIDUAL, LiveState
 from ..state.progress import joined_members
 from ..store.manifest import Manifest
-from ..update.optimizer import ELEMENTWISE
+from ..update.kinds import ELEMENTWISE
 from .shell import members_of, module_of, optimizer_of
 
 

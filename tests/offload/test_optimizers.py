@@ -1,0 +1,108 @@
+"""Optimizers out of core have the bits of the same ones in a plain loop: whole matrices, moments of few bits, several
+optimizers together; wherever their state stays, and after a resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import OptimizerNotSupported, RunMismatch
+from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined, apollo_mini
+from holdfast.update.kinds import ELEMENTWISE, REFUSED, WHOLE
+from plain_loops import PLACEMENTS
+from training import batches, decoder, differing, state_of, stored, warm_up
+
+STEPS = 8
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+def vectors(model):
+    return [p for p in model.parameters() if p.dim() != 2]
+
+
+def two_groups(kind, **options):
+    """One group decays, the other does not."""
+    return lambda model: kind(
+        [{"params": matrices(model), "weight_decay": 0.1}, {"params": vectors(model), "weight_decay": 0.0}],
+        lr=1e-2,
+        **options,
+    )
+
+
+def muon_and_adamw(model):
+    return Joined(
+        torch.optim.Muon(matrices(model), lr=1e-2), torch.optim.AdamW(vectors(model), lr=1e-2, fused=True)
+    )
+
+
+def apollo_with_embeddings_of_adamw(model):
+    embedding = next(model.parameters())
+    rest = [p for p in model.parameters() if p is not embedding]
+    return Apollo([{"params": [embedding], "rank": None}, {"params": rest}], lr=1e-2, rank=3, update_gap=3, seed=7)
+
+
+OPTIMIZERS = {
+    "muon and adamw": muon_and_adamw,
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2, weight_decay=0.1),
+    "apollo": two_groups(Apollo, rank=4, update_gap=3),
+    "apollo, embeddings of adamw": apollo_with_embeddings_of_adamw,
+    "apollo-mini": two_groups(apollo_mini, update_gap=3),
+    "adamw in bf16": two_groups(AdamWBF16),
+    "adamw in bytes": two_groups(AdamW8bit),
+    "several": lambda model: Joined(
+        AdamW8bit(matrices(model)[:3], lr=1e-2),
+        torch.optim.SGD(vectors(model), lr=1e-2, momentum=0.9, fused=True),
+        Apollo(matrices(model)[3:], lr=1e-2, rank=2),
+    ),
+}
+
+
+def plain_loop(make, steps=STEPS):
+    """Losses, and the state after each step."""
+    model = decoder(blocks=3)
+    optimizer = make(model)
+    scheduler, losses, states = warm_up(optimizer), [], []
+    for step in range(steps):
+        made = [model(**batch) for batch in batches(step, 2)]
+        for loss in made:
+            (loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss.item() for loss in made) / 2)
+        states.append(state_of(model, optimizer))
+    return losses, states
+
+
+def out_of_core(directory, make, steps, **options):
+    """Losses of ``steps``, by number."""
+    model = decoder(blocks=3)
+    optimizer = make(model)
+    with holdfast.offload(
+        model, optimizer, directory, scheduler=warm_up(optimizer), dtype="fp32", clip_norm=0.5, **options
+    ) as engine:
+        return [engine.step(batches(step, 2)) for step in steps]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_has_the_bits_of_a_plain_loop_wherever_state_stays(tmp_path, name, placement):
+    losses, states = plain_loop(OPTIMIZERS[name])
+    found = out_of_core(tmp_path, OPTIMIZERS[name], range(STEPS), **PLACEMENTS[placement])
+    assert found == losses
+    assert differing(stored(tmp_path), states[-1]) == []
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_has_these_bits_after_a_resume_too(tmp_path, name):
+    losses, states = plain_loop(OPTIMIZERS[name])
+    found = out_of_core(tmp_path, OPTIMIZERS[name], range(4))
+    assert differing(stored(tmp_path), states[3]) == []
+    found += out_of_core(tmp_path, OPTIMIZERS[name], range(4, STEPS), **PLACEMENTS["host"])
+    assert found == losses
+    assert differing(stored(tmp_path), states[-1]) == []

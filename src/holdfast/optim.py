@@ -1,4 +1,4 @@
-"""Optimizers for plain loops and out of core alike: ordinary ``torch.optim`` ones with less state, or of whole matrices."""
+"""Optimizers for plain loops and out of core alike: ``torch.optim`` ones with less state, or of whole matrices."""
 
 from .update.adamw import AdamW8bit, AdamWBF16
 from .update.apollo import Apollo, apollo_mini

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import OptimizerNotSupported, RunMismatch
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined, apollo_mini
-from holdfast.update.kinds import ELEMENTWISE, REFUSED, WHOLE
 from plain_loops import PLACEMENTS
 from training import batches, decoder, differing, state_of, stored, warm_up
 
@@ -42,7 +40,9 @@ def muon_and_adamw(model):
 def apollo_with_embeddings_of_adamw(model):
     embedding = next(model.parameters())
     rest = [p for p in model.parameters() if p is not embedding]
-    return Apollo([{"params": [embedding], "rank": None}, {"params": rest}], lr=1e-2, rank=3, update_gap=3, seed=7)
+    return Apollo(
+        [{"params": [embedding], "rank": None}, {"params": rest}], lr=1e-2, rank=3, update_gap=3, seed=7
+    )
 
 
 OPTIMIZERS = {

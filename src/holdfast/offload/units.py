@@ -130,7 +130,9 @@ class Unit:
         slots = [(m, self.member_slots(m)) for m in self.trained]
         names = dict.fromkeys(name for _, s in slots for name in s.tensors)
         atoms += [_atom(m, name, s.tensors[name]) for name in names for m, s in slots if name in s.tensors]
-        atoms += [Atom(m.name, name, (), TO_NAME[dtype]) for m, s in slots for name, dtype in s.scalars.items()]
+        atoms += [
+            Atom(m.name, name, (), TO_NAME[dtype]) for m, s in slots for name, dtype in s.scalars.items()
+        ]
         for name, place in self.buffers.items():
             buffer = buffer_at(place)
             atoms.append(Atom(name, "buffer", tuple(buffer.shape), TO_NAME[buffer.dtype]))

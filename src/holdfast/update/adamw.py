@@ -1,7 +1,7 @@
 """AdamW whose moments take two bytes or one instead of four.
 
-The update itself is torch's fused AdamW on fp32 copies of the moments, which are rounded afterwards (``rounding``). Of a
-parameter in fp32, master included, AdamW keeps 12 bytes, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03.
+The update itself is torch's fused AdamW on fp32 copies of the moments, which are rounded afterwards (``rounding``). With
+the fp32 parameter AdamW keeps 12 bytes of each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03.
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ class AdamWBF16(_AdamW):
         return Slots({"exp_avg": moment, "exp_avg_sq": moment}, {STEP: torch.float32})
 
     def update(
-        self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
     ) -> None:
         first, second = (state[name].float().contiguous() for name in ("exp_avg", "exp_avg_sq"))
         step = adamw_(param, grad, first, second, state[STEP], group)
@@ -65,8 +69,8 @@ class AdamW8bit(_AdamW):
     """AdamW with both moments in bytes, by blocks of 256 elements with a scale each (block-wise dynamic quantization:
     Dettmers et al. 2021, arXiv 2110.02861), rounded by chance.
 
-    Kept are ``m``, and ``sqrt(v)`` instead of ``v``: it is what the update divides by, and its range is that of ``m``, so
-    that a byte which is too coarse for an element's ``v`` cannot leave it with a large ``m`` and next to nothing below.
+    Kept are ``m``, and ``sqrt(v)`` instead of ``v``: it is what the update divides by, and its range is that of ``m``.
+    A byte would be too coarse for ``v``, and leave elements with an ``m`` and next to nothing to divide it by.
     """
 
     @staticmethod
@@ -74,11 +78,16 @@ class AdamW8bit(_AdamW):
         elements = torch.Size(shape).numel()
         codes, scales = Form(shape, torch.uint8), Form((-(-elements // BLOCK),), every=BLOCK)
         return Slots(
-            {"exp_avg": codes, "exp_avg_scale": scales, "rms": codes, "rms_scale": scales}, {STEP: torch.float32}
+            {"exp_avg": codes, "exp_avg_scale": scales, "rms": codes, "rms_scale": scales},
+            {STEP: torch.float32},
         )
 
     def update(
-        self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
     ) -> None:
         first = decode(state["exp_avg"], state["exp_avg_scale"], signed=True)
         second = decode(state["rms"], state["rms_scale"], signed=False).square_()
@@ -92,9 +101,7 @@ class AdamW8bit(_AdamW):
 def check_adam(lr: Any, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
     """Raises ``ValueError`` for hyper-parameters that no Adam takes."""
     if float(lr) < 0 or eps < 0 or weight_decay < 0:
-        raise ValueError(
-            f"lr = {lr}, eps = {eps} and weight_decay = {weight_decay} must not be negative"
-        )
+        raise ValueError(f"lr = {lr}, eps = {eps} and weight_decay = {weight_decay} must not be negative")
     if not all(0 <= beta < 1 for beta in betas):
         raise ValueError(f"betas = {betas} must be from 0 to less than 1")
 

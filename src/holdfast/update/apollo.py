@@ -1,8 +1,8 @@
 """APOLLO and APOLLO-Mini (Zhu et al. 2024, arXiv 2412.05270): Adam's scaling of a matrix, estimated in few dimensions.
 
-Adam divides each element of a gradient by a number of its own. APOLLO has one number for each channel of a matrix, or for
-all of it, and learns it from a random projection of the gradient to ``rank`` rows, whose moments are all that is kept:
-``2 rank n`` numbers for a matrix of ``m x n`` instead of ``2 m n``. It needs all of the matrix at once.
+Adam divides each element of a gradient by a number of its own. APOLLO has one number for each channel of a matrix, or
+for all of it, and learns it from a random projection of the gradient to ``rank`` rows, whose moments are all that is
+kept: ``2 rank n`` numbers for a matrix of ``m x n`` instead of ``2 m n``. It needs all of the matrix at once.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ NORM_GROWTH = 1.01
 
 
 class Apollo(FormedOptimizer):
-    """APOLLO. For a matrix whose gradient ``G`` has as many columns as rows or more (else all of it transposed), in step t:
+    """APOLLO. For a matrix whose gradient ``G`` has no more rows than columns (else all of it transposed), in step t:
 
-    * ``Y = R G``, where ``R`` has ``rank`` rows of normal numbers with variance ``1 / rank``, others every ``update_gap`` steps;
+    * ``Y = R G``, where ``R`` has ``rank`` rows of normal numbers of variance ``1 / rank``, drawn every ``update_gap`` steps;
     * ``m = b1 m + (1 - b1) Y``, ``v = b2 v + (1 - b2) Y^2``, ``N = m / (sqrt(v) + eps)``;
-    * ``s_j = |N_j| / (|Y_j| + 1e-8)`` of the norms of each column, or one of the whole matrices with ``channels=False``;
+    * ``s_j = |N_j| / (|Y_j| + 1e-8)`` of the norms of each column, or one of the matrices with ``channels=False``;
     * ``U = G diag(s) sqrt(scale)``; if its norm is more than 1.01 times that of the step before, it is made that;
     * ``w = w - lr sqrt(1 - b2^t) / (1 - b1^t) U - lr weight_decay w``.
 
@@ -86,7 +86,11 @@ class Apollo(FormedOptimizer):
         return Slots({"exp_avg": moment, "exp_avg_sq": moment}, scalars)
 
     def update(
-        self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
     ) -> None:
         if "norm" not in state:
             adamw_(param, grad, state["exp_avg"], state["exp_avg_sq"], state[STEP], group)
@@ -102,7 +106,9 @@ class Apollo(FormedOptimizer):
         param.add_(limited.T if tall else limited, alpha=-rate)
 
     @staticmethod
-    def _factors(wide: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]) -> torch.Tensor:
+    def _factors(
+        wide: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]
+    ) -> torch.Tensor:
         """What the gradient's columns, or all of it, are multiplied by. Moves the moments on."""
         (beta1, beta2), first, second = group["betas"], state["exp_avg"], state["exp_avg_sq"]
         period = (int(state[STEP]) - 1) // group["update_gap"]
@@ -123,14 +129,14 @@ def apollo_mini(
 
 
 def projection(rank: int, rows: int, seed: int) -> torch.Tensor:
-    """``rank`` rows of normal numbers with variance ``1 / rank``, in host memory, where they are the same for all devices."""
+    """``rank`` rows of normal numbers of variance ``1 / rank``, drawn on the host: the same for all devices."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rank, rows, generator=generator) / math.sqrt(rank)
 
 
 def _limited(update: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """``update``, its norm at most ``NORM_GROWTH`` times the one before, which ``norm`` is (0 in the first step) and which
-    becomes that of this one."""
+    """``update``, its norm at most ``NORM_GROWTH`` times the one before: ``norm``, 0 in the first step, which becomes that
+    of this one."""
     now, before = float(update.norm()), float(norm)
     growth = max(now / (before + 1e-8) / NORM_GROWTH, 1.0) if before else 1.0
     norm.fill_(now / growth)

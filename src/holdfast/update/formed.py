@@ -27,7 +27,11 @@ class FormedOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def update(
-        self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], group: Mapping[str, Any]
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
     ) -> None:
         """One step of one parameter, in place."""
 
@@ -43,7 +47,9 @@ class FormedOptimizer(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 if param.grad.is_sparse:
-                    raise ValueError(f"{type(self).__name__} does not take sparse gradients: use sparse=False")
+                    raise ValueError(
+                        f"{type(self).__name__} does not take sparse gradients: use sparse=False"
+                    )
                 state = self.state[param]
                 slots = self.forms(group, tuple(param.shape))
                 if not slots.names <= state.keys():

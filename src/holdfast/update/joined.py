@@ -56,7 +56,9 @@ class Joined(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if len(self.param_groups) == sum(len(optimizer.param_groups) for optimizer in self.members):
-            raise ValueError("a parameter group is added to one of the optimizers that are joined, before they are")
+            raise ValueError(
+                "a parameter group is added to one of the optimizers that are joined, before they are"
+            )
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,5 +77,7 @@ def member_of(optimizer: torch.optim.Optimizer, number: int) -> torch.optim.Opti
     if not isinstance(optimizer, Joined):
         return optimizer
     return next(
-        member for member in optimizer.members if any(g is optimizer.param_groups[number] for g in member.param_groups)
+        member
+        for member in optimizer.members
+        if any(g is optimizer.param_groups[number] for g in member.param_groups)
     )

@@ -47,7 +47,7 @@ def _adafactor(shape: tuple[int, ...]) -> Slots:
 
 
 WHOLE: dict[str, Callable[[tuple[int, ...]], Slots]] = {"Adafactor": _adafactor, "Muon": _muon}
-"""Classes of ``torch.optim`` whose update of a tensor depends on all of it and on no other tensor, and what they keep."""
+"""Classes of ``torch.optim`` whose update of a tensor depends on all of it and on no other, and what they keep."""
 
 REFUSED = {
     "LBFGS": "it evaluates the model several times within one step. Use AdamW or SGD.",

@@ -169,6 +169,6 @@ def _parts(state: ParameterState, slots: Slots, cut: bool) -> Iterator[_Part]:
 
 
 def tiles(elements: int) -> Iterator[tuple[int, int]]:
-    """The half-open ranges into which a tensor of ``elements`` is cut."""
-    for start in range(0, elements, TILE_ELEMENTS):
+    """The half-open ranges into which a tensor of ``elements`` is cut; an empty one, of one without any."""
+    for start in range(0, max(1, elements), TILE_ELEMENTS):
         yield start, min(start + TILE_ELEMENTS, elements)

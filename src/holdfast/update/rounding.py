@@ -1,8 +1,9 @@
 """Rounding of optimizer state to few bits, so that the errors of many small steps add up to nothing.
 
-A moment with decay beta2 = 0.999 moves by a thousandth of its distance in each step. The nearest value that bf16
-(steps of 1/128 to 1/256) or a byte has is then mostly the one that it had, and a second moment that should fall stays where it is. So both
-are rounded up or down by chance, with the mean at the value (stochastic rounding: Gupta et al. 2015, arXiv 1502.02551).
+A moment with decay beta2 = 0.999 moves by a thousandth of its distance in each step. The nearest value that bf16 (steps
+of 1/128 to 1/256) or a byte has is then mostly the one that it had, and a second moment that should fall stays where it
+is. So both are rounded up or down by chance, with the mean at the value (stochastic rounding: Gupta et al. 2015, arXiv
+1502.02551).
 
 The chance is a hash of the value's own bits and the number of the step: no generator whose state a commit would have
 to hold, and an element is rounded alike in whatever slice it is.
@@ -19,7 +20,7 @@ BLOCK = 256
 
 
 def chances(value: torch.Tensor, step: int, salt: int) -> torch.Tensor:
-    """For each element of an fp32 ``value`` an integer of 0 to 65535, another at each ``step`` and for each ``salt``."""
+    """For each element of an fp32 ``value`` one of 0 to 65535, another at each ``step`` and for each ``salt``."""
     mixed = value.view(torch.int32) + _signed(step * 0x9E3779B1 + salt * 0x85EBCA77)
     mixed = mixed * _signed(0xC2B2AE3D)
     mixed = (mixed ^ (mixed >> 15)) * _signed(0x27D4EB2F)
@@ -45,9 +46,7 @@ def dynamic_map(signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(values), dtype=torch.float32)
 
 
-def encode(
-    value: torch.Tensor, signed: bool, step: int, salt: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(value: torch.Tensor, signed: bool, step: int, salt: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of an fp32 ``value``, flat, and the scale of each block of ``BLOCK``: its largest magnitude."""
     count, levels = value.numel(), dynamic_map(signed).to(value.device)
     blocks = torch.nn.functional.pad(value.reshape(-1), (0, -count % BLOCK)).view(-1, BLOCK)

@@ -3,8 +3,8 @@
     python benchmarks/optimizers.py [--steps 500] [--seeds 2] [--arms NAME ...] [--keep] [--small]
 
 Every arm begins with the same values and sees the same batches. What is compared is the loss on text that none was
-trained on, with that of AdamW in fp32 of the same seed. ``nearest`` arms round to the nearest value instead of by chance.
-Prints a table and one line of JSON.
+trained on, with that of AdamW in fp32 of the same seed. ``nearest`` arms round to the nearest value instead of by
+chance. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import holdfast
 from delta.loops import cut_small, make, manifests, same
 from delta.test_replay import STEPS, recovered, trained
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import helper, tier
+from holdfast.delta import helper, holder, tier
+from holdfast.delta.compact import compact
 from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined, apollo_mini
@@ -96,6 +97,21 @@ def test_a_replica_has_the_bits_of_the_trainer(tmp_path, monkeypatch, name):
             states.append(loop.state())
     for step, state in enumerate(states, 1):
         assert same(recovered(tmp_path / "run", OPTIMIZERS[name], "", step), state), step
+
+
+@pytest.mark.parametrize("name", ["adafactor", "apollo", "bf16", "8bit"])
+def test_a_run_is_compacted_without_its_script(tmp_path, name):
+    states = trained(tmp_path, OPTIMIZERS[name], "schedule", keep=Keep(9))
+    compact(tmp_path, 6)
+    assert 6 in {base.step for base in manifests(tmp_path)}
+    for step in (6, STEPS):
+        assert same(recovered(tmp_path, OPTIMIZERS[name], "schedule", step), states[step]), step
+
+
+def test_what_several_ranks_recorded_of_whole_tensors_is_not_replayed_without_the_script():
+    for kind in ("torch.optim.adafactor.Adafactor", "holdfast.update.apollo.Apollo"):
+        with pytest.raises(BadInput, match=r"needs whole tensors, and 2 ranks recorded parts of them.* call save\(\)"):
+            holder._refuse({"classes": [kind]}, {}, 2)
 
 
 def test_joined_optimizers_are_refused_for_a_replica_with_the_way_out(tmp_path):

@@ -7,11 +7,18 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import RunMismatch
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined, apollo_mini
+from holdfast.store.local import LocalStore
 from plain_loops import PLACEMENTS
 from training import batches, decoder, differing, state_of, stored, warm_up
 
 STEPS = 8
+WAYS = PLACEMENTS | {
+    "delayed": {"delayed_fraction": 1.0, "activations_on_host": 0.0},
+    "horizontal": {"schedule": "horizontal"},
+}
 
 
 def matrices(model):
@@ -89,11 +96,11 @@ def out_of_core(directory, make, steps, **options):
         return [engine.step(batches(step, 2)) for step in steps]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_has_the_bits_of_a_plain_loop_wherever_state_stays(tmp_path, name, placement):
+def test_it_has_the_bits_of_a_plain_loop_wherever_state_stays(tmp_path, name, way):
     losses, states = plain_loop(OPTIMIZERS[name])
-    found = out_of_core(tmp_path, OPTIMIZERS[name], range(STEPS), **PLACEMENTS[placement])
+    found = out_of_core(tmp_path, OPTIMIZERS[name], range(STEPS), **WAYS[way])
     assert found == losses
     assert differing(stored(tmp_path), states[-1]) == []
 
@@ -106,3 +113,55 @@ def test_it_has_these_bits_after_a_resume_too(tmp_path, name):
     found += out_of_core(tmp_path, OPTIMIZERS[name], range(4, STEPS), **PLACEMENTS["host"])
     assert found == losses
     assert differing(stored(tmp_path), states[-1]) == []
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_checkpointer_recorded_goes_on_out_of_core_and_back(tmp_path, name):
+    make = OPTIMIZERS[name]
+    _, states = plain_loop(make, 6)
+
+    def in_memory(root, steps, source=None):
+        model = decoder(blocks=3)
+        optimizer = make(model)
+        scheduler = warm_up(optimizer)
+        members = optimizer.members if isinstance(optimizer, Joined) else optimizer
+        with Checkpointer(root, model=model, optimizer=members, scheduler=scheduler) as checkpointer:
+            for step in range(checkpointer.resume(source=source), steps):
+                for batch in batches(step, 2):
+                    (model(**batch) / 2).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+        return state_of(model, optimizer)
+
+    assert differing(in_memory(tmp_path / "a", 2), states[1]) == []
+    out_of_core(tmp_path / "b", make, range(2, 4), source=holdfast.From(tmp_path / "a"))
+    assert differing(stored(tmp_path / "b"), states[3]) == []
+    assert differing(in_memory(tmp_path / "c", 6, holdfast.From(tmp_path / "b")), states[5]) == []
+
+
+def test_a_run_of_other_bits_is_refused(tmp_path):
+    out_of_core(tmp_path, lambda model: AdamWBF16(model.parameters()), range(1))
+    with pytest.raises(RunMismatch, match=r"exp_avg is BF16 .* there"):
+        out_of_core(tmp_path, lambda model: torch.optim.AdamW(model.parameters()), range(1))
+    with pytest.raises(RunMismatch, match=r"exp_avg is BF16 .* there"):
+        out_of_core(tmp_path, lambda model: AdamW8bit(model.parameters()), range(1))
+
+
+@pytest.mark.parametrize(
+    "kind, each",
+    [(torch.optim.AdamW, 12), (AdamWBF16, 8), (AdamW8bit, 6 + 8 / 256), (Apollo, 4 + 8 * 4 / 256)],
+)
+def test_files_and_the_plan_count_what_an_element_takes(tmp_path, kind, each):
+    model = decoder(blocks=2, width=256, hidden=1024)
+    options = {"rank": 4} if kind is Apollo else {}
+    with holdfast.offload(model, kind(model.parameters(), **options), tmp_path) as engine:
+        engine.step(batches(0, 1))
+    elements = sum(p.numel() for p in model.blocks[0].parameters())
+    with LocalStore.read(tmp_path) as reader:
+        manifest = reader.head()
+        sizes = [(tmp_path / manifest.files[f"blocks.{i}"].path).stat().st_size for i in (0, 1)]
+    assert sizes[0] == pytest.approx(elements * each, rel=0.06)  # headers and alignment
+    assert [block.state_bytes for block in engine._plan.work.blocks] == sizes

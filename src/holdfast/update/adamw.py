@@ -1,7 +1,7 @@
 """AdamW whose moments take two bytes or one instead of four.
 
-The update itself is torch's fused AdamW on fp32 copies of the moments, which are rounded afterwards (``rounding``). With
-the fp32 parameter AdamW keeps 12 bytes of each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03.
+The update itself is torch's fused AdamW on fp32 copies of the moments, which are rounded afterwards (``rounding``).
+With the fp32 parameter AdamW keeps 12 bytes of each element, ``AdamWBF16`` 8 and ``AdamW8bit`` 6.03.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ NORM_GROWTH = 1.01
 class Apollo(FormedOptimizer):
     """APOLLO. For a matrix whose gradient ``G`` has no more rows than columns (else all of it transposed), in step t:
 
-    * ``Y = R G``, where ``R`` has ``rank`` rows of normal numbers of variance ``1 / rank``, drawn every ``update_gap`` steps;
+    * ``Y = R G``, where ``R`` has ``rank`` rows of normal numbers of variance ``1 / rank``, new every ``update_gap``;
     * ``m = b1 m + (1 - b1) Y``, ``v = b2 v + (1 - b2) Y^2``, ``N = m / (sqrt(v) + eps)``;
     * ``s_j = |N_j| / (|Y_j| + 1e-8)`` of the norms of each column, or one of the matrices with ``channels=False``;
     * ``U = G diag(s) sqrt(scale)``; if its norm is more than 1.01 times that of the step before, it is made that;
@@ -135,8 +135,8 @@ def projection(rank: int, rows: int, seed: int) -> torch.Tensor:
 
 
 def _limited(update: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """``update``, its norm at most ``NORM_GROWTH`` times the one before: ``norm``, 0 in the first step, which becomes that
-    of this one."""
+    """``update``, its norm at most ``NORM_GROWTH`` times the one before: ``norm``, 0 in the first step, which becomes
+    that of this one."""
     now, before = float(update.norm()), float(norm)
     growth = max(now / (before + 1e-8) / NORM_GROWTH, 1.0) if before else 1.0
     norm.fill_(now / growth)

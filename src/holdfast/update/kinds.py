@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from ..errors import OptimizerNotSupported
+from .adamw import AdamW8bit, AdamWBF16
+from .apollo import Apollo
 from .formed import FormedOptimizer
 from .forms import Form, Slots
 
@@ -54,6 +56,9 @@ REFUSED = {
     "SparseAdam": "it takes sparse gradients, which are not summed. Use Adam, and embeddings with sparse=False.",
 }
 """Of ``torch.optim``: why not, and what instead."""
+
+FORMED = (AdamW8bit, AdamWBF16, Apollo)
+"""Of this library."""
 
 IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "maximize"}
 """Of a parameter group: how the update is computed here, which is not carried over."""
@@ -97,6 +102,14 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
         raise OptimizerNotSupported(_refusal(cls, name))
     (_check_slices if kind.cut else _check_whole)(kind, group)
     return kind
+
+
+def class_named(name: str) -> type[torch.optim.Optimizer] | None:
+    """The class of a full ``name``, if it is of torch or of this library and updates each parameter by itself."""
+    module, _, own = name.rpartition(".")
+    if module.startswith("torch.optim") and (own in ELEMENTWISE or own in WHOLE):
+        return getattr(torch.optim, own)
+    return next((cls for cls in FORMED if (cls.__module__, cls.__qualname__) == (module, own)), None)
 
 
 def arguments_of(cls: type[torch.optim.Optimizer]) -> frozenset[str]:

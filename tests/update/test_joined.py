@@ -57,6 +57,9 @@ def test_its_state_dict_goes_on_where_it_was_taken():
     assert again.param_groups[0]["lr"] == members[0].param_groups[0]["lr"] == 0.5
     step(matrix, vector, 9, joined)
     step(other, rest, 9, again)
+    for name, value in joined.state[vector].items():
+        assert torch.equal(again.state[rest][name], value)
+    assert again.state.keys() == {other, rest}
     assert torch.equal(matrix, other) and torch.equal(vector, rest)
 
 

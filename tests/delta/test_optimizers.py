@@ -15,6 +15,7 @@ from holdfast.delta import helper, holder, tier
 from holdfast.delta.compact import compact
 from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput
+from holdfast.events import read_events
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined, apollo_mini
 from holdfast.store.retention import Keep
 from holdfast.update.kinds import is_elementwise
@@ -79,12 +80,17 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tmp_path, name):
     assert same(loop.state(), whole.state())
 
 
-@pytest.mark.parametrize("name", ["adafactor", "apollo", "bf16", "8bit"])
-def test_a_replica_has_the_bits_of_the_trainer(tmp_path, monkeypatch, name):
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    """Replicas are forked, and keep what they have below the test's folder."""
     memory = tmp_path / "memory"
     memory.mkdir()
     monkeypatch.setattr(helper, "start_process", Forked)
     monkeypatch.setattr(tier, "MEMORY", memory)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "apollo", "bf16", "8bit"])
+def test_a_replica_has_the_bits_of_the_trainer(tmp_path, forked, name):
     loop = make(OPTIMIZERS[name], "")
     with Checkpointer(
         tmp_path / "run", model=loop.model, optimizer=loop.optimizers, replica=True, keep=holdfast.Keep(99)
@@ -97,6 +103,22 @@ def test_a_replica_has_the_bits_of_the_trainer(tmp_path, monkeypatch, name):
             states.append(loop.state())
     for step, state in enumerate(states, 1):
         assert same(recovered(tmp_path / "run", OPTIMIZERS[name], "", step), state), step
+
+
+def test_a_replica_takes_muon_and_adamw_as_a_list(tmp_path, forked):
+    states = []
+    for seed in (0, 1):
+        loop = make(muon, "", seed)
+        members = loop.optimizers[0].members
+        with Checkpointer(
+            tmp_path / "run", model=loop.model, optimizer=members, replica=not seed
+        ) as checkpointer:
+            for i in range(checkpointer.resume(), 5):
+                loop.iteration(i, checkpointer.step)
+                checkpointer.save()  # compares all that the replica has
+        states.append(loop.state())
+    assert same(*states)
+    assert all(event["event"] != "drift" for event in read_events(tmp_path / "run" / "events.jsonl"))
 
 
 @pytest.mark.parametrize("name", ["adafactor", "apollo", "bf16", "8bit"])

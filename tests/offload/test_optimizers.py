@@ -165,3 +165,15 @@ def test_files_and_the_plan_count_what_an_element_takes(tmp_path, kind, each):
         sizes = [(tmp_path / manifest.files[f"blocks.{i}"].path).stat().st_size for i in (0, 1)]
     assert sizes[0] == pytest.approx(elements * each, rel=0.06)  # headers and alignment
     assert [block.state_bytes for block in engine._plan.work.blocks] == sizes
+
+
+def test_the_plan_counts_what_updates_of_whole_tensors_take_besides(tmp_path):
+    taken = {}
+    for name in ("muon and adamw", "apollo", "adamw in bytes"):
+        model = decoder(blocks=2)
+        with holdfast.offload(
+            model, OPTIMIZERS[name](model), tmp_path / name, sample=batches(0, 1)[0]
+        ) as engine:
+            taken[name] = engine._plan.memory.at("host").get("updates", 0)
+    largest = sorted(p.numel() for p in model.parameters())[-2:]
+    assert taken == {"muon and adamw": 13 * sum(largest), "apollo": 5 * sum(largest), "adamw in bytes": 0}

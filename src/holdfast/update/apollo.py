@@ -99,11 +99,11 @@ class Apollo(FormedOptimizer):
         step, (beta1, beta2) = int(state[STEP]), group["betas"]
         tall = grad.size(0) > grad.size(1)
         wide = grad.float().T if tall else grad.float()
-        update = wide * self._factors(wide, state, group) * math.sqrt(group["scale"])
-        limited = _limited(update, state["norm"])
+        update = (wide * self._factors(wide, state, group)).mul_(math.sqrt(group["scale"]))
+        _limit(update, state["norm"])
         rate = float(group["lr"]) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
         param.mul_(1 - float(group["lr"]) * group["weight_decay"])
-        param.add_(limited.T if tall else limited, alpha=-rate)
+        param.add_(update.T if tall else update, alpha=-rate)
 
     @staticmethod
     def _factors(
@@ -134,13 +134,13 @@ def projection(rank: int, rows: int, seed: int) -> torch.Tensor:
     return torch.randn(rank, rows, generator=generator) / math.sqrt(rank)
 
 
-def _limited(update: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
-    """``update``, its norm at most ``NORM_GROWTH`` times the one before: ``norm``, 0 in the first step, which becomes
-    that of this one."""
+def _limit(update: torch.Tensor, norm: torch.Tensor) -> None:
+    """Make the norm of ``update`` at most ``NORM_GROWTH`` times the one before: ``norm``, 0 in the first step, which
+    becomes that of this one."""
     now, before = float(update.norm()), float(norm)
     growth = max(now / (before + 1e-8) / NORM_GROWTH, 1.0) if before else 1.0
     norm.fill_(now / growth)
-    return update / growth
+    update.div_(growth)
 
 
 def _drawn(seed: int, number: int) -> int:

@@ -78,6 +78,12 @@ class Kind:
     makes_state: bool
     slots: Callable[[tuple[int, ...]], Slots]
 
+    @property
+    def temporary_bytes(self) -> int:
+        """What an update takes besides, of each element of a tensor that is not cut. Measured: up to 12.7 of Muon, 5.0
+        of APOLLO, 4.0 of Adafactor."""
+        return 0 if self.cut else 13 if self.of is torch.optim.Muon else 5
+
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` is known to update every element by itself."""

@@ -78,6 +78,10 @@ class HostOptimizer:
         """What is kept for a parameter of ``shape`` in ``group``."""
         return self._kinds[group].slots(shape)
 
+    def temporary_bytes(self, group: int, elements: int) -> int:
+        """What an update of a parameter takes besides its state; next to nothing where it is cut."""
+        return self._kinds[group].temporary_bytes * elements
+
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """What the user's optimizer holds for ``parameter`` already, by slot; empty for a fresh one."""
         return {k: v for k, v in self._optimizer.state.get(parameter, {}).items() if v is not None}

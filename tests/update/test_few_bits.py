@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.errors import OptimizerNotSupported
 from holdfast.optim import AdamW8bit, AdamWBF16
 from holdfast.update.rounding import BLOCK, decode, dynamic_map, encode, to_bf16
 
@@ -127,6 +128,22 @@ def test_a_state_dict_brings_back_every_bit_and_type(kind):
         param.grad = normal(513, 9)
         each.step()
     assert torch.equal(*params)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sparse_gradients_and_sharded_parameters_are_refused_with_the_way_out(kind):
+    param = nn.Parameter(torch.ones(4))
+    param.grad = torch.ones(4).to_sparse()
+    with pytest.raises(
+        OptimizerNotSupported, match=f"{kind.__name__} does not take sparse gradients.* sparse=False"
+    ):
+        kind([param]).step()
+    param.grad, param.to_local = torch.ones(4), lambda: param  # as of a DTensor
+    with pytest.raises(
+        OptimizerNotSupported, match=r"sharded over ranks \(DTensor, here of \(4,\)\).* Use Distr"
+    ):
+        kind([param]).step()
+    assert torch.equal(param, torch.ones(4))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..errors import OptimizerNotSupported
+from ..state.cuts import is_distributed
 from .forms import Slots
 
 
@@ -46,16 +48,25 @@ class FormedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                if param.grad.is_sparse:
-                    raise ValueError(
-                        f"{type(self).__name__} does not take sparse gradients: use sparse=False"
-                    )
+                self._refuse(param)
                 state = self.state[param]
                 slots = self.forms(group, tuple(param.shape))
                 if not slots.names <= state.keys():
                     state.update({**slots.zeros(param.device), **state})
                 self.update(param, param.grad, state, group)
         return loss
+
+    def _refuse(self, param: torch.Tensor) -> None:
+        name = type(self).__name__
+        if param.grad is not None and param.grad.is_sparse:
+            raise OptimizerNotSupported(
+                f"{name} does not take sparse gradients. Use embeddings with sparse=False."
+            )
+        if is_distributed(param):
+            raise OptimizerNotSupported(
+                f"{name} does not take parameters that are sharded over ranks (DTensor, here of {tuple(param.shape)}):"
+                " its blocks and matrices are those of whole tensors. Use DistributedDataParallel, or AdamW of torch."
+            )
 
     def load_state_dict(self, state_dict: Any) -> None:
         """As torch does it, but for types: torch would make every tensor one of the parameter's type."""

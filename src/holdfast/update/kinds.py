@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ def class_named(name: str) -> type[torch.optim.Optimizer] | None:
     return next((cls for cls in FORMED if (cls.__module__, cls.__qualname__) == (module, own)), None)
 
 
+@cache
 def arguments_of(cls: type[torch.optim.Optimizer]) -> frozenset[str]:
     """What the constructor takes besides the parameters."""
     return frozenset(inspect.signature(cls.__init__).parameters) - {"self", "params"}

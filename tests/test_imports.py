@@ -15,7 +15,7 @@ FLOORS = [
     {"state", "io", "plan"},
     {"store", "update"},
     {"offload", "delta", "universal"},
-    {"sources"},
+    {"sources", "optim"},
     {"checkpointer", "watch"},
     {"models", "data", "adapters"},
     {"probe"},

@@ -77,6 +77,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module(".optim", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

@@ -30,7 +30,7 @@ def test_a_rank_that_stores_nothing_takes_part_all_the_same(world, tmp_path, kin
     assert alone[0]["digests"]["21"] == after[0]["digests"]["21"]
 
 
-@pytest.mark.parametrize("more", [{"optimizer": "global"}, {"average": True}])
+@pytest.mark.parametrize("more", [*({"optimizer": name} for name in ("global", "apollo", "8bit")), {"average": True}])
 def test_what_updates_all_parameters_at_once_comes_back_from_bases_of_one_step(world, tmp_path, more):
     """An optimizer that is not elementwise, and averages that ``after_update`` keeps."""
     whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=26, **more))

@@ -34,6 +34,7 @@ from holdfast.delta.replicas import Replicas
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput, DiskFull
 from holdfast.io.queue import Throttle
+from holdfast.optim import AdamW8bit, Apollo
 from holdfast.state.cuts import local_of
 from read_only import make_read_only
 from replica_run import Forked, drifting
@@ -61,6 +62,8 @@ OPTIMIZERS = {
     "foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "global": lambda p: Global(p, lr=0.01),
+    "apollo": lambda p: Apollo(p, lr=0.01, rank=2, update_gap=3),
+    "8bit": lambda p: AdamW8bit(p, lr=0.01),
 }
 
 

@@ -164,8 +164,9 @@ def test_what_stays_is_counted_where_it_lies():
         activations=(True,) * 3,
         gradients=(True,) * 3,
     )
-    work = uneven(3, unified=False)
+    work = replace(uneven(3, unified=False), update_bytes=5003)
     assert resident(work, placement) == {
+        ("host", "updates"): 5003,
         ("host", "resident_state"): 66001,
         ("host", "params_on_host"): 20011 + 20211,
         ("host", "optimizer_on_host"): 120011 + 103,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..state.live import LiveState
-from ..update.optimizer import is_elementwise
+from ..update.kinds import is_elementwise
 from .codecs import Codec
 from .comm_hook import HookState
 from .entering import look

@@ -25,7 +25,7 @@ from ..store.files import Disk
 from ..store.local import LocalStore
 from ..store.manifest import Point
 from ..store.retention import Keep
-from ..update.optimizer import is_elementwise
+from ..update.kinds import is_elementwise
 from . import drift, kept, tier
 from .agreement import Agreement
 from .codecs import Codec, Exact

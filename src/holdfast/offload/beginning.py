@@ -10,7 +10,7 @@ import torch
 
 from ..errors import RunMismatch
 from ..state.capture import Captured, buffer_at
-from ..update.optimizer import Slots
+from ..update.forms import Slots
 from .parts import Parts
 from .progress import UserState
 
@@ -48,14 +48,14 @@ def prepare(source: Opens, parts: Parts, user: UserState) -> tuple[Beginning, li
     told = beginning.match(parts.captured, user.optimizer)
     for unit in parts.all_units:
         for member in unit.trained:
-            _refuse_others(beginning, member.name, unit.slots[member.group])
+            _refuse_others(beginning, member.name, unit.kept(member))
     beginning.check()
     return beginning, told
 
 
 def _refuse_others(beginning: Beginning, name: str, slots: Slots) -> None:
     kept = beginning.kept.get(name)
-    here = {*slots.tensors, *slots.scalars}
+    here = slots.names
     if kept is not None and kept != here:
         raise RunMismatch(
             f"{beginning.path} has hyper-parameters with which this optimizer keeps {_listed(kept)} for {name}, and"

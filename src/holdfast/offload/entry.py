@@ -78,9 +78,10 @@ def offload(
 ) -> Engine:
     """Train ``model`` with its state in the directory ``ssd``.
 
-    ``optimizer`` is an ordinary elementwise ``torch.optim`` one over the model's parameters, which may be on
-    ``meta``; it is read, never stepped. ``scheduler`` is stepped by the engine after each step, and its state
-    and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
+    ``optimizer`` is one of ``torch.optim`` or ``holdfast.optim`` over the model's parameters, which may be on ``meta``;
+    it is read, never stepped. What needs whole matrices (Muon, APOLLO, Adafactor) is computed by one thread, so the
+    bits are those of a loop with one. ``scheduler`` is stepped by the engine after each step, and its state and the
+    ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
     from its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s
     groups are restored: a learning rate is changed after this call. All else may change from one resume to the
     next; a ``seed``, ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is warned of, since the numbers are

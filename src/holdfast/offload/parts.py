@@ -21,6 +21,9 @@ from .blocks import Blocks, find_blocks, owned_parameters
 from .measure import Measured
 from .units import Unit
 
+UPDATES_AT_ONCE = 2
+"""By as many workers, unless told otherwise."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -84,9 +87,16 @@ class Parts:
             resident_elements=self.resident.elements,
             resident_grad_bytes=self.resident.grad_bytes,
             workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
+            update_bytes=self._update_bytes(),
             head_flop=measured.head_flop if measured else 0.0,
             unified=unified,
         )
+
+    def _update_bytes(self) -> int:
+        """Of the parameters whose updates take most besides, as many as there are updated at once."""
+        trained = [member for unit in self.all_units for member in unit.trained]
+        sizes = [self.optimizer.temporary_bytes(member.group, member.elements) for member in trained]
+        return sum(sorted(sizes)[-UPDATES_AT_ONCE:])
 
     def index(self) -> dict[str, Any]:
         """The index that every manifest of the run refers to: where each atom lies."""

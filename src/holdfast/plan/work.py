@@ -46,6 +46,8 @@ class Work:
     """Prologue, epilogue and loss of one micro-batch, forward and backward."""
     resident_grad_bytes: int = 0
     """Accumulated gradients of the prologue and epilogue, on the device."""
+    update_bytes: int = 0
+    """What updates take besides state, gradients and copies, in host memory: of optimizers that need whole tensors."""
     workspace_bytes: int = 0
     """The most that computing one micro-batch of one block, or the epilogue, takes besides what is listed as
     held: activations between the block's input and its output. In device memory. Measured."""

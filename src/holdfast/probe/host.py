@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ..offload.process import one_torch_thread
-from ..update.optimizer import STEP, HostOptimizer, ParameterState
+from ..update.forms import STEP
+from ..update.optimizer import HostOptimizer, ParameterState
 from .clock import median_seconds
 
 WORKERS = 2
@@ -32,7 +33,7 @@ def measure_update(seconds: float, elements: int = ELEMENTS) -> float:
 
 
 def _state(elements: int, optimizer: HostOptimizer) -> ParameterState:
-    slots = optimizer.slots[0]
+    slots = optimizer.slots(0, (elements,))
     return ParameterState(
         param=torch.zeros(elements),
         grad=torch.full((elements,), 1e-3),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import RunMismatch
 from ..state.atoms import FLOATS
-from ..update.optimizer import STEP
+from ..update.forms import STEP
 from .source import Source, Stored
 
 CARRIED = ("residual", "subspace")

@@ -177,6 +177,7 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         "warmup_steps",
         "weight_decay",
         "clip_norm",
+        "clipping",
     }
     train = {f"train.{name}" for name in (*train, "dtype")}
     assert marked["stated"] == {"model.dropout", "offload.order", "offload.device", *train}

@@ -58,7 +58,8 @@ def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placemen
     ) as engine:
         for step, count in enumerate((1, 3, 2, 2)):
             moved = moved_by(engine, lambda step=step, count=count: engine.step(batches(step, count)))
-            shape = {"micro_batches": count, "clip": clip_norm is not None, "commit": step % 2 == 1}
+            clipping = "none" if clip_norm is None else "defer"
+            shape = {"micro_batches": count, "clipping": clipping, "commit": step % 2 == 1}
             assert moved == listed(engine, schedule, **shape), (step, count)
         moved = moved_by(engine, lambda: engine.evaluate(batches(0, 3)))
         assert moved == listed(engine, "evaluate", micro_batches=3)

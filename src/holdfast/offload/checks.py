@@ -9,10 +9,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import BadInput
 from ..plan.orders import ORDERS
+from ..plan.work import CLIPPING
 from .planning import SCHEDULES, Budget
 
 
-def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: Any, clip_norm: Any) -> None:
+def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: Any) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ORDERS),
@@ -27,8 +28,29 @@ def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: A
         )
     if not isinstance(delayed_fraction, (int, float)) or not 0 <= delayed_fraction <= 1:
         raise BadInput(f"delayed_fraction = {delayed_fraction!r} must lie between 0 and 1")
+
+
+def check_clipping(clipping: str, clip_norm: Any, schedule: str, commit_every: int) -> None:
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise BadInput(f"clip_norm = {clip_norm!r} must be a positive number; None is no clipping")
+    if clipping not in CLIPPING[1:]:
+        raise BadInput(f"clipping = {clipping!r} is not one of {', '.join(CLIPPING[1:])}")
+    if clipping == "per_block" and clip_norm is None:
+        raise BadInput(
+            "clipping='per_block' says how to clip, and clip_norm= does not say to what: give it, too"
+        )
+    if clipping != "speculate":
+        return
+    if schedule != "vertical":
+        raise BadInput(
+            "clipping='speculate' is of the vertical schedule: in the horizontal one every update comes after the norm"
+            " anyway. Leave it out."
+        )
+    if commit_every != 1:
+        raise BadInput(
+            f"clipping='speculate' undoes an update from the commit of the step before, so it needs one at every step:"
+            f" commit_every=1 (here {commit_every!r}), or clipping='defer'."
+        )
 
 
 def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..plan.ops import Op
 from ..plan.vertical import commit_only, forward_only
-from ..plan.work import StepShape
+from ..plan.work import Clipping, StepShape
 from .microbatches import Coroutine, module_call
 from .planning import SCHEDULES, Plan
 from .runtime import MicroBatch, Runtime, Step
@@ -24,12 +24,23 @@ class Rules:
     order: str
     delayed_fraction: float
     clip_norm: float | None
+    clipping: Clipping
     commit_every: int
     normalize: str | Callable[[Any], float]
 
     @property
     def normalize_name(self) -> str:
         return self.normalize if isinstance(self.normalize, str) else "a function"
+
+    def shape(self, micro_batches: int, commit: bool) -> StepShape:
+        """Of a training step."""
+        return StepShape(
+            micro_batches=micro_batches,
+            clipping="none" if self.clip_norm is None else self.clipping,
+            order=self.order,
+            delayed_fraction=self.delayed_fraction,
+            commit=commit,
+        )
 
 
 class StepMaker:
@@ -53,13 +64,8 @@ class StepMaker:
     ) -> Step:
         """Step ``number`` over ``micro_batches``, with the hyper-parameters as they are now."""
         rules = self._rules
-        shape = StepShape(
-            micro_batches=len(micro_batches),
-            clip=rules.clip_norm is not None,
-            order=rules.order,
-            delayed_fraction=rules.delayed_fraction,
-            commit=rules.commit_every > 0 and (number + 1) % rules.commit_every == 0,
-        )
+        commit = rules.commit_every > 0 and (number + 1) % rules.commit_every == 0
+        shape = rules.shape(len(micro_batches), commit)
         calls = [
             module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)
             for batch in micro_batches

@@ -136,13 +136,18 @@ class HostOptimizer:
         return HyperParameters(tuple(self._by_value(group) for group in self._optimizer.param_groups))
 
     def update(
-        self, state: ParameterState, hyper: HyperParameters, scale: torch.Tensor | None = None
+        self,
+        state: ParameterState,
+        hyper: HyperParameters,
+        scale: torch.Tensor | None = None,
+        keep_grad: bool = False,
     ) -> None:
-        """One optimizer step of one parameter, in place. ``scale`` multiplies the gradient first (clipping)."""
+        """One optimizer step of one parameter, in place. ``scale`` multiplies the gradient first (clipping). An
+        optimizer may change the gradient it is given; with ``keep_grad`` it gets a copy."""
         first = float(state.scalars[STEP]) == 0
         scalars: dict[str, torch.Tensor] = {}
         for start, stop in tiles(state.param.numel()):
-            grad = state.grad[start:stop]
+            grad = state.grad[start:stop].clone() if keep_grad else state.grad[start:stop]
             if scale is not None:
                 grad.mul_(scale)
             scalars = self._update_tile(state, hyper, slice(start, stop), grad, first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+from ... import failpoints
 from ...plan.ops import Op
 from ..runtime import Runtime, Step, of
 from ..units import as_tensor
@@ -19,6 +20,7 @@ def load(run: Runtime, op: Op, step: Step) -> Future | None:
     """Read the state that the guess began from, every byte verified."""
     if not step.redone:
         return None
+    failpoints.reach("before_redo")
     block = op.key.block
     unit, before = run.blocks[block], step.before[block]
     buffer = run.residency.redone[block] = run.residency.pool.take(unit.layout.file_bytes, "redone state")
@@ -35,12 +37,14 @@ def update(run: Runtime, op: Op, step: Step) -> None:
     used up, whether the guess was right or not."""
     block = op.key.block
     if step.redone:
+        failpoints.reach("before_redone_update")
         unit, copy = run.blocks[block], state.copy_to_update(run, block)
         image = as_tensor(run.residency.redone[block])
         if not step.skipped:
             state.apply(run, step, unit, image, run.residency.grads[block], copy)
         elif copy is not None:
             unit.write_trained_copy(image, copy)
+        failpoints.reach("after_redone_update")
     run.residency.free_grads(block, lent=False)
 
 
@@ -48,6 +52,7 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     """Write the state in place of what the guess has written. That of a skipped step is written already."""
     if not step.redone:
         return None
+    failpoints.reach("before_redone_write")
     block, pool = op.key.block, run.residency.pool
     unit, before, image = run.blocks[block], step.before[block], run.residency.redone.pop(block)
     if run.newest[unit.name] is not before:

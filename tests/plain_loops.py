@@ -37,6 +37,23 @@ def model_with_a_frozen_parameter(dropout=0.0):
     return model
 
 
+def ragged(step, count):
+    """Micro-batches of several lengths, some targets of which do not count. The second has none that does."""
+    made = []
+    for m, batch in enumerate(batches(step, count)):
+        batch = {name: value[:, : value.shape[1] - m].clone() for name, value in batch.items()}
+        batch["targets"][0, : 1 + (step + m) % 3] = -100
+        made.append(batch)
+    made[1]["targets"].fill_(-100)
+    return made
+
+
+def by_tokens(micro_batches):
+    """Of each micro-batch: the part of all targets that it has."""
+    counts = [int((batch["targets"] != -100).sum()) for batch in micro_batches]
+    return [count / sum(counts) for count in counts]
+
+
 @cache
 def plain_loop(num_micro_batches, clip_norm, dropout=0.0):
     """Losses and norms of ``STEPS`` steps of ordinary PyTorch, and the state after each."""

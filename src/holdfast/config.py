@@ -89,7 +89,9 @@ class TrainConfig:
     clipping: Literal["defer", "speculate", "per_block"] = _key(
         "defer", 'updates wait for the norm; "speculate" guesses it; or "per_block"', stated=True
     )
-    dtype: Literal["bf16", "fp32"] = _key("bf16", "to compute in; the stored state is fp32", stated=True)
+    dtype: Literal["bf16", "fp16", "fp32"] = _key(
+        "bf16", "to compute in, fp16 with a loss scale; the stored state is fp32", stated=True
+    )
 
     def __post_init__(self) -> None:
         for key in ("steps", "micro_batches", "micro_batch_size"):

@@ -1,7 +1,8 @@
 """Training that guesses that nothing is clipped, killed by SIGKILL while it updates again what it guessed wrong.
 
-What a guess has written is in files that no commit names, and so is what is written over it. Whatever a kill finds, every
-listed commit is the state of its step, and the run ends bit for bit as one that nobody disturbed and that guessed nothing.
+What a guess has written is in files that no commit names, and so is what is written over it. Whatever a kill finds,
+every listed commit is the state of its step, and the run ends bit for bit as one that nobody disturbed and that guessed
+nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def test_killed_where_every_block_is_updated_again_at_each_commit(server, refere
     order = {"root": tmp_path / "run", "text": text, "clipping": "speculate", "steps": 5, **ON_SSD}
     outcome = server.run(**order, failpoint=f"before_data_sync:{5 + 9 * 4}")
     assert outcome.killed and outcome.durable <= 4, outcome
-    outcome = server.run(**(order | {"root": tmp_path / "other"}), failpoint=f"before_data_sync:{5 + 9 * 5 + 1}")
+    outcome = server.run(
+        **(order | {"root": tmp_path / "other"}), failpoint=f"before_data_sync:{5 + 9 * 5 + 1}"
+    )
     assert outcome.finished, outcome
 
 

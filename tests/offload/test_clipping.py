@@ -13,7 +13,16 @@ from torch import nn
 import holdfast
 from holdfast.errors import BadInput
 from holdfast.offload import entry, planning
-from plain_loops import PLACEMENTS, STEPS, Apart, check, model_with_a_frozen_parameter, plain_loop
+from plain_loops import (
+    PLACEMENTS,
+    STEPS,
+    Apart,
+    by_tokens,
+    check,
+    model_with_a_frozen_parameter,
+    plain_loop,
+    ragged,
+)
 from training import adamw, batches, differing, state_of, stored, warm_up
 
 SOME = {1: 1.2, 3: 0.85}
@@ -170,6 +179,55 @@ def test_a_loss_that_is_no_number_skips_the_whole_step(tmp_path, clipping):
         assert differing(engine.state_dict(), before) == []
         engine.step(batches(2, 2))
         assert engine.last["skipped"] is None and differing(engine.state_dict(), before) != []
+
+
+# Losses by tokens
+
+
+def tokens_loop(clip):
+    """Ordinary PyTorch, in which a target counts the same in whatever micro-batch it is."""
+    model = model_with_a_frozen_parameter()
+    optimizer, states = adamw(model, fused=True), []
+    scheduler = warm_up(optimizer)
+    for step in range(8):
+        made = ragged(step, 4)
+        for batch, share in zip(made, by_tokens(made), strict=True):
+            if share:  # without targets the loss is a mean of nothing
+                (model(**batch) * share).backward()
+        clip(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        states.append(state_of(model, optimizer))
+    return states
+
+
+def clip_parts(model):
+    parts = parts_of(model)
+    total = sum(p.numel() for part in parts for p in part)
+    for part in parts:
+        nn.utils.clip_grad_norm_(part, 0.8 * sqrt(sum(p.numel() for p in part) / total))
+
+
+@pytest.mark.parametrize("clipping", ["defer", "speculate", "per_block"])
+def test_a_micro_batch_without_targets_counts_nothing_where_tokens_are_counted(tmp_path, clipping):
+    every = clip_parts if clipping == "per_block" else lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.8)
+    states = tokens_loop(every)
+    options = {"clipping": clipping, "clip_norm": 0.8, "normalize": "tokens", **PLACEMENTS["mixed"]}
+    with engine_of(tmp_path, **options) as engine:
+        for step in range(8):
+            engine.step(ragged(step, 4))
+            assert engine.last["skipped"] is None
+    assert differing(stored(tmp_path), states[-1]) == []
+
+
+def test_a_step_without_any_target_changes_no_weight(tmp_path):
+    nothing = [batch | {"targets": torch.full_like(batch["targets"], -100)} for batch in batches(1, 2)]
+    with engine_of(tmp_path, clip_norm=0.8, normalize="tokens") as engine:
+        engine.step(ragged(0, 2))
+        before = engine.state_dict()
+        assert engine.step(nothing) == 0.0 and engine.last["grad_norm"] == 0.0
+        assert differing(engine.state_dict(), before) == []
 
 
 # Each block by itself

@@ -35,6 +35,7 @@ from .preflight import Preflight, preflight_of
 from .process import share_heaps
 from .progress import UserState
 from .resume import newest_commit, same_files
+from .scaling import LossScale
 from .steps import Rules
 from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
 
@@ -58,6 +59,7 @@ def offload(
     budget: Budget | None = None,
     clip_norm: float | None = None,
     clipping: Clipping = "defer",
+    loss_scale: LossScale | None = None,
     normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float] = "micro_batches",
     commit_every: int = 1,
     retain: int = 2,
@@ -105,6 +107,14 @@ def offload(
     of each block, and those of what is no block, are clipped by themselves, to ``clip_norm`` times the square root of
     their share of all trained elements, so that the norm over all is ``clip_norm`` at most and nothing waits.
 
+    A step with a loss that is not finite is skipped: nothing is updated, the scheduler goes on. So is one whose norm is
+    not finite, where a norm is taken; ``clip_norm=math.inf`` takes it and clips nothing. ``"per_block"`` leaves out the
+    blocks whose own norm is not finite (``last["left_out"]``).
+
+    ``dtype="fp16"`` multiplies losses by a ``loss_scale`` that moves as that of ``torch.amp.GradScaler`` and is part of
+    every commit. It takes the norm of each step to know whether something has overflowed, with ``"defer"`` or
+    ``"speculate"``, whether it clips or not.
+
     ``normalize`` says what a micro-batch counts in the step's gradient: all the same, or ``"tokens"``: by the target
     tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row for causal
     language models, which shift them); or a function from a micro-batch to its number.
@@ -131,7 +141,7 @@ def offload(
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
     """
     check_choices(schedule, order, delayed_fraction, normalize)
-    check_clipping(clipping, clip_norm, schedule, commit_every)
+    check_clipping(clipping, clip_norm, schedule, commit_every, dtype, loss_scale)
     check_counts(
         {"commit_every": (commit_every, 0), "retain": (retain, 1), "micro_batches": (micro_batches, 1),
          "io_threads": (io_threads, 1), "update_workers": (update_workers, 1)},
@@ -147,6 +157,7 @@ def offload(
     rules = Rules(
         schedule=schedule, order=order, delayed_fraction=delayed_fraction,
         clip_norm=clip_norm, clipping=clipping,
+        loss_scale=(loss_scale or LossScale()) if dtype == "fp16" else None,
         commit_every=commit_every, normalize=normalize,
     )  # fmt: skip
     refuse_held(parts.captured)

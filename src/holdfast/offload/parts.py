@@ -21,7 +21,7 @@ from .blocks import Blocks, find_blocks, owned_parameters
 from .measure import Measured
 from .units import Unit
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass

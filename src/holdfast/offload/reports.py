@@ -91,6 +91,7 @@ def step_event(
         "host_bytes": process_bytes(),
         "skipped": step.reason if step.skipped else None,
         "left_out": sorted(step.left_out) or None,
+        "loss_scale": step.loss_scale and step.loss_scale.scale,
         "micro_batches": step.shape.micro_batches,
         "commit": step.shape.commit,
         "moved": by_lane(moved),

@@ -28,6 +28,7 @@ from .boundaries import Boundary, Delivery, Tracker
 from .device import Device
 from .microbatches import Coroutine
 from .residency import Gradients, Residency
+from .scaling import LossScale
 from .units import Unit
 
 
@@ -152,6 +153,7 @@ class Step:
     micro_batches: list[MicroBatch] = field(default_factory=list)
     hyper: HyperParameters | None = None
     clip_norm: float | None = None
+    loss_scale: LossScale | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     resident_grads: Gradients | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..plan.work import Clipping, StepShape
 from .microbatches import Coroutine, module_call
 from .planning import SCHEDULES, Plan
 from .runtime import MicroBatch, Runtime, Step
+from .scaling import LossScale
 from .weights import shares, shifts_labels, target_tokens
 
 
@@ -25,6 +26,8 @@ class Rules:
     delayed_fraction: float
     clip_norm: float | None
     clipping: Clipping
+    loss_scale: LossScale | None
+    """Of a fresh run; None unless it computes in fp16."""
     commit_every: int
     normalize: str | Callable[[Any], float]
 
@@ -36,7 +39,7 @@ class Rules:
         """Of a training step."""
         return StepShape(
             micro_batches=micro_batches,
-            clipping="none" if self.clip_norm is None else self.clipping,
+            clipping="none" if self.clip_norm is None and self.loss_scale is None else self.clipping,
             order=self.order,
             delayed_fraction=self.delayed_fraction,
             commit=commit,
@@ -48,6 +51,8 @@ class StepMaker:
 
     def __init__(self, run: Runtime, plan: Plan, rules: Rules) -> None:
         self._run, self._plan, self._rules = run, plan, rules
+        self.loss_scale = rules.loss_scale
+        """Of the next step."""
         self.lists: dict[tuple[str, StepShape], list[Op]] = {}
         """The operation lists made so far, by schedule and shape."""
 
@@ -79,7 +84,22 @@ class StepMaker:
             micro_batches=[MicroBatch(Coroutine(c), w) for c, w in zip(calls, weights, strict=True)],
             hyper=self._run.optimizer.snapshot(),
             clip_norm=rules.clip_norm,
+            loss_scale=self.loss_scale,
         )
+
+    def progress(self) -> dict[str, Any]:
+        """What a commit keeps of how steps are made."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.progress()}
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Go on from the progress of a commit."""
+        if self.loss_scale is not None:
+            self.loss_scale = replace(self.loss_scale, **progress.get("loss_scale", {}))
+
+    def over(self, step: Step) -> None:
+        """``step`` has been computed: it is known whether it was skipped."""
+        if step.loss_scale is not None:
+            self.loss_scale = step.loss_scale.after(step.skipped)
 
     def evaluation(self, calls: Sequence[Callable[[], Any]]) -> Step:
         """All of ``calls`` through the blocks together, forward only."""

@@ -83,7 +83,10 @@ def _measure(run: Runtime, unit: Unit, held: Gradients, step: Step) -> None:
     """Norms of a unit's gradients and, where it is clipped by itself, the factor that does."""
     for member in unit.trained:
         if member.name in held.touched:
-            step.norms[member.name] = torch.linalg.vector_norm(unit.grad_view(held.flat, member))
+            grad = unit.grad_view(held.flat, member)
+            if step.loss_scale is not None:
+                step.loss_scale.reduce(grad)
+            step.norms[member.name] = torch.linalg.vector_norm(grad)
     if step.shape.clipping != "per_block":
         return
     assert step.clip_norm is not None

@@ -13,6 +13,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import BadInput
 from holdfast.offload import entry, planning
+from holdfast.update.optimizer import HostOptimizer, ParameterState
 from plain_loops import (
     PLACEMENTS,
     STEPS,
@@ -96,21 +97,12 @@ def test_guesses_on_a_device_apart_have_every_bit(tmp_path, monkeypatch):
     check(tmp_path, STEPS, 3, SOME[3], clipping="speculate", delayed_fraction=0.5, **PLACEMENTS["mixed"])
 
 
-def test_an_optimizer_that_changes_its_gradients_is_given_copies_to_guess_with(tmp_path):
-    """``Rprop`` with ``foreach`` sets gradients to zero whose sign has turned."""
-    options = {"lr": 1e-2, "foreach": True}
-    states = []
-    for clipping in ("defer", "speculate"):
-        model = model_with_a_frozen_parameter()
-        optimizer = torch.optim.Rprop([p for p in model.parameters() if p.requires_grad], **options)
-        root = tmp_path / clipping
-        with holdfast.offload(
-            model, optimizer, root, dtype="fp32", clip_norm=0.5, clipping=clipping
-        ) as engine:
-            for step in range(6):
-                engine.step(batches(step, 2))
-        states.append(stored(root))
-    assert differing(*states) == []
+def test_an_update_that_is_to_keep_its_gradient_works_on_a_copy():
+    optimizer = HostOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0))
+    for keep, left in ((True, 4.0), (False, 2.0)):
+        state = ParameterState(torch.zeros(3), torch.full((3,), 4.0), {}, {"step": torch.ones(())}, None, 0)
+        optimizer.update(state, optimizer.snapshot(), torch.tensor(0.5), keep_grad=keep)
+        assert state.param.tolist() == [-2.0] * 3 and state.grad.tolist() == [left] * 3
 
 
 # Steps whose norm is no number

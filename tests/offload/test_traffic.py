@@ -8,6 +8,7 @@ import pytest
 
 import holdfast
 from holdfast.plan.ops import as_guessed, traffic
+from holdfast.plan.parts.schedule import REDO_SLOTS
 from holdfast.plan.work import StepShape
 from training import CONTEXT, adamw, batches, decoder
 
@@ -98,6 +99,9 @@ def test_a_step_that_guesses_moves_the_bytes_of_its_list_and_where_it_was_right_
                 moved = moved_by(engine, lambda step=step: engine.step(batches(step, 2)))
                 made = engine.operations["vertical", StepShape(**shape)]
                 assert moved == dict(traffic(as_guessed(made) if right else made)), step
+            most = max(unit.layout.file_bytes for unit in engine._run.blocks)
+            held = engine.last["buffers"].get("redone state", 0)
+            assert held <= (0 if right or clipping == "per_block" else REDO_SLOTS * most)
 
 
 def test_delaying_moves_nothing_twice_and_a_snake_saves_three_transfers_per_turn(tmp_path):

@@ -25,6 +25,7 @@ _HOME = {
     "From": ".sources",
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
+    "LossScale": ".offload.scaling",
     "PowerSGD": ".delta.powersgd",
     "Preflight": ".offload.preflight",
     "TopK": ".delta.lossy",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .offload.planning import Budget
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
+    from .offload.scaling import LossScale
     from .sources import From
     from .store.retention import Keep
     from .watch.recovery import progress_bar
@@ -61,6 +63,7 @@ __all__ = [
     "HoldfastError",
     "Int8",
     "Keep",
+    "LossScale",
     "PowerSGD",
     "Preflight",
     "TopK",

@@ -86,7 +86,12 @@ class TrainConfig:
     warmup_steps: int = _key(10, "then cosine to a tenth", stated=True)
     weight_decay: float = _key(0.1, "on matrices; none on norms and embeddings", stated=True)
     clip_norm: float = _key(1.0, "global gradient norm; 0 is off", stated=True)
-    dtype: Literal["bf16", "fp32"] = _key("bf16", "to compute in; the stored state is fp32", stated=True)
+    clipping: Literal["defer", "speculate", "per_block"] = _key(
+        "defer", 'updates wait for the norm; "speculate" guesses it; or "per_block"', stated=True
+    )
+    dtype: Literal["bf16", "fp16", "fp32"] = _key(
+        "bf16", "to compute in, fp16 with a loss scale; the stored state is fp32", stated=True
+    )
 
     def __post_init__(self) -> None:
         for key in ("steps", "micro_batches", "micro_batch_size"):

@@ -66,7 +66,7 @@ def offload(directory, model=None, optimizer=None, **options):
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"dtype": "fp16"}, "dtype 'fp16' is not one of fp32, bf16"),
+        ({"dtype": "fp8"}, "dtype 'fp8' is not one of fp32, bf16, fp16"),
         ({"schedule": "diagonal"}, "schedule = 'diagonal' is not one of vertical, horizontal"),
         ({"order": "spiral"}, "order = 'spiral' is not one of plain, snake"),
         ({"normalize": "words"}, "normalize = 'words' is not one of micro_batches, tokens"),

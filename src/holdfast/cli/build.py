@@ -55,6 +55,7 @@ def make_engine(
             host=config.offload.host_budget_bytes or free_host_bytes(),
         ),
         clip_norm=config.train.clip_norm or None,
+        clipping=config.train.clipping,
         commit_every=config.durability.every,
         retain=config.durability.retain,
         seed=config.run.seed,

@@ -9,10 +9,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import BadInput
 from ..plan.orders import ORDERS
+from ..plan.work import CLIPPING
 from .planning import SCHEDULES, Budget
+from .scaling import LossScale
 
 
-def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: Any, clip_norm: Any) -> None:
+def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: Any) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ORDERS),
@@ -27,8 +29,40 @@ def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: A
         )
     if not isinstance(delayed_fraction, (int, float)) or not 0 <= delayed_fraction <= 1:
         raise BadInput(f"delayed_fraction = {delayed_fraction!r} must lie between 0 and 1")
+
+
+def check_clipping(
+    clipping: str, clip_norm: Any, schedule: str, commit_every: int, dtype: str, loss_scale: Any
+) -> None:
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise BadInput(f"clip_norm = {clip_norm!r} must be a positive number; None is no clipping")
+    if clipping not in CLIPPING[1:]:
+        raise BadInput(f"clipping = {clipping!r} is not one of {', '.join(CLIPPING[1:])}")
+    if clipping == "per_block" and clip_norm is None:
+        raise BadInput(
+            "clipping='per_block' says how to clip, and clip_norm= does not say to what: give it, too"
+        )
+    if clipping == "per_block" and dtype == "fp16":
+        raise BadInput(
+            "dtype='fp16' skips a step in which anything has overflowed, which clipping='per_block' knows too late. Use"
+            " clipping='defer' or 'speculate', or dtype='bf16'."
+        )
+    if not isinstance(loss_scale, (LossScale, type(None))):
+        raise BadInput(f"loss_scale = {loss_scale!r} is none: write holdfast.LossScale(scale={loss_scale!r})")
+    if loss_scale is not None and dtype != "fp16":
+        raise BadInput(f"loss_scale is of dtype='fp16', and dtype is {dtype!r}: leave it out")
+    if clipping != "speculate":
+        return
+    if schedule != "vertical":
+        raise BadInput(
+            "clipping='speculate' is of the vertical schedule: in the horizontal one every update comes after the norm"
+            " anyway. Leave it out."
+        )
+    if commit_every != 1:
+        raise BadInput(
+            f"clipping='speculate' undoes an update from the commit of the step before, so it needs one at every step:"
+            f" commit_every=1 (here {commit_every!r}), or clipping='defer'."
+        )
 
 
 def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:

@@ -119,6 +119,7 @@ class Engine:
                 self._timelines.begins(step, self._rules.schedule)
                 self._executor.run(step.operations, step)
             self._timelines.returns()
+            self._steps.over(step)
             self.steps_done += 1
             self.skipped_steps += step.skipped
             seconds = time.perf_counter() - started
@@ -340,10 +341,11 @@ class Engine:
             self.steps_done = self._run.durable_step = self.resumed_from = found.step
             self.skipped_steps = found.progress.get("skipped_steps", 0)
             restore_random_state(decode(found.progress["random"]))
+            self._steps.resume(found.progress)
         self._told = traffic(self._run)
         about = engine_event(self._run, self._plan, self.preflight, self.steps_done)
         self._events.emit("engine", **about)
 
     def _progress(self) -> dict[str, Any]:
         """What resuming needs besides tensors, as it is when the step under way is over."""
-        return {**self._user.now(), "skipped_steps": self.skipped_steps}
+        return {**self._user.now(), **self._steps.progress(), "skipped_steps": self.skipped_steps}

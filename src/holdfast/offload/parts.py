@@ -24,7 +24,7 @@ from .units import Unit
 UPDATES_AT_ONCE = 2
 """By as many workers, unless told otherwise."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass

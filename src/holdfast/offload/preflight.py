@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
-from ..plan.ops import SSD_READ, SSD_WRITE, lane_bytes
+from ..plan.ops import SSD_READ, SSD_WRITE, as_guessed, lane_bytes
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..units import ample_budget, format_bytes
@@ -64,7 +64,7 @@ def preflight_of(
     parts: Parts, plan: Plan, budget: Budget, store: LocalStore, stored: dict[str, Generations]
 ) -> Preflight:
     """What ``plan`` takes in ``store``, whose files may be there already."""
-    moved = lane_bytes(plan.operations)
+    moved = lane_bytes(as_guessed(plan.operations))
     return Preflight(
         directory=str(store.root),
         parameters=sum(p.parameter.numel() for p in parts.captured.parameters),

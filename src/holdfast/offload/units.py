@@ -179,11 +179,15 @@ class Unit:
 
     def write_copy(self, state: torch.Tensor, frozen: torch.Tensor | None, copy: torch.Tensor) -> None:
         """Derive the working copy from the images."""
-        for member in self.trained:
-            self.copy_view(copy, member).copy_(self.state_view(state, member.name, "param"))
+        self.write_trained_copy(state, copy)
         for member in self.frozen:
             assert frozen is not None
             self.copy_view(copy, member).copy_(self.frozen_view(frozen, member.name))
+
+    def write_trained_copy(self, state: torch.Tensor, copy: torch.Tensor) -> None:
+        """Derive its trained part."""
+        for member in self.trained:
+            self.copy_view(copy, member).copy_(self.state_view(state, member.name, "param"))
 
     def write_images(
         self, values: dict[str, torch.Tensor], state: torch.Tensor, frozen: torch.Tensor | None

@@ -18,6 +18,7 @@ from .parts.schedule import (
     INPUT_SLOTS,
     OUTPUT_SLOTS,
     PARAM_SLOTS,
+    REDO_SLOTS,
     STATE_SLOTS,
     UPDATED_SLOTS,
 )
@@ -219,6 +220,7 @@ def _host_bytes(s: Setting) -> Affine:
         rows * size
         + s.param_bytes * (s.blocks * params + (PARAM_SLOTS + UPDATED_SLOTS) * (1 - params))
         + s.state_bytes * (s.blocks * state + STATE_SLOTS * (1 - state))
+        + (REDO_SLOTS * s.state_bytes if s.method.clipping == "speculate" else 0.0)
         + GRAD_SLOTS * s.grad_bytes
         + resident
         + (workspace_bytes(s) if shares else 0.0)

@@ -57,7 +57,11 @@ def shape_of(setting: Setting) -> StepShape:
     """Of a step that ends in a commit, if any does."""
     method = setting.method
     return StepShape(
-        micro_batches=setting.micro_batches, clip=method.keeps_all_gradients, commit=method.commit_every > 0
+        micro_batches=setting.micro_batches,
+        clipping=method.clipping,
+        order=method.order,
+        delayed_fraction=setting.delayed_fraction,
+        commit=method.commit_every > 0,
     )
 
 
@@ -92,29 +96,29 @@ def host_bytes(setting: Setting, placement: Placement, schedule: MakesOps = vert
     return formulas.PROCESS_BYTES + memory.host_bytes
 
 
-def fit(case: Case, micro_batches: int) -> tuple[Solution, Placement]:
+def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution, Placement]:
     """The best plan whose whole blocks and buffers fit, as the operation list counts them. The linear program counts a
     buffer for what partly stays as a part of one; what it is short of is taken off its memory, and it is asked again.
 
-    ``case`` is one that the engine runs. Raises ``DoesNotFit``.
+    ``delayed`` is rounded to whole blocks. ``case`` is one that the engine runs. Raises ``DoesNotFit``.
     """
-    allowed = case.machine.host_memory_bytes
+    allowed, blocks = case.machine.host_memory_bytes, case.model.blocks
+    delayed = round((case.method.delayed or delayed) * blocks) / blocks
     tried = case
     for _ in range(TRIES):
-        solution = best_at(tried, micro_batches, case.method.delayed or 0.0)
+        solution = best_at(tried, micro_batches, delayed)
         if solution is None:
             break
-        placement = placement_of(solution.fractions, case.model.blocks)
+        placement = placement_of(solution.fractions, blocks)
         over = host_bytes(solution.setting, placement) - allowed
         if over <= 0:
-            return Solution(case.setting(micro_batches), solution.fractions), placement
+            return Solution(case.setting(micro_batches, delayed), solution.fractions), placement
         less = tried.machine.host_memory_bytes - over
         if less <= 0:
             break
         tried = replace(case, machine=replace(case.machine, host_memory_bytes=less))
     nothing = dict.fromkeys(FRACTIONS, 0.0)
-    setting = case.setting(micro_batches)
-    needed = host_bytes(setting, placement_of(nothing, case.model.blocks))
+    needed = host_bytes(case.setting(micro_batches, delayed), placement_of(nothing, blocks))
     raise DoesNotFit(
         f"the engine's buffers for {micro_batches} micro-batches take {format_bytes(needed)} of host memory with "
         f"everything on the SSD, and there are {format_bytes(allowed)}. Fewer or smaller micro-batches need less."

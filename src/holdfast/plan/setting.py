@@ -12,10 +12,7 @@ from typing import Literal
 
 from ..profiles import MachineProfile, ModelProfile
 from .duplex import Duplex
-
-Clipping = Literal["none", "defer", "speculate", "per_block"]
-
-CLIPPING = ("none", "defer", "speculate", "per_block")
+from .work import CLIPPING, Clipping
 
 
 @dataclass(frozen=True, kw_only=True)

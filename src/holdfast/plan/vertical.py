@@ -25,7 +25,7 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
         work=work,
         placement=placement,
         shape=shape,
-        keeps_grads=shape.clip,
+        keeps_grads=shape.keeps_grads,
         in_flight=shape.micro_batches,
         keeps_last_input=True,
     )
@@ -38,12 +38,17 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
             _forward(s, block, phase, uploaded)
             continue
         _backward(s, block, uploaded)
-        if not s.waits(block):
+        if s.guesses(block):
+            updates.guess_block(s, block)
+        elif not s.waits(block):
             updates.update_block(s, block)
     end = updates.end_of_backward(s)
     updates.update_resident(s, end)
     for block in filter(s.waits, range(s.count)):  # in the order in which the next step wants them
-        updates.update_block(s, block, *((end,) if shape.clip else ()))
+        if s.guesses(block):
+            updates.redo_block(s, block, end)
+        else:
+            updates.update_block(s, block, *((end,) if shape.keeps_grads else ()))
     updates.commit(s)
     return s.finish()
 

@@ -7,6 +7,12 @@ them is exact. ``Work`` is what the engine measures from a model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Clipping = Literal["none", "defer", "speculate", "per_block"]
+"""When updates know the factor that clips their gradients (``docs/schedule.md``)."""
+
+CLIPPING = ("none", "defer", "speculate", "per_block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +106,19 @@ class StepShape:
     """How a step goes. The first and the last may vary from step to step."""
 
     micro_batches: int
-    clip: bool = False
-    """Updates wait for the global gradient norm."""
+    clipping: Clipping = "none"
+    """``defer``: updates wait for the norm of all gradients; ``speculate``: they do not, and are done again where it
+    says otherwise, from the state of the step before, which must be a commit; ``per_block``: a block's gradients are
+    clipped by themselves, so nothing waits."""
     order: str = "plain"
     """Which way micro-batches go through a block of the vertical schedule (``orders.py``)."""
     delayed_fraction: float = 0.0
-    """Of the blocks of the vertical schedule: those that are updated beside the next forward pass. With clipping
+    """Of the blocks of the vertical schedule: those that are updated beside the next forward pass. With ``defer``
     all are."""
     commit: bool = True
     """The step ends in a commit."""
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Gradients of every block wait for the end of the backward pass."""
+        return self.clipping in ("defer", "speculate")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -92,14 +92,21 @@ class HostOptimizer:
         return HyperParameters(tuple(self._by_value(number, group) for number, group in groups))
 
     def update(
-        self, state: ParameterState, hyper: HyperParameters, scale: torch.Tensor | None = None
+        self,
+        state: ParameterState,
+        hyper: HyperParameters,
+        scale: torch.Tensor | None = None,
+        keep_grad: bool = False,
     ) -> None:
-        """One optimizer step of one parameter, in place. ``scale`` multiplies the gradient first (clipping)."""
+        """One optimizer step of one parameter, in place. ``scale`` multiplies the gradient first (clipping). An
+        optimizer may change the gradient it is given; with ``keep_grad`` it gets a copy."""
         kind = self._kinds[state.group]
         slots = kind.slots(tuple(state.param.shape))
         first = kind.makes_state and float(state.scalars[STEP]) == 0
         scalars: dict[str, torch.Tensor] = {}
         for part in _parts(state, slots, kind.cut):
+            if keep_grad:
+                part = replace(part, grad=part.grad.clone())
             if scale is not None:
                 part.grad.mul_(scale)
             scalars = self._update_part(state, slots, hyper, part, first)

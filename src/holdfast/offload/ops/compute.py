@@ -164,6 +164,8 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
         return
     batch.loss = float(loss.detach())
     scaled = loss / len(step.micro_batches) if batch.weight is None else loss * batch.weight
+    if step.loss_scale is not None:
+        scaled = step.loss_scale.enlarge(scaled)
     scaled.backward(retain_graph=True)  # the prologue's graph is still needed; the rest goes with its tensors
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import floor, inf
 
 from ..errors import DoesNotFit
+from ..profiles import MachineProfile
 from ..units import format_bytes, round_up
 from . import formulas
 from .formulas import FRACTIONS
@@ -19,7 +20,7 @@ from .machine import Machine
 from .memory import MakesOps, predict
 from .ops import DOWNLOAD, SSD_READ, SSD_WRITE, UPLOAD, Op, lane_bytes
 from .search import Case, best_at
-from .setting import Setting
+from .setting import Setting, bus_of, ssd_of
 from .vertical import vertical
 from .work import BlockWork, Placement, StepShape, Work
 
@@ -35,21 +36,22 @@ def work_of(setting: Setting) -> Work:
     block = BlockWork(
         elements=s.elements,
         param_bytes=round_up(s.param_bytes),
-        trained_param_bytes=round_up(s.param_bytes),
+        trained_param_bytes=round_up(s.trained_param_bytes),
         state_bytes=round_up(s.state_bytes),
         grad_bytes=s.grad_bytes,
         forward_flop=s.model.forward_flop,
+        backward_flop=s.model.backward_flop,
     )
     return Work(
         blocks=(block,) * s.blocks,
         input_bytes=round_up(s.input_bytes),
-        resident_state_bytes=round_up(s.resident_elements * method.state_bytes),
+        resident_state_bytes=round_up(round(s.resident_elements * method.state_bytes)),
         resident_param_bytes=s.resident_elements * method.param_bytes,
         resident_grad_bytes=s.resident_elements * method.grad_bytes,
         resident_elements=s.resident_elements,
         unified=s.machine.device_shares_host,
         head_flop=s.model.head_flop,
-        workspace_bytes=round(formulas.workspace_bytes(s)),
+        workspace_bytes=s.model.workspace_bytes,
     )
 
 
@@ -67,10 +69,10 @@ def placement_of(fractions: Mapping[str, float], blocks: int) -> Placement:
     return Placement.fractions(blocks, **down)
 
 
-def machine_of(setting: Setting, operations: Sequence[Op]) -> Machine:
+def machine_of(profile: MachineProfile, operations: Sequence[Op]) -> Machine:
     """What the simulator needs to time ``operations``: where both ways together are faster or slower than in turns,
     rates are scaled so that these bytes take what they should."""
-    moved, ssd, bus = lane_bytes(operations), setting.ssd, setting.bus
+    moved, ssd, bus = lane_bytes(operations), ssd_of(profile), bus_of(profile)
     slow_ssd = ssd.slowdown(moved[SSD_READ], moved[SSD_WRITE])
     slow_bus = 1.0 if bus.one == inf else bus.slowdown(moved[UPLOAD], moved[DOWNLOAD])
     return Machine(
@@ -78,11 +80,11 @@ def machine_of(setting: Setting, operations: Sequence[Op]) -> Machine:
         ssd_write_bytes_per_second=ssd.other / slow_ssd,
         upload_bytes_per_second=bus.one / slow_bus,
         download_bytes_per_second=bus.other / slow_bus,
-        compute_flop_per_second=setting.machine.device_flop_per_second,
-        update_elements_per_second=setting.machine.update_elements_per_second,
+        compute_flop_per_second=profile.device_flop_per_second,
+        update_elements_per_second=profile.update_elements_per_second,
         shared_ssd=True,
         shared_bus=True,
-        shared_cores=setting.machine.device_shares_host,
+        shared_cores=profile.device_shares_host,
     )
 
 

@@ -22,6 +22,7 @@ from ..plan.ops import Op
 from ..state.capture import Captured
 from ..state.progress import decode, restore_random_state
 from ..store.manifest import Manifest
+from ..update.threads import one_torch_thread
 from . import rng
 from .beginning import Beginning
 from .blocks import install
@@ -33,7 +34,6 @@ from .ops import handlers
 from .ops.commit import publish
 from .planning import EVALUATION_BATCHES, Plan
 from .preflight import Preflight
-from .process import one_torch_thread
 from .progress import UserState
 from .reports import Traffic, by_lane, difference, engine_event, step_event, traffic
 from .runtime import Runtime, Step
@@ -343,6 +343,8 @@ class Engine:
         self._told = traffic(self._run)
         about = engine_event(self._run, self._plan, self.preflight, self.steps_done)
         self._events.emit("engine", **about)
+        if self._plan.prediction is not None:
+            self._events.emit("plan", **self._plan.prediction.event())
 
     def _progress(self) -> dict[str, Any]:
         """What resuming needs besides tensors, as it is when the step under way is over."""

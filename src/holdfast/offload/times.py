@@ -1,8 +1,8 @@
 """Times: how long one micro-batch takes in a block and in the rest of the model, measured with real tensors.
 
-One block and what is outside of the blocks get parameters of random numbers, in the dtype of the run; the model's own code
-runs from its first line to its loss, and the other blocks hand on what the first made. So no model is too large to be
-timed: what it takes is what the engine takes for a step. Seconds. Nothing is changed by it, no generator either.
+One block and what is outside of the blocks get parameters of random numbers, in the dtype of the run; the model's own
+code runs from its first line to its loss, and the other blocks hand on what the first made. So no model is too large to
+be timed: what it takes is what the engine takes for a step. Seconds. Nothing is changed by it, no generator either.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class _Timing:
         end = self.now()
         self.forward.append(between - start)
         self.backward.append(end - between)
-        before = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if moves(leaf) and leaf.grad_fn is not None]
+        before = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if moves(leaf) and leaf.grad_fn is not None
+        ]
         if before:
             torch.autograd.backward(before, [torch.ones_like(leaf) for leaf in before])
             self.outside += self.now() - end
@@ -142,8 +144,8 @@ class _Timing:
 def _random_parameters(
     model: nn.Module, blocks: Blocks, dtype: torch.dtype, device: torch.device
 ) -> Iterator[None]:
-    """Parameters of the first block and of what is outside of the blocks, whose gradients are added to sums in fp32 as in
-    training; buffers on the device. The other blocks' parameters stay as they are."""
+    """Parameters of the first block and of what is outside of the blocks, whose gradients are added to sums in fp32 as
+    in training; buffers on the device. The other blocks' parameters stay as they are."""
     others = {id(m) for block in blocks.modules[1:] for m in block.modules()}
     made: dict[int, nn.Parameter] = {}
     saved: list[tuple[dict[str, Any], str, Any]] = []

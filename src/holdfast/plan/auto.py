@@ -22,7 +22,7 @@ from .linear import load_highs, solve
 from .lists import machine_of
 from .memory import MakesOps, predict
 from .ops import SSD_READ, SSD_WRITE, Op, lane_bytes
-from .placement import choose
+from .placement import checked, choose
 from .setting import Method, Setting
 from .simulate import Simulation, simulate
 from .work import Placement, StepShape, Work
@@ -67,7 +67,9 @@ class Question:
 
     @property
     def stated(self) -> dict[str, float]:
-        return {kind: float(value) for kind, value in self.asked.items() if value != "auto"}
+        """Raises ``BadInput`` for a fraction that is none."""
+        found = {kind: checked(kind, value) for kind, value in self.asked.items()}
+        return {kind: value for kind, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -188,8 +190,8 @@ class _Search:
         return min(close, key=lambda c: (c.written_bytes + 0.01 * c.read_bytes, c.delayed_fraction))
 
     def improve(self) -> None:
-        """Try a block more of each kind, one less of another for it, and a block more or less delayed, as long as that is
-        better."""
+        """Try a block more of each kind, one less of another for it, and a block more or less delayed, as long as that
+        is better."""
         before = None
         while before is not (best := self.best) and len(self.played) < self.most:
             before = best
@@ -209,7 +211,10 @@ class _Search:
                 if all(0 <= count <= self._rows(kind) for kind, count in changed.items()):
                     yield self._whole(changed), choice.delayed_fraction
         if len(self.delays()) > 1:
-            for delayed in (choice.delayed_fraction - 1 / self.blocks, choice.delayed_fraction + 1 / self.blocks):
+            for delayed in (
+                choice.delayed_fraction - 1 / self.blocks,
+                choice.delayed_fraction + 1 / self.blocks,
+            ):
                 if 0 <= delayed <= 1:
                     yield choice.placement, round(delayed * self.blocks) / self.blocks
 
@@ -279,7 +284,9 @@ class MeasuredModel:
     work: Work
     description: str = "the model at hand"
     tokens: int = 1
-    """Not known; nothing that is chosen depends on it."""
+    micro_batch: int = 1
+    sequence: int = 1
+    """Not known, none of the three; nothing that is chosen depends on them."""
 
     @property
     def blocks(self) -> int:

@@ -29,6 +29,9 @@ EVALUATION_BATCHES = 8
 
 TRIES = 4
 
+COMMIT_SYNCS = 3
+"""One after another, until a commit is durable: the last file, the manifest, the directory."""
+
 
 def work_of(setting: Setting) -> Work:
     """One step's model, as the engine would measure it."""
@@ -80,8 +83,9 @@ def machine_of(profile: MachineProfile, operations: Sequence[Op]) -> Machine:
         ssd_write_bytes_per_second=ssd.other / slow_ssd,
         upload_bytes_per_second=bus.one / slow_bus,
         download_bytes_per_second=bus.other / slow_bus,
-        compute_flop_per_second=profile.device_flop_per_second,
+        compute_flop_per_second=profile.device_flop_per_second / profile.compute_factor,
         update_elements_per_second=profile.update_elements_per_second,
+        commit_seconds=COMMIT_SYNCS * profile.ssd_sync_seconds,
         shared_ssd=True,
         shared_bus=True,
         shared_cores=profile.device_shares_host,

@@ -40,6 +40,10 @@ class Model(Protocol):
     @property
     def tokens(self) -> int: ...
     @property
+    def micro_batch(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
     def input_elements(self) -> int: ...
     @property
     def forward_flop(self) -> float: ...
@@ -162,18 +166,23 @@ class Setting:
         return 0 if self.method.paper else self.model.resident_parameters
 
     @property
+    def flop_per_second(self) -> float:
+        """Attained in a run."""
+        return self.machine.device_flop_per_second / self.machine.compute_factor
+
+    @property
     def forward_seconds(self) -> float:
         """Of one micro-batch through one block."""
-        return self.model.forward_flop / self.machine.device_flop_per_second
+        return self.model.forward_flop / self.flop_per_second
 
     @property
     def backward_seconds(self) -> float:
         """Likewise, with the recomputation."""
-        return self.model.backward_flop / self.machine.device_flop_per_second
+        return self.model.backward_flop / self.flop_per_second
 
     @property
     def head_seconds(self) -> float:
-        return self.model.head_flop / self.machine.device_flop_per_second
+        return self.model.head_flop / self.flop_per_second
 
     @property
     def ssd(self) -> Duplex:

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from ..offload.process import one_torch_thread
 from ..update.optimizer import STEP, HostOptimizer, ParameterState
+from ..update.threads import one_torch_thread
 from .clock import median_seconds
 
 WORKERS = 2

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from ..profiles import MachineProfile, ModelProfile
+from ..profiles import MachineProfile
 from ..units import format_bytes
-from .device import BlockTimes, Copies, measure_block, measure_copies
+from .copies import Copies, measure_copies
 from .host import measure_update
 from .ssd import Ssd, measure_ssd
 
@@ -23,6 +23,18 @@ MB = 10**6
 
 MOST_OF_DISK = 4
 """The file is at most this part of what is free."""
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Of one micro-batch through one block."""
+
+    forward_seconds: float
+    backward_seconds: float
+    """With the recomputation."""
+    flop_per_second: float
+    what: str
+    """That was timed, for a person."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +58,16 @@ def probe_machine(
     *,
     file_bytes: int,
     seconds: float,
-    model: ModelProfile | None = None,
+    time_block: Callable[[float], BlockTimes],
     say: Callable[[str], object] = lambda what: None,
 ) -> Probed:
-    """Measure for about ``seconds``. ``say`` is told what is measured next."""
+    """Measure for about ``seconds``. ``time_block`` is told how long it may take, and ``say`` what is measured next."""
     began = time.perf_counter()
     free = shutil.disk_usage(directory).free
     say("the SSD")
     ssd = measure_ssd(directory, min(file_bytes, free // MOST_OF_DISK), SHARES["ssd"] * seconds)
     say("a block")
-    block = measure_block(device, model, SHARES["block"] * seconds)
+    block = time_block(SHARES["block"] * seconds)
     say("copies")
     copies = measure_copies(device, SHARES["copies"] * seconds)
     say("the host's optimizer")
@@ -74,6 +86,7 @@ def probe_machine(
         ssd_write_bytes_per_second=_whole(ssd.write),
         ssd_mixed_bytes_per_second=_whole(ssd.mixed),
         ssd_capacity_bytes=_whole(free),
+        ssd_sync_seconds=_rounded(ssd.sync_seconds),
     )
     return Probed(profile, _sources(ssd, block), ssd, block, copies, time.perf_counter() - began)
 
@@ -95,14 +108,11 @@ def _rounded(rate: float) -> float:
 
 
 def _sources(ssd: Ssd, block: BlockTimes) -> dict[str, str]:
-    timed, how = (
-        block.timed,
-        "O_DIRECT" if ssd.direct else "through the page cache, so these are rates of memory",
-    )
+    how = "O_DIRECT" if ssd.direct else "through the page cache, so these are rates of memory"
     on_ssd = f"measured, {how}, file of {format_bytes(ssd.file_bytes)}"
     return {
         "device.memory": "free now",
-        "device.flops": f"measured in bf16: a block of width {timed.width}, {timed.tokens} tokens",
+        "device.flops": f"measured: {block.what}",
         "device.upload": "measured, pinned memory",
         "device.download": "measured, pinned memory",
         "device.copies": "measured, both at once",
@@ -113,5 +123,6 @@ def _sources(ssd: Ssd, block: BlockTimes) -> dict[str, str]:
         "ssd.write": on_ssd,
         "ssd.mixed": on_ssd,
         "ssd.capacity": "free now",
+        "ssd.sync": "measured, a small write",
         "ssd.rated": "assumed: look up what yours is rated for",
     }

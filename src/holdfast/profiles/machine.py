@@ -30,6 +30,9 @@ class MachineProfile:
     copy_bytes_per_second: int | None = key(
         "device.copies", "rate", "both ways at once, in all; without it they take turns", None
     )
+    compute_factor: float = key(
+        "device.factor", "number", "that computing takes in a run, of what a block takes by itself", 1.0
+    )
     host_memory_bytes: int = key("host.memory", "bytes", "of the host, that training may take")
     update_elements_per_second: float = key("host.update", "number", "parameters that the host's Adam steps")
     ssd_count: int = key("ssd.count", "count", "SSDs; what is below is of each", 1)
@@ -39,6 +42,7 @@ class MachineProfile:
         "ssd.mixed", "rate", "half reads and half writes, in all; without it they take turns", None
     )
     ssd_capacity_bytes: int = key("ssd.capacity", "bytes", "that the run may fill")
+    ssd_sync_seconds: float = key("ssd.sync", "seconds", "until a small write is durable", 0.0)
     ssd_rated_bytes: int = key("ssd.rated", "bytes", "that it may be written in its life (TBW)", 600 * 10**12)
 
     def __post_init__(self) -> None:

@@ -26,6 +26,7 @@ from ..update.threads import one_torch_thread
 from . import rng
 from .beginning import Beginning
 from .blocks import install
+from .correcting import Corrections
 from .executor import Executor
 from .export import newest_values, state_dict
 from .interrupts import deferred
@@ -73,6 +74,7 @@ class Engine:
         """What had moved up to the last step that the log tells of, evaluations included."""
         self._executor = Executor(handlers(run), update_workers, one_torch_thread)
         self._timelines = Timelines(self._executor, events)
+        self._corrections = Corrections(self._executor, plan.prediction, events)
         torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
         self._closed = False
         self.steps_done = 0
@@ -117,8 +119,10 @@ class Engine:
             with self._running(step):
                 step.resident_grads = self._run.residency.start_resident_grads()
                 self._timelines.begins(step, self._rules.schedule)
+                self._corrections.begins(step)
                 self._executor.run(step.operations, step)
             self._timelines.returns()
+            self._corrections.returns()
             self.steps_done += 1
             self.skipped_steps += step.skipped
             seconds = time.perf_counter() - started

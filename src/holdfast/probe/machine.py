@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -13,10 +14,10 @@ import torch
 from ..profiles import MachineProfile
 from ..units import format_bytes
 from .copies import Copies, measure_copies
-from .host import measure_update
+from .host import measure_checks, measure_update
 from .ssd import Ssd, measure_ssd
 
-SHARES = {"ssd": 0.5, "block": 0.2, "copies": 0.15, "update": 0.1}
+SHARES = {"ssd": 0.5, "block": 0.2, "copies": 0.15, "update": 0.1, "checks": 0.02}
 """Of the time that is given; what is left goes by between measurements."""
 
 MB = 10**6
@@ -72,6 +73,7 @@ def probe_machine(
     copies = measure_copies(device, SHARES["copies"] * seconds)
     say("the host's optimizer")
     update = measure_update(SHARES["update"] * seconds)
+    checks = measure_checks(SHARES["checks"] * seconds)
     profile = MachineProfile(
         description=_description(device),
         device_memory_bytes=_whole(torch.cuda.mem_get_info(device)[0]) if copies else 0,
@@ -82,6 +84,9 @@ def probe_machine(
         copy_bytes_per_second=_whole(copies.both) if copies else None,
         host_memory_bytes=_whole(host_memory_bytes),
         update_elements_per_second=_rounded(update),
+        host_cores=os.cpu_count() or 0,
+        compute_threads=0 if copies else torch.get_num_threads(),
+        check_bytes_per_second=_whole(checks),
         ssd_read_bytes_per_second=_whole(ssd.read),
         ssd_write_bytes_per_second=_whole(ssd.write),
         ssd_mixed_bytes_per_second=_whole(ssd.mixed),
@@ -117,6 +122,9 @@ def _sources(ssd: Ssd, block: BlockTimes) -> dict[str, str]:
         "device.download": "measured, pinned memory",
         "device.copies": "measured, both at once",
         "host.memory": "free now",
+        "host.cores": "counted",
+        "host.checks": "measured: xxh3 of what is in no cache, one core",
+        "device.threads": "torch's, when it was measured",
         "host.update": "measured: AdamW in fp32 with a bf16 copy, 2 threads",
         "ssd.count": "what is below is of the directory that was measured, whatever it consists of",
         "ssd.read": on_ssd,

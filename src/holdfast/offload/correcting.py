@@ -56,7 +56,7 @@ class Corrections:
         if self._num_steps == FIRST and self._executor.spans is None:
             self._executor.spans = self._spans
         elif self._num_steps > LAST:
-            self._end(self._prediction)
+            return self._end(self._prediction)
         self._began = time.perf_counter() if step.shape == self._prediction.shape else 0.0
 
     def returns(self) -> None:

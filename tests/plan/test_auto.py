@@ -100,8 +100,8 @@ def test_what_is_stated_and_does_not_fit_is_refused():
 
 
 def test_delay_is_chosen_where_it_helps():
-    """State on the SSD, parameters in memory, as long for the SSD as for the cores: without delay the forward pass moves
-    little."""
+    """State on the SSD, parameters in memory, as long for the SSD as for the cores: without delay the forward pass
+    moves little."""
     many = replace(WORK, blocks=(BLOCK,) * 24)
     rate = 140 * 10**6
     machine = replace(MACHINE, ssd_read_bytes_per_second=rate, ssd_write_bytes_per_second=rate)

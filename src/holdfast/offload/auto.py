@@ -152,7 +152,7 @@ class Planner:
         say(f"plan: {prediction.line()}")
         if not found.by_linear_program and len(stated) < 4:
             say(
-                "plan: without highspy (pip install 'holdfast[plan]') placement is by what saves most traffic per byte"
+                "without highspy (pip install 'holdfast[plan]') placement is by what saves most traffic per byte"
             )
         return prediction
 

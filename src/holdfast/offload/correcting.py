@@ -106,11 +106,11 @@ def correct(profile: MachineProfile, found: Mapping[str, float]) -> MachineProfi
     return replace(
         profile,
         compute_factor=round(profile.compute_factor * compute, 4),
-        update_elements_per_second=profile.update_elements_per_second / update,
+        update_elements_per_second=_digits(profile.update_elements_per_second / update),
         ssd_read_bytes_per_second=int(profile.ssd_read_bytes_per_second / ssd),
         ssd_write_bytes_per_second=int(profile.ssd_write_bytes_per_second / ssd),
         ssd_mixed_bytes_per_second=_over(profile.ssd_mixed_bytes_per_second, ssd),
-        ssd_sync_seconds=profile.ssd_sync_seconds * slower.get(COMMIT, 1.0),
+        ssd_sync_seconds=_digits(profile.ssd_sync_seconds * slower.get(COMMIT, 1.0)),
         upload_bytes_per_second=_over(profile.upload_bytes_per_second, bus),
         download_bytes_per_second=_over(profile.download_bytes_per_second, bus),
         copy_bytes_per_second=_over(profile.copy_bytes_per_second, bus),
@@ -130,6 +130,11 @@ def covered(intervals: Iterable[tuple[float, float]], since: float, until: float
             total += end - start
             since = end
     return total
+
+
+def _digits(value: float) -> float:
+    """Six of them: no measurement has more."""
+    return float(f"{value:.6g}")
 
 
 def _over(rate: int | None, factor: float) -> int | None:

@@ -18,6 +18,7 @@ from ..errors import BadInput, DoesNotFit
 from ..profiles import MachineProfile
 from ..units import GiB
 from .formulas import FRACTIONS, PROCESS_BYTES
+from .horizontal import horizontal
 from .linear import load_highs, solve
 from .lists import machine_of
 from .memory import MakesOps, predict
@@ -149,7 +150,7 @@ class _Search:
         question = self.question
         if question.delayed_fraction != "auto":
             return [question.delayed_fraction]
-        if question.shape.clip or question.schedule.__name__ == "horizontal":
+        if question.shape.clip or question.schedule is horizontal:
             return [0.0]  # all updates wait, whatever is said
         counts = sorted({round(part * self.blocks) for part in DELAYED})
         every = max(-(-len(counts) * 3 // self.most), 1)

@@ -181,8 +181,16 @@ def grid_part(options: argparse.Namespace) -> dict:
     print(f"Host budget {format_bytes(budget)}; {len(others)} placements fit. Parameters, state, delayed:\n")
     rows = [["placement", "predicted ms", "measured ms", "measured / predicted", "busiest", "busy"]]
     table(rows + [[name, *cells(found[name])] for name in ("chosen", *others)])
-    print(f"\nAgain: chosen {medians['chosen'] * 1e3:.0f} ms, best ({best}) {medians[best] * 1e3:.0f} ms: {ratio:.3f}\n")
-    return {"host_budget": budget, "placements": found, "again": medians, "best": best, "chosen_over_best": ratio}
+    print(
+        f"\nAgain: chosen {medians['chosen'] * 1e3:.0f} ms, best ({best}) {medians[best] * 1e3:.0f} ms: {ratio:.3f}\n"
+    )
+    return {
+        "host_budget": budget,
+        "placements": found,
+        "again": medians,
+        "best": best,
+        "chosen_over_best": ratio,
+    }
 
 
 def budget_of(options: argparse.Namespace, base: Case) -> int:
@@ -195,9 +203,7 @@ def budget_of(options: argparse.Namespace, base: Case) -> int:
     return int(low + ROOM * (high - low)) + 32 * MiB
 
 
-def turns(
-    engines: dict[str, holdfast.Engine], cases: dict[str, Case], rounds: int
-) -> dict[str, list[float]]:
+def turns(engines: dict[str, holdfast.Engine], cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
     """Seconds per step in each round, as training goes on: what the last step leaves is not waited for."""
     taken: dict[str, list[float]] = {name: [] for name in engines}
     for turn in range(rounds + 1):

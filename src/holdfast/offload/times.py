@@ -25,7 +25,7 @@ from .measure import detached, moves, restored
 from .microbatches import extract_loss, module_call
 from .residency import add_in_parts
 
-TIMES = 5
+TIMES = 9
 """That each is timed at most; the median is taken."""
 
 RANDOM_ELEMENTS = 64 * 2**20

@@ -25,7 +25,7 @@ from .errors import ConfigError
 from .units import parse_bytes
 
 Fraction = float | Literal["auto"]
-"""A share between 0 and 1, or "auto": as much as the budget allows."""
+"""A share between 0 and 1, or "auto": what the planner chooses for this machine within the budget."""
 
 
 def _key(default: Any, doc: str, *, fixed: bool = False, stated: bool = False) -> Any:
@@ -109,22 +109,22 @@ class OffloadConfig:
     order: Literal["plain", "snake"] = _key(
         "plain", 'sums gradients as an ordinary loop does; or "snake"', stated=True
     )
-    params_on_host: Fraction = _key(0.0, 'share in host memory, the rest on the SSD; or "auto"')
-    optimizer_on_host: Fraction = _key(0.0, 'likewise, of the optimizer state; or "auto"')
-    activations_on_host: Fraction = _key(1.0, 'likewise, of the block inputs; or "auto"')
-    delayed_fraction: float = _key(0.0, "of the blocks, updated beside the next forward pass")
-    host_budget: str = _key("auto", 'bytes, like "64GiB"; "auto" is what the machine has free')
+    params_on_host: Fraction = _key("auto", 'share in host memory, the rest on the SSD; "auto" is planned')
+    optimizer_on_host: Fraction = _key("auto", "likewise, of the optimizer state")
+    activations_on_host: Fraction = _key("auto", "likewise, of the block inputs")
+    delayed_fraction: Fraction = _key("auto", "of the blocks, updated beside the next forward pass; likewise")
+    host_budget: str = _key(
+        "auto", 'bytes, like "64GiB"; "auto" is what the machine has free, but for a tenth'
+    )
     device_budget: str = _key("auto", "bytes")
     device: str = _key("auto", '"cpu", "cuda" or "cuda:1"; "auto" is CUDA where there is one', stated=True)
     ssd: str = _key("", 'directory of the state; "" is the run directory')
 
     def __post_init__(self) -> None:
-        for key in ("params_on_host", "optimizer_on_host", "activations_on_host"):
+        for key in ("params_on_host", "optimizer_on_host", "activations_on_host", "delayed_fraction"):
             value = getattr(self, key)
             fits = value == "auto" or 0 <= value <= 1
             _require(fits, f"offload.{key}", value, 'must lie between 0 and 1, or be "auto"')
-        delayed = self.delayed_fraction
-        _require(0 <= delayed <= 1, "offload.delayed_fraction", delayed, "must lie between 0 and 1")
         for key in ("host_budget", "device_budget"):
             _check_size(f"offload.{key}", getattr(self, key), nothing="auto")
 

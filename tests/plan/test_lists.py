@@ -55,7 +55,7 @@ def test_a_simulated_step_takes_what_the_plan_says(chosen, count):
     solution, placement = fit(chosen, count)
     s = solution.setting
     operations = as_guessed(vertical(work_of(s), placement, shape_of(s)))
-    found = simulate([operations] * 4, machine_of(s, operations))
+    found = simulate([operations] * 4, machine_of(s.machine, operations))
     assert 0.93 < found.seconds_per_step / solution.step_seconds < 1.15
 
 
@@ -76,7 +76,7 @@ def test_the_simulated_ssd_has_the_rate_of_the_plans_mixture():
             placement_of(dict.fromkeys(("params", "optimizer", "activations", "gradients"), 0.0), s.blocks),
             shape_of(s),
         )
-        found = simulate([operations], machine_of(s, operations)).busy_seconds()
+        found = simulate([operations], machine_of(s.machine, operations)).busy_seconds()
         moved = found["ssd_read"] + found["ssd_write"]
         read = sum(op.nbytes for op in operations if op.lane == "ssd_read")
         written = sum(op.nbytes for op in operations if op.lane == "ssd_write")

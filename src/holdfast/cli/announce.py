@@ -41,6 +41,8 @@ def announce(console: Console, config: Config, corpus: Corpus, preflight: Prefli
         "wear": wear(written * steps_left),
         "memory": _memory(preflight, config.offload.host_budget == "auto"),
     }
+    if preflight.prediction is not None:
+        facts["plan"] = preflight.prediction.line()
     print_facts(console, facts, indent="  ")
     console.print()
 
@@ -118,7 +120,10 @@ def _memory(preflight: Preflight, automatic: bool) -> str:
     if preflight.host_budget is None:
         limit = "no budget"
     else:
-        limit = f"the budget is {format_bytes(preflight.host_budget)}" + ", what is free now" * automatic
+        limit = (
+            f"the budget is {format_bytes(preflight.host_budget)}"
+            + ", nine tenths of what is free" * automatic
+        )
     if preflight.host_bytes_predicted is None:
         return f"use was not predicted; {limit}"
     return f"{format_bytes(preflight.host_bytes_predicted)} predicted; {limit}"

@@ -19,11 +19,15 @@ from ..offload.blocks import empty_parameters
 from ..offload.engine import Engine
 from ..offload.entry import Budget, offload
 from ..offload.preflight import Preflight
-from .machine import choose_device, free_host_bytes
+from .machine import choose_device
 
 
 def make_engine(
-    config: Config, loader: SampleLoader, events: EventLog, confirm: Callable[[Preflight], None]
+    config: Config,
+    loader: SampleLoader,
+    events: EventLog,
+    confirm: Callable[[Preflight], None],
+    say: Callable[[str], object] | None = None,
 ) -> Engine:
     """The decoder, its optimizer, schedule and text, out of core. Fresh, or as the newest commit has them."""
     seed_all(config.run.seed)
@@ -51,8 +55,8 @@ def make_engine(
         optimizer_on_host=config.offload.optimizer_on_host,
         activations_on_host=config.offload.activations_on_host,
         budget=Budget(
-            device=config.offload.device_budget_bytes,
-            host=config.offload.host_budget_bytes or free_host_bytes(),
+            device=config.offload.device_budget_bytes or "auto",
+            host=config.offload.host_budget_bytes or "auto",
         ),
         clip_norm=config.train.clip_norm or None,
         clipping=config.train.clipping,
@@ -67,6 +71,7 @@ def make_engine(
         write_limit=config.io.write_limit_bytes_per_second,
         events=events,
         confirm=confirm,
+        say=say,
     )
     # a run that goes on with other hyper-parameters, or for another number of steps, has theirs from here on
     highest = config.train.learning_rate

@@ -116,7 +116,7 @@ def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str,
 def _play(setting: Setting, schedule: MakesOps, placement: Placement, steps: int) -> Played:
     work, shape = work_of(setting), shape_of(setting)
     operations = as_guessed(schedule(work, placement, shape))
-    found = play_steps([operations] * steps, machine_of(setting, operations))
+    found = play_steps([operations] * steps, machine_of(setting.machine, operations))
     return Played(placement, host_bytes(setting, placement, schedule), found, setting.tokens)
 
 

@@ -77,7 +77,7 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
     if changed:  # by somebody who has had to say so, and is told what that changes (record.py)
         warnings.filterwarnings("ignore", message="this run goes on with other settings")
     with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
-        engine = make_engine(config, loader, events, confirm)
+        engine = make_engine(config, loader, events, confirm, lambda text: say_measuring(console, text))
     with engine:
         write_record(config)
         Job(config, console, corpus, loader, engine, events).run(changed)
@@ -214,6 +214,12 @@ def reading(console: Console, what: str) -> Status:
     if not console.is_terminal:
         console.print(text)
     return console.status(text)
+
+
+def say_measuring(console: Console, text: str) -> None:
+    """That the machine is measured. What was planned is announced with all else."""
+    if not text.startswith("plan: "):
+        console.print(text, soft_wrap=True)
 
 
 def held_out_samples(corpus: Corpus) -> list[dict[str, Tensor]]:

@@ -27,8 +27,10 @@ def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: A
             "order='snake' is of the vertical schedule: in the horizontal one each micro-batch goes through the model"
             " by itself. Leave one of the two out."
         )
-    if not isinstance(delayed_fraction, (int, float)) or not 0 <= delayed_fraction <= 1:
-        raise BadInput(f"delayed_fraction = {delayed_fraction!r} must lie between 0 and 1")
+    if delayed_fraction not in (None, "auto") and not (
+        isinstance(delayed_fraction, (int, float)) and 0 <= delayed_fraction <= 1
+    ):
+        raise BadInput(f'delayed_fraction = {delayed_fraction!r} must lie between 0 and 1, or be "auto"')
 
 
 def check_clipping(
@@ -92,11 +94,11 @@ def check_stateful(scheduler: Any, loader: Any) -> None:
         )
 
 
-def check_budget(budget: Budget | None) -> None:
-    if budget is not None and not isinstance(budget, Budget):
+def check_budget(budget: Budget | str | None) -> None:
+    if budget not in (None, "auto") and not isinstance(budget, Budget):
         raise BadInput(
             f"budget = {budget!r} does not say of what: write budget=holdfast.Budget(host={budget!r}), and device= for "
-            "a separate device."
+            'a separate device; or budget="auto", which is what is free.'
         )
 
 

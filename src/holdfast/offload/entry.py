@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,13 +25,14 @@ from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
+from .auto import Planner
 from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
 from .checks import check_budget, check_choices, check_clipping, check_counts, check_sample, check_stateful
 from .device import open_device
 from .engine import Engine
 from .parts import Parts
-from .planning import Budget, Plan, make_plan
+from .planning import AUTO, Budget, Plan, Wanted, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
 from .progress import UserState
@@ -52,11 +54,11 @@ def offload(
     device: str = "cpu",
     schedule: str = "vertical",
     order: str = "plain",
-    delayed_fraction: float = 0.0,
-    params_on_host: Fraction = 0.0,
-    optimizer_on_host: Fraction = 0.0,
-    activations_on_host: Fraction = 1.0,
-    budget: Budget | None = None,
+    delayed_fraction: Fraction | None = None,
+    params_on_host: Fraction | None = None,
+    optimizer_on_host: Fraction | None = None,
+    activations_on_host: Fraction | None = None,
+    budget: Budget | Literal["auto"] | None = None,
     clip_norm: float | None = None,
     clipping: Clipping = "defer",
     loss_scale: LossScale | None = None,
@@ -77,6 +79,7 @@ def offload(
     update_workers: int = 2,
     events: EventLog | None = None,
     confirm: Callable[[Preflight], None] | None = None,
+    say: Callable[[str], object] | None = None,
     disk: AnyDisk | None = None,
 ) -> Engine:
     """Train ``model`` with its state in the directory ``ssd``.
@@ -99,6 +102,13 @@ def offload(
     ``order="snake"`` lets micro-batches go through every other block the other way round, so that what flows between
     two blocks stays on the device at every turn, which saves three transfers. The gradients of these blocks are
     summed the other way round, so from three micro-batches on they differ from an ordinary loop's in their last bits.
+
+    ``budget="auto"`` is the memory that is free, and lets the machine decide: fractions that are not given are those
+    with which a step takes least time, by the rates of the machine, which are measured in a few seconds where they are
+    not known yet, and the times of the model's own block. So is a fraction of "auto" with any other budget. Fractions
+    that are given are taken as they are; without "auto" those that are not are 0, and 1 of activations. It changes no
+    bit. What was chosen and what binds is an event ("plan"), and a line that ``say`` is told (unless given, it is
+    printed to standard error).
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
     ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad. ``clipping`` says how:
@@ -156,7 +166,7 @@ def offload(
     refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)
     rules = Rules(
-        schedule=schedule, order=order, delayed_fraction=delayed_fraction,
+        schedule=schedule, order=order, delayed_fraction=0.0,
         clip_norm=clip_norm, clipping=clipping,
         loss_scale=(loss_scale or LossScale()) if dtype == "fp16" else None,
         commit_every=commit_every, normalize=normalize,
@@ -170,9 +180,14 @@ def offload(
         "normalize": rules.normalize_name,
         "order": order,
     }
-    given, budget = hyper_parameters(optimizer.param_groups), budget or Budget()
+    wanted = Wanted.of(
+        budget == "auto", delayed_fraction,
+        params=params_on_host, optimizer=optimizer_on_host, activations=activations_on_host,
+    )  # fmt: skip
+    given = hyper_parameters(optimizer.param_groups)
     user = UserState(parts.captured, optimizer, scheduler, loader, settings, given)
     target = open_device(device)
+    budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target)
     plan = make_plan(
         parts,
         target,
@@ -181,10 +196,10 @@ def offload(
         budget,
         sample,
         loss_fn,
-        params=params_on_host,
-        optimizer=optimizer_on_host,
-        activations=activations_on_host,
+        wanted,
+        Planner(ssd, commit_every, (read_limit, write_limit, total_limit), say),
     )
+    rules = replace(rules, delayed_fraction=plan.delayed_fraction)
     queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
     store = engine = None
     before: set[str] | None = None

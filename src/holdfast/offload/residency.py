@@ -115,9 +115,7 @@ class Residency:
             view.copy_(grad)
             held.touched.add(member.name)
             return
-        total, grad = view.flatten(), grad.flatten()
-        for start in range(0, total.numel(), SUMMED_AT_ONCE):
-            total[start : start + SUMMED_AT_ONCE].add_(grad[start : start + SUMMED_AT_ONCE])
+        add_in_parts(view, grad)
 
     # Block inputs on the SSD
 
@@ -156,6 +154,13 @@ class Residency:
         self.grads.clear()
         self.resident_grads, self._resident_sums = None, torch.empty(0)
         self.pool.close()
+
+
+def add_in_parts(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add ``grad`` to the fp32 sum ``total``, which is contiguous."""
+    total, grad = total.flatten(), grad.flatten()
+    for start in range(0, total.numel(), SUMMED_AT_ONCE):
+        total[start : start + SUMMED_AT_ONCE].add_(grad[start : start + SUMMED_AT_ONCE])
 
 
 def packed_bytes(forms: list[Form]) -> int:

@@ -65,7 +65,7 @@ def _backward(s: Schedule, block: int, m: int, uploaded: Key) -> None:
     key = s.compute(
         Key("backward", block, m),
         needs=(uploaded, *needs, *((gradients.upload(s, block, m),) if m else ())),
-        work=3 * b.forward_flop + (s.work.head_flop if is_last else 0.0),
+        work=b.backward_work + (s.work.head_flop if is_last else 0.0),
         needs_previous=(
             *(updates.resident_updated(s) if is_last and block == 0 and m == 0 else ()),
             *(updates.committed(s) if block == 0 and final else ()),

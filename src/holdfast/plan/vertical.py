@@ -107,7 +107,7 @@ def _backward(s: Schedule, block: int, uploaded: Key) -> None:
     """All micro-batches of ``block``: recompute, backward, accumulate. The last block runs forward, epilogue
     and loss first, and then all losses are known."""
     is_last, order = block == s.last, micro_batches(s.shape, block)
-    flop = 3 * s.work.blocks[block].forward_flop + (s.work.head_flop if is_last else 0.0)
+    flop = s.work.blocks[block].backward_work + (s.work.head_flop if is_last else 0.0)
     for m in order:
         needs, given = _fetched(s, block, m)
         key = s.compute(

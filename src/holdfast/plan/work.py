@@ -30,8 +30,14 @@ class BlockWork:
     grad_bytes: int
     """Accumulated gradients, fp32."""
     forward_flop: float = 0.0
-    """Floating-point operations of one forward pass of one micro-batch; a backward pass with its
-    recomputation takes three times as many."""
+    """Floating-point operations of one forward pass of one micro-batch."""
+    backward_flop: float | None = None
+    """Of a backward pass with its recomputation; None is three times as many."""
+
+    @property
+    def backward_work(self) -> float:
+        """Floating-point operations of a backward pass with its recomputation."""
+        return 3 * self.forward_flop if self.backward_flop is None else self.backward_flop
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,15 +5,19 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import xxhash
 from torch import nn
 
-from ..offload.process import one_torch_thread
+from ..units import MiB
 from ..update.forms import STEP
 from ..update.optimizer import HostOptimizer, ParameterState
+from ..update.threads import one_torch_thread
 from .clock import median_seconds
 
 WORKERS = 2
 """Of a run."""
+
+CHECKED_BYTES = 64 * MiB
 
 ELEMENTS = 4 * 2**20
 """Of each worker: more than fits in caches."""
@@ -30,6 +34,12 @@ def measure_update(seconds: float, elements: int = ELEMENTS) -> float:
         )
     torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
     return WORKERS * elements / each
+
+
+def measure_checks(seconds: float) -> float:
+    """Bytes per second that one core checksums, as it does with every byte that the SSD moves."""
+    memory = bytearray(CHECKED_BYTES)
+    return CHECKED_BYTES / median_seconds(lambda: xxhash.xxh3_64_digest(memory), seconds)
 
 
 def _state(elements: int, optimizer: HostOptimizer) -> ParameterState:

@@ -17,7 +17,7 @@ FLOORS = [
     {"offload", "delta", "universal"},
     {"sources"},
     {"checkpointer", "watch"},
-    {"models", "data", "adapters"},
+    {"models", "data", "adapters", "folders"},
     {"probe"},
     {"cli"},
 ]

@@ -59,6 +59,12 @@ def train(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG.toml", help="What to train; every key has a default.")
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="FOLDER", help="A Hugging Face folder to fine-tune, as model.path does."
+        ),
+    ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option(
@@ -73,9 +79,11 @@ def train(
 
     Ctrl-C ends the step, commits it and leaves; the same command goes on from there.
     """
-    from ..config import key_of, load_config, to_toml
+    from ..config import key_of, literal, load_config, to_toml
     from .output import Enduring
 
+    if model is not None:
+        sets = [*(sets or ()), f"model.path={literal(str(model))}"]
     chosen = load_config(config, sets or ())
     if print_config:
         print(to_toml(chosen), end="")

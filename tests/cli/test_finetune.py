@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from training import differing, stored
+from training import stored
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -88,23 +88,45 @@ class Owned:
     places: tuple[Place, ...]
 
 
-def find_blocks(model: nn.Module, chosen: nn.ModuleList | None = None) -> Blocks:
-    """The repeated blocks of ``model``. Raises ``ModelNotSupported`` if there are none."""
+def find_blocks(model: nn.Module, chosen: Sequence[nn.Module] | nn.ModuleList | None = None) -> Blocks:
+    """The repeated blocks of ``model``, or those that were ``chosen``, in the order in which they run. Raises
+    ``ModelNotSupported`` if there are none."""
+    if chosen is not None:
+        return _chosen(model, list(chosen))
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and (module is chosen if chosen is not None else _repeats(module))
+        if isinstance(module, nn.ModuleList) and _repeats(module)
     ]
     if not lists:
         raise ModelNotSupported(
-            f"{type(model).__name__} has no nn.ModuleList of blocks of one class"
-            + (" that is the one given" if chosen is not None else "")
-            + ". Pass blocks=model.path.to.the.list: out-of-core training streams repeated blocks."
+            f"{type(model).__name__} has no nn.ModuleList of blocks of one class. Pass blocks=model.path.to.the.list,"
+            " or several modules in the order in which they run: out-of-core training streams repeated blocks."
         )
     name, module = max(_outermost(lists), key=lambda item: len(item[1]))
     prefix = plain_paths(model)[name]
     return Blocks(tuple(module), tuple(join(prefix, str(i)) for i in range(len(module))))
+
+
+def _chosen(model: nn.Module, modules: list[nn.Module]) -> Blocks:
+    """Raises ``ModelNotSupported`` unless they are modules of ``model``, each by itself."""
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = [id(below) for module in modules for below in module.modules() if below is not module]
+    for place, module in enumerate(modules):
+        held = "is not in the model"
+        if id(module) in names:
+            held = "lies in another one" if id(module) in inside else "is the whole model" * (module is model)
+        if held or modules.index(module) != place:
+            raise ModelNotSupported(
+                f"blocks[{place}], a {type(module).__name__}, {held or 'is there twice'}. Pass"
+                " blocks=model.path.to.the.list, or several modules of the model in the order in which they run."
+            )
+    if not modules:
+        raise ModelNotSupported(
+            "blocks= is empty. Leave it out to take the longest list of modules of one class."
+        )
+    plain = plain_paths(model)
+    return Blocks(tuple(modules), tuple(plain[names[id(module)]] for module in modules))
 
 
 def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.ModuleList]]:

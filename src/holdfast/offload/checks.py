@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..errors import BadInput
+from ..errors import BadInput, ModelNotSupported
 from ..plan.orders import ORDERS
 from .planning import SCHEDULES, Budget
 
@@ -64,6 +65,21 @@ def check_budget(budget: Budget | None) -> None:
             f"budget = {budget!r} does not say of what: write budget=holdfast.Budget(host={budget!r}), and device= for "
             "a separate device."
         )
+
+
+RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""Settings of models of transformers that gather from inside of blocks what these do not return."""
+
+
+def check_recorded(model: nn.Module) -> None:
+    """Blocks run apart from the model's forward, so what it would record of them while they run is not there."""
+    for name in RECORDED:
+        if getattr(getattr(model, "config", None), name, False):
+            lost = "; experts are then trained without their balancing loss" if "router" in name else ""
+            raise ModelNotSupported(
+                f"model.config.{name} records what happens inside of blocks, and these run apart from the model's"
+                f" forward. Set model.config.{name} = False{lost}."
+            )
 
 
 def check_sample(sample: Any) -> None:

@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,11 +52,12 @@ class Group:
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
 
 
-def by_model(source: Source, model: nn.Module) -> Source:
-    """``source``, a folder, under the names that ``model`` has for its parameters and buffers. What the model is known
-    to ignore is left out. Raises ``Damaged`` if its tensors do not make those of the model."""
-    renamings, converters = _conversions(model)
-    here, prefix = model.state_dict(), str(getattr(model, "base_model_prefix", ""))
+def by_model(source: Source, model: nn.Module, here: Mapping[str, Any]) -> Converted:
+    """``source``, a folder, under the names that ``model`` has for its parameters and buffers, which are those of
+    ``here``. What the model is known to ignore is left out. Raises ``Damaged`` if its tensors do not make those of the
+    model."""
+    renamings, converters = _apart(_known(model))
+    prefix = str(getattr(model, "base_model_prefix", ""))
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     groups: dict[str, Group] = {}
     for name in _names(source):
@@ -70,7 +71,7 @@ def by_model(source: Source, model: nn.Module) -> Source:
     return Converted(source, groups.values(), model)
 
 
-def as_folder(source: Source, model: nn.Module) -> Source:
+def as_folder(source: Source, model: nn.Module) -> Converted:
     """``source``, a state of ``model``, under the names that a folder of it has. Of the optimizer's state nothing."""
     forward = [each for each in _known(model, add_legacy=False) if type(each).__name__ != "PrefixChange"]
     renamings, converters = _apart([each.reverse_transform() for each in reversed(forward)])
@@ -97,6 +98,14 @@ class Converted(Source):
         self._lock = threading.Lock()
         for group in groups:
             self._add_group(group)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call tensors by other names: of a model that was wrapped, or given adapters. Of two that become one, the
+        first."""
+        before, self.atoms = self.atoms, {}
+        for stored in before.values():
+            atom = replace(stored.atom, name=names.get(stored.atom.name, stored.atom.name))
+            self.atoms.setdefault(atom.key, replace(stored, atom=atom))
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         group, name = self._of_part[part]
@@ -164,10 +173,6 @@ def _is_weight(stored: Stored) -> bool:
 
 def _empty(atom: Atom) -> torch.Tensor:
     return torch.empty(atom.shape, dtype=FROM_NAME[atom.dtype], device="meta")
-
-
-def _conversions(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    return _apart(_known(model))
 
 
 def _known(model: Any, **options: Any) -> list[Any]:

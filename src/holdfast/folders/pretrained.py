@@ -20,7 +20,7 @@ from ..sources import Beginning
 from ..state.capture import Captured
 from ..universal.convert.huggingface import SafetensorsFiles, is_safetensors
 from ..universal.matching import Allowed
-from .naming import by_model
+from .naming import Converted, by_model
 
 CONFIG = "config.json"
 
@@ -116,16 +116,18 @@ def _refuse_others(path: Path) -> None:
 
 
 class Weights:
-    """What the files of a folder hold, as a state that a fresh run of ``offload`` begins from: parameters and buffers,
-    under the names that its model has for them."""
+    """What the files of a folder hold, as a state that a fresh run of ``offload`` begins from: the parameters and buffers
+    of ``model``, which may be wrapped or given adapters afterwards: its parameters are known again."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
-        self.path, self._model = path, model
+        self.path, self._model, self._shapes = path, model, model.state_dict()
+        self._named = dict(model.named_parameters(remove_duplicate=False))
 
     def open(self) -> Beginning:
         """Raises ``BadInput`` if there are none, ``Damaged`` if the files are not whole."""
         _refuse_others(checked(self.path))
-        return _Begins(by_model(SafetensorsFiles(self.path), self._model), Allowed(partial=True, cast=True))
+        source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
+        return _Begins(source, self._named)
 
 
 class _Begins(Beginning):
@@ -133,11 +135,20 @@ class _Begins(Beginning):
 
     fresh = True
 
+    def __init__(self, source: Converted, named: dict[str, nn.Parameter]) -> None:
+        super().__init__(source, Allowed(partial=True, cast=True))
+        self._converted, self._named = source, named
+
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]:
-        """Raises ``RunMismatch`` if a tensor of the model is not in the folder."""
+        """Raises ``RunMismatch`` if a parameter that the model had from the beginning is not in the folder. What was
+        added to it since is initialised as in any fresh run."""
+        names = {id(each.parameter): each.names for each in captured.parameters}
+        now = {name: names.get(id(parameter), (name,)) for name, parameter in self._named.items()}
+        self._converted.rename({name: others[0] for name, others in now.items() if name not in others})
         super().match(captured, optimizer)
-        names = [each.name for each in captured.parameters]
-        missing = [name for name in self._match.missing if name in names]
+        of_folder = {id(parameter) for parameter in self._named.values()}
+        ours = {each.name for each in captured.parameters if id(each.parameter) in of_folder}
+        missing = [name for name in self._match.missing if name in ours]
         if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise RunMismatch(

@@ -116,8 +116,8 @@ def _refuse_others(path: Path) -> None:
 
 
 class Weights:
-    """What the files of a folder hold, as a state that a fresh run of ``offload`` begins from: the parameters and buffers
-    of ``model``, which may be wrapped or given adapters afterwards: its parameters are known again."""
+    """What the files of a folder hold, as a state that a fresh run of ``offload`` begins from: the parameters and
+    buffers of ``model``, which may be wrapped or given adapters afterwards: its parameters are known again."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.path, self._model, self._shapes = path, model, model.state_dict()

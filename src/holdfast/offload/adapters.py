@@ -34,8 +34,8 @@ def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
             how = told[name].init_lora_weights if name in told else True
             if how not in DRAWN or name in layer.lora_variant:
                 raise ModelNotSupported(
-                    f"adapter {name!r} begins with values that are made of the layer's own (init_lora_weights = {how!r},"
-                    " or a variant such as DoRA), and those are on meta. Use LoRA with init_lora_weights=True, or a"
-                    " model in memory."
+                    f"adapter {name!r} begins with values that are made of the layer's own (init_lora_weights ="
+                    f" {how!r}, or a variant such as DoRA), and those are on meta. Use LoRA with init_lora_weights="
+                    "True, or a model in memory."
                 )
             layer.reset_lora_parameters(name, how)

@@ -46,6 +46,11 @@ class Blocks:
         ]
 
 
+COMPILED = "_compiled_call_impl"
+"""Where ``Module.compile`` keeps what is called instead of the module."""
+
+REPLACED = ("forward", COMPILED)
+
 BlockFunction = Callable[[int, tuple, dict[str, Any]], Any]
 """Called with a block's number and its arguments; returns what the block would."""
 
@@ -55,29 +60,51 @@ class Patch:
 
     def __init__(self, blocks: Blocks, call: BlockFunction) -> None:
         self.blocks, self._call = blocks, call
-        self.forwards = [module.forward for module in blocks.modules]
+        self._before = [
+            {name: module.__dict__[name] for name in REPLACED if name in module.__dict__}
+            for module in blocks.modules
+        ]
+        self.forwards = [self._forward(index) for index in range(len(blocks.modules))]
         """The blocks' own."""
-        self._own = ["forward" in module.__dict__ for module in blocks.modules]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         try:
-            for index, module in enumerate(self.blocks.modules):
-                module.forward = self._stand_in(index)  # type: ignore[method-assign]
+            for index in range(len(self.blocks.modules)):
+                self._put(index)
             yield
         finally:
-            self._remove()
+            for index in range(len(self.blocks.modules)):
+                self._take_away(index)
 
-    def _stand_in(self, index: int) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._call(index, args, kwargs)
+    def _put(self, index: int) -> None:
+        stand_in = {"forward": lambda *args, **kwargs: self._call(index, args, kwargs), COMPILED: None}
+        self.blocks.modules[index].__dict__.update(stand_in)
 
-    def _remove(self) -> None:
-        """Leave every block as it was."""
-        for module, forward, own in zip(self.blocks.modules, self.forwards, self._own, strict=True):
-            if own:
-                module.forward = forward  # type: ignore[method-assign]
-            else:
-                module.__dict__.pop("forward", None)
+    def _take_away(self, index: int) -> None:
+        """Leave the block as it was."""
+        held = self.blocks.modules[index].__dict__
+        for name in REPLACED:
+            held.pop(name, None)
+        held.update(self._before[index])
+
+    def _forward(self, index: int) -> Callable[..., Any]:
+        """A block that was compiled in place is called as it was compiled: by its call, with nothing in between."""
+        module = self.blocks.modules[index]
+        compiled = self._before[index].get(COMPILED)
+        if compiled is None:
+            return module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            applied = COMPILED in module.__dict__ and module.__dict__[COMPILED] is None
+            self._take_away(index)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                if applied:
+                    self._put(index)
+
+        return call
 
 
 @dataclass(frozen=True, eq=False)

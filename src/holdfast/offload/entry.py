@@ -26,7 +26,15 @@ from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
-from .checks import check_budget, check_choices, check_counts, check_recorded, check_sample, check_stateful
+from .checks import (
+    check_budget,
+    check_choices,
+    check_compiled,
+    check_counts,
+    check_recorded,
+    check_sample,
+    check_stateful,
+)
 from .device import open_device
 from .engine import Engine
 from .parts import Parts
@@ -141,6 +149,7 @@ def offload(
         check_place(ssd)
     refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)
+    check_compiled(model, parts.blocks)
     rules = Rules(
         schedule=schedule, order=order, delayed_fraction=delayed_fraction,
         clip_norm=clip_norm, commit_every=commit_every, normalize=normalize,

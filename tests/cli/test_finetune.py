@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 
 import pytest
 import torch
 
-from training import stored
+from training import differing, stored
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,27 +94,67 @@ def names_in(folder):
     return names
 
 
-def test_a_run_goes_on_without_its_folder_bit_for_bit(tmp_path, holdfast, llama, text):
-    folder = tmp_path / "folder"
+@pytest.mark.parametrize("kind", ["text", "pairs"])
+def test_a_killed_run_goes_on_without_its_folder_bit_for_bit(
+    tmp_path, holdfast, holdfast_process, llama, text, kind
+):
+    """With the position in the encoded text, which is not encoded again."""
+    data = text if kind == "text" else write_pairs(tmp_path / "pairs.jsonl")
+    folder, whole, run = tmp_path / "folder", tmp_path / "whole", tmp_path / "run"
     shutil.copytree(llama, folder)
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    assert holdfast("train", "--model", folder, *arguments(whole, text, 6)).code == 0
-    first = holdfast("train", "--model", folder, *arguments(halves, text, 3))
-    assert first.code == 0 and "encoding the text" in first.out
-    shutil.rmtree(folder)
-    second = holdfast(
-        "train", "--model", folder, *arguments(halves, text, 6), "--set", "train.warmup_steps=0"
+    assert holdfast("train", "--model", folder, *arguments(whole, data, 8)).code == 0
+    process = holdfast_process(
+        "train", "--model", folder, *arguments(run, data, 8), "--set", "io.write_limit=1MB"
     )
-    assert second.code == 0, second.err
-    assert "Continuing after step 3" in second.out and "encoding the text" not in second.out
-    assert events(halves, "step")[3]["loss"] != events(halves, "step")[2]["loss"]
-    assert {event["step"] for event in events(halves, "step")} == set(range(1, 7))
+    while not (run / "events.jsonl").exists() or len(events(run, "step")) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    assert len(events(run, "step")) < 8
+    shutil.rmtree(folder)
+    result = holdfast("train", "--model", folder, *arguments(run, data, 8))
+    assert result.code == 0, result.err
+    assert "encoding the text" not in result.out and "Continuing after step" in result.out
+    assert differing(stored(run), stored(whole)) == []
+    after = {event["step"]: event["loss"] for event in events(run, "step")}
+    assert after == {event["step"]: event["loss"] for event in events(whole, "step")}
+
+
+def test_other_text_or_another_tokenizer_is_refused_when_a_run_goes_on(tmp_path, holdfast, llama, text):
+    run = tmp_path / "run"
+    assert holdfast("train", "--model", llama, *arguments(run, text, 2)).code == 0
+    (text / "0.txt").write_text(TEXT * 5)
+    result = holdfast("train", "--model", llama, *arguments(run, text, 4))
+    assert result.code == 2 and "the data is not what the run was trained on" in result.err
+    assert json.loads(holdfast("ls", run, "--json").out)[0]["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--set", "model.width=512"], "model.width = 512 is of the reference decoder"),
+        (["--set", "model.context=65"], "has 64 positions"),
+        (["--set", "data.text=nowhere.txt"], "does not exist"),
+    ],
+)
+def test_what_does_not_fit_the_folder_is_one_error(tmp_path, holdfast, llama, text, more, said):
+    run = tmp_path / "run"
+    result = holdfast("train", "--model", llama, *arguments(run, text, 2), *more)
+    assert result.code == 2 and said in result.err and result.err.count("error:") == 1
+    assert not run.exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, holdfast, text):
+    folder = write_folder(tmp_path / "folder", lambda: tiny_folders.llama(vocab_size=300))
+    result = holdfast("train", "--model", folder, *arguments(tmp_path / "run", text, 2))
+    assert result.code == 2 and "has vectors for 300. Is it another model's?" in result.err
 
 
 def test_pairs_are_trained_on_their_completions_alone(tmp_path, holdfast, llama):
     pairs, run = write_pairs(tmp_path / "pairs.jsonl"), tmp_path / "run"
     result = holdfast("train", "--model", llama, *arguments(run, pairs, 12))
     assert result.code == 0, result.err
-    assert "39 samples and 1 held out" in result.out or "held out" in result.out
+    assert "39 samples and 1 held out" in result.out
     losses = [event["loss"] for event in events(run, "step")]
     assert losses[-1] < losses[0] - 0.5

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, Transf
 from ..errors import BadInput
 from ..folders.keeping import keep, kept_folder
 from ..folders.naming import as_folder
-from ..folders.pretrained import empty_model
+from ..folders.pretrained import checked, empty_model
 from ..models.decoder import DecoderConfig
 from ..models.llama import PACK, llama_config
 from ..sources import source_of
@@ -51,7 +51,8 @@ Told = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """What the options say. ``rules`` is a file or a pack, ``values`` a JSON file with the numbers that they name."""
+    """What the options say. ``rules`` is a file or a pack, ``values`` a JSON file with the numbers that they name,
+    ``model`` the folder whose model was trained."""
 
     to: str
     dtype: str | None = None
@@ -59,6 +60,7 @@ class How:
     stage: int | None = None
     rules: str | None = None
     values: Path | None = None
+    model: Path | None = None
 
 
 def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
@@ -68,7 +70,7 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     opened = source_of(source, open_run)
     rules = None if how.rules is None else packs.find(how.rules, how.values, opened.numbers)
     run = Target.parse(source).run
-    folder = kept_folder(run) if to == "huggingface" and isinstance(run, Path) else None
+    folder = _folder_of(run, how)
     trained = _trained_here(run) if to == "huggingface" and folder is None else None
     if trained is not None and rules is None:
         rules = packs.load(PACK)
@@ -113,12 +115,23 @@ def _trained_here(run: Path | Url) -> DecoderConfig | None:
     return None if config is None else decoder_config(config)
 
 
+def _folder_of(run: Path | Url, how: How) -> Path | None:
+    """The folder whose model ``run`` trained, if it did, or what is kept of it."""
+    if how.model is not None:
+        return checked(how.model)
+    return kept_folder(run) if how.to == "huggingface" and isinstance(run, Path) else None
+
+
 def _refuse(destination: Path, how: How) -> None:
     to, dtype, stage = how.to, how.dtype, how.stage
     if to not in FORMATS:
         raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise BadInput(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    if how.model is not None and (to != "huggingface" or how.rules is not None):
+        raise BadInput(
+            "--model names the folder that comes back: it is for --to huggingface, without --rules"
+        )
     if dtype is not None and to in ("holdfast", "dcp", "deepspeed"):
         raise BadInput(
             "--dtype is for exports of parameters: a training state keeps its tensors as training had them"

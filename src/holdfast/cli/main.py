@@ -237,13 +237,19 @@ def convert(
         Path | None,
         typer.Option("--values", metavar="JSON", help="Numbers that the rules name, such as a config.json."),
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="FOLDER", help="The Hugging Face folder that a script's run trained."
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
     from .convert import How
     from .convert import convert as convert_state
 
-    how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values)
+    how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values, model=model)
     convert_state(source, destination, how, as_json=json)
 
 

@@ -3,8 +3,8 @@ process had at its peak before it opened the folder, and in all."""
 
 from __future__ import annotations
 
-import resource
 import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -13,7 +13,9 @@ import holdfast
 
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Since the process began: ``ru_maxrss`` would be that of its parent."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
 
 
 def main(folder, run):

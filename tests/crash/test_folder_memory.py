@@ -22,7 +22,11 @@ MIB = 1024**2
 def write(folder, layers):
     """Layers of 2.2 million parameters, a file for about every four; bytes."""
     config = transformers.LlamaConfig(
-        hidden_size=384, intermediate_size=1408, num_hidden_layers=layers, num_attention_heads=6, vocab_size=64
+        hidden_size=384,
+        intermediate_size=1408,
+        num_hidden_layers=layers,
+        num_attention_heads=6,
+        vocab_size=64,
     )
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="20MB")

@@ -158,6 +158,24 @@ def test_every_bit_equals_a_plain_loop(tmp_path, make, schedule):
     assert differing(found, expected) == []
 
 
+@pytest.mark.parametrize("make", [llama, gpt_neox, mixtral])
+def test_steps_under_autocast_equal_a_loop_whose_forward_alone_is_under_it(tmp_path, make):
+    """As torch has it: a backward pass under autocast has other bits, here that of attention with dropout."""
+    plain = build(make)
+    forward = plain.forward
+
+    def under_autocast(**batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return forward(**batch)
+
+    plain.forward = under_autocast
+    losses, expected = plain_loop(plain)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found_losses, found = offloaded(tmp_path, build(make))
+    assert found_losses == losses
+    assert differing(found, expected) == []
+
+
 # The matrix that encoder and decoder of T5 share has two gradients in every micro-batch, too.
 
 SHARED = "shared.weight"

@@ -18,7 +18,7 @@ FLOORS = [
     {"offload", "delta", "universal"},
     {"sources", "optim"},
     {"checkpointer", "watch"},
-    {"models", "data", "adapters"},
+    {"models", "data", "adapters", "folders"},
     {"cli"},
 ]
 """From the ground up. A room imports from floors below; on the ground floor also from beside."""

@@ -33,6 +33,7 @@ _HOME = {
     "keyed_rng": ".offload.rng",
     "progress_bar": ".watch.recovery",
     "loader": ".data.loader",
+    "pretrained": ".folders.pretrained",
     "HoldfastError": ".errors",
 }
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .delta.lossy import Int8, TopK
     from .delta.powersgd import PowerSGD
     from .errors import HoldfastError
+    from .folders.pretrained import pretrained
     from .offload.blocks import empty_parameters
     from .offload.engine import Engine
     from .offload.entry import offload
@@ -71,6 +73,7 @@ __all__ = [
     "keyed_rng",
     "loader",
     "offload",
+    "pretrained",
     "progress_bar",
 ]
 

@@ -49,7 +49,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    text: str = _key("stdlib", "Python's own library, or a file, a folder, a glob; read as bytes")
+    text: str = _key("stdlib", "Python's own library, or a file, a folder, a glob; .jsonl is JSON lines")
     validation_fraction: float = _key(0.02, "of the text, never trained on; 0 is none", fixed=True)
 
     def __post_init__(self) -> None:
@@ -60,11 +60,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    path: str = _key("", 'folder of a Hugging Face model; "" is a decoder of these sizes', fixed=True)
     blocks: int = _key(8, "transformer layers", fixed=True)
     width: int = _key(256, "of the residual stream", fixed=True)
     heads: int = _key(8, "of attention; divides width into an even head size", fixed=True)
     kv_heads: int = _key(4, "of keys and values; divides heads", fixed=True)
-    context: int = _key(256, "tokens (bytes of text) per sample", fixed=True)
+    context: int = _key(256, "tokens per sample; bytes of text without a path", fixed=True)
     dropout: float = _key(0.0, "probability, on what each layer adds to the stream", stated=True)
 
     def __post_init__(self) -> None:

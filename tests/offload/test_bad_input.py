@@ -135,8 +135,23 @@ def test_a_model_without_repeated_blocks_is_told_how_to_name_them(tmp_path, kind
 
 
 def test_blocks_that_are_not_the_models_are_refused(tmp_path):
-    with refused(tmp_path, ModelNotSupported, "that is the one given"):
+    with refused(tmp_path, ModelNotSupported, r"blocks\[0\], a Linear, is not in the model"):
         offload(tmp_path, blocks=nn.ModuleList([nn.Linear(2, 2)]))
+
+
+@pytest.mark.parametrize(
+    ("pick", "what"),
+    [
+        (lambda model: [], "is empty"),
+        (lambda model: [model.blocks[0], model.blocks[1], model.blocks[0]], "is there twice"),
+        (lambda model: [model.blocks[0], model.blocks[0].mlp], r"blocks\[1\], a MLP, lies in another one"),
+        (lambda model: [model], "is the whole model"),
+    ],
+)
+def test_blocks_that_cannot_be_streamed_one_by_one_are_refused(tmp_path, pick, what):
+    model = decoder(blocks=2)
+    with refused(tmp_path, ModelNotSupported, what):
+        offload(tmp_path, model, blocks=pick(model))
 
 
 def test_blocks_without_parameters_are_refused(tmp_path):

@@ -19,14 +19,16 @@ from ..watch.drive import wear
 from .output import print_facts
 
 if TYPE_CHECKING:
-    from ..data.corpus import Corpus
+    from ..data.corpus import Windowed
     from ..offload.preflight import Preflight
 
 MARGIN = "    "
 """Left of generated text."""
 
 
-def announce(console: Console, config: Config, corpus: Corpus, preflight: Preflight, steps_left: int) -> None:
+def announce(
+    console: Console, config: Config, corpus: Windowed, preflight: Preflight, steps_left: int
+) -> None:
     """Everything that the run will take, before it takes it. 80 columns hold it for a run of common size."""
     written, read = preflight.written_bytes_per_step, preflight.read_bytes_per_step
     needed, free = format_bytes(preflight.needed_bytes), format_bytes(preflight.free_bytes)

@@ -63,6 +63,12 @@ def train(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG.toml", help="What to train; every key has a default.")
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="FOLDER", help="A Hugging Face folder to fine-tune, as model.path does."
+        ),
+    ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,9 +83,11 @@ def train(
 
     Ctrl-C ends the step, commits it and leaves; the same command goes on from there.
     """
-    from ..config import key_of, load_config, to_toml
+    from ..config import key_of, literal, load_config, to_toml
     from .output import Enduring
 
+    if model is not None:
+        sets = [*(sets or ()), f"model.path={literal(str(model))}"]
     chosen = load_config(config, sets or ())
     if print_config:
         print(to_toml(chosen), end="")
@@ -230,13 +238,19 @@ def convert(
         ),
     ] = None,
     values: Values = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="FOLDER", help="The Hugging Face folder that a script's run trained."
+        ),
+    ] = None,
     json: AsJson = False,
 ) -> None:
     """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
     from .convert import How
     from .convert import convert as convert_state
 
-    how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values)
+    how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values, model=model)
     convert_state(source, destination, how, as_json=json)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..errors import BadInput
+from ..errors import BadInput, ModelNotSupported
 from ..plan.orders import ORDERS
 from ..plan.work import CLIPPING
+from .blocks import Blocks
 from .planning import SCHEDULES, Budget
 from .scaling import LossScale
 
@@ -100,6 +102,39 @@ def check_budget(budget: Budget | str | None) -> None:
             f"budget = {budget!r} does not say of what: write budget=holdfast.Budget(host={budget!r}), and device= for "
             'a separate device; or budget="auto", which is what is free.'
         )
+
+
+RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""Settings of models of transformers that gather from inside of blocks what these do not return."""
+
+
+def check_recorded(model: nn.Module) -> None:
+    """Blocks run apart from the model's forward, so what it would record of them while they run is not there."""
+    for name in RECORDED:
+        if getattr(getattr(model, "config", None), name, False):
+            lost = "; experts are then trained without their balancing loss" if "router" in name else ""
+            raise ModelNotSupported(
+                f"model.config.{name} records what happens inside of blocks, and these run apart from the model's"
+                f" forward. Set model.config.{name} = False{lost}."
+            )
+
+
+def check_compiled(model: nn.Module, blocks: Blocks) -> None:
+    """Only blocks are run as they were compiled: what is around them is suspended at every one of them."""
+    whole = {id(module) for block in blocks.modules for module in block.modules()}
+    for name, module in model.named_modules():
+        compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        if compiled and id(module) not in whole and any(b in blocks.modules for b in module.modules()):
+            raise ModelNotSupported(
+                f"{name or 'the model'} is compiled with its blocks in it, and these run one by one. Compile the blocks"
+                f" instead, here {len(blocks.names)} like {blocks.names[0]}: for block in blocks: block.compile()."
+            )
+    for name, block in zip(blocks.names, blocks.modules, strict=True):
+        if block._compiled_call_impl is not None and (block._forward_hooks or block._forward_pre_hooks):
+            raise ModelNotSupported(
+                f"{name} is compiled and has hooks on its forward, which would be called twice. Remove them, or wrap"
+                " it: blocks[i] = torch.compile(blocks[i])."
+            )
 
 
 def check_sample(sample: Any) -> None:

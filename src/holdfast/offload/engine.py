@@ -28,7 +28,7 @@ from .beginning import Beginning
 from .blocks import install
 from .correcting import Corrections
 from .executor import Executor
-from .export import newest_values, state_dict
+from .export import newest_values, state_dict, trained_values
 from .interrupts import deferred
 from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, module_call
 from .ops import handlers
@@ -181,10 +181,11 @@ class Engine:
         with self._closing_on_error():
             self._executor.drain()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory."""
+    def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
+        """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory; only what is
+        ``trained``, such as an adapter, without reading the rest."""
         self.wait()
-        return state_dict(self._run, self._captured)
+        return trained_values(self._run, self._captured) if trained else state_dict(self._run, self._captured)
 
     def close(self) -> None:
         """Finish and commit what is under way, give the model back, and let go of the run directory.

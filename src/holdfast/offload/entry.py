@@ -6,7 +6,7 @@ commit, and a resumed one a new timeline that continues its newest whole commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,16 @@ from ..store.manifest import Manifest
 from .auto import Planner
 from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
-from .checks import check_budget, check_choices, check_clipping, check_counts, check_sample, check_stateful
+from .checks import (
+    check_budget,
+    check_choices,
+    check_clipping,
+    check_compiled,
+    check_counts,
+    check_recorded,
+    check_sample,
+    check_stateful,
+)
 from .device import open_device
 from .engine import Engine
 from .parts import Parts
@@ -49,7 +58,7 @@ def offload(
     *,
     scheduler: Any = None,
     loader: Any = None,
-    blocks: nn.ModuleList | None = None,
+    blocks: Sequence[nn.Module] | nn.ModuleList | None = None,
     dtype: str = "bf16",
     device: str = "cpu",
     schedule: str = "vertical",
@@ -93,6 +102,9 @@ def offload(
     next; a ``seed``, ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is warned of, since the numbers are
     not those of an uninterrupted run any more, as is a change to or from ``clipping="per_block"``. A
     hyper-parameter that was changed before this call is warned of too, since the run's own is kept.
+
+    ``blocks`` are streamed, one at a time; without it they are the longest ``nn.ModuleList`` of one class. A list of
+    modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
 
     ``delayed_fraction`` of the blocks, spread evenly, are updated beside the next step's forward pass, with the
     hyper-parameters of their own step, so that the SSD is busy then, too; 1 is all of them, which ``clipping="defer"``
@@ -161,10 +173,12 @@ def offload(
     check_stateful(scheduler, loader)
     check_budget(budget)
     check_sample(sample)
+    check_recorded(model)
     if disk is None:
         check_place(ssd)
     refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)
+    check_compiled(model, parts.blocks)
     rules = Rules(
         schedule=schedule, order=order, delayed_fraction=0.0,
         clip_norm=clip_norm, clipping=clipping,

@@ -52,7 +52,8 @@ class _LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
+        out = run(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf.untyped_storage())
@@ -71,6 +72,13 @@ class _LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.live -= nbytes
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """As torch's own, whose fake tensors take bfloat16 alone, although its kernels multiply float32 as well."""
+    half = [torch.empty_like(each, dtype=torch.bfloat16) for each in (a, b)]
+    out = torch.ops.aten._grouped_mm.default(*half, *rest, **options)
+    return torch.empty_like(out, dtype=a.dtype)
 
 
 class _Probe:

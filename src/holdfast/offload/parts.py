@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,11 @@ class Parts:
 
     @classmethod
     def of(
-        cls, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: str, chosen: nn.ModuleList | None
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dtype: str,
+        chosen: Sequence[nn.Module] | nn.ModuleList | None,
     ) -> Parts:
         """Describe ``model``. Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``."""
         if dtype not in DTYPES:

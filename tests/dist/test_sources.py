@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from dist.awkward import TOPOLOGIES
 from dist.world import World
 from holdfast.sources import source_of
 from holdfast.store.reader import RunReader
@@ -60,8 +61,8 @@ def test_another_kind_of_optimizer_is_refused_on_all_ranks(world, written, tmp_p
     assert RunReader(tmp_path / "run").commits() == []
 
 
-THEIRS = {r"embed\.weight": "wte", r"(.*)": r"old.\1"}
-"""Names in the source by those here: one that the first and the last stage have, and those of all others."""
+THEIRS = {r"head\.weight": "wte", r"(.*)": r"old.\1"}
+"""Names in the source by those here: the second name of what the first and the last stage have, and all others."""
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +83,13 @@ def renamed(world, tmp_path_factory):
     return folder, said
 
 
-@pytest.mark.parametrize("topology", ["pp2", "pp2v2", "tp2"])
+@pytest.mark.parametrize("topology", ["pp2", "pp4", "pp2v2", "tp2"])
 def test_names_of_the_source_are_told_to_all_stages_at_once(world, renamed, tmp_path, topology):
     """A stage has a part of the names: a rule may be of another stage's, and so may a tensor that it does not have."""
     folder, plain = renamed
+    size = TOPOLOGIES[topology][0]
     ranks = world.run(
-        2, topology=topology, root=tmp_path, steps=4, source=folder / "same.safetensors", rename=THEIRS
+        size, topology=topology, root=tmp_path, steps=4, source=folder / "same.safetensors", rename=THEIRS
     )
     for rank in ranks:
         assert rank.get("finished"), rank.get("trace")

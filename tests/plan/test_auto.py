@@ -7,8 +7,9 @@ import pytest
 
 from holdfast.errors import BadInput, DoesNotFit
 from holdfast.plan import auto
-from holdfast.plan.auto import MeasuredModel, Question, answer, play
+from holdfast.plan.auto import Question, answer, play
 from holdfast.plan.horizontal import horizontal
+from holdfast.plan.measured import MeasuredModel
 from holdfast.plan.memory import predict
 from holdfast.plan.vertical import vertical
 from holdfast.plan.work import BlockWork, Placement, StepShape, Work

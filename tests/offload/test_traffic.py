@@ -96,8 +96,10 @@ def test_a_step_that_guesses_moves_the_bytes_of_its_list_and_where_it_was_right_
         options = {"clipping": clipping, "delayed_fraction": delayed_fraction, **PLACEMENTS[placement]}
         with offload(tmp_path / str(bound), 4, clip_norm=bound, **options) as engine:
             for step in range(3):
+                engine.trace(spans := [])
                 moved = moved_by(engine, lambda step=step: engine.step(batches(step, 2)))
                 made = engine.operations["vertical", StepShape(**shape)]
+                assert sum(span.nbytes for span in spans) == sum(moved.values())
                 assert moved == dict(traffic(as_guessed(made) if right else made)), step
             most = max(unit.layout.file_bytes for unit in engine._run.blocks)
             held = engine.last["buffers"].get("redone state", 0)

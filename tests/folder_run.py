@@ -1,5 +1,5 @@
-"""A folder taken up out of core in a process of its own: ``folder_run.py FOLDER RUN``. Prints the bytes of memory that the
-process had at its peak before it opened the folder, and in all."""
+"""A folder taken up out of core in a process of its own: ``folder_run.py FOLDER RUN``. Prints the bytes of memory that
+the process had at its peak before it opened the folder, and in all."""
 
 from __future__ import annotations
 

@@ -73,7 +73,6 @@ class OfBytes:
     normalize: Literal["micro_batches", "tokens"] = "micro_batches"
     choices = 256
     prompt, prompt_ids = PROMPT, list(PROMPT.encode())
-    stack = staticmethod(default_collate)
 
     def __init__(self, config: Config) -> None:
         data, rows = config.data, config.train.micro_batch_size
@@ -84,6 +83,7 @@ class OfBytes:
             decoder = Decoder(decoder_config(config))
         self.model: nn.Module = decoder
         self._embedding = decoder.embed.weight
+        self.stack: Stack = default_collate
         zeros = torch.zeros(rows, config.model.context, dtype=torch.int64)
         self.sample = {"tokens": zeros, "targets": zeros}
 

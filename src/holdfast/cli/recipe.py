@@ -69,7 +69,7 @@ def recipe_of(config: Config, console: Console) -> Recipe:
 class OfBytes:
     """The reference decoder; a byte is a token."""
 
-    source = None
+    source: Weights | None = None
     normalize: Literal["micro_batches", "tokens"] = "micro_batches"
     choices = 256
     prompt, prompt_ids = PROMPT, list(PROMPT.encode())
@@ -112,7 +112,9 @@ class OfFolder:
         kept = kept_folder(self._run)
         tokenizer = self.tokenizer = Tokenizer(kept or self._folder)
         self.model: nn.Module = pretrained(self._folder)[0] if kept is None else empty_model(kept)
-        self.source = Weights(self._folder, self.model)  # read by a run that has no commit yet
+        self.source: Weights | None = Weights(
+            self._folder, self.model
+        )  # read by a run that has no commit yet
         self.choices = _embedding_of(self.model).weight.shape[0]
         _refuse_unfit(config, self.model, tokenizer, self.choices)
         context = config.model.context

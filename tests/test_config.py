@@ -168,7 +168,7 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         mark: {key for key in config.to_values(Config()) if config.is_marked(key, mark)}
         for mark in ("fixed", "stated")
     }
-    model = {"model.blocks", "model.width", "model.heads", "model.kv_heads", "model.context"}
+    model = {f"model.{name}" for name in ("path", "blocks", "width", "heads", "kv_heads", "context")}
     assert marked["fixed"] == {"run.seed", "data.validation_fraction", *model}
     train = {
         "micro_batches",

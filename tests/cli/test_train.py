@@ -31,7 +31,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.SAMPLE_BYTES", 20)
+    monkeypatch.setattr("holdfast.cli.train.SAMPLE_TOKENS", 20)
 
 
 @pytest.fixture(scope="module")

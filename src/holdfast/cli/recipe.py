@@ -77,7 +77,6 @@ class OfBytes:
     normalize: Literal["micro_batches", "tokens"] = "micro_batches"
     choices = 256
     prompt, prompt_ids = PROMPT, list(PROMPT.encode())
-    stack = staticmethod(default_collate)
 
     def __init__(self, config: Config) -> None:
         data, rows = config.data, config.train.micro_batch_size
@@ -88,6 +87,7 @@ class OfBytes:
             decoder = Decoder(decoder_config(config))
         self.model: nn.Module = decoder
         self._embedding = decoder.embed.weight
+        self.stack: Stack = default_collate
         zeros = torch.zeros(rows, config.model.context, dtype=torch.int64)
         self.sample = {"tokens": zeros, "targets": zeros}
 
@@ -116,7 +116,9 @@ class OfFolder:
         kept = kept_folder(self._run)
         tokenizer = self.tokenizer = Tokenizer(kept or self._folder)
         self.model: nn.Module = pretrained(self._folder)[0] if kept is None else empty_model(kept)
-        self.source: Weights | None = Weights(self._folder, self.model)  # read by a run that has no commit yet
+        self.source: Weights | None = Weights(
+            self._folder, self.model
+        )  # read by a run that has no commit yet
         self.choices = _embedding_of(self.model).weight.shape[0]
         _refuse_unfit(config, self.model, tokenizer, self.choices)
         context = config.model.context

@@ -26,8 +26,8 @@ def layers_of(model: nn.Module) -> dict[int, nn.Module]:
 def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
     """Let PEFT draw the values of ``layers``. Raises ``ModelNotSupported`` for adapters whose values are made of those
     of their layers."""
-    found: Iterable[Any] = (getattr(module, "peft_config", None) for module in model.modules())
-    told: dict[str, Any] = next((each for each in found if isinstance(each, dict)), {})
+    configs: list[Any] = [getattr(module, "peft_config", None) for module in model.modules()]
+    told: dict[str, Any] = next((each for each in configs if isinstance(each, dict)), {})
     for layer in layers:
         for name in layer.r:
             how = told[name].init_lora_weights if name in told else True

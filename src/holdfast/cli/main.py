@@ -40,6 +40,10 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 Commit = Annotated[
     str, typer.Argument(metavar="RUN[@STEP]", help="A run directory, and a step of it; else its newest.")
 ]
+Values = Annotated[
+    Path | None,
+    typer.Option("--values", metavar="JSON", help="Numbers that the rules name, such as a config.json."),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -305,10 +309,7 @@ def rules_infer(commit: Commit) -> None:
 def rules_check(
     file: Annotated[str, typer.Argument(metavar="RULES", help="A file of rules, or the name of a pack.")],
     commit: Commit,
-    values: Annotated[
-        Path | None,
-        typer.Option("--values", metavar="JSON", help="Numbers that the rules name, such as a config.json."),
-    ] = None,
+    values: Values = None,
     json: AsJson = False,
 ) -> None:
     """Apply rules to what the ranks of a run stored; exit 1 if any tensor would lie otherwise than it does."""

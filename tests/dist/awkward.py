@@ -18,7 +18,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from dist.awkward_decoder import BLOCKS, LENGTH, ROWS, Awkward, Experts, Form, Mlp, batch_of, loss_of, optimizer_of
+from dist.awkward_decoder import (
+    BLOCKS,
+    LENGTH,
+    ROWS,
+    Awkward,
+    Experts,
+    Form,
+    Mlp,
+    batch_of,
+    loss_of,
+    optimizer_of,
+)
 from holdfast import From, offload
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import helper, replica
@@ -260,5 +271,5 @@ def train_each(
     for name, source in sources.items():
         said: dict[str, Any] = {}
         order |= {"root": f"{root}/{name}", "source": source}
-        train(rank, world_size, lambda **what: said.update(what), **order)
+        train(rank, world_size, lambda said=said, **what: said.update(what), **order)
         say(**{name: said})

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from dist.test_ranks import ended, flip
+from dist.test_ranks import ended
 from dist.world import World
 from holdfast.events import read_events
 from holdfast.store.files import Disk
@@ -66,7 +66,9 @@ def goes_on(world, tmp_path, kind, died, steps=14, **order):
     [("ddp", 2, "sgd"), ("ddp", 2, "fused"), ("ddp", 3, "adamw"), ("fsdp", 2, "adamw"), ("fsdp", 2, "fused"),
      ("fsdp", 3, "foreach"), ("hsdp", 4, "adamw")],
 )  # fmt: skip
-def test_the_replicas_are_what_the_trainers_are_after_every_step(world, tmp_path, memory, kind, ranks, optimizer):
+def test_the_replicas_are_what_the_trainers_are_after_every_step(
+    world, tmp_path, memory, kind, ranks, optimizer
+):
     """Each step is compared in full by digest, and what the replicas wrote of it is read back without one."""
     said = ended(run(world, tmp_path, kind, 5, ranks, optimizer=optimizer, save_every=1, keep_last=9))
     assert not events(tmp_path, "drift")
@@ -121,7 +123,9 @@ def test_steps_that_not_all_are_known_to_have_are_kept_as_records(world, tmp_pat
 def lost(died, rank):
     """A replica was, and all ranks know of which."""
     assert "ReplicaDied" in died[rank]["error"]
-    assert f"rank {rank} failed: ReplicaDied" in died[1 - rank]["error"] or "Runtime" in died[1 - rank]["error"]
+    assert (
+        f"rank {rank} failed: ReplicaDied" in died[1 - rank]["error"] or "Runtime" in died[1 - rank]["error"]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +171,9 @@ def test_a_base_for_which_one_replica_has_drifted_is_given_up_by_all(world, tmp_
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_one_replica_has_drifted_none_is_taken(world, tmp_path, memory, rank):
     """The trainers die before they hear of it."""
-    died = run(world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=["all", 10], save_at=5, pause=0.1)
+    died = run(
+        world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=["all", 10], save_at=5, pause=0.1
+    )
     assert {said["code"] for said in died} == {-9}
     assert goes_on(world, tmp_path, "ddp", died) == 5
     assert from_memory(tmp_path) == []
@@ -182,7 +188,9 @@ def test_clipping_here_is_that_of_torch(world, tmp_path, memory, kind):
     alone = ended(world.run(2, kind=kind, root=tmp_path / "alone", steps=6, **here))
     assert whole[0]["digests"] == beside[0]["digests"] == alone[0]["digests"]
     for said in beside:
-        assert (said["early"], said["copied_again"]) == ((36, 0) if kind == "fsdp" else (0, said["copied_again"]))
+        assert (said["early"], said["copied_again"]) == (
+            (36, 0) if kind == "fsdp" else (0, said["copied_again"])
+        )
     assert goes_on(world, tmp_path, kind, beside, **here) == 6
 
 
@@ -194,7 +202,9 @@ def test_clipping_here_is_that_of_torch(world, tmp_path, memory, kind):
 def test_under_another_parallelism_the_base_is_taken_that_orphaned_replicas_made(
     world, tmp_path, memory, kind, ranks, other, others, clips
 ):
-    died = run(world, tmp_path, kind, 14, ranks, kill=[0, 9], save_at=5, linger_seconds=1.0, deaf_from=6, **clips)
+    died = run(
+        world, tmp_path, kind, 14, ranks, kill=[0, 9], save_at=5, linger_seconds=1.0, deaf_from=6, **clips
+    )
     assert max(said["durable"] for said in died) == 5
     rest = ended(run(world, tmp_path, other, 9, others, **clips))
     assert rest[0]["resumed"] == 8 and from_memory(tmp_path) == []
@@ -222,7 +232,9 @@ def test_a_run_that_is_killed_again_and_again_loses_no_step_that_all_had(world, 
 
 @pytest.mark.parametrize("failpoint", ["after_state_handed", "after_gradient_copied", "after_step_handed"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(world, tmp_path, memory, rank, failpoint):
+def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(
+    world, tmp_path, memory, rank, failpoint
+):
     """The steps in memory are still there, though some replicas have a new beginning and others none."""
     order = {"orphans_persist": False}
     run(world, tmp_path, "fsdp", 14, killed_after={"0": 8, "1": 8}, **order)
@@ -305,7 +317,9 @@ def test_what_was_kept_of_another_cut_is_not_taken_and_it_is_said(
     assert [event["kept_step"] for event in events(tmp_path, "not_taken")] == [8]
 
 
-@pytest.mark.parametrize("topology, ranks", [("pp2", 2), ("pp2v2", 2), ("ep2", 2), ("tp2", 2), ("fsdp2xtp2", 4)])
+@pytest.mark.parametrize(
+    "topology, ranks", [("pp2", 2), ("pp2v2", 2), ("ep2", 2), ("tp2", 2), ("fsdp2xtp2", 4)]
+)
 def test_ranks_that_hold_different_tensors_go_on_from_memory(world, tmp_path, memory, topology, ranks):
     """Stages of a pipeline, experts, and what tensor parallelism cuts."""
     order = {"topology": topology, "steps": 6, "base_every": 1000}
@@ -338,7 +352,9 @@ def test_a_rank_that_was_killed_is_named_to_who_waits_for_it(world, tmp_path, me
 def test_a_rank_that_died_with_its_replica_is_named_to_who_waits_for_it(world, tmp_path, memory):
     """Within seconds, and nobody is promised what it had."""
     began = time.monotonic()
-    died = run(world, tmp_path, "plain", 20, 3, kill=[1, 7], kill_replica=[1, 7], save_at=5, deadline_seconds=75)
+    died = run(
+        world, tmp_path, "plain", 20, 3, kill=[1, 7], kill_replica=[1, 7], save_at=5, deadline_seconds=75
+    )
     assert time.monotonic() < began + 60
     for other in (died[0], died[2]):
         assert "RankFailed: rank 1 has ended without a word" in other["error"], other
@@ -362,7 +378,14 @@ def test_a_rank_that_does_not_come_is_named_by_those_who_wait_for_it(world, tmp_
 def test_a_slow_share_of_a_base_is_waited_for_and_its_rank_is_named(world, tmp_path, memory, slow):
     """As long as it gives signs of life."""
     said = run(
-        world, tmp_path, "ddp", 7, slow_share=[slow, 9.0, "beats"], base_every=6, deadline_seconds=4, save_at=3
+        world,
+        tmp_path,
+        "ddp",
+        7,
+        slow_share=[slow, 9.0, "beats"],
+        base_every=6,
+        deadline_seconds=4,
+        save_at=3,
     )
     assert goes_on(world, tmp_path, "ddp", ended(said)) == 7
     [warned] = said[1 - slow]["warnings"]
@@ -396,11 +419,20 @@ def test_what_a_replica_has_lost_is_promised_by_no_rank_once_it_is_heard_of(worl
 
 
 @pytest.mark.parametrize("deaf", [0, 1])
-def test_a_changed_form_that_not_all_replicas_know_to_be_with_all_takes_no_step(world, tmp_path, memory, deaf):
+def test_a_changed_form_that_not_all_replicas_know_to_be_with_all_takes_no_step(
+    world, tmp_path, memory, deaf
+):
     """All trainers die when some replicas have the new form, and others still have the one before."""
     order = {"unfreeze_at": 4, "pause": 0.2}
     died = run(
-        world, tmp_path, "ddp", 14, deaf_replica=[deaf, 4], killed_after={str(1 - deaf): 4}, deadline_seconds=10, **order
+        world,
+        tmp_path,
+        "ddp",
+        14,
+        deaf_replica=[deaf, 4],
+        killed_after={str(1 - deaf): 4},
+        deadline_seconds=10,
+        **order,
     )
     assert died[1 - deaf]["code"] == -9 and died[deaf]["at"] == 4 and "error" in died[deaf]
     whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=8, unfreeze_at=4))
@@ -413,7 +445,14 @@ def test_a_changed_form_that_not_all_replicas_know_to_be_with_all_takes_no_step(
 def test_steps_that_wait_are_kept_where_a_replica_fails_with_its_disk(world, tmp_path, memory, rank):
     """Those that were handed over while it tried to write."""
     died = run(
-        world, tmp_path, "ddp", 99, slow_share=[rank, 2.0, "fails"], base_every=3, pause=0.1, orphans_persist=False
+        world,
+        tmp_path,
+        "ddp",
+        99,
+        slow_share=[rank, 2.0, "fails"],
+        base_every=3,
+        pause=0.1,
+        orphans_persist=False,
     )
     assert "DiskFull: no space left" in died[rank]["error"]
     assert f"rank {rank} failed: DiskFull" in died[1 - rank]["error"] or "Runtime" in died[1 - rank]["error"]

@@ -57,7 +57,9 @@ def test_another_kind_of_optimizer_is_refused_on_all_ranks(world, written, tmp_p
         2, kind=kind, root=tmp_path / "run", steps=2, optimizer="sgd", resume={"source": str(source)}
     )
     text = "exp_avg, exp_avg_sq, step, and the one here keeps momentum_buffer"
-    assert all("of another kind of optimizer (AdamW)" in rank["error"] and text in rank["error"] for rank in said)
+    assert all(
+        "of another kind of optimizer (AdamW)" in rank["error"] and text in rank["error"] for rank in said
+    )
     assert RunReader(tmp_path / "run").commits() == []
 
 

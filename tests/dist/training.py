@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -146,10 +146,14 @@ def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp
     if kind == "fsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     if kind == "hsdp":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s")))
+        return fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s"))
+        )
     if kind in ("tp", "fsdp_tp"):
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
-        odd = {"first": ColwiseParallel(output_layouts=Replicate())}  # of which torch cannot cut the next layer alike
+        odd = {
+            "first": ColwiseParallel(output_layouts=Replicate())
+        }  # of which torch cannot cut the next layer alike
         even = {"first": ColwiseParallel(), "second": RowwiseParallel()}
         parallelize_module(model, mesh["tensor"], odd if mlp % 2 else even)
         return fully_shard(model, mesh=mesh["data"]) if kind == "fsdp_tp" else model
@@ -328,7 +332,9 @@ def train(
             early.append(name in tap._copied)
 
         LayerTap.accumulated = counted
-    if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
+    if (
+        kind == "ddp"
+    ):  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
     say(before=left_here())
@@ -348,7 +354,9 @@ def train(
                 checkpointer._survival.recorder.take_slot = lambda wait: None
                 checkpointer._survival.pace._together.call = lambda: None
             if deaf_replica is not None and (rank, step) == tuple(deaf_replica):  # to what all ranks have
-                checkpointer._survival.replica._helper.send = partial(but_news, checkpointer._survival.replica._helper.send)
+                checkpointer._survival.replica._helper.send = partial(
+                    but_news, checkpointer._survival.replica._helper.send
+                )
             if sleeps_at is not None and (rank, step) == tuple(sleeps_at[:2]):
                 time.sleep(sleeps_at[2])
             if step == unfreeze_at:

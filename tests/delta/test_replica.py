@@ -530,7 +530,7 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
         checkpointer.resume()
         for i in range(3):
             loop.iteration(i, checkpointer.step)
-        progress = checkpointer._progress()
+        progress = checkpointer._loop.progress()
     place = tier.place_of(tmp_path / "run", tier.MEMORY)
     with LocalStore.read(tmp_path / "run") as reader:
         key = reader.timelines()[0][1].key
@@ -552,7 +552,7 @@ def test_training_without_a_replica_leaves_no_newer_step_in_memory_behind(tmp_pa
         checkpointer.resume()
         for i in range(3):
             loop.iteration(i, checkpointer.step)
-        progress = checkpointer._progress()
+        progress = checkpointer._loop.progress()
 
     def keep(step):
         place = tier.place_of(tmp_path / "run", tier.MEMORY)

@@ -528,7 +528,7 @@ def test_another_model_or_a_second_writer_is_refused(tmp_path):
     with checkpointer:
         checkpointer.resume()
         go_on(loop, checkpointer, 2)
-        with pytest.raises(RunLocked):
+        with pytest.raises(RunLocked, match=r"this very process .* close\(\) that first"):
             start(tmp_path)[1].resume()
     model = nn.Linear(3, 3)
     with pytest.raises(RunMismatch, match="another model: of weight/param it has none"):

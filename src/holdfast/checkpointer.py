@@ -42,6 +42,7 @@ from .delta.sigterm import SigTerm
 from .delta.survival import Asked, Survival
 from .delta.tap import Update
 from .delta.watching import Recovery
+from .delta.witness import last_durable, refuse_emptied
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
@@ -222,7 +223,10 @@ class Checkpointer:
         try:
             self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
+            self._loop.durable_before = self._ranks.first_does(lambda: last_durable(self._events.path))
             found = self._survival.enter(self._store, asked)
+            if found is None:
+                refuse_emptied(self._store.root, self._loop.durable_before)
             if found is None and target:
                 raise BadInput(
                     f"{self._store.root} has no step yet; call resume() without one to begin the run"

@@ -19,7 +19,7 @@ from .errors import BadInput, NoCommit
 from .state.boxes import Box
 from .state.capture import TO_NAME, Captured, buffer_at
 from .state.progress import decode
-from .store.chain import last_step
+from .store.chain import last_step, tip_with
 from .store.local import LocalStore
 from .store.reader import RunReader
 from .store.target import Target, Url, holds_run
@@ -210,10 +210,11 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     if newest is None:
         raise NoCommit(f"{target.run} has no commit yet")
     step = max(newest.step, last_step(reader, newest)) if target.step is None else target.step
-    for ref in reader.line():
+    line = reader.line(tip_with(reader, step))
+    for ref in line:
         if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
             return Commit(reader, manifest)
-    if all(ref.step > step for ref in reader.line()):
+    if all(ref.step > step for ref in line):
         return Commit(reader, reader.at(step))  # of another line, or nowhere
     return _replayed(reader, step)
 

@@ -90,7 +90,7 @@ def test_a_damaged_newest_base_keeps_the_older_ones(holdfast, run):
 def test_a_run_that_is_being_written_is_left_alone(holdfast, run, verb):
     with LocalStore.open(run, keep=Keep(9)):
         result = holdfast(verb[0], run, *verb[1:])
-    assert result.code == 2 and "is being written by process" in result.err
+    assert result.code == 2 and "is being written by this very process" in result.err
 
 
 def test_a_base_is_made_of_the_newest_step_and_nothing_goes(holdfast, run):

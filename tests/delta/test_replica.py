@@ -291,7 +291,7 @@ def test_a_second_trainer_is_refused_while_the_first_one_lives(tmp_path):
     with checkpointer:
         checkpointer.resume()
         loop.iteration(0, checkpointer.step)
-        with pytest.raises(RunLocked, match=f"by the replica of process {os.getpid()}, which trains"):
+        with pytest.raises(RunLocked, match=f"by this very process .{os.getpid()}."):
             start(tmp_path)[1].resume()
         loop.iteration(1, checkpointer.step)
     assert checkpointer.durable_step == 2

@@ -497,7 +497,7 @@ def test_a_directory_that_is_being_written_is_refused(tmp_path):
     with offload(tmp_path) as engine:
         engine.step(batches(0, 1))
         engine.wait()
-        with refused(tmp_path, RunLocked, f"is being written by process {os.getpid()} on "):
+        with refused(tmp_path, RunLocked, f"is being written by this very process .{os.getpid()}."):
             offload(tmp_path)
         engine.step(batches(1, 1))
 

@@ -69,7 +69,7 @@ def test_a_step_that_is_not_there_is_named_with_those_that_are(run):
 def test_a_second_writer_is_told_who_the_first_is(run):
     import os
 
-    with pytest.raises(RunLocked, match=f"process {os.getpid()} on "):
+    with pytest.raises(RunLocked, match=f"this very process .{os.getpid()}."):
         LocalStore.open(run.store.root)
 
 

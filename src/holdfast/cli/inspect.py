@@ -36,9 +36,7 @@ def ls(run: Path, *, as_json: bool) -> None:
         entry: dict[str, Any] = {"step": ref.step, "timeline": ref.timeline, "current": ref in line}
         try:
             manifest = reader.load(ref)
-            entry |= summary(manifest) | {
-                "records_to": last_step(reader, manifest) if ref in line else ref.step
-            }
+            entry |= summary(manifest) | {"records_to": last_step(reader, manifest)}
         except CommitRetired:  # since it was listed
             continue
         except Damaged as error:

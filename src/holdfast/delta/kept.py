@@ -22,6 +22,7 @@ from ..errors import BadInput, Damaged, RunLocked
 from ..state.live import LiveState
 from ..store.journal import Record
 from ..store.local import LocalStore
+from ..store.lock import own_text
 from ..store.retention import ancestry
 from . import tier
 from .channel import Channel, Gone
@@ -215,6 +216,8 @@ def make_earlier_one_leave(place: Path, run: str, deadline_seconds: float) -> No
             return
         with suppress(Gone):
             answer = Channel(sock).receive(deadline_seconds)
+            if answer is not None and answer.about.get("busy") == os.getpid():
+                raise RunLocked(own_text(run))
             if answer is not None and "busy" in answer.about:
                 raise RunLocked(
                     f"{run} is being written by the replica of process {answer.about['busy']}, which trains. Wait for"

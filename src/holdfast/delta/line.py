@@ -27,6 +27,7 @@ from ..store.reading import index_of_stream, read_file
 from ..update.kinds import is_elementwise
 from .codecs import Spreads
 from .ghost import Ghost, pour
+from .recorder import BOUND
 from .replay import OtherCut, Taken, apply, fingerprint
 from .slots import tensors_of
 from .watching import Recovery
@@ -53,18 +54,24 @@ class Line:
     odd: Damaged | None
     watch: Recovery = field(default_factory=Recovery)
     """Told how the recovery gets on."""
+    acknowledged: int = -1
+    """A step that was durable on all streams, as the journals show."""
 
     @classmethod
-    def of(cls, store: LocalStore, base: Manifest, target: int | None) -> Line:
-        """To ``target`` at most. By headers alone. Raises ``Damaged`` if records are missing that the base needs."""
-        journals = {stream: read_journal(store, stream) for stream in base.streams}
+    def of(cls, store: LocalStore, base: Manifest, target: int | None, tip: int | None = None) -> Line:
+        """To ``target`` at most, on the line of the timeline ``tip`` (None: the current one). By headers alone. Raises
+        ``Damaged`` if records are missing that the base needs."""
+        journals = {stream: read_journal(store, stream, tip) for stream in base.streams}
         chains = {stream: chain_of(base, stream, journals[stream], target) for stream in base.streams}
+        acknowledged = min(  # at most BOUND steps are on their way
+            max(journals[stream].acknowledged, chain.last.step - BOUND) for stream, chain in chains.items()
+        )
         shortest = min(chains.values(), key=lambda chain: chain.last.step)
         for chain in chains.values():
             chain.cut_to(shortest.last.step)
         step = shortest.last.step
         odd = shortest.odd or (None if step == target else _left_out(shortest, journals[shortest.stream]))
-        return cls(store, base, chains, step, odd)
+        return cls(store, base, chains, step, odd, acknowledged=acknowledged)
 
     @property
     def point(self) -> Point:
@@ -292,6 +299,11 @@ class Line:
         """Of the residuals that the base has of ``stream``."""
         units = [a["fragments"][0]["unit"] for a in self.atoms[stream].values() if a["slot"] in CARRIED]
         return min((self.base.files[unit].step or self.base.step for unit in units), default=self.base.step)
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether it ends as what a killed process was writing, and no later step is known to have been durable."""
+        return self.odd is not None and self.odd.offset is not None and self.step >= self.acknowledged
 
     def _end_at(self, step: int, why: Damaged | None) -> None:
         self.step, self.odd = step, why

@@ -93,6 +93,7 @@ class Recording(Survival):
         found = recover(
             store, loop.state, loop.script, ranks=loop.ranks, target=asked.target, exact=asked.exact,
             continuing=asked.continuing, after_update=loop.update_again, watch=recovery,
+            durable_step=loop.durable_before,
         )  # fmt: skip
         loop.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())

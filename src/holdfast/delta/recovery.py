@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from ..errors import Damaged, NoCommit
 from ..state.live import LiveState
+from ..store.chain import left_behind, tip_with
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Point
+from ..store.pruning import in_spans
 from .line import Differs, Line
 from .ranks import Ranks
 from .script import Script
@@ -43,24 +45,30 @@ def recover(
     continuing: bool = False,
     after_update: Callable[[int], None] | None = None,
     watch: Recovery | None = None,
+    durable_step: int = -1,
 ) -> Recovered:
     """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
     ``exact``; with ``continuing`` to the newest from which training goes on as it did. Residuals are there if they are
-    those of that point. Called on all ranks, which get the same.
+    those of that point. What ``exact`` asks for is taken of a line that a later resume left, if only that has it.
+    ``durable_step`` is known to have been durable: that the disk has no way to it any more is told. Called on all
+    ranks, which get the same.
 
     Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``RunMismatch`` if the run is that
     of another model (with nothing changed then).
     """
-    bases = [ref for ref in store.line() if target is None or ref.step <= target]
+    tip = ranks.first_does(lambda: tip_with(store, target) if exact and target is not None else None)
+    bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
     odd: list[str] = []
-    continuing_ones = [ref for ref in bases if not (continuing and _has_lost_residuals(ref, store))]
+    continuing_ones = [ref for ref in bases if not (continuing and _has_lost_residuals(ref, store, tip))]
     if bases and not continuing_ones:
         raise NoCommit(
             f"{store.root} has no step from which training goes on as it did: its ranks copied their residuals at"
             ' several steps. Resume with exactness="state", and call save() now and then for such a step.'
         )
     for ref in continuing_ones:
-        line = _line_from(ref, store, state, script, ranks, target, continuing, after_update, odd, watch)
+        line = _line_from(
+            ref, store, state, script, ranks, target, tip, continuing, after_update, odd, watch, durable_step
+        )
         if line is None:
             store.damaged.add(ref)
             continue
@@ -75,8 +83,10 @@ def recover(
         if exact and line.step != target:
             raise NoCommit(
                 f"{store.root} cannot be brought to step {target}: after step {line.step} the records end."
-                f" {odd[-1] if odd else 'Nothing was recorded after it.'}"
+                f" {odd[-1] if odd else _nothing_after(store, line.step)}"
             )
+        if target is None and not continuing:
+            _tell_lost(line, max(durable_step, line.acknowledged), odd)
         same_cut = len(line.chains) == ranks.world_size and all(
             ranks.everyone(_stores_alike(line, state, ranks))
         )
@@ -92,10 +102,37 @@ def recover(
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} `holdfast verify {store.root}` says more.")
 
 
+def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
+    """Add to ``odd`` which steps to ``durable_step`` are lost. Raises ``Damaged`` where nothing is left that would say
+    why."""
+    step, root = line.step, line.store.root
+    if durable_step <= step:
+        return
+    if not odd and not any(chain.records for chain in line.chains.values()):
+        raise Damaged(
+            f"{root} has no record after step {step}, and step {durable_step} was durable: files of journal/ were"
+            f" removed or not restored. Nothing was changed: put them back, or call resume(step={step}) to go on from"
+            " there without them.",
+            path="journal",
+        )
+    several = f"Steps {step + 1} to {durable_step} had been durable, and are lost."
+    one = f"Step {durable_step} had been durable, and is lost."
+    lost = one if durable_step == step + 1 else several
+    odd[-1:] = [f"{odd[-1]} {lost}" if odd else lost]
+
+
+def _nothing_after(store: LocalStore, step: int) -> str:
+    spans = in_spans(left_behind(store, step))
+    if not spans:
+        return "Nothing that was recorded after it can still be had."
+    steps = ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in spans)
+    return f"Of what a later resume left behind there is still, for resume(step=): {steps}."
+
+
 def refuse_unless_one_is_whole(store: LocalStore, target: int | None) -> None:
     """Raise ``Damaged`` if no base at or before ``target`` is, before anything live is touched. Reads one in full."""
     odd: list[Damaged] = []
-    for ref in store.line():
+    for ref in store.line(None if target is None else tip_with(store, target)):
         if target is None or ref.step <= target:
             try:
                 found = store.verify(store.load(ref))
@@ -108,11 +145,11 @@ def refuse_unless_one_is_whole(store: LocalStore, target: int | None) -> None:
         raise odd[0]
 
 
-def _has_lost_residuals(ref: CommitRef, store: LocalStore) -> bool:
+def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> bool:
     """Whether its own records changed residuals after they were copied: several ranks copy theirs at several steps."""
     try:
         base = store.load(ref)
-        return Line.of(store, base, base.step).residuals_lost
+        return Line.of(store, base, base.step, tip).residuals_lost
     except Damaged:  # which is told where it is loaded
         return False
 
@@ -129,22 +166,27 @@ def _line_from(
     script: Script,
     ranks: Ranks,
     target: int | None,
+    tip: int | None,
     continuing: bool,
     after_update: Callable[[int], None] | None,
     odd: list[str],
     watch: Recovery | None,
+    durable_step: int,
 ) -> Line | None:
     """The base ``ref`` and its records in ``state``; None if it cannot be used. What was wrong goes to ``odd``.
 
     A rank that cannot get as far as the others makes all begin again with less.
     """
     tried: list[Line] = []
+    acknowledged = [durable_step]
 
     def attempt() -> tuple[int | None, int | None, str | None]:
         """The step that this rank has, the one that it could have, and why not more."""
         tried.clear()
         try:
-            line = Line.of(store, store.load(ref), target)
+            line = Line.of(store, store.load(ref), target, tip)
+            line.acknowledged = max(line.acknowledged, *acknowledged)
+            acknowledged[:] = [line.acknowledged]
             if continuing:
                 line.end_before_feedback()
             script.check(line.progress(ranks.rank), len(line.chains), ranks.world_size)
@@ -155,7 +197,10 @@ def _line_from(
         except Damaged as error:
             return None, None, str(error)
         tried.append(line)
-        return line.step, line.step, None if line.odd is None else str(line.odd)
+        harmless = (
+            " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
+        )
+        return line.step, line.step, None if line.odd is None else f"{line.odd}{harmless}"
 
     while True:
         outcomes = ranks.all_do(attempt)

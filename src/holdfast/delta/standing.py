@@ -9,6 +9,7 @@ import torch
 
 from ..errors import BadInput
 from ..state.live import LiveState
+from ..store.chain import tip_with
 from ..store.local import LocalStore
 from ..store.target import Url
 from .holder import rebuilt
@@ -32,7 +33,8 @@ def state_at(root: Path | Url, step: int) -> tuple[LiveState, dict[str, Any]]:
     to bring the state there.
     """
     with LocalStore(root) as store:
-        base, script = store.load(next(ref for ref in store.line() if ref.step <= step)), _Kept()
+        line = store.line(tip_with(store, step))
+        base, script = store.load(next(ref for ref in line if ref.step <= step)), _Kept()
         threads = torch.get_num_threads()
         try:
             state = rebuilt(base, store.atoms(base))  # which computes with as many threads as the run did

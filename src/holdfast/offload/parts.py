@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ..plan.work import BlockWork, Work
@@ -144,11 +143,6 @@ def _check_modules(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _check_parameters(captured: Captured) -> None:
     for parameter in captured.parameters:
-        if isinstance(parameter.parameter, UninitializedParameter):
-            raise ModelNotSupported(
-                f"parameter {parameter.name} has no shape yet. Run the model once before offload(), or give its layer "
-                "its sizes."
-            )
         if not parameter.parameter.is_floating_point():
             raise ModelNotSupported(
                 f"parameter {parameter.name} is {parameter.parameter.dtype}; only floating-point ones are trained."

@@ -5,12 +5,13 @@ By headers alone, but for ``verify_records``; nothing here is believed before it
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-from holdfast.errors import Damaged
+from holdfast.errors import Damaged, NoCommit
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk
@@ -102,19 +103,23 @@ class Chain:
 
 @dataclass
 class Journal:
-    """The records of a run's current line by step, and where reading a segment ended before its clean end."""
+    """The records of one line of a run by step, and where reading a segment ended before its clean end."""
 
     records: dict[int, StoredRecord] = field(default_factory=dict)
     odd: dict[int, Damaged] = field(default_factory=dict)
     """By the last step before it."""
+    acknowledged: int = -1
+    """A step that was durable for certain: one after which another segment was begun, or that a resume came to."""
 
 
-def read_journal(store: RunReader, stream: str) -> Journal:
-    """The headers of all records of ``stream`` on the current line."""
+def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journal:
+    """The headers of all records of ``stream`` on the line of the timeline ``tip`` (None: the current one)."""
     journal = Journal()
     timelines = store.timelines()[0]
-    limits = dict(ancestry(timelines, store.tip()))
-    for ref in segments(store.disk, stream):
+    limits = dict(ancestry(timelines, store.tip() if tip is None else tip))
+    journal.acknowledged = max((limit for limit in limits.values() if limit is not None), default=-1)
+    refs = segments(store.disk, stream)
+    for ref, following in zip_longest(refs, refs[1:]):
         if ref.timeline not in limits:
             continue
         limit = limits[ref.timeline]
@@ -130,6 +135,8 @@ def read_journal(store: RunReader, stream: str) -> Journal:
                 journal.records[record.step] = record
         if odd is not None:
             journal.odd[found[-1].step if found else ref.first_step - 1] = odd
+            if limit is None and following is not None and following.timeline == ref.timeline:
+                journal.acknowledged = max(journal.acknowledged, following.first_step - 1)
     return journal
 
 
@@ -168,7 +175,47 @@ def _digest_before(record: StoredRecord, before: StoredRecord) -> str:
 
 def last_step(store: RunReader, base: Manifest) -> int:
     """To which the records after ``base`` lead on every stream, by their headers."""
-    return min(chain_of(base, stream, read_journal(store, stream), None).last.step for stream in base.streams)
+    tip = _tip_of(store, base)
+    return min(
+        chain_of(base, stream, read_journal(store, stream, tip), None).last.step for stream in base.streams
+    )
+
+
+def _tip_of(store: RunReader, base: Manifest) -> int | None:
+    """Of the line that ``base`` is looked at on: its own timeline if a later resume left it."""
+    return None if base.ref in store.line() else base.timeline
+
+
+def reached(store: RunReader, tip: int, until: int | None = None) -> Iterator[range]:
+    """The steps, to ``until`` at most, that can be had of the line of ``tip``, by headers: of each base, newest first,
+    its own and those that its records lead to."""
+    journals: dict[str, Journal] = {}
+    for ref in store.line(tip):
+        if until is not None and ref.step > until:
+            continue
+        try:
+            base = store.load(ref)
+            for stream in base.streams:
+                journals[stream] = journals.get(stream) or read_journal(store, stream, tip)
+            chains = [chain_of(base, stream, journals[stream], until) for stream in base.streams]
+        except (Damaged, NoCommit):
+            continue
+        yield range(base.step, min(chain.last.step for chain in chains) + 1)
+
+
+def tip_with(store: RunReader, step: int) -> int | None:
+    """The timeline of whose line ``step`` can be had, by headers: the current one, or else the newest that a later
+    resume left; None if there is none."""
+    for tip in (store.tip(), *sorted(store.timelines()[0], reverse=True)):
+        if any(step in steps for steps in reached(store, tip, step)):
+            return tip
+    return None
+
+
+def left_behind(store: RunReader, after: int) -> set[int]:
+    """The steps after ``after`` that can be had of lines which later resumes left, by headers."""
+    lines = [steps for tip in store.timelines()[0] if tip != store.tip() for steps in reached(store, tip)]
+    return {step for steps in lines for step in steps if step > after}
 
 
 def verify_records(store: RunReader, base: Manifest) -> tuple[int, list[Damaged]]:
@@ -195,7 +242,7 @@ def _verify_stream(store: RunReader, base: Manifest, stream: str) -> tuple[int, 
 def _verify_once(store: RunReader, base: Manifest, stream: str) -> tuple[int, list[Damaged]]:
     step, queue = base.oldest_step_of(stream), IOQueue()
     try:
-        chain = chain_of(base, stream, read_journal(store, stream), None)
+        chain = chain_of(base, stream, read_journal(store, stream, _tip_of(store, base)), None)
         for record, _ in payloads(store.disk, queue, chain.records):
             step = record.step
     except Damaged as error:

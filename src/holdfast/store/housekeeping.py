@@ -66,6 +66,12 @@ def refuse_other_data(store: LocalStore) -> None:
                 f"{store.root} has no commit, and had some: {record.path} continues step {record.fork_step}. commits/"
                 f" was emptied or not restored. {_OTHER_PLACE}"
             )
+    for stream in streams(store.disk):
+        for segment in segments(store.disk, stream)[-1:]:
+            raise RunMismatch(
+                f"{store.root} has no commit, and had some: {segment.path} has records that follow one. commits/ was"
+                f" emptied or not restored. {_OTHER_PLACE}"
+            )
     for name in store.disk.listdir("data"):
         path = f"data/{name}"
         if name.endswith(".safetensors") and (not records or _was_written_later(store.disk, path)):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -106,12 +107,21 @@ def is_file_of(path: Path, fd: int) -> bool:
 
 
 def locked_text(root: Path, holder: bytes) -> str:
-    try:
+    who = "another process"
+    with suppress(ValueError, KeyError, TypeError):
         owner = json.loads(holder)
+        if (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname()):
+            return own_text(root)
         who = f"process {owner['pid']} on {owner['host']}"
-    except (ValueError, KeyError, TypeError):
-        who = "another process"
     return (
         f"{root} is being written by {who}. Wait for it or stop it; `holdfast ls`, `show` and `verify`"
         f" read a run that is being written."
+    )
+
+
+def own_text(root: str | Path) -> str:
+    """For who opens a run again that this process writes."""
+    return (
+        f"{root} is being written by this very process ({os.getpid()}), which has it open: close() that first, as a"
+        " cell of a notebook has to that is run again. Where no name is left for it, start the process anew."
     )

@@ -67,7 +67,7 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
     ]
     return Pruning(
         tuple(rows), tuple(m.ref for m in kept), segments, sum(map(reader.disk.size, segments)),
-        tuple(_spans(_steps(before) - _steps(after))), tuple(needed),
+        tuple(in_spans(_steps(before) - _steps(after))), tuple(needed),
     )  # fmt: skip
 
 
@@ -137,7 +137,12 @@ def _steps(reach: dict[CommitRef, int]) -> set[int]:
     return {step for ref, last in reach.items() for step in range(ref.step, last + 1)}
 
 
-def _spans(steps: set[int]) -> list[tuple[int, int]]:
+def in_spans(steps: set[int]) -> list[tuple[int, int]]:
+    """First and last of each row of ``steps`` without a gap.
+
+    >>> in_spans({4, 2, 3, 7})
+    [(2, 4), (7, 7)]
+    """
     spans: list[tuple[int, int]] = []
     for step in sorted(steps):
         if spans and spans[-1][1] == step - 1:

@@ -70,9 +70,10 @@ class RunReader:
         with self.listed(manifest):
             return reading.read_shares(self.disk, manifest)
 
-    def line(self) -> list[CommitRef]:
-        """The commits that led to the newest step of the newest timeline that has any, newest first."""
-        return self.line_and_odd()[0]
+    def line(self, tip: int | None = None) -> list[CommitRef]:
+        """The commits that led to the newest step of the timeline ``tip`` (None: the newest that has any), newest
+        first."""
+        return self.line_and_odd()[0] if tip is None else lineage(self.commits(), self.timelines()[0], tip)
 
     def line_and_odd(self) -> tuple[list[CommitRef], list[Damaged]]:
         """The ``line``, and what is wrong with timeline records of higher numbers, which lead to no commit."""

@@ -1,0 +1,152 @@
+"""What is no longer in the directory: never a silent beginning, and what is lost is told from what a kill leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+
+import pytest
+
+from delta.loops import cut_small, same
+from holdfast.errors import Damaged, NoCommit, RunMismatch
+from holdfast.store.chain import read_journal
+from holdfast.store.journal import segments
+from holdfast.store.local import LocalStore
+from test_checkpointer import go_on, reference, start
+
+
+def trained(root, steps=12):
+    loop, checkpointer = start(root, base_every=1000)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, steps)
+    return root
+
+
+def without_log(root):
+    (root / "events.jsonl").unlink()
+    return root
+
+
+def overwrite(root, step):
+    """Of the payload of the record of ``step``, some bytes."""
+    with LocalStore.read(root) as reader:
+        record = read_journal(reader, "rank-00000").records[step]
+    with open(root / record.path, "r+b") as file:
+        file.seek(record.offset + record.header_bytes + 16)
+        file.write(b"damage")
+
+
+def resumed(root):
+    """The step that is resumed, and what was warned of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with start(root)[1] as checkpointer:
+            return checkpointer.resume(), " ".join(str(each.message) for each in told)
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_a_run_without_its_commits_does_not_begin_anew(tmp_path, log):
+    root = trained(tmp_path / "run")
+    if not log:
+        without_log(root)
+    shutil.rmtree(root / "commits")
+    with (
+        start(root)[1] as checkpointer,
+        pytest.raises(RunMismatch, match="records that follow one"),
+    ):
+        checkpointer.resume()
+
+
+def test_a_run_of_which_only_the_log_is_left_does_not_begin_anew(tmp_path):
+    root = trained(tmp_path / "run")
+    for folder in ("commits", "journal", "data", "timelines", "index"):
+        shutil.rmtree(root / folder)
+    with start(root)[1] as checkpointer, pytest.raises(NoCommit, match="step 12 was durable"):
+        checkpointer.resume()
+    without_log(root)
+    assert resumed(root) == (0, "")
+
+
+def test_a_run_without_its_journal_is_refused_until_it_is_asked_for_what_is_left(tmp_path):
+    root = trained(tmp_path / "run")
+    shutil.rmtree(root / "journal")
+    with (
+        start(root)[1] as checkpointer,
+        pytest.raises(Damaged, match=r"no record after step 0, and step 12 was durable: .* resume\(step=0\)"),
+    ):
+        checkpointer.resume()
+    with start(root)[1] as checkpointer:
+        assert checkpointer.resume(step=0) == 0
+    assert resumed(root) == (0, "")  # which was left on purpose
+
+
+def test_a_step_that_was_gone_back_to_is_no_loss(tmp_path):
+    root = trained(tmp_path / "run")
+    with start(root)[1] as checkpointer:
+        checkpointer.resume(step=5)
+    assert resumed(root) == (5, "")
+
+
+def test_who_went_back_before_the_log_had_a_line_of_it_loses_nothing(tmp_path):
+    root = trained(tmp_path / "run")
+    log = (root / "events.jsonl").read_bytes()
+    with start(root)[1] as checkpointer:
+        checkpointer.resume(step=12)
+    (root / "events.jsonl").write_bytes(log)
+    assert resumed(root) == (12, "")
+
+
+def test_damage_of_durable_steps_is_told_with_what_is_lost(tmp_path):
+    root = trained(tmp_path / "run")
+    overwrite(root, 6)
+    step, told = resumed(root)
+    assert step == 5
+    assert "Steps 6 to 12 had been durable, and are lost" in told and "kill" not in told
+
+
+def test_without_a_log_the_records_that_follow_show_what_was_durable(tmp_path):
+    root = without_log(trained(tmp_path / "run", 20))
+    overwrite(root, 6)
+    step, told = resumed(root)
+    assert step == 5
+    assert "Steps 6 to 12 had been durable, and are lost" in told  # 8 more may have been on their way
+
+
+def test_a_segment_that_was_begun_after_a_damaged_one_shows_that_that_was_durable(tmp_path, monkeypatch):
+    cut_small(monkeypatch, groups=1)
+    root = without_log(trained(tmp_path / "run"))
+    first, *_ = segments(LocalStore.read(root).disk, "rank-00000")
+    beyond = segments(LocalStore.read(root).disk, "rank-00000")[1].first_step
+    (root / first.path).write_bytes(b"\xff" * os.path.getsize(root / first.path))
+    step, told = resumed(root)
+    assert step == 0
+    assert f"Steps 1 to {beyond - 1} had been durable, and are lost" in told
+
+
+def test_what_a_kill_tears_is_told_as_such(tmp_path):
+    root = trained(tmp_path / "run")
+    log = root / "events.jsonl"
+    log.write_text(
+        "".join(line for line in log.read_text().splitlines(True) if '"durable_step": 12' not in line)
+    )
+    overwrite(root, 12)
+    step, told = resumed(root)
+    assert step == 11
+    assert "Nothing that is known to have been durable is lost: a kill leaves such an end." in told
+    assert "are lost" not in told
+
+
+def test_a_header_that_a_kill_tears_is_told_as_such(tmp_path):
+    states, _ = reference(11)
+    root = without_log(trained(tmp_path / "run"))
+    with LocalStore.read(root) as reader:
+        record = read_journal(reader, "rank-00000").records[12]
+    with open(root / record.path, "r+b") as file:
+        file.seek(record.offset + 30)
+        file.write(b"torn")
+    loop, checkpointer = start(root)
+    with checkpointer, pytest.warns(UserWarning, match="a kill leaves such an end"):
+        assert checkpointer.resume() == 11
+    assert same(loop.state(), states[11])

@@ -1,0 +1,87 @@
+"""Steps that a later resume left behind: which of them can be had, and what is said of those that cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from delta.loops import same
+from holdfast.errors import NoCommit
+from holdfast.sources import source_of
+from holdfast.store.chain import last_step, verify_records
+from holdfast.store.manifest import CommitRef
+from holdfast.store.reader import RunReader
+from test_checkpointer import go_on, reference, start
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of 12 steps that somebody went back in, to step 7, and left without a step."""
+    loop, checkpointer = start(tmp_path / "run", base_every=100)
+    with checkpointer:
+        checkpointer.resume()
+        for step in (4, 9, 12):
+            go_on(loop, checkpointer, step)
+            if step < 12:
+                checkpointer.save()
+    with start(tmp_path / "run", base_every=100)[1] as checkpointer:
+        assert checkpointer.resume(step=7) == 7
+    return tmp_path / "run"
+
+
+def test_a_step_that_a_look_back_left_is_resumed_and_training_goes_on_from_it(run):
+    states, _ = reference(14)
+    loop, checkpointer = start(run, base_every=100)
+    with checkpointer:
+        assert checkpointer.resume(step=11) == 11
+        assert same(loop.state(), states[11])
+        go_on(loop, checkpointer, 14)
+    loop, checkpointer = start(run)
+    with checkpointer:
+        assert checkpointer.resume() == 14
+        assert same(loop.state(), states[14])
+
+
+def test_a_step_that_both_lines_have_is_the_present_ones(run):
+    loop, checkpointer = start(run, base_every=100)
+    with checkpointer:
+        checkpointer.resume()
+        torch.manual_seed(99)  # another future
+        go_on(loop, checkpointer, 10)
+        other = loop.state()
+    loop, checkpointer = start(run, base_every=100)
+    with checkpointer:
+        assert checkpointer.resume(step=10) == 10
+        assert same(loop.state(), other)
+
+
+def test_another_run_begins_from_a_step_that_was_left(run, tmp_path):
+    states, _ = reference(12)
+    for step in (9, 12):
+        loop, checkpointer = start(tmp_path / f"new-{step}")
+        with checkpointer:
+            assert checkpointer.resume(source=f"{run}@{step}") == step
+            assert same(loop.state(), states[step])
+
+
+@pytest.mark.parametrize("step", [9, 11])
+def test_a_step_that_was_left_is_a_source(run, step):
+    assert source_of(f"{run}@{step}").progress["step"] == step
+
+
+def test_who_asks_for_a_step_that_is_nowhere_is_told_which_were_left(run):
+    with start(run)[1] as checkpointer, pytest.raises(NoCommit, match=r"there is still, .*: 8 to 12\."):
+        checkpointer.resume(step=13)
+
+
+def test_the_newest_step_is_that_of_the_present_line_still(run):
+    with start(run)[1] as checkpointer:
+        assert checkpointer.resume() == 7
+
+
+def test_it_is_known_how_far_the_records_of_a_left_base_lead(run):
+    reader = RunReader(run)
+    left = reader.load(CommitRef(1, 9))
+    assert left.ref not in reader.line()
+    assert last_step(reader, left) == 12
+    assert verify_records(reader, left) == (12, [])

@@ -262,7 +262,7 @@ def test_a_run_that_goes_on_in_another_order_is_warned_of(tmp_path):
 # Bad input
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan"), "half", None])
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan"), "half"])
 def test_a_fraction_that_is_none_is_refused(tmp_path, fraction):
     with pytest.raises(BadInput, match=r"delayed_fraction = .* must lie between 0 and 1"):
         delayed_engine(tmp_path / "run", fraction)

@@ -10,7 +10,7 @@ import pytest
 from holdfast.delta.orphans import HERE, KEPT, Locks, Notes, has_kept, is_orphan
 from holdfast.delta.ranks import Ranks
 from holdfast.store.files import Disk
-from holdfast.store.local import lock_of
+from holdfast.store.lock import lock_of
 
 
 @pytest.fixture

@@ -181,7 +181,13 @@ class Loop:
     def progress(self) -> dict[str, Any]:
         """Of the present step, as JSON: all of its state that is no tensor."""
         about = replay_info(self.state, self.after_update is not None)
-        return {**self.now, "values": self.state.values(), "replay": about, "rates": self.rates}
+        return {
+            **self.now,
+            "given": self.script.given,
+            "values": self.state.values(),
+            "replay": about,
+            "rates": self.rates,
+        }
 
     def let_go(self) -> None:
         """Gradients are exchanged as without the hook from here on."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,6 +22,9 @@ import torch.distributed as dist
 from ..errors import RankFailed
 
 T = TypeVar("T")
+
+PATIENCE_SECONDS = 10.0
+"""How long the others may be late without a word."""
 
 
 class Ranks:
@@ -36,7 +41,8 @@ class Ranks:
         """Those of torch.distributed, if it is in use. Called on all ranks, and waits for them."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls()
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_seconds))
+        with _told_of_wait(deadline_seconds):
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_seconds))
         return cls(dist.get_rank(), dist.get_world_size(), group)
 
     def close(self) -> None:
@@ -150,3 +156,20 @@ class Ranks:
 
 def stream_of(rank: int) -> str:
     return f"rank-{rank:05d}"
+
+
+@contextmanager
+def _told_of_wait(deadline_seconds: float) -> Iterator[None]:
+    """Warn once if what is inside takes long, since not all ranks come."""
+    text = (
+        f"rank {dist.get_rank()} has waited {PATIENCE_SECONDS:g} s for the other ranks to make their Checkpointer. All"
+        f" {dist.get_world_size()} ranks have to make it, not rank 0 alone: each stores its part. It waits for"
+        f" {deadline_seconds:g} s in all."
+    )
+    timer = threading.Timer(PATIENCE_SECONDS, warnings.warn, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

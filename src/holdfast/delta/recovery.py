@@ -93,6 +93,7 @@ def recover(
         lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
         if lost or line.residuals_dropped:
             state.forget_residuals()
+        odd += script.told_of_kept(line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank))
         script.restore(line.progress(ranks.rank))
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)

@@ -22,6 +22,7 @@ from ..state.progress import (
     random_state,
     refuse_other_ranks,
     restore_random_state,
+    told_of_kept,
 )
 
 Stateful = Mapping[str, Any]
@@ -40,6 +41,8 @@ class Script:
                     f" position{instead}."
                 )
         self._optimizers, self._things = optimizers, things
+        self.given = [hyper_parameters(optimizer.param_groups) for optimizer in optimizers]
+        """By optimizer, as the script had them before a resume put the run's in their place."""
 
     def now(self) -> dict[str, Any]:
         """As JSON. Raises ``BadInput`` naming the first thing that cannot be stored by value."""
@@ -83,6 +86,13 @@ class Script:
         """Raise ``RunMismatch`` if the loader cannot go on from ``progress``, of whatever run, with so many
         ranks."""
         refuse_other_ranks(self._things.get("loader"), progress, num_ranks)
+
+    def told_of_kept(self, base: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
+        """Which hyper-parameters were given otherwise than to the script that made ``base``, and will be those of
+        ``progress`` all the same. A base of an earlier version does not say what was given."""
+        each = zip(base.get("given", []), progress["groups"], self.given, strict=False)
+        told = [told_of_kept(before, own, given, "resume()") for before, own, given in each]
+        return [text for text in told if text is not None]
 
     def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
         """Put what there is in the progress of some other run, of any format, where it belongs; what is not there is

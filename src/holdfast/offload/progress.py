@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,15 @@ import torch
 
 from ..errors import RunMismatch
 from ..state.capture import Captured
-from ..state.progress import adopt, decode, encode, hyper_parameters, random_state, refuse_other_ranks
+from ..state.progress import (
+    adopt,
+    decode,
+    encode,
+    hyper_parameters,
+    random_state,
+    refuse_other_ranks,
+    told_of_kept,
+)
 
 
 @dataclass(frozen=True)
@@ -97,24 +104,10 @@ class UserState:
                 f"this run goes on with other settings, so with other numbers than without them: {'; '.join(changed)}",
                 stacklevel=5,
             )
-        ignored = list(self._ignored(progress))
-        if ignored:
-            warnings.warn(
-                f"the run's own hyper-parameters are kept: {'; '.join(ignored)}. To change one, set it after offload "
-                "returns, in optimizer.param_groups (a learning rate that a scheduler sets: in its base_lrs as well).",
-                stacklevel=5,
-            )
-
-    def _ignored(self, progress: dict[str, Any]) -> Iterator[str]:
-        """Hyper-parameters that the script changed since it last wrote to the run, and that a resume puts back."""
-        before = progress.get("given", [{}] * len(self.given))  # a run of an earlier version does not say
-        for number, (was, own, now) in enumerate(zip(before, progress["groups"], self.given, strict=True)):
-            for key, value in now.items():
-                if key == "lr" and "initial_lr" in now:  # a scheduler's, which moves it
-                    continue
-                if value != was.get(key, value) and value != own.get(key):
-                    run, script = (decode(group.get(key)) for group in (own, now))
-                    yield f"param_groups[{number}][{key!r}] is {run!r} and not {script!r}, as the optimizer was given"
+        before = progress.get("given", [])  # a run of an earlier version does not say
+        kept = told_of_kept(before, progress["groups"], self.given, "offload returns")
+        if kept is not None:
+            warnings.warn(kept, stacklevel=5)
 
     def _refuse_another(self, progress: dict[str, Any]) -> None:
         given = dict(self._stateful())

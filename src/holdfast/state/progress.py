@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,6 +123,35 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
         for i, group in enumerate(groups)
     ]
+
+
+def told_of_kept(
+    before: Sequence[Mapping[str, Any]],
+    own: Sequence[Mapping[str, Any]],
+    given: Sequence[Mapping[str, Any]],
+    after: str,
+) -> str | None:
+    """What is to be said of the ``hyper_parameters`` that a script was ``given``, otherwise than ``before``, where the
+    run's ``own`` are put in their place; they can be changed ``after`` that. None if nothing is."""
+    changed = list(_changed(before, own, given))
+    if not changed:
+        return None
+    return (
+        f"the run's own hyper-parameters are kept: {'; '.join(changed)}. To change one, set it after {after}, in"
+        " optimizer.param_groups (a learning rate that a scheduler sets: in its base_lrs as well)."
+    )
+
+
+def _changed(
+    before: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
+    for number, (was, runs, now) in enumerate(zip(before, own, given, strict=False)):
+        for key, value in now.items():
+            if key == "lr" and "initial_lr" in now:  # a scheduler's, which moves it
+                continue
+            if value != was.get(key, value) and value != runs.get(key):
+                run, script = (decode(group.get(key)) for group in (runs, now))
+                yield f"param_groups[{number}][{key!r}] is {run!r} and not {script!r}, as the optimizer was given"
 
 
 def adopt(things: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:

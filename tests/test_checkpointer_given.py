@@ -1,0 +1,64 @@
+"""Hyper-parameters that the script has otherwise than when the run was made: kept as the run has them, and told."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.checkpointer import Checkpointer
+
+
+def resumed(root, steps, schedule=None, by_hand=None, **options):
+    """What was warned of when a script with an optimizer of ``options`` resumed, and its parameter group after it."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    scheduler = None if schedule is None else schedule(optimizer)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        checkpointer = Checkpointer(root, model=model, optimizer=optimizer, scheduler=scheduler)
+        with checkpointer:
+            done = checkpointer.resume()
+            found = dict(optimizer.param_groups[0])
+            for step in range(done, steps):
+                if by_hand is not None:
+                    optimizer.param_groups[0]["lr"] = by_hand(step)
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if scheduler is not None:
+                    scheduler.step()
+                checkpointer.step()
+    return [str(each.message) for each in told], found
+
+
+def falling(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def test_another_learning_rate_of_the_script_is_told_with_the_way_to_it(tmp_path):
+    resumed(tmp_path, 3, lr=0.001, weight_decay=0.1)
+    [told], group = resumed(tmp_path, 5, lr=0.1, weight_decay=0.1)
+    assert "param_groups[0]['lr'] is 0.001 and not 0.1, as the optimizer was given" in told
+    assert "set it after resume()" in told and "weight_decay" not in told
+    assert group["lr"] == 0.001
+
+
+def test_another_beginning_of_a_schedule_is_told(tmp_path):
+    resumed(tmp_path, 3, falling, lr=0.001)
+    [told], _ = resumed(tmp_path, 5, falling, lr=0.1)
+    assert "param_groups[0]['initial_lr'] is 0.001 and not 0.1" in told
+
+
+@pytest.mark.parametrize("schedule", [None, falling])
+def test_what_the_script_has_as_ever_is_not_told(tmp_path, schedule):
+    for steps in (3, 5, 7):
+        assert resumed(tmp_path, steps, schedule, lr=0.1, weight_decay=0.1)[0] == []
+
+
+def test_a_rate_that_the_loop_moves_by_itself_is_not_told(tmp_path):
+    for steps in (3, 5, 7):
+        assert resumed(tmp_path, steps, by_hand=lambda step: 0.1 / (step + 2), lr=0.1)[0] == []

@@ -1,6 +1,7 @@
 """Every test computes on one thread: small operations on more of them are many times slower when cores are
 shared, and some sums come out in another order."""
 
+import os
 import threading
 
 import pytest
@@ -12,6 +13,10 @@ from killed import kill
 from matrix.cells import told
 
 torch.set_num_threads(1)
+
+os.environ.setdefault(
+    "HOLDFAST_MACHINE", "cpu-2-core"
+)  # nothing is measured, and no profile kept, unless a test does
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 import holdfast
+from holdfast.offload.device import CudaDevice
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
 STEPS = 20
@@ -17,10 +18,40 @@ PLACEMENTS = {
 }
 
 
+class Apart(CudaDevice):
+    """A separate device, as far as the engine can tell: what crosses is a copy."""
+
+    def __init__(self):
+        self.torch_device = torch.device("cpu")
+
+    def upload(self, tensor):
+        return tensor.clone()
+
+    def download(self, tensor):
+        return tensor.clone()
+
+
 def model_with_a_frozen_parameter(dropout=0.0):
     model = decoder(dropout=dropout)
     model.blocks[2].mlp.up.weight.requires_grad_(False)
     return model
+
+
+def ragged(step, count):
+    """Micro-batches of several lengths, some targets of which do not count. The second has none that does."""
+    made = []
+    for m, batch in enumerate(batches(step, count)):
+        batch = {name: value[:, : value.shape[1] - m].clone() for name, value in batch.items()}
+        batch["targets"][0, : 1 + (step + m) % 3] = -100
+        made.append(batch)
+    made[1]["targets"].fill_(-100)
+    return made
+
+
+def by_tokens(micro_batches):
+    """Of each micro-batch: the part of all targets that it has."""
+    counts = [int((batch["targets"] != -100).sum()) for batch in micro_batches]
+    return [count / sum(counts) for count in counts]
 
 
 @cache

@@ -15,7 +15,7 @@ from holdfast.plan.horizontal import horizontal
 from holdfast.plan.machine import Machine
 from holdfast.plan.ops import Key, Op
 from holdfast.plan.vertical import vertical
-from holdfast.plan.work import BlockWork, Placement, StepShape, Work
+from holdfast.plan.work import CLIPPING, BlockWork, Placement, StepShape, Work
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
 
@@ -75,10 +75,16 @@ WAYS = [("plain", 0.0), ("plain", 0.5), ("plain", 1.0), ("snake", 0.0), ("snake"
 def grid(counts: Sequence[int] = (1, 2, 3, 6)) -> Iterator[tuple[Work, Placement, StepShape]]:
     """A step for every combination of what can vary."""
     on_off = (False, True)
-    varied = product(counts, (1, 2, 3, 5), on_off, on_off, on_off, WAYS)
-    for count, micro_batches, unified, clip, commit, (order, delayed) in varied:
+    varied = product(counts, (1, 2, 3, 5), on_off, CLIPPING, on_off, WAYS)
+    for count, micro_batches, unified, clipping, commit, (order, delayed) in varied:
+        if clipping == "speculate" and not commit:  # there would be nothing to undo from
+            continue
         shape = StepShape(
-            micro_batches=micro_batches, clip=clip, commit=commit, order=order, delayed_fraction=delayed
+            micro_batches=micro_batches,
+            clipping=clipping,
+            commit=commit,
+            order=order,
+            delayed_fraction=delayed,
         )
         for fraction in (0.0, 0.5, 1.0):
             placement = Placement.fractions(
@@ -98,10 +104,11 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, Placement, StepS
     placement = Placement(
         params=any_blocks(), optimizer=any_blocks(), activations=any_blocks(), gradients=any_blocks()
     )
+    clipping = draw(st.sampled_from(CLIPPING))
     shape = StepShape(
         micro_batches=draw(st.integers(1, 6)),
-        clip=draw(st.booleans()),
-        commit=draw(st.booleans()),
+        clipping=clipping,
+        commit=draw(st.booleans()) or clipping == "speculate",
         order=draw(st.sampled_from(("plain", "snake"))),
         delayed_fraction=draw(st.sampled_from((0.0, 0.0, 0.25, 0.5, 0.8, 1.0))),
     )

@@ -175,7 +175,7 @@ def test_what_a_script_does_to_parameters_after_the_step_is_kept_by_bases_and_to
             loop.model[0].weight.clamp_(-0.1, 0.1)
 
     with pytest.warns(UserWarning, match=r"0.weight changed after the optimizer's step.*after_update="):
-        loop, again = recovered(tmp_path, lambda: Loop(then=clamp), 6)
+        loop, again = recovered(tmp_path, lambda: Loop(then=clamp), 3)
     assert same(again.state(), loop.state())
 
 
@@ -204,6 +204,21 @@ def test_an_optimizer_that_was_not_given_is_told_at_its_first_step(tmp_path):
     other, done = Loop().checkpointer(tmp_path)
     other.close()
     assert done == 3
+
+
+def test_steps_that_are_never_recorded_are_told(tmp_path):
+    """A pre-hook that is registered in every iteration runs after what copies gradients."""
+
+    def then(loop, i):
+        loop.hook.remove()
+
+    loop = Loop(then=then)
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer, pytest.warns(UserWarning, match="none of the last 4 steps could be recorded"):
+        for i in range(6):
+            loop.hook = loop.optimizer.register_step_pre_hook(lambda *_: None)
+            loop.iterate(i)
+            checkpointer.step()
 
 
 # Buffers
@@ -260,7 +275,7 @@ def test_a_buffer_that_comes_into_being_is_in_the_run_and_told(tmp_path):
 @pytest.mark.parametrize(
     "model, match",
     [
-        (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape before a first forward pass"),
+        (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet"),
         (lambda: buffered(torch.zeros(1).expand(4)), "buffer odd is expanded"),
     ],
 )

@@ -69,7 +69,7 @@ def test_sizes_and_rates_are_read_with_their_units():
         ("train.clip_norm=true", "train.clip_norm = true: must be a number"),
         ("model.width=8", "model.width = 8: must be a multiple of 2 * model.heads = 16"),
         ("train.clip_norm=-1", "train.clip_norm = -1.0: must not be negative"),
-        ("train.dtype=fp8", 'train.dtype = "fp8": must be "bf16" or "fp32"'),
+        ("train.dtype=fp8", 'train.dtype = "fp8": must be "bf16" or "fp16" or "fp32"'),
         ("offload.schedule=diagonal", 'must be "vertical" or "horizontal"'),
         ("offload.params_on_host=1.1", "must lie between 0 and 1"),
         ("offload.params_on_host=some", 'offload.params_on_host = "some": must be a number'),
@@ -168,7 +168,7 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         mark: {key for key in config.to_values(Config()) if config.is_marked(key, mark)}
         for mark in ("fixed", "stated")
     }
-    model = {"model.blocks", "model.width", "model.heads", "model.kv_heads", "model.context"}
+    model = {f"model.{name}" for name in ("path", "blocks", "width", "heads", "kv_heads", "context")}
     assert marked["fixed"] == {"run.seed", "data.validation_fraction", *model}
     train = {
         "micro_batches",
@@ -177,6 +177,7 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         "warmup_steps",
         "weight_decay",
         "clip_norm",
+        "clipping",
     }
     train = {f"train.{name}" for name in (*train, "dtype")}
     assert marked["stated"] == {"model.dropout", "offload.order", "offload.device", *train}

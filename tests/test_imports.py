@@ -14,11 +14,11 @@ FLOORS = [
     {"errors", "units", "failpoints", "events", "config", "profiles"},
     {"state", "io", "plan"},
     {"store", "update"},
-    {"offload", "delta", "universal"},
-    {"sources"},
-    {"checkpointer", "watch"},
-    {"models", "data", "adapters"},
     {"probe"},
+    {"offload", "delta", "universal"},
+    {"sources", "optim"},
+    {"checkpointer", "watch"},
+    {"models", "data", "adapters", "folders"},
     {"cli"},
 ]
 """From the ground up. A room imports from floors below; on the ground floor also from beside."""

@@ -25,6 +25,7 @@ _HOME = {
     "From": ".sources",
     "Int8": ".delta.lossy",
     "Keep": ".store.retention",
+    "LossScale": ".offload.scaling",
     "PowerSGD": ".delta.powersgd",
     "Preflight": ".offload.preflight",
     "TopK": ".delta.lossy",
@@ -32,6 +33,7 @@ _HOME = {
     "keyed_rng": ".offload.rng",
     "progress_bar": ".watch.recovery",
     "loader": ".data.loader",
+    "pretrained": ".folders.pretrained",
     "HoldfastError": ".errors",
 }
 
@@ -42,12 +44,14 @@ if TYPE_CHECKING:
     from .delta.lossy import Int8, TopK
     from .delta.powersgd import PowerSGD
     from .errors import HoldfastError
+    from .folders.pretrained import pretrained
     from .offload.blocks import empty_parameters
     from .offload.engine import Engine
     from .offload.entry import offload
     from .offload.planning import Budget
     from .offload.preflight import Preflight
     from .offload.rng import keyed_rng
+    from .offload.scaling import LossScale
     from .sources import From
     from .store.retention import Keep
     from .watch.recovery import progress_bar
@@ -61,6 +65,7 @@ __all__ = [
     "HoldfastError",
     "Int8",
     "Keep",
+    "LossScale",
     "PowerSGD",
     "Preflight",
     "TopK",
@@ -68,6 +73,7 @@ __all__ = [
     "keyed_rng",
     "loader",
     "offload",
+    "pretrained",
     "progress_bar",
 ]
 
@@ -77,6 +83,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module(".optim", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

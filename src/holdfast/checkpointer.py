@@ -39,7 +39,7 @@ from .delta.remote import Remote
 from .delta.replica import refuse_with_a_replica
 from .delta.replicating import Replicating
 from .delta.sigterm import SigTerm
-from .delta.survival import Survival
+from .delta.survival import Asked, Survival
 from .delta.tap import Update
 from .delta.watching import Recovery
 from .delta.witness import last_durable, refuse_emptied
@@ -219,13 +219,12 @@ class Checkpointer:
         self._ranks.all_do(lambda: refuse_bad_resume(step, before, exactness))
         start = source if source is None or isinstance(source, From) else From(source)
         target = step if before is None else before - 1
+        asked = Asked(target, step is not None, exactness == "continuation", show)
         try:
             self._ranks.first_does(self._check_remote)
-            refuse_other_calls(self._ranks, target, step is not None, exactness)
+            refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
             self._loop.durable_before = self._ranks.first_does(lambda: last_durable(self._events.path))
-            found = self._survival.enter(
-                self._store, target, step is not None, exactness == "continuation", show
-            )
+            found = self._survival.enter(self._store, asked)
             if found is None:
                 refuse_emptied(self._store.root, self._loop.durable_before)
             if found is None and target:

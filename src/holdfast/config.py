@@ -25,7 +25,7 @@ from .errors import ConfigError
 from .units import parse_bytes
 
 Fraction = float | Literal["auto"]
-"""A share between 0 and 1, or "auto": as much as the budget allows."""
+"""A share between 0 and 1, or "auto": what the planner chooses for this machine within the budget."""
 
 
 def _key(default: Any, doc: str, *, fixed: bool = False, stated: bool = False) -> Any:
@@ -49,7 +49,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    text: str = _key("stdlib", "Python's own library, or a file, a folder, a glob; read as bytes")
+    text: str = _key("stdlib", "Python's own library, or a file, a folder, a glob; .jsonl is JSON lines")
     validation_fraction: float = _key(0.02, "of the text, never trained on; 0 is none", fixed=True)
 
     def __post_init__(self) -> None:
@@ -60,11 +60,12 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    path: str = _key("", 'folder of a Hugging Face model; "" is a decoder of these sizes', fixed=True)
     blocks: int = _key(8, "transformer layers", fixed=True)
     width: int = _key(256, "of the residual stream", fixed=True)
     heads: int = _key(8, "of attention; divides width into an even head size", fixed=True)
     kv_heads: int = _key(4, "of keys and values; divides heads", fixed=True)
-    context: int = _key(256, "tokens (bytes of text) per sample", fixed=True)
+    context: int = _key(256, "tokens per sample; bytes of text without a path", fixed=True)
     dropout: float = _key(0.0, "probability, on what each layer adds to the stream", stated=True)
 
     def __post_init__(self) -> None:
@@ -86,7 +87,12 @@ class TrainConfig:
     warmup_steps: int = _key(10, "then cosine to a tenth", stated=True)
     weight_decay: float = _key(0.1, "on matrices; none on norms and embeddings", stated=True)
     clip_norm: float = _key(1.0, "global gradient norm; 0 is off", stated=True)
-    dtype: Literal["bf16", "fp32"] = _key("bf16", "to compute in; the stored state is fp32", stated=True)
+    clipping: Literal["defer", "speculate", "per_block"] = _key(
+        "defer", 'updates wait for the norm; "speculate" guesses it; or "per_block"', stated=True
+    )
+    dtype: Literal["bf16", "fp16", "fp32"] = _key(
+        "bf16", "to compute in, fp16 with a loss scale; the stored state is fp32", stated=True
+    )
 
     def __post_init__(self) -> None:
         for key in ("steps", "micro_batches", "micro_batch_size"):
@@ -104,22 +110,22 @@ class OffloadConfig:
     order: Literal["plain", "snake"] = _key(
         "plain", 'sums gradients as an ordinary loop does; or "snake"', stated=True
     )
-    params_on_host: Fraction = _key(0.0, 'share in host memory, the rest on the SSD; or "auto"')
-    optimizer_on_host: Fraction = _key(0.0, 'likewise, of the optimizer state; or "auto"')
-    activations_on_host: Fraction = _key(1.0, 'likewise, of the block inputs; or "auto"')
-    delayed_fraction: float = _key(0.0, "of the blocks, updated beside the next forward pass")
-    host_budget: str = _key("auto", 'bytes, like "64GiB"; "auto" is what the machine has free')
+    params_on_host: Fraction = _key("auto", 'share in host memory, the rest on the SSD; "auto" is planned')
+    optimizer_on_host: Fraction = _key("auto", "likewise, of the optimizer state")
+    activations_on_host: Fraction = _key("auto", "likewise, of the block inputs")
+    delayed_fraction: Fraction = _key("auto", "of the blocks, updated beside the next forward pass; likewise")
+    host_budget: str = _key(
+        "auto", 'bytes, like "64GiB"; "auto" is what the machine has free, but for a tenth'
+    )
     device_budget: str = _key("auto", "bytes")
     device: str = _key("auto", '"cpu", "cuda" or "cuda:1"; "auto" is CUDA where there is one', stated=True)
     ssd: str = _key("", 'directory of the state; "" is the run directory')
 
     def __post_init__(self) -> None:
-        for key in ("params_on_host", "optimizer_on_host", "activations_on_host"):
+        for key in ("params_on_host", "optimizer_on_host", "activations_on_host", "delayed_fraction"):
             value = getattr(self, key)
             fits = value == "auto" or 0 <= value <= 1
             _require(fits, f"offload.{key}", value, 'must lie between 0 and 1, or be "auto"')
-        delayed = self.delayed_fraction
-        _require(0 <= delayed <= 1, "offload.delayed_fraction", delayed, "must lie between 0 and 1")
         for key in ("host_budget", "device_budget"):
             _check_size(f"offload.{key}", getattr(self, key), nothing="auto")
 

@@ -37,7 +37,7 @@ class BlockInputChanged(BadInput):
 
 
 class OptimizerNotSupported(BadInput):
-    """The optimizer is not elementwise, so its update cannot be cut into slices."""
+    """The optimizer is neither known to be elementwise nor one that is updated tensor by tensor."""
 
 
 class DoesNotFit(BadInput):

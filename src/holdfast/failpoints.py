@@ -49,6 +49,9 @@ REPLICA: list[str] = [
 """In the order in which a step reaches a replica: the first four in the trainer. A state is *kept* when the trainer has
 died."""
 
+REDO: list[str] = ["before_redo", "before_redone_update", "after_redone_update", "before_redone_write"]
+"""In the order in which a block is updated again, besides the others."""
+
 armed: str = os.environ.get("HOLDFAST_FAILPOINT", "")
 _arrivals: dict[str, int] = {}
 
@@ -63,7 +66,7 @@ action: Callable[[], None] = kill
 
 def reach(name: str) -> None:
     """Called by the code when it arrives at the point ``name``."""
-    assert name in NAMES or name in JOURNAL or name in LIFECYCLE or name in REPLICA, name
+    assert any(name in names for names in (NAMES, JOURNAL, LIFECYCLE, REPLICA, REDO)), name
     if not armed:
         return
     wanted, _, count = armed.partition(":")

@@ -71,6 +71,9 @@ class From(Allowed):
 class Beginning:
     """A state that a fresh run of ``offload`` begins from."""
 
+    fresh = False
+    """A run begins with it: what only a run that went on would have is not missed."""
+
     def __init__(self, source: Source, allowed: Allowed) -> None:
         self._source, self._allowed, self._match = source, allowed, Match()
         self.path = source.path

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 PAGE = 4096
 """Bytes. Offsets, lengths and addresses of direct I/O are multiples of it."""
@@ -92,3 +96,22 @@ def counted(count: int, noun: str) -> str:
 def round_up(count: int, multiple: int = PAGE) -> int:
     """The smallest multiple of ``multiple`` that is >= ``count``."""
     return -(-count // multiple) * multiple
+
+
+def packed(items: Iterable[T], nbytes: Callable[[T], int], most_bytes: int) -> Iterator[list[T]]:
+    """``items`` in their order, in groups of ``most_bytes`` at most; one that has more is a group by itself.
+
+    >>> list(packed([3, 4, 5, 20, 1], lambda size: size, 8))
+    [[3, 4], [5], [20], [1]]
+    """
+    group: list[T] = []
+    filled = 0
+    for item in items:
+        size = nbytes(item)
+        if group and filled + size > most_bytes:
+            yield group
+            group, filled = [], 0
+        group.append(item)
+        filled += size
+    if group:
+        yield group

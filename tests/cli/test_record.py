@@ -20,7 +20,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.SAMPLE_BYTES", 1)
+    monkeypatch.setattr("holdfast.cli.train.SAMPLE_TOKENS", 1)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from holdfast import __version__ as holdfast_version
-from holdfast.cli import announce, machine, stop
+from holdfast.cli import announce, stop
 from holdfast.cli.build import learning_rate_factor
 from holdfast.cli.train import Job
 from holdfast.config import load_config
@@ -31,7 +31,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def short_sample(monkeypatch):
-    monkeypatch.setattr("holdfast.cli.train.SAMPLE_BYTES", 20)
+    monkeypatch.setattr("holdfast.cli.train.SAMPLE_TOKENS", 20)
 
 
 @pytest.fixture(scope="module")
@@ -504,21 +504,6 @@ def test_a_sample_shows_control_characters_and_keeps_its_lines(capsys):
     assert lines[3:5] == ["    def f(x):", "        if [red]�[31m:��"]
     assert lines[5:] == ["", "    " + "y" * 76, "    yyyy", ""]
     assert written == text
-
-
-@pytest.mark.parametrize(
-    "meminfo, limit, expected",
-    [(1000, None, 1000 * 1024), (1000, "4096\n", 4096), (1000, "max\n", 1000 * 1024), (1, "4096", 1024)],
-)
-def test_free_memory_is_what_the_machine_and_the_container_allow(tmp_path, meminfo, limit, expected):
-    (tmp_path / "meminfo").write_text(f"MemTotal: 9 kB\nMemAvailable:    {meminfo} kB\n")
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(limit)
-    assert machine.free_host_bytes(tmp_path, tmp_path) == expected
-
-
-def test_a_machine_without_proc_still_has_memory(tmp_path):
-    assert machine.free_host_bytes(tmp_path, tmp_path) > 2**20
 
 
 @pytest.fixture

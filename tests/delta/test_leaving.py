@@ -11,7 +11,7 @@ import torch
 
 from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import leaving, sealer, slots
+from holdfast.delta import leaving, recording, sealer, slots
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import TopK
 from holdfast.store.retention import Keep
@@ -45,7 +45,7 @@ class Device:
         monkeypatch.setattr(torch, "_foreach_copy_", copy_each)
         monkeypatch.setattr(torch.Tensor, "copy_", copy_one)
         monkeypatch.setattr(leaving, "copied", copied)
-        for module in (leaving, sealer, checkpointer_module()):
+        for module in (leaving, sealer, recording):
             monkeypatch.setattr(module, "devices_of", lambda tensors: ["a device"])
         for module in (leaving, slots):
             monkeypatch.setattr(module, "marks", partial(self.marks, module))
@@ -70,12 +70,6 @@ class Mark:
         self.device.waiters.add(threading.current_thread().name)
         while self.before:
             self.before.pop(0)()
-
-
-def checkpointer_module():
-    from holdfast import checkpointer
-
-    return checkpointer
 
 
 def train(root, codec, steps=7):

@@ -68,10 +68,11 @@ def recovered(root, optimizer, feature, step):
     loop = make(optimizer, feature, seed=1)
     things = {name: thing for name, thing in loop.things.items() if name in ("scheduler", "scaler")}
     averages = {"average": loop.things["averages"]} if "averages" in loop.things else {}
+    update = loop.things.get("after_update")
     with LocalStore.open(root) as store:
         found = recover(
             store, LiveState(loop.model, loop.optimizers, averages), Script(loop.optimizers, things), ranks=Ranks(),
-            target=step, exact=True, after_update=loop.things.get("after_update"),
+            target=step, exact=True, after_update=update and (lambda steps_done: update()),
         )  # fmt: skip
     assert (found.point.step, found.odd) == (step, [])
     return loop.state()

@@ -384,6 +384,29 @@ def test_a_failed_write_of_the_replica_is_told_to_the_trainer(tmp_path, monkeypa
         assert again.resume() >= 3
 
 
+def test_steps_that_were_handed_over_while_a_write_failed_are_kept(tmp_path, monkeypatch):
+    real = host.Host._begin_base
+
+    def begin_base(self):
+        if self._step > 0:
+            time.sleep(1)
+            raise DiskFull("no space left")
+        real(self)
+
+    monkeypatch.setattr(host.Host, "_begin_base", begin_base)
+    loop, checkpointer = start(tmp_path, base_every=3)
+    checkpointer.resume()
+    for i in range(6):
+        loop.iteration(i, checkpointer.step)
+    assert (checkpointer.durable_step, checkpointer.replica_step) == (0, 6)
+    with pytest.raises(DiskFull, match="no space left"):
+        checkpointer.close()
+    monkeypatch.setattr(host.Host, "_begin_base", real)
+    _loop, again = start(tmp_path)
+    with again:
+        assert again.resume() == 6
+
+
 def test_what_survives_is_said_for_each_kind_of_death(tmp_path):
     loop, checkpointer = start(tmp_path)
     with checkpointer:
@@ -507,7 +530,7 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
         checkpointer.resume()
         for i in range(3):
             loop.iteration(i, checkpointer.step)
-        progress = checkpointer._progress()
+        progress = checkpointer._loop.progress()
     place = tier.place_of(tmp_path / "run", tier.MEMORY)
     with LocalStore.read(tmp_path / "run") as reader:
         key = reader.timelines()[0][1].key
@@ -520,6 +543,46 @@ def test_a_step_that_was_kept_in_memory_alone_is_durable_when_it_is_on_the_disk(
         assert again.durable_step == 5
         with LocalStore.read(tmp_path / "run") as reader:
             assert reader.line()[0].step == 5
+
+
+def test_training_without_a_replica_leaves_no_newer_step_in_memory_behind(tmp_path):
+    """It is refused, and what was kept is still there for who takes it, unless the older step is asked for."""
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+        progress = checkpointer._loop.progress()
+
+    def keep(step):
+        place = tier.place_of(tmp_path / "run", tier.MEMORY)
+        with LocalStore.read(tmp_path / "run") as reader:
+            timelines = reader.timelines()[0]
+        tier.make(place)
+        newest = max(timelines)
+        kept.keep(
+            place, LiveState(loop.model, loop.optimizers), step, progress, [newest, timelines[newest].key]
+        )
+        return place
+
+    def plain():
+        loop = make(ADAMW, "batchnorm")
+        return Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers, **loop.things)
+
+    keep(5)
+    with (
+        plain() as alone,
+        pytest.raises(BadInput, match=r"kept step 5 in memory, and step 3 is on the disk"),
+    ):
+        alone.resume()
+    with start(tmp_path)[1] as beside:
+        assert beside.resume() == 5
+    place = keep(9)
+    with plain() as alone:
+        assert alone.resume(step=5) == 5
+    with plain() as alone:  # what was kept is of another line by now
+        assert alone.resume() == 5
+    tier.remove(place)
 
 
 def test_a_place_of_somebody_else_is_refused(tmp_path):

@@ -96,7 +96,9 @@ def main(
         os.environ |= {"LOCAL_RANK": str(rank)}
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     torch.manual_seed(5)
-    norm = nn.LayerNorm(13) if kind == "holdfast" else nn.BatchNorm1d(13)  # whose last batch may be of one sample
+    norm = (
+        nn.LayerNorm(13) if kind == "holdfast" else nn.BatchNorm1d(13)
+    )  # whose last batch may be of one sample
     model = nn.Sequential(nn.Linear(7, 13), norm, nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
@@ -146,7 +148,9 @@ def main(
                     seen.batches += 1
                     accelerator.backward(loss)
                     if scaler and seen.batches == 5:
-                        model.get_parameter("module.0.weight" if world_size > 1 else "0.weight").grad[0, 0] = torch.inf
+                        model.get_parameter("module.0.weight" if world_size > 1 else "0.weight").grad[
+                            0, 0
+                        ] = torch.inf
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), 0.5)
                     optimizer.step()
@@ -173,4 +177,10 @@ def main(
         "random": torch.get_rng_state(),
         "seen": seen.batches,
     }
-    say(losses=losses, digests={name: digest(value) for name, value in whole.items()}, steps=step, processes=accelerator.num_processes, finished=True)
+    say(
+        losses=losses,
+        digests={name: digest(value) for name, value in whole.items()},
+        steps=step,
+        processes=accelerator.num_processes,
+        finished=True,
+    )

@@ -18,7 +18,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from dist.awkward_decoder import BLOCKS, LENGTH, ROWS, Awkward, Experts, Form, Mlp, batch_of, loss_of, optimizer_of
+from dist.awkward_decoder import (
+    BLOCKS,
+    LENGTH,
+    ROWS,
+    Awkward,
+    Experts,
+    Form,
+    Mlp,
+    batch_of,
+    loss_of,
+    optimizer_of,
+)
 from holdfast import From, offload
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import helper, replica
@@ -214,11 +225,12 @@ def train(
     form: Sequence[Any] = Form(),
     root: str | None = None,
     source: str | None = None,
+    rename: dict[str, str] | None = None,
     fails_after: int | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``, with a checkpointer in ``root`` if there is one. Says losses and digests by step. After the
-    step ``fails_after`` the script fails."""
+    step ``fails_after`` the script fails. ``rename`` is for the names in ``source``."""
     if topology == "engine":
         assert root is not None
         return out_of_core(say, steps=steps, form=Form(*form), root=root, source=source)
@@ -244,7 +256,8 @@ def train(
         go_on(0, lambda: None)
     else:
         with Checkpointer(root, model=model, optimizer=optimizer, **options) as checkpointer:
-            done = checkpointer.resume(source=source)
+            start = source if source is None or rename is None else From(source, rename=rename)
+            done = checkpointer.resume(source=start)
             say(resumed=done)
             go_on(done, checkpointer.step)
     say(finished=True, losses=losses, digests=found)
@@ -258,5 +271,5 @@ def train_each(
     for name, source in sources.items():
         said: dict[str, Any] = {}
         order |= {"root": f"{root}/{name}", "source": source}
-        train(rank, world_size, lambda **what: said.update(what), **order)
+        train(rank, world_size, lambda said=said, **what: said.update(what), **order)
         say(**{name: said})

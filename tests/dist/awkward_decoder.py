@@ -134,7 +134,9 @@ class Awkward(nn.Module):
         self.head.weight = self.embed.weight
         kept = range(BLOCKS) if blocks is None else blocks
         alone = blocks is None  # then they are a list, as out-of-core training takes them
-        self.blocks = nn.ModuleList(made.values()) if alone else nn.ModuleDict({str(n): made[str(n)] for n in kept})
+        self.blocks = (
+            nn.ModuleList(made.values()) if alone else nn.ModuleDict({str(n): made[str(n)] for n in kept})
+        )
         if 0 not in kept and BLOCKS - 1 not in kept:
             del self.embed, self.head
         for name, value in {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 3)}.items():

@@ -78,9 +78,7 @@ def killed_it_ends_the_same(
     last = whole[0]["steps"]
     steps = {2, last // 3, last // 3 + 1, last - 1, last} if often else {last // 3 + 1, last}
     for step in sorted(steps):
-        cut = world.run(
-            ranks, root=folder / "run", output=folder / "cut", kill=[ranks - 1, step], **habit
-        )
+        cut = world.run(ranks, root=folder / "run", output=folder / "cut", kill=[ranks - 1, step], **habit)
         assert cut[ranks - 1]["code"] == -9, cut
         assert not any(said.get("finished") for said in cut)
     compare(ended(world.run(ranks, root=folder / "run", output=folder / "cut", **habit)), whole)

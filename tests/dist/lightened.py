@@ -40,7 +40,9 @@ class Points(Dataset):
 class Net(L.LightningModule):
     def __init__(self, plateau: bool, by_hand: bool) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 3))
+        self.net = nn.Sequential(
+            nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Dropout(0.3), nn.Linear(13, 3)
+        )
         self.plateau, self.automatic_optimization = plateau, not by_hand
         self.losses: list[float] = []
 

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ from survive_run import digest
 def net() -> nn.Module:
     """Of rows that no world divides, but where tensor parallelism asks for it; with buffers and a frozen parameter."""
     parts = OrderedDict(
-        first=nn.Linear(6, 8), second=nn.Linear(8, 4), norm=nn.BatchNorm1d(4), last=nn.Linear(4, 5), frozen=nn.Linear(5, 5)
+        first=nn.Linear(6, 8), second=nn.Linear(8, 4), norm=nn.BatchNorm1d(4), last=nn.Linear(4, 5),
+        frozen=nn.Linear(5, 5)
     )  # fmt: skip
     model = nn.Sequential(parts)
     model.get_parameter("frozen.bias").requires_grad_(False)
@@ -147,7 +147,7 @@ def save(
     keep: int = 2,
 ) -> None:
     """Into a folder of torch's, or into a run of ours, or both. ``unstorable``, ``elsewhere`` and ``kill`` are of a
-    rank: that has something that cannot be stored, saves into another directory, or dies when its tensors are written."""
+    rank: that has something that cannot be stored, saves into another directory, or dies in writing."""
     ours = f"{ours}-{rank}" if rank == elsewhere else ours
     state = state_of(made(kind, world_size, seed=1), flat)
     say(digest=digest_of(state))
@@ -161,7 +161,7 @@ def save(
         writer = StorageWriter(step=step, keep=Keep(keep))
         if rank == kill:
             real = writer.write_data
-            writer.write_data = lambda *args: (real(*args), os._exit(9))[0]
+            writer.write_data = lambda *args, real=real: (real(*args), os._exit(9))[0]
         try:
             if background:
                 future = dcp.async_save(state, checkpoint_id=ours, storage_writer=writer)

@@ -1,5 +1,5 @@
-"""An ordinary script for torchrun: ``script.py KIND ROOT OUT STEPS KILLED PAUSE [MEMORY]``. The rank KILLED kills itself once;
-PAUSE is slept after every step; ranks have replicas in MEMORY."""
+"""An ordinary script for torchrun: ``script.py KIND ROOT OUT STEPS KILLED PAUSE [MEMORY]``. The rank KILLED kills
+itself once; PAUSE is slept after every step; ranks have replicas in MEMORY."""
 
 from __future__ import annotations
 
@@ -20,5 +20,6 @@ if __name__ == "__main__":
             print(json.dumps({"time": time.time(), **what}), file=file)
 
     kill = [int(killed), 12] if first else None
-    main(rank, world_size, "env://", say, kind=kind, root=root, steps=int(steps), kill=kill, base_every=5, pause=float(pause),
+    main(rank, world_size, "env://", say, kind=kind, root=root, steps=int(steps), kill=kill, base_every=5,
+        pause=float(pause),
          **({"replica": memory[0]} if memory else {}))  # fmt: skip

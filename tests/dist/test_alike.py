@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from dist.test_ranks import ended
@@ -45,9 +44,13 @@ def test_copies_that_are_the_same_are_found_to_be(world, tmp_path, kind, ranks):
         world.run(ranks, kind=kind, root=tmp_path, steps=100, base_every=5, save_at=100, pause=0.03, **mlp)
     )
     events = compared(tmp_path)
-    steps = {event["step"] for event in events if event["compared"]}  # on a slow machine one may hear too late
+    steps = {
+        event["step"] for event in events if event["compared"]
+    }  # on a slow machine one may hear too late
     assert {0, 100} < steps and not any(event.get("different") for event in events)
-    assert marks(tmp_path) is None and not any("do not" in text for each in said for text in each.get("warnings", []))
+    assert marks(tmp_path) is None and not any(
+        "do not" in text for each in said for text in each.get("warnings", [])
+    )
 
 
 def test_ranks_that_hold_nothing_alike_compare_nothing(world, tmp_path):

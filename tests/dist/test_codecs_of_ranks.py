@@ -49,9 +49,7 @@ def test_a_run_that_died_comes_back_to_its_newest_step_without_residuals(world, 
     state = ended(world.run(2, kind=kind, root=tmp_path, steps=12, codec=codec))
     assert state[0]["resumed"] >= max(said["durable"] for said in died)
     assert {said["exactness"] for said in state} == {"state"}
-    assert (
-        state[0]["digests"][str(state[0]["resumed"])] == died[0]["digests"][str(state[0]["resumed"])]
-    )
+    assert state[0]["digests"][str(state[0]["resumed"])] == died[0]["digests"][str(state[0]["resumed"])]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -65,9 +63,7 @@ def test_the_newest_point_that_training_goes_on_from_is_one_that_all_ranks_were_
     )  # fmt: skip
     with RunReader(tmp_path / "run") as reader:
         newest = reader.line()[0].step
-    rest = world.run(
-        2, root=tmp_path / "run", steps=steps, resume={"exactness": "continuation"}, **common
-    )
+    rest = world.run(2, root=tmp_path / "run", steps=steps, resume={"exactness": "continuation"}, **common)
     for one, other in zip(whole, ended(rest), strict=True):
         assert other["exactness"] == "continuation" and 4 <= other["resumed"] <= newest
         assert other["losses"] == one["losses"][other["resumed"] :]
@@ -87,11 +83,17 @@ def test_compressed_records_are_replayed_under_another_parallelism(world, tmp_pa
 def test_two_ranks_record_no_more_than_three_halves_of_a_percent(world, tmp_path):
     """Of Adam's whole state, both together, and neither more than it would by itself."""
     width = 30_000
-    ended(world.run(2, kind="ddp", root=tmp_path, steps=3, codec=("topk", 0.01), width=width, unit_bytes=1 << 20))
+    ended(
+        world.run(
+            2, kind="ddp", root=tmp_path, steps=3, codec=("topk", 0.01), width=width, unit_bytes=1 << 20
+        )
+    )
     state_bytes = 12 * (7 * width + 3 * width + 2 * width)
     by_rank = []
     for stream in ("rank-00000", "rank-00001"):
-        records = [r for ref in segments(Disk(tmp_path), stream) for r in read_segment(Disk(tmp_path), ref)[0]]
+        records = [
+            r for ref in segments(Disk(tmp_path), stream) for r in read_segment(Disk(tmp_path), ref)[0]
+        ]
         assert len(records) == 3
         by_rank.append(max(record.parts[0][0] for record in records))
     assert sum(by_rank) < 0.015 * state_bytes + 2 * 4096, (by_rank, state_bytes)

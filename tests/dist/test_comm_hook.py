@@ -12,8 +12,7 @@ import torch
 
 import hook_run
 from holdfast.delta.codecs import ArrayReader, expand
-from holdfast.delta.lossy import Sparse, TopK
-from holdfast.delta.sparse import pick, spread
+from holdfast.delta.lossy import Sparse
 from holdfast.state.capture import TO_NAME
 from training import same_bits
 
@@ -50,7 +49,9 @@ def is_infinite(ranks, step):
 
 def test_one_step_in_the_scaled_run_is_infinite(ranks, request):
     infinite = [step for step in range(hook_run.STEPS) if is_infinite(ranks, step)]
-    assert infinite == ([hook_run.INFINITE] if request.node.callspec.params["ranks"].endswith("scaled") else [])
+    assert infinite == (
+        [hook_run.INFINITE] if request.node.callspec.params["ranks"].endswith("scaled") else []
+    )
 
 
 def test_every_rank_gets_the_mean_of_what_all_of_them_selected(ranks):
@@ -71,7 +72,7 @@ def test_every_rank_gets_the_mean_of_what_all_of_them_selected(ranks):
                     total, held[name] = total + chosen, (wanted - chosen).view(own.shape)
                 found = rank[step]["residuals"][name]
                 assert same_bits(found, held[name]), (step, name)
-            if given is not None and step % 3 != 2 or "spare" not in name:
+            if (given is not None and step % 3 != 2) or "spare" not in name:
                 expected = (total / len(ranks)).view(given.shape).to(given.dtype)
                 assert all(same_bits(rank[step]["given"][name], expected) for rank in ranks), (step, name)
 

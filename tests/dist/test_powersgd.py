@@ -31,7 +31,9 @@ def arrays_of(root, ranks=2):
             for record in read_segment(Disk(root), ref)[0]:
                 sizes = found.setdefault(record.step, {})
                 start = record.offset + record.header_bytes
-                data = memoryview(bytearray((root / ref.path).read_bytes()[start : start + record.parts[0][0]]))
+                data = memoryview(
+                    bytearray((root / ref.path).read_bytes()[start : start + record.parts[0][0]])
+                )
                 for key, array in tensors_of(data).items():
                     sizes[key] = sizes.get(key, 0) + array.numel()
     return found
@@ -63,7 +65,9 @@ def test_a_run_that_died_comes_back_to_its_newest_step_and_is_told_of_its_residu
 
 
 def test_every_step_can_be_resumed_also_by_one_process_without_the_codec(world, tmp_path):
-    before = ended(world.run(2, kind="ddp", root=tmp_path / "run", steps=7, codec=TWO, base_every=100, keep_last=9))
+    before = ended(
+        world.run(2, kind="ddp", root=tmp_path / "run", steps=7, codec=TWO, base_every=100, keep_last=9)
+    )
     for step in (7, 5, 3, 2, 1):
         assert digests_of(world, tmp_path, step) == {str(step): before[0]["digests"][str(step)]}
 
@@ -101,7 +105,9 @@ def test_the_newest_point_that_training_goes_on_from_is_one_that_all_ranks_were_
 
 
 def test_before_it_starts_gradients_are_dense_and_every_step_is_continued(world, tmp_path):
-    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=9, codec=ONE, base_every=100, keep_last=9))
+    whole = ended(
+        world.run(2, kind="ddp", root=tmp_path / "whole", steps=9, codec=ONE, base_every=100, keep_last=9)
+    )
     for step in (1, 2):
         shutil.copytree(tmp_path / "whole", tmp_path / "cut")
         rest = world.run(2, kind="ddp", root=tmp_path / "cut", steps=9, codec=ONE, resume={"step": step})
@@ -139,7 +145,11 @@ def test_several_buckets_are_exchanged_and_formed_anew(world, tmp_path):
 
 
 def test_a_gradient_that_was_changed_since_is_recorded_as_it_is_with_a_warning(world, tmp_path):
-    before = ended(world.run(2, kind="ddp", root=tmp_path / "run", steps=6, codec=ONE, edit_at=5, base_every=100, keep_last=9))
+    before = ended(
+        world.run(
+            2, kind="ddp", root=tmp_path / "run", steps=6, codec=ONE, edit_at=5, base_every=100, keep_last=9
+        )
+    )
     told = [text for said in before for text in said.get("warnings", []) if "PowerSGD" in text]
     assert len(told) == 1 and "gradient of first.weight is not what the PowerSGD hook gave" in told[0]
     arrays = arrays_of(tmp_path / "run")

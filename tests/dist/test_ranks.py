@@ -53,8 +53,11 @@ def test_a_run_goes_on_with_another_number_of_ranks(world, tmp_path, kind, world
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "foreach", "fused"])
-@pytest.mark.parametrize("kinds", [("fsdp", 3, "fsdp", 2), ("fsdp", 2, "ddp", 2), ("ddp", 2, "fsdp", 3),
-                                   ("hsdp", 4, "fsdp", 2), ("fsdp", 2, "hsdp", 4), ("hsdp", 4, "plain", 1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "kinds",
+    [("fsdp", 3, "fsdp", 2), ("fsdp", 2, "ddp", 2), ("ddp", 2, "fsdp", 3),
+     ("hsdp", 4, "fsdp", 2), ("fsdp", 2, "hsdp", 4), ("hsdp", 4, "plain", 1)],
+)  # fmt: skip
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimizer):
     kind, ranks, other, others = kinds
     before = ended(world.run(ranks, kind=kind, root=tmp_path, steps=5, base_every=3, optimizer=optimizer))
@@ -110,7 +113,11 @@ def test_save_makes_a_base_of_one_step_on_all_ranks(world, tmp_path):
     assert [each["saved"] for each in said] == [4, 4]
     with RunReader(tmp_path) as reader:
         manifest = reader.head()
-        assert (manifest.step, manifest.oldest_step, list(manifest.shares)) == (4, 4, ["rank-00000", "rank-00001"])
+        assert (manifest.step, manifest.oldest_step, list(manifest.shares)) == (
+            4,
+            4,
+            ["rank-00000", "rank-00001"],
+        )
         assert reader.verify(manifest) == []
         shapes = {key: tuple(atom["shape"]) for key, atom in reader.atoms(manifest).items()}
         assert shapes["first.weight/exp_avg"] == (13, 7)
@@ -173,7 +180,9 @@ def test_ranks_that_see_another_directory_are_refused_before_training(world, tmp
 
 def test_no_rank_removes_files_that_another_writes(world, tmp_path):
     """A unit of frozen parameters has one form from the first base on; every file of it stays while its rank trains."""
-    ended(world.run(2, kind="ddp", root=tmp_path, steps=60, base_every=4, keep_last=1, pause=0.02, unit_bytes=1))
+    ended(
+        world.run(2, kind="ddp", root=tmp_path, steps=60, base_every=4, keep_last=1, pause=0.02, unit_bytes=1)
+    )
     with RunReader(tmp_path) as reader:
         frozen = [u for u in reader.head().files if u.startswith("rank-00001")]
         assert reader.verify(reader.head()) == []
@@ -185,7 +194,9 @@ def test_no_rank_removes_files_that_another_writes(world, tmp_path):
 
 @pytest.mark.parametrize("damaged", [0, 1])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_damaged_record_of_one_rank_ends_the_chain_under_another_number_of_ranks_too(world, tmp_path, kind, damaged):
+def test_a_damaged_record_of_one_rank_ends_the_chain_under_another_number_of_ranks_too(
+    world, tmp_path, kind, damaged
+):
     """The other rank's records lead further, and none of them may be taken."""
     before = ended(world.run(2, kind=kind, root=tmp_path, steps=9, base_every=100))
     stream = f"rank-{damaged:05d}"
@@ -201,7 +212,11 @@ def test_a_damaged_record_of_one_rank_ends_the_chain_under_another_number_of_ran
 def test_averages_of_several_ranks_come_back_from_a_base_that_was_made_later(world, tmp_path):
     """What is done after every update needs all parameters of one step, on all ranks."""
     whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=12, average=True))
-    ended(world.run(2, kind="ddp", root=tmp_path / "run", steps=9, average=True, base_every=3, keep_last=1, pause=0.1))
+    ended(
+        world.run(
+            2, kind="ddp", root=tmp_path / "run", steps=9, average=True, base_every=3, keep_last=1, pause=0.1
+        )
+    )
     with RunReader(tmp_path / "run") as reader:
         assert (reader.head().step, reader.head().oldest_step) == (9, 9)
     rest = ended(world.run(2, kind="ddp", root=tmp_path / "run", steps=12, average=True))
@@ -236,7 +251,13 @@ def test_a_parameter_that_is_trained_later_is_followed_by_a_base_of_all_ranks(wo
 @pytest.mark.parametrize("base_every", [1, 2])
 def test_save_at_a_step_of_which_a_base_has_just_been_made_beside_training(world, tmp_path, base_every):
     """All parts of that one may be of the very step, or of earlier ones; the saved one takes its place."""
-    common = {"kind": "fsdp", "root": tmp_path, "base_every": base_every, "pause": 0.25, "unit_bytes": 1 << 20}
+    common = {
+        "kind": "fsdp",
+        "root": tmp_path,
+        "base_every": base_every,
+        "pause": 0.25,
+        "unit_bytes": 1 << 20,
+    }
     ended(world.run(2, steps=9, save_every=3, keep_last=9, **common))
     with RunReader(tmp_path) as reader:
         for step in (3, 6, 9):

@@ -1,4 +1,5 @@
-"""Bases of several ranks: what is made of several parts brings back what was, whenever it was made and whatever is lost."""
+"""Bases of several ranks: what is made of several parts brings back what was, whenever it was made,
+whatever is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def test_a_rank_that_stores_nothing_takes_part_all_the_same(world, tmp_path, kin
     assert alone[0]["digests"]["21"] == after[0]["digests"]["21"]
 
 
-@pytest.mark.parametrize("more", [{"optimizer": "global"}, {"average": True}])
+@pytest.mark.parametrize(
+    "more", [*({"optimizer": name} for name in ("global", "apollo", "8bit")), {"average": True}]
+)
 def test_what_updates_all_parameters_at_once_comes_back_from_bases_of_one_step(world, tmp_path, more):
     """An optimizer that is not elementwise, and averages that ``after_update`` keeps."""
     whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=26, **more))
@@ -89,7 +92,9 @@ def test_ranks_that_ask_for_different_steps_are_refused(world, tmp_path):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("kind, more", [("ddp", {}), ("fsdp", {}), ("ddp", {"base_every": 3}), ("ddp", {"average": True})])
+@pytest.mark.parametrize(
+    "kind, more", [("ddp", {}), ("fsdp", {}), ("ddp", {"base_every": 3}), ("ddp", {"average": True})]
+)
 def test_steps_that_one_rank_could_not_record_are_followed_by_a_base_of_all(world, tmp_path, kind, who, more):
     """Its disk is behind for a while, and nobody waits for it but for that base."""
     options = {"kind": kind, "when_behind": "commit", "base_every": 1000, "deadline_seconds": 40} | more

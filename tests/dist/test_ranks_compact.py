@@ -88,8 +88,11 @@ def test_a_rank_that_stores_nothing_has_its_part_of_a_compacted_base(world, tmp_
     assert after[0]["resumed"] == 9 and after[0]["digests"]["9"] == before[0]["digests"]["9"]
 
 
-@pytest.mark.parametrize("more, message", [({"average": True}, "something is done after every update"),
-                                           ({"optimizer": "global"}, "its optimizer .*Global is not one of")])  # fmt: skip
+@pytest.mark.parametrize(
+    "more, message",
+    [({"average": True}, "something is done after every update"),
+     ({"optimizer": "global"}, "its optimizer .*Global is not one of")],
+)  # fmt: skip
 def test_what_updates_all_parameters_at_once_is_refused(world, tmp_path, more, message):
     ended(world.run(2, kind="ddp", root=tmp_path, steps=5, base_every=100, **more))
     with pytest.raises(BadInput, match=message):
@@ -101,7 +104,9 @@ def test_a_damaged_record_of_one_rank_is_no_reason_to_remove_anything(world, tmp
     ref = segments(Disk(tmp_path), "rank-00001")[-1]
     records, _ = read_segment(Disk(tmp_path), ref)
     flip(tmp_path / ref.path, records[-1].offset + records[-1].header_bytes + 8200)
-    with pytest.raises(BadInput, match=r"cannot be replayed to step 9 .* fails its checksum.* Nothing was removed"):
+    with pytest.raises(
+        BadInput, match=r"cannot be replayed to step 9 .* fails its checksum.* Nothing was removed"
+    ):
         compact(tmp_path, 9)
     after = ended(world.run(2, kind="fsdp", root=tmp_path, steps=8))
     assert after[0]["digests"] == {"8": before[0]["digests"]["8"]}
@@ -118,7 +123,9 @@ def run(world, tmp_path_factory):
     "before_data_sync", "after_data_sync:2", "after_manifest_write", "after_manifest_rename", "after_compacted",
     "after_retire_unlink", "before_retired_unlink",
 ])  # fmt: skip
-def test_ended_while_it_compacts_it_has_lost_no_more_than_what_was_to_go(world, run, tmp_path, monkeypatch, failpoint):
+def test_ended_while_it_compacts_it_has_lost_no_more_than_what_was_to_go(
+    world, run, tmp_path, monkeypatch, failpoint
+):
     root, digests = run
     shutil.copytree(root, copy := tmp_path / "run")
     with monkeypatch.context() as patch, pytest.raises(Ended):

@@ -10,7 +10,10 @@ def test_a_checkpointer_that_other_ranks_do_not_make_says_what_it_waits_for(tmp_
         first, second = world.run(2, root=tmp_path / "late", late_seconds=2.0)
         assert first["finished"] and second["finished"]
         [told] = first["warnings"]
-        assert "rank 0 has waited 0.5 s for the other ranks to make their Checkpointer. All 2 ranks have to" in told
+        assert (
+            "rank 0 has waited 0.5 s for the other ranks to make their Checkpointer. All 2 ranks have to"
+            in told
+        )
         assert "warnings" not in second
 
 

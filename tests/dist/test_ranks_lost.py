@@ -48,7 +48,9 @@ def test_what_one_rank_is_refused_every_rank_is_told_at_once(world, tmp_path, wr
     given = {
         "options_of": {who: {"base_every": 0}}, "resume_of": {who: {"step": 1, "before": 2}}, "between": who
     }  # fmt: skip
-    said = world.run(2, kind="plain", root=tmp_path, steps=5, save_at=3, deadline_seconds=40, **{wrong: given[wrong]})
+    said = world.run(
+        2, kind="plain", root=tmp_path, steps=5, save_at=3, deadline_seconds=40, **{wrong: given[wrong]}
+    )
     assert message in said[who].get("refused", said[who]["error"])
     assert f"RankFailed: rank {who} failed" in said[1 - who]["error"] and message in said[1 - who]["error"]
 

@@ -120,5 +120,7 @@ def test_a_cap_in_which_the_files_of_no_two_bases_fit_is_refused_on_all_ranks(wo
 
 
 def test_without_a_cap_each_rank_has_twenty_times_what_it_stores(world, tmp_path):
-    said = ended(world.run(2, kind="ddp", root=tmp_path, steps=30, base_every=10, least_storage=1, unit_bytes=1 << 20))
+    said = ended(
+        world.run(2, kind="ddp", root=tmp_path, steps=30, base_every=10, least_storage=1, unit_bytes=1 << 20)
+    )
     assert all(each["cap"] == [20 * each["full"], 1.0] for each in said)

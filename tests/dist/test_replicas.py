@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from dist.test_ranks import ended, flip
+from dist.test_ranks import ended
 from dist.world import World
 from holdfast.events import read_events
+from holdfast.store.files import Disk
 
 KINDS = ["ddp", "fsdp"]
 
@@ -65,7 +66,9 @@ def goes_on(world, tmp_path, kind, died, steps=14, **order):
     [("ddp", 2, "sgd"), ("ddp", 2, "fused"), ("ddp", 3, "adamw"), ("fsdp", 2, "adamw"), ("fsdp", 2, "fused"),
      ("fsdp", 3, "foreach"), ("hsdp", 4, "adamw")],
 )  # fmt: skip
-def test_the_replicas_are_what_the_trainers_are_after_every_step(world, tmp_path, memory, kind, ranks, optimizer):
+def test_the_replicas_are_what_the_trainers_are_after_every_step(
+    world, tmp_path, memory, kind, ranks, optimizer
+):
     """Each step is compared in full by digest, and what the replicas wrote of it is read back without one."""
     said = ended(run(world, tmp_path, kind, 5, ranks, optimizer=optimizer, save_every=1, keep_last=9))
     assert not events(tmp_path, "drift")
@@ -120,7 +123,9 @@ def test_steps_that_not_all_are_known_to_have_are_kept_as_records(world, tmp_pat
 def lost(died, rank):
     """A replica was, and all ranks know of which."""
     assert "ReplicaDied" in died[rank]["error"]
-    assert f"rank {rank} failed: ReplicaDied" in died[1 - rank]["error"] or "Runtime" in died[1 - rank]["error"]
+    assert (
+        f"rank {rank} failed: ReplicaDied" in died[1 - rank]["error"] or "Runtime" in died[1 - rank]["error"]
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +171,9 @@ def test_a_base_for_which_one_replica_has_drifted_is_given_up_by_all(world, tmp_
 @pytest.mark.parametrize("rank", [0, 1])
 def test_where_one_replica_has_drifted_none_is_taken(world, tmp_path, memory, rank):
     """The trainers die before they hear of it."""
-    died = run(world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=["all", 10], save_at=5, pause=0.1)
+    died = run(
+        world, tmp_path, "ddp", 14, drift_at=[rank, 9], numb=True, kill=["all", 10], save_at=5, pause=0.1
+    )
     assert {said["code"] for said in died} == {-9}
     assert goes_on(world, tmp_path, "ddp", died) == 5
     assert from_memory(tmp_path) == []
@@ -181,7 +188,9 @@ def test_clipping_here_is_that_of_torch(world, tmp_path, memory, kind):
     alone = ended(world.run(2, kind=kind, root=tmp_path / "alone", steps=6, **here))
     assert whole[0]["digests"] == beside[0]["digests"] == alone[0]["digests"]
     for said in beside:
-        assert (said["early"], said["copied_again"]) == ((36, 0) if kind == "fsdp" else (0, said["copied_again"]))
+        assert (said["early"], said["copied_again"]) == (
+            (36, 0) if kind == "fsdp" else (0, said["copied_again"])
+        )
     assert goes_on(world, tmp_path, kind, beside, **here) == 6
 
 
@@ -191,10 +200,11 @@ def test_clipping_here_is_that_of_torch(world, tmp_path, memory, kind):
     [("ddp", 2, "ddp", 3), ("fsdp", 3, "ddp", 2), ("fsdp", 2, "plain", 1), ("fsdp", 2, "ddp", 2)],
 )
 def test_under_another_parallelism_the_base_is_taken_that_orphaned_replicas_made(
-    world, tmp_path, kind, ranks, other, others, clips
+    world, tmp_path, memory, kind, ranks, other, others, clips
 ):
-    (tmp_path / "memory").mkdir()
-    died = run(world, tmp_path, kind, 14, ranks, kill=[0, 9], save_at=5, linger_seconds=1.0, deaf_from=6, **clips)
+    died = run(
+        world, tmp_path, kind, 14, ranks, kill=[0, 9], save_at=5, linger_seconds=1.0, deaf_from=6, **clips
+    )
     assert max(said["durable"] for said in died) == 5
     rest = ended(run(world, tmp_path, other, 9, others, **clips))
     assert rest[0]["resumed"] == 8 and from_memory(tmp_path) == []
@@ -222,7 +232,9 @@ def test_a_run_that_is_killed_again_and_again_loses_no_step_that_all_had(world, 
 
 @pytest.mark.parametrize("failpoint", ["after_state_handed", "after_gradient_copied", "after_step_handed"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(world, tmp_path, memory, rank, failpoint):
+def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(
+    world, tmp_path, memory, rank, failpoint
+):
     """The steps in memory are still there, though some replicas have a new beginning and others none."""
     order = {"orphans_persist": False}
     run(world, tmp_path, "fsdp", 14, killed_after={"0": 8, "1": 8}, **order)
@@ -284,18 +296,30 @@ def test_what_needs_all_parameters_for_an_update_is_refused(world, tmp_path, mem
     assert not (tmp_path / "run").exists()
 
 
-def test_what_was_kept_of_another_cut_is_not_taken_and_it_is_said(world, tmp_path):
-    """The disk has an older step, and memory one that these ranks cannot have."""
-    (tmp_path / "memory").mkdir()
-    order = {"kill": [0, 9], "save_at": 5, "orphans_persist": False, "linger_seconds": 1.0}
-    died = run(world, tmp_path, "fsdp", 14, **order)
-    rest = ended(run(world, tmp_path, "ddp", 7))
+@pytest.mark.parametrize(
+    "ranks, kind, others, why",
+    [(2, "ddp", 2, "and rank 0 and 1 of 2 has nothing that goes with it"),
+     (3, "fsdp", 2, "and rank 0 and 1 of 2 has nothing that goes with it"),
+     (2, "fsdp", 3, "and rank 0 and 1 and 2 of 3 has nothing that goes with it"),
+     (2, "plain", 1, "which go with other ranks than these")],
+)  # fmt: skip
+def test_what_was_kept_of_another_cut_is_not_taken_and_it_is_said(
+    world, tmp_path, memory, ranks, kind, others, why
+):
+    """The disk has an older step, and memory one that these ranks cannot have, which goes when they have begun."""
+    order = {"kill": [0, 9], "save_at": 5, "orphans_persist": False}
+    died = run(world, tmp_path, "fsdp", 14, ranks, **order)
+    rest = ended(run(world, tmp_path, kind, 7, others))
     assert rest[0]["resumed"] == 5 and from_memory(tmp_path) == []
     assert rest[0]["digests"]["5"] == died[0]["digests"]["5"]
-    assert "replicas kept steps up to 8 in memory, and rank 0 and 1 of 2 has nothing" in rest[0]["warnings"][0]
+    for said in rest:
+        assert f"replicas kept steps up to 8 in memory, {why}: the disk was taken" in said["warnings"][0]
+    assert [event["kept_step"] for event in events(tmp_path, "not_taken")] == [8]
 
 
-@pytest.mark.parametrize("topology, ranks", [("pp2", 2), ("pp2v2", 2), ("ep2", 2), ("tp2", 2), ("fsdp2xtp2", 4)])
+@pytest.mark.parametrize(
+    "topology, ranks", [("pp2", 2), ("pp2v2", 2), ("ep2", 2), ("tp2", 2), ("fsdp2xtp2", 4)]
+)
 def test_ranks_that_hold_different_tensors_go_on_from_memory(world, tmp_path, memory, topology, ranks):
     """Stages of a pipeline, experts, and what tensor parallelism cuts."""
     order = {"topology": topology, "steps": 6, "base_every": 1000}
@@ -323,6 +347,125 @@ def test_a_rank_that_was_killed_is_named_to_who_waits_for_it(world, tmp_path, me
         assert "RankFailed: rank 1 has ended without a word" in other["error"], other
     rest = ended(run(world, tmp_path, "plain", 8, 3))
     assert [said["resumed"] for said in rest] == [4] * 3 and from_memory(tmp_path) == [4]
+
+
+def test_a_rank_that_died_with_its_replica_is_named_to_who_waits_for_it(world, tmp_path, memory):
+    """Within seconds, and nobody is promised what it had."""
+    began = time.monotonic()
+    died = run(
+        world, tmp_path, "plain", 20, 3, kill=[1, 7], kill_replica=[1, 7], save_at=5, deadline_seconds=75
+    )
+    assert time.monotonic() < began + 60
+    for other in (died[0], died[2]):
+        assert "RankFailed: rank 1 has ended without a word" in other["error"], other
+        assert "Step 5 is with the replicas, or durable, on all ranks" in other["error"]
+    rest = ended(run(world, tmp_path, "plain", 8, 3))
+    assert [said["resumed"] for said in rest] == [5] * 3 and from_memory(tmp_path) == []
+
+
+def test_a_rank_that_does_not_come_is_named_by_those_who_wait_for_it(world, tmp_path, memory):
+    """No replica is blamed, since all wait for steps of that rank."""
+    died = run(world, tmp_path, "plain", 20, 3, sleeps_at=[1, 4, 12.0], deadline_seconds=4)
+    told = "rank 1 has got to step 3 of "
+    assert any(f"RankFailed: {told}" in died[rank]["error"] for rank in (0, 2))
+    assert all(told in died[rank]["error"] for rank in (0, 2))
+    assert all("it is slow or has been stopped, and has not ended" in died[rank]["error"] for rank in (0, 2))
+    rest = ended(run(world, tmp_path, "plain", 5, 3))
+    assert [said["resumed"] for said in rest] == [3] * 3 and from_memory(tmp_path) == [3]
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_slow_share_of_a_base_is_waited_for_and_its_rank_is_named(world, tmp_path, memory, slow):
+    """As long as it gives signs of life."""
+    said = run(
+        world,
+        tmp_path,
+        "ddp",
+        7,
+        slow_share=[slow, 9.0, "beats"],
+        base_every=6,
+        deadline_seconds=4,
+        save_at=3,
+    )
+    assert goes_on(world, tmp_path, "ddp", ended(said)) == 7
+    [warned] = said[1 - slow]["warnings"]
+    assert f"rank {slow} has not written its share of the base of step 3 for " in warned
+    assert "It is slow and goes on, so it is waited for" in warned
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_a_replica_that_hangs_in_its_share_is_named_with_its_rank(world, tmp_path, memory, hangs):
+    died = run(world, tmp_path, "ddp", 7, slow_share=[hangs, 20.0, "silent"], deadline_seconds=4, save_at=3)
+    assert "WriterHung: the replica has said nothing for 4 s" in died[hangs]["error"]
+    assert f"RankFailed: rank {hangs} failed: WriterHung" in died[1 - hangs]["error"]
+    assert goes_on(world, tmp_path, "ddp", died) in (0, 3)
+
+
+@pytest.mark.parametrize("how", ["drifted", "died"])
+def test_what_a_replica_has_lost_is_promised_by_no_rank_once_it_is_heard_of(world, tmp_path, memory, how):
+    """The other ranks go on training meanwhile, and have heard of it when their step is over."""
+    cause = {"drift_at": [1, 6]} if how == "drifted" else {"kill_replica": [1, 7]}
+    said = run(world, tmp_path, "plain", 9, 2, pause=1.0, save_at=3, **cause)
+    told = said[0]["survived"]
+    assert told[:5] == [1, 2, 3, 4, 5]
+    if how == "drifted":
+        assert ended(said)[0]["survived"][5:] == [3, 7, 8, 9]
+        return
+    assert told[5:] == [6, 3]
+    assert "rank 1 failed: ReplicaDied" in said[0]["error"]
+    assert "Step 3 is with the replicas, or durable, on all ranks" in said[0]["error"]
+    rest = ended(run(world, tmp_path, "plain", 5))
+    assert [each["resumed"] for each in rest] == [3, 3]
+
+
+@pytest.mark.parametrize("deaf", [0, 1])
+def test_a_changed_form_that_not_all_replicas_know_to_be_with_all_takes_no_step(
+    world, tmp_path, memory, deaf
+):
+    """All trainers die when some replicas have the new form, and others still have the one before."""
+    order = {"unfreeze_at": 4, "pause": 0.2}
+    died = run(
+        world,
+        tmp_path,
+        "ddp",
+        14,
+        deaf_replica=[deaf, 4],
+        killed_after={str(1 - deaf): 4},
+        deadline_seconds=10,
+        **order,
+    )
+    assert died[1 - deaf]["code"] == -9 and died[deaf]["at"] == 4 and "error" in died[deaf]
+    whole = ended(world.run(2, kind="ddp", root=tmp_path / "whole", steps=8, unfreeze_at=4))
+    rest = ended(run(world, tmp_path, "ddp", 8, unfreeze_at=5))
+    assert rest[0]["resumed"] == 4 and from_memory(tmp_path) == [4]
+    assert rest[0]["digests"].items() <= whole[0]["digests"].items()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_that_wait_are_kept_where_a_replica_fails_with_its_disk(world, tmp_path, memory, rank):
+    """Those that were handed over while it tried to write."""
+    died = run(
+        world,
+        tmp_path,
+        "ddp",
+        99,
+        slow_share=[rank, 2.0, "fails"],
+        base_every=3,
+        pause=0.1,
+        orphans_persist=False,
+    )
+    assert "DiskFull: no space left" in died[rank]["error"]
+    assert f"rank {rank} failed: DiskFull" in died[1 - rank]["error"] or "Runtime" in died[1 - rank]["error"]
+    assert [said["at"] for said in died] == [6, 6]  # where the base before is waited for
+    assert goes_on(world, tmp_path, "ddp", died) == 6
+    assert from_memory(tmp_path) == [6]
+
+
+def test_orphaned_replicas_wait_no_longer_for_one_that_has_given_up(world, tmp_path, memory):
+    """And the run can be opened by others, since the first one lets go of it."""
+    run(world, tmp_path, "fsdp", 14, kill=["all", 9], orphan_fails=1, linger_seconds=30)
+    wait_for(lambda: not Disk(tmp_path / "run").is_locked("lock"), 15)
+    assert ended(run(world, tmp_path, "fsdp", 9))[0]["resumed"] == 8
 
 
 def test_ranks_that_would_make_bases_at_other_steps_are_refused(world, tmp_path, memory):

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -34,6 +34,7 @@ from holdfast.delta.replicas import Replicas
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput, DiskFull
 from holdfast.io.queue import Throttle
+from holdfast.optim import AdamW8bit, Apollo
 from holdfast.state.cuts import local_of
 from read_only import make_read_only
 from replica_run import Forked, drifting
@@ -61,6 +62,8 @@ OPTIMIZERS = {
     "foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "global": lambda p: Global(p, lr=0.01),
+    "apollo": lambda p: Apollo(p, lr=0.01, rank=2, update_gap=3),
+    "8bit": lambda p: AdamW8bit(p, lr=0.01),
 }
 
 
@@ -143,10 +146,14 @@ def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp
     if kind == "fsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
     if kind == "hsdp":
-        return fully_shard(model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s")))
+        return fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s"))
+        )
     if kind in ("tp", "fsdp_tp"):
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
-        odd = {"first": ColwiseParallel(output_layouts=Replicate())}  # of which torch cannot cut the next layer alike
+        odd = {
+            "first": ColwiseParallel(output_layouts=Replicate())
+        }  # of which torch cannot cut the next layer alike
         even = {"first": ColwiseParallel(), "second": RowwiseParallel()}
         parallelize_module(model, mesh["tensor"], odd if mlp % 2 else even)
         return fully_shard(model, mesh=mesh["data"]) if kind == "fsdp_tp" else model
@@ -168,6 +175,25 @@ def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn
 
 def full(*_: Any, **__: Any) -> None:
     raise DiskFull("no space left")
+
+
+def publish_slowly(real: Callable[..., None], seconds: float, how: str, replica: Any) -> None:
+    """Of the second base: after so many seconds, in which it "beats" or is "silent", or then "fails"."""
+    is_second = replica._base_step == 0
+    end = time.monotonic() + seconds
+    while is_second and time.monotonic() < end:
+        time.sleep(0.2)
+        if how == "beats":
+            replica._beat()
+    if is_second and how == "fails":
+        full()
+    real(replica)
+
+
+def but_news(real: Callable[..., None], about: dict[str, Any], *data: Any) -> None:
+    """Send ``about``, unless it is what all ranks have."""
+    if "all_have" not in about:
+        real(about, *data)
 
 
 def left_here() -> list[int]:
@@ -239,6 +265,10 @@ def train(
     altered: tuple[int, int] | None = None,
     spoilt: str | None = None,
     mlp: int = 0,
+    sleeps_at: tuple[int, int, float] | None = None,
+    slow_share: tuple[int, float, str] | None = None,
+    deaf_replica: tuple[int, int] | None = None,
+    orphan_fails: int | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step."""
@@ -270,6 +300,7 @@ def train(
     losses: list[float] = []
     digests: dict[int, str] = {}
     early: list[bool] = []
+    survived: list[int] = []
     if slow_publish:
         real = Together.publish_shares
         Together.publish_shares = lambda *args: (time.sleep(slow_publish), real(*args))[1]
@@ -286,6 +317,11 @@ def train(
             hosts.HostAmongOthers._persist = lambda self, notes: None
         if disk_fails_orphans:
             orphans.write_durably = full
+        if slow_share is not None and slow_share[0] == rank:
+            publish = hosts.HostAmongOthers._publish
+            hosts.HostAmongOthers._publish = lambda self: publish_slowly(publish, *slow_share[1:], self)
+        if orphan_fails == rank:
+            hosts.HostAmongOthers._persist = full
         if numb:  # to what the replica says of drift
             hear = Replicas._hear
             Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
@@ -296,7 +332,9 @@ def train(
             early.append(name in tap._copied)
 
         LayerTap.accumulated = counted
-    if kind == "ddp":  # which forms its buckets anew after the first backward, and then adds up in another order
+    if (
+        kind == "ddp"
+    ):  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
     say(before=left_here())
@@ -315,6 +353,12 @@ def train(
             if lose_at is not None and (rank, step) == tuple(lose_at):  # and the others are not called
                 checkpointer._survival.recorder.take_slot = lambda wait: None
                 checkpointer._survival.pace._together.call = lambda: None
+            if deaf_replica is not None and (rank, step) == tuple(deaf_replica):  # to what all ranks have
+                checkpointer._survival.replica._helper.send = partial(
+                    but_news, checkpointer._survival.replica._helper.send
+                )
+            if sleeps_at is not None and (rank, step) == tuple(sleeps_at[:2]):
+                time.sleep(sleeps_at[2])
             if step == unfreeze_at:
                 plain.first.bias.requires_grad_(True)
             loss = model(torch.randn(5, 7)).pow(2).mean()
@@ -356,6 +400,8 @@ def train(
                 checkpointer.wait()
             time.sleep(pause)
             say(durable=checkpointer.durable_step, survives=checkpointer.replica_step)
+            survived.append(checkpointer.replica_step)
+            say(survived=survived)
             if world_size > 1 and not options.get("replica"):
                 store = checkpointer._store
                 say(lost=checkpointer._survival.pace._losses, recording=checkpointer._survival.pace.recording)

@@ -97,7 +97,7 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
     import faulthandler
     import warnings
 
-    stacks = open(folder / f"stacks-{rank}", "w")
+    stacks = open(folder / f"stacks-{rank}", "w")  # noqa: SIM115 (open until the process ends)
     faulthandler.dump_traceback_later(PATIENCE_SECONDS - 5, exit=True, file=stacks)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
 

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 
 import holdfast
-from holdfast.plan.ops import traffic
+from holdfast.plan.ops import as_guessed, traffic
+from holdfast.plan.parts.schedule import REDO_SLOTS
 from holdfast.plan.work import StepShape
 from training import CONTEXT, adamw, batches, decoder
 
@@ -58,7 +59,8 @@ def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placemen
     ) as engine:
         for step, count in enumerate((1, 3, 2, 2)):
             moved = moved_by(engine, lambda step=step, count=count: engine.step(batches(step, count)))
-            shape = {"micro_batches": count, "clip": clip_norm is not None, "commit": step % 2 == 1}
+            clipping = "none" if clip_norm is None else "defer"
+            shape = {"micro_batches": count, "clipping": clipping, "commit": step % 2 == 1}
             assert moved == listed(engine, schedule, **shape), (step, count)
         moved = moved_by(engine, lambda: engine.evaluate(batches(0, 3)))
         assert moved == listed(engine, "evaluate", micro_batches=3)
@@ -80,6 +82,28 @@ def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(
             assert moved == listed(engine, "vertical", **shape), (step, count)
         moved = moved_by(engine, lambda: engine.evaluate(batches(0, 3)))
         assert moved == listed(engine, "evaluate", micro_batches=3)
+
+
+@pytest.mark.parametrize(
+    "clipping, delayed_fraction", [("speculate", 0.0), ("speculate", 0.5), ("per_block", 0.5)]
+)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_step_that_guesses_moves_the_bytes_of_its_list_and_where_it_was_right_no_others(
+    tmp_path, placement, clipping, delayed_fraction
+):
+    shape = {"micro_batches": 2, "clipping": clipping, "delayed_fraction": delayed_fraction}
+    for bound, right in ((1e-3, False), (1e3, True)):
+        options = {"clipping": clipping, "delayed_fraction": delayed_fraction, **PLACEMENTS[placement]}
+        with offload(tmp_path / str(bound), 4, clip_norm=bound, **options) as engine:
+            for step in range(3):
+                engine.trace(spans := [])
+                moved = moved_by(engine, lambda step=step: engine.step(batches(step, 2)))
+                made = engine.operations["vertical", StepShape(**shape)]
+                assert sum(span.nbytes for span in spans) == sum(moved.values())
+                assert moved == dict(traffic(as_guessed(made) if right else made)), step
+            most = max(unit.layout.file_bytes for unit in engine._run.blocks)
+            held = engine.last["buffers"].get("redone state", 0)
+            assert held <= (0 if right or clipping == "per_block" else REDO_SLOTS * most)
 
 
 def test_delaying_moves_nothing_twice_and_a_snake_saves_three_transfers_per_turn(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.errors import ModelNotSupported
 from training import differing, state_of, stored
 
 transformers = pytest.importorskip("transformers")
@@ -43,6 +44,52 @@ def gpt2(tied=True):
 
 def gpt2_untied():
     return gpt2(tied=False)
+
+
+def mistral():
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=4))
+
+
+def gpt_neox():
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    dropout = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, **dropout))
+
+
+EXPERTS = {"num_experts_per_tok": 2}
+
+
+def mixtral(**options):
+    config = transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4, **options)
+    return transformers.MixtralForCausalLM(config)
+
+
+def qwen2_moe():
+    """With an expert that all tokens share."""
+    sizes = {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, **sizes))
+
+
+def gemma3():
+    """Whose layers take one of two tables and one of two masks, by turns."""
+    config = transformers.Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=4, layer_types=TURNS)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+TURNS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def t5():
+    """An encoder and a decoder that share an embedding. Position biases are made in the first block of each, and have
+    a gradient in every block: torch's fused attention computes such a bias otherwise where no graph is made, as in a
+    block's first run, so attention is the model's own."""
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(
+            d_model=16, d_kv=8, d_ff=24, num_layers=3, num_decoder_layers=2, num_heads=2, vocab_size=VOCABULARY,
+            dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=False, use_cache=False,
+            attn_implementation="eager",
+        )
+    )  # fmt: skip
 
 
 def build(make):
@@ -101,12 +148,68 @@ def offloaded(directory, model, clip_norm=0.5, steps=STEPS, **options):
 
 
 @pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-@pytest.mark.parametrize("make", [llama, qwen2, qwen3, gpt2_untied])
+@pytest.mark.parametrize(
+    "make", [llama, qwen2, qwen3, gpt2_untied, mistral, gpt_neox, mixtral, qwen2_moe, gemma3]
+)
 def test_every_bit_equals_a_plain_loop(tmp_path, make, schedule):
     losses, expected = plain_loop(build(make))
     found_losses, found = offloaded(tmp_path, build(make), schedule=schedule, activations_on_host=0.5)
     assert found_losses == losses
     assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize("make", [llama, gpt_neox, mixtral])
+def test_steps_under_autocast_equal_a_loop_whose_forward_alone_is_under_it(tmp_path, make):
+    """As torch has it: a backward pass under autocast has other bits, here that of attention with dropout."""
+    plain = build(make)
+    forward = plain.forward
+
+    def under_autocast(**batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return forward(**batch)
+
+    plain.forward = under_autocast
+    losses, expected = plain_loop(plain)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found_losses, found = offloaded(tmp_path, build(make))
+    assert found_losses == losses
+    assert differing(found, expected) == []
+
+
+# The matrix that encoder and decoder of T5 share has two gradients in every micro-batch, too.
+
+SHARED = "shared.weight"
+
+
+def both(model):
+    return [*model.encoder.block, *model.decoder.block]
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("blocks", [both, lambda model: model.encoder.block, lambda model: None])
+def test_an_encoder_and_a_decoder_equal_a_plain_loop(tmp_path, monkeypatch, schedule, blocks):
+    """Both streamed, where they are named; else the longer of the two, and the other stays."""
+    monkeypatch.setattr(f"{__name__}.COUNT", 1)
+    losses, expected = plain_loop(build(t5))
+    model = build(t5)
+    found_losses, found = offloaded(tmp_path, model, blocks=blocks(model), schedule=schedule)
+    assert found_losses == losses
+    assert differing(found, expected) == []
+
+
+def test_of_an_encoder_and_a_decoder_only_the_shared_matrix_differs_with_several_micro_batches(tmp_path):
+    losses, expected = plain_loop(build(t5), clip_norm=None, steps=1)
+    model = build(t5)
+    found_losses, found = offloaded(tmp_path, model, clip_norm=None, steps=1, blocks=both(model))
+    assert found_losses == losses
+    assert set(differing(found, expected)) <= {f"{SHARED}/{s}" for s in ("param", "exp_avg", "exp_avg_sq")}
+
+
+def test_what_routers_say_of_their_balance_is_refused_by_name(tmp_path):
+    model = build(lambda: mixtral(output_router_logits=True))
+    with pytest.raises(ModelNotSupported, match=r"output_router_logits.* = False"):
+        offloaded(tmp_path, model)
+    assert not any(path.is_file() and path.name != "lock" for path in tmp_path.rglob("*"))
 
 
 # The tied matrix of GPT-2 has two gradients in every micro-batch: from the head and from the embedding. A

@@ -8,7 +8,7 @@ import pytest
 from holdfast.plan import formulas
 from holdfast.plan.duplex import Duplex
 from holdfast.plan.lists import host_bytes, placement_of, shape_of, work_of
-from holdfast.plan.ops import DOWNLOAD, SSD_READ, SSD_WRITE, UPLOAD, lane_bytes
+from holdfast.plan.ops import DOWNLOAD, SSD_READ, SSD_WRITE, UPLOAD, as_guessed, lane_bytes
 from holdfast.plan.setting import Method, Setting
 from holdfast.plan.vertical import vertical
 from holdfast.profiles import load_machine, load_model
@@ -29,13 +29,15 @@ def setting(clipping="none", micro_batches=5, blocks=80, machine="a100-80g", **m
     )
 
 
-@pytest.mark.parametrize("clipping", ["none", "defer"])
-@pytest.mark.parametrize("commit_every", [0, 1])
+@pytest.mark.parametrize(
+    "clipping, commit_every",
+    [("none", 0), ("none", 1), ("defer", 0), ("defer", 1), ("speculate", 1), ("per_block", 1)],
+)
 def test_bytes_are_those_of_the_operation_list(clipping, commit_every):
     """What the engine runs; the list's last block has no forward pass and its input stays, spread over all blocks."""
     s = setting(clipping, commit_every=commit_every)
     for kept in HALVES[::3]:
-        moved = lane_bytes(vertical(work_of(s), placement_of(kept, s.blocks), shape_of(s)))
+        moved = lane_bytes(as_guessed(vertical(work_of(s), placement_of(kept, s.blocks), shape_of(s))))
         assert formulas.read_bytes(s)(kept) == pytest.approx(moved[SSD_READ], rel=0.003)
         assert formulas.written_bytes(s)(kept) == pytest.approx(moved[SSD_WRITE], rel=0.003)
         ups = s.blocks * (formulas.forward(s).up + formulas.backward(s).up).constant
@@ -45,7 +47,7 @@ def test_bytes_are_those_of_the_operation_list(clipping, commit_every):
         assert downs + 4 * resident == pytest.approx(moved[DOWNLOAD], rel=0.01)
 
 
-@pytest.mark.parametrize("clipping", ["none", "defer"])
+@pytest.mark.parametrize("clipping", ["none", "defer", "speculate", "per_block"])
 @pytest.mark.parametrize("machine", ["a100-80g", "cpu-2-core"])
 def test_host_memory_is_that_of_the_operation_list(clipping, machine):
     s = setting(clipping, machine=machine)

@@ -34,7 +34,7 @@ def test_sums_grow_in_the_order_of_the_micro_batches(step):
 
 
 def test_a_spilled_sum_is_read_after_it_was_written_and_written_after_it_was_read():
-    shape = StepShape(micro_batches=3, clip=True)
+    shape = StepShape(micro_batches=3, clipping="defer")
     for work, _, _ in grid((3,)):
         made = horizontal(work, Placement.fractions(3, gradients=0.0), shape)
         order = Order(made)

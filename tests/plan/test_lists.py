@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.errors import DoesNotFit
 from holdfast.plan.lists import fit, host_bytes, machine_of, placement_of, shape_of, work_of
+from holdfast.plan.ops import as_guessed
 from holdfast.plan.search import Case, engine_case
 from holdfast.plan.setting import Method
 from holdfast.plan.simulate import simulate
@@ -31,6 +32,8 @@ CASES = [
     (case("gpt-65b", "a100-80g", clipping="defer", host=400), 6),
     (case("llama-7b", "rtx-4090"), 4),
     (case("llama-13b", "h100-80g", commit_every=0), 8),
+    (case("gpt-65b", "a100-80g", clipping="speculate", host=400), 6),
+    (case("llama-7b", "rtx-4090", clipping="per_block"), 4),
     (case("gpt-319m", "cpu-2-core"), 2),
     (case("gpt-319m", "cpu-2-core", host=2.4), 8),
 ]
@@ -51,8 +54,8 @@ def test_a_simulated_step_takes_what_the_plan_says(chosen, count):
     """The plan knows no waits between steps or for the first block, so it is the faster."""
     solution, placement = fit(chosen, count)
     s = solution.setting
-    operations = vertical(work_of(s), placement, shape_of(s))
-    found = simulate([operations] * 4, machine_of(s, operations))
+    operations = as_guessed(vertical(work_of(s), placement, shape_of(s)))
+    found = simulate([operations] * 4, machine_of(s.machine, operations))
     assert 0.93 < found.seconds_per_step / solution.step_seconds < 1.15
 
 
@@ -73,7 +76,7 @@ def test_the_simulated_ssd_has_the_rate_of_the_plans_mixture():
             placement_of(dict.fromkeys(("params", "optimizer", "activations", "gradients"), 0.0), s.blocks),
             shape_of(s),
         )
-        found = simulate([operations], machine_of(s, operations)).busy_seconds()
+        found = simulate([operations], machine_of(s.machine, operations)).busy_seconds()
         moved = found["ssd_read"] + found["ssd_write"]
         read = sum(op.nbytes for op in operations if op.lane == "ssd_read")
         written = sum(op.nbytes for op in operations if op.lane == "ssd_write")

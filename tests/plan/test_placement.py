@@ -10,12 +10,12 @@ from holdfast.errors import BadInput, DoesNotFit
 from holdfast.plan.horizontal import horizontal
 from holdfast.plan.memory import predict
 from holdfast.plan.placement import choose
-from holdfast.plan.work import Placement, StepShape
+from holdfast.plan.work import CLIPPING, Placement, StepShape
 from holdfast.units import ample_budget, parse_bytes
 from plan_steps import uneven
 
 WORK = uneven(8)
-SHAPE = StepShape(micro_batches=3, clip=True)
+SHAPE = StepShape(micro_batches=3, clipping="defer")
 
 
 def needs(placement: Placement, shape: StepShape = SHAPE) -> int:
@@ -89,11 +89,11 @@ def test_a_fraction_that_is_none_is_refused(wrong):
         {kind: st.sampled_from(["auto", 0.0, 0.25, 1.0]) for kind in ("params", "activations", "optimizer")}
     ),
     count=st.integers(1, 6),
-    clip=st.booleans(),
+    clipping=st.sampled_from(CLIPPING),
 )
 @settings(max_examples=80, deadline=None)
-def test_whatever_is_chosen_fits_and_keeps_what_was_asked(budget, asked, count, clip):
-    work, shape = uneven(count), StepShape(micro_batches=2, clip=clip)
+def test_whatever_is_chosen_fits_and_keeps_what_was_asked(budget, asked, count, clipping):
+    work, shape = uneven(count), StepShape(micro_batches=2, clipping=clipping)
     try:
         chosen = choose(work, shape, budget, **asked)
     except DoesNotFit as error:

@@ -3,13 +3,15 @@
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 from holdfast.errors import BadInput, DiskFull
+from holdfast.models.timing import measure_block
 from holdfast.probe.clock import median_seconds
-from holdfast.probe.device import measure_block, measure_copies
+from holdfast.probe.copies import measure_copies
 from holdfast.probe.host import measure_update
 from holdfast.probe.machine import probe_machine
 from holdfast.probe.ssd import LEAST_BYTES, measure_ssd
@@ -19,10 +21,16 @@ from holdfast.units import MiB
 CPU = torch.device("cpu")
 
 
+def a_block(seconds):
+    return measure_block(CPU, None, seconds)
+
+
 def test_a_machine_is_measured_in_about_the_time_given(tmp_path):
     said = []
     began = time.perf_counter()
-    found = probe_machine(tmp_path, CPU, 8 * 2**30, file_bytes=LEAST_BYTES, seconds=1.0, say=said.append)
+    found = probe_machine(
+        tmp_path, CPU, 8 * 2**30, file_bytes=LEAST_BYTES, seconds=1.0, time_block=a_block, say=said.append
+    )
     assert time.perf_counter() - began < 30
     assert said == ["the SSD", "a block", "copies", "the host's optimizer"]
     assert os.listdir(tmp_path) == []
@@ -38,10 +46,11 @@ def test_a_machine_is_measured_in_about_the_time_given(tmp_path):
     assert 10**8 < machine.device_flop_per_second < 10**14
     assert 10**6 < machine.update_elements_per_second < 10**11
     assert found.ssd.file_bytes == LEAST_BYTES
+    assert 0 < machine.ssd_sync_seconds < 5
 
 
 def test_what_was_measured_is_a_profile_with_its_sources(tmp_path):
-    found = probe_machine(tmp_path, CPU, 8 * 2**30, file_bytes=LEAST_BYTES, seconds=0.2)
+    found = probe_machine(tmp_path, CPU, 8 * 2**30, file_bytes=LEAST_BYTES, seconds=0.2, time_block=a_block)
     path = tmp_path / "machine.toml"
     path.write_text(to_toml(found.profile, found.sources))
     assert load_machine(str(path)) == found.profile
@@ -52,13 +61,14 @@ def test_what_was_measured_is_a_profile_with_its_sources(tmp_path):
 
 def test_the_block_of_a_model_is_timed_unless_that_takes_too_long():
     small = measure_block(CPU, load_model("gpt-46m"), 0.5)
-    assert (small.timed.width, small.timed.sequence) == (512, 256)
+    assert small.what == "a block of width 512, 256 tokens"
+    timed = replace(load_model("gpt-46m"), gated=True, biases=False)
     assert small.flop_per_second == pytest.approx(
-        4 * small.timed.forward_flop / (small.forward_seconds + small.backward_seconds)
+        4 * timed.forward_flop / (small.forward_seconds + small.backward_seconds)
     )
     with pytest.warns(UserWarning, match="a block of GPT of 175 billion parameters would take about"):
         other = measure_block(CPU, load_model("gpt-175b"), 0.5)
-    assert other.timed.width == 512
+    assert other.what == "a block of width 512, 256 tokens"
 
 
 def test_a_cpu_has_no_copies():

@@ -16,13 +16,8 @@ from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
 from holdfast.state.capture import FROM_NAME
 from holdfast.universal.convert import huggingface
-from holdfast.universal.convert.huggingface import (
-    INDEX,
-    SafetensorsFiles,
-    header_of,
-    write_huggingface,
-    write_single,
-)
+from holdfast.universal.convert.huggingface import write_huggingface, write_single
+from holdfast.universal.convert.safetensors import INDEX, SafetensorsFiles, header_of
 from holdfast.universal.load import Target, read_all
 from holdfast.universal.restore import read_tensors
 

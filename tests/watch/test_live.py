@@ -104,3 +104,13 @@ def test_a_log_that_was_replaced_or_cut_is_read_anew(tmp_path):
     assert steps_of(tail) == [7, 8, 9]
     path.write_text(json.dumps(logged.step(5)) + "\n")
     assert steps_of(tail) == [5]
+
+
+def test_the_planned_time_stands_beside_the_measured():
+    first, *others = logged.engine_log()
+    plan = {"event": "plan", "time": logged.BEGAN, "step_seconds": 5.0}
+    panel = LivePanel(History([first, plan, *others]), "run")
+    assert panel.document(logged.BEGAN + 65)["predicted_seconds"] == 5.0
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(panel.picture(logged.BEGAN + 65))
+    assert "planned 5 s" in console.export_text()

@@ -191,3 +191,32 @@ def test_inputs_whose_size_was_not_known_beforehand_are_said_to_be():
     steps = [logged.step(n, moved={"upload": {"upload_input": 5, "other": 5}}) for n in (1, 2)]
     said = read(html(look([logged.engine(), logged.schedule(), *steps]))).sections["Traffic against formulas"]
     assert said.count("not measured beforehand") == 1 and said.count("not in the schedule") == 1
+
+
+def planned_log():
+    """A log whose sitting was planned: 5 s a step, where 10 s were measured."""
+    plan = {
+        "event": "plan", "time": logged.BEGAN, "step_seconds": 5.0, "on_host": {"params": 1.0, "optimizer": 0.5},
+        "delayed_fraction": 0.25, "stated": ["params"], "busiest": "ssd", "busiest_part": 0.75,
+    }  # fmt: skip
+    first, *others = logged.engine_log()
+    return [first, plan, *others]
+
+
+def test_what_the_planner_predicted_stands_beside_what_was_measured():
+    sections = read(html(look(planned_log()))).sections
+    assert "predicted: 5 s" in sections["Time of a step"]
+    said = sections["Predicted and measured"]
+    assert "100% of params, 50% of optimizer in host memory, 25% of updates delayed" in said
+    assert "Given, not chosen: params" in said and "ssd was to be busy 75%" in said
+    rows = {row["what"]: row for row in document(look(planned_log()))["predictions"]}
+    row = rows["time of a step, median of the sitting"]
+    assert (row["predicted"], row["measured"]) == (5.0, 10.0)
+    given = {row["what"]: row for row in document(look(planned_log(), step_seconds=8.0))["predictions"]}
+    assert given["time of a step, median"]["predicted"] == 8.0
+
+
+def test_a_plan_of_an_earlier_sitting_is_not_compared():
+    resumed = [logged.engine(6, time=logged.BEGAN + 200), *(logged.step(n) for n in (7, 8, 9))]
+    rows = [row["what"] for row in document(look([*planned_log(), *resumed]))["predictions"]]
+    assert "time of a step, median of the sitting" not in rows

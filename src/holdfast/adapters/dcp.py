@@ -29,11 +29,12 @@ from ..state.boxes import Box
 from ..state.capture import FROM_NAME
 from ..state.progress import decode
 from ..store.reader import RunReader
-from ..units import MiB
+from ..units import MiB, packed
 from ..universal.convert.holdfast import Commit
 from ..universal.keys import KEY
 from ..universal.load import Plan, Run, Target, in_threads, plan, read_all
 from ..universal.source import Stored
+from .dcp_items import OfRun
 from .dcp_write import StorageWriter
 
 __all__ = ["StorageReader", "StorageWriter"]
@@ -42,25 +43,16 @@ BATCH_BYTES = 64 * MiB
 """Read at once on the way to tensors that cannot be read into directly; a larger one by itself."""
 
 
-class StorageReader(dcp.StorageReader):
+class StorageReader(OfRun, dcp.StorageReader):
     """Reads a commit of the run in the directory ``root`` that a ``StorageWriter`` made: of ``step``, or the newest."""
 
     def __init__(self, root: str | os.PathLike = "", *, step: int | None = None) -> None:
-        self.root, self.step = os.fspath(root), step
+        super().__init__(root, step)
         self._source: Commit | None = None
         self._values: dict[str, Any] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
 
-    @property
-    def checkpoint_id(self) -> str:
-        return self.root
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        self.root = os.fspath(checkpoint_id) if checkpoint_id else self.root
+    def _let_go(self) -> None:
         self._source = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> theirs.Metadata:
@@ -187,14 +179,4 @@ def _verify(source: Commit, run: Run) -> int:
 
 def _batches(items: list[ReadItem]) -> Iterator[list[ReadItem]]:
     """Of about ``BATCH_BYTES`` at most."""
-    batch: list[ReadItem] = []
-    elements = 0
-    for item in items:
-        size = item.lengths.numel()
-        if batch and (elements + size) * 4 > BATCH_BYTES:
-            yield batch
-            batch, elements = [], 0
-        batch.append(item)
-        elements += size
-    if batch:
-        yield batch
+    return packed(items, lambda item: 4 * item.lengths.numel(), BATCH_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,29 @@ from ..state.boxes import Box
 from ..state.capture import TO_NAME
 from ..state.progress import encode
 from ..universal.keys import KEY, Kind
+
+
+class OfRun:
+    """What both halves say of where they are: in the directory of a run."""
+
+    def __init__(self, root: str | os.PathLike, step: int | None) -> None:
+        self.root, self.step = os.fspath(root), step
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.root
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        self.root = os.fspath(checkpoint_id) if checkpoint_id else self.root
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Of what the last call had open."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

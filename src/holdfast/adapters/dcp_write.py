@@ -29,12 +29,12 @@ from ..store.manifest import Manifest, Timeline
 from ..store.retention import Keep
 from ..store.written import Written
 from ..universal.keys import KEY, name_all
-from .dcp_items import Resolved, Save, box_of, index_of, kind_of, name_of, nbytes_of, value_of
+from .dcp_items import OfRun, Resolved, Save, box_of, index_of, kind_of, name_of, nbytes_of, value_of
 
 _FILE = re.compile(r"save-\d+\.t\d+\.rank-\d+\.0\.safetensors")
 
 
-class StorageWriter(dcp.StorageWriter):
+class StorageWriter(OfRun, dcp.StorageWriter):
     """Makes every ``dcp.save`` a commit of the run in the directory ``root``, which is made if absent.
 
     ``step`` is the commit's; without it, the one after the newest. A step that there is already, or after which there
@@ -44,21 +44,10 @@ class StorageWriter(dcp.StorageWriter):
     def __init__(
         self, root: str | os.PathLike = "", *, step: int | None = None, keep: Keep | None = None
     ) -> None:
-        self.root, self.step, self.keep = os.fspath(root), step, keep or Keep()
+        super().__init__(root, step)
+        self.keep = keep or Keep()
         self._paths: dict[str, tuple[Any, ...]] = {}
         self._first: _Opened | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        return self.root
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
-
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
-        self.root = os.fspath(checkpoint_id) if checkpoint_id else self.root
-        self._close()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -104,7 +93,7 @@ class StorageWriter(dcp.StorageWriter):
                 if self._first is None:
                     store.close()
         except BaseException:
-            self._close()
+            self._let_go()
             raise
         results = [WriteResult(item.index, nbytes_of(item), None) for item in plan.items]
         if results:
@@ -130,9 +119,9 @@ class StorageWriter(dcp.StorageWriter):
             refs |= {stream_of(rank): share for rank, share, _ in told if rank}
             first.store.publish_shares(refs)
         finally:
-            self._close()
+            self._let_go()
 
-    def _close(self) -> None:
+    def _let_go(self) -> None:
         first, self._first = self._first, None
         if first is not None:
             first.close()

@@ -19,14 +19,16 @@ from ..watch.drive import wear
 from .output import print_facts
 
 if TYPE_CHECKING:
-    from ..data.corpus import Corpus
+    from ..data.corpus import Windowed
     from ..offload.preflight import Preflight
 
 MARGIN = "    "
 """Left of generated text."""
 
 
-def announce(console: Console, config: Config, corpus: Corpus, preflight: Preflight, steps_left: int) -> None:
+def announce(
+    console: Console, config: Config, corpus: Windowed, preflight: Preflight, steps_left: int
+) -> None:
     """Everything that the run will take, before it takes it. 80 columns hold it for a run of common size."""
     written, read = preflight.written_bytes_per_step, preflight.read_bytes_per_step
     needed, free = format_bytes(preflight.needed_bytes), format_bytes(preflight.free_bytes)
@@ -41,6 +43,8 @@ def announce(console: Console, config: Config, corpus: Corpus, preflight: Prefli
         "wear": wear(written * steps_left),
         "memory": _memory(preflight, config.offload.host_budget == "auto"),
     }
+    if preflight.prediction is not None:
+        facts["plan"] = preflight.prediction.line()
     print_facts(console, facts, indent="  ")
     console.print()
 
@@ -118,7 +122,10 @@ def _memory(preflight: Preflight, automatic: bool) -> str:
     if preflight.host_budget is None:
         limit = "no budget"
     else:
-        limit = f"the budget is {format_bytes(preflight.host_budget)}" + ", what is free now" * automatic
+        limit = (
+            f"the budget is {format_bytes(preflight.host_budget)}"
+            + ", nine tenths of what is free" * automatic
+        )
     if preflight.host_bytes_predicted is None:
         return f"use was not predicted; {limit}"
     return f"{format_bytes(preflight.host_bytes_predicted)} predicted; {limit}"

@@ -1,4 +1,4 @@
-"""From a configuration to an engine: the decoder, its optimizer, its learning rate and its text."""
+"""From a configuration to an engine: the model of a recipe, its optimizer and its learning rate."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..config import Config
 from ..data.loader import SampleLoader
 from ..events import EventLog
-from ..models.decoder import Decoder, DecoderConfig
-from ..offload.blocks import empty_parameters
 from ..offload.engine import Engine
 from ..offload.entry import Budget, offload
 from ..offload.preflight import Preflight
-from .machine import choose_device, free_host_bytes
+from .machine import choose_device
+from .recipe import Recipe
 
 
 def make_engine(
-    config: Config, loader: SampleLoader, events: EventLog, confirm: Callable[[Preflight], None]
+    config: Config,
+    recipe: Recipe,
+    loader: SampleLoader,
+    events: EventLog,
+    confirm: Callable[[Preflight], None],
+    say: Callable[[str], object] | None = None,
 ) -> Engine:
-    """The decoder, its optimizer, schedule and text, out of core. Fresh, or as the newest commit has them."""
+    """The recipe's model, its optimizer, schedule and text, out of core. Fresh, or as the newest commit has them."""
     seed_all(config.run.seed)
-    with empty_parameters():
-        model = Decoder(decoder_config(config))
-    optimizer = make_optimizer(model, config)
+    model = recipe.model
+    optimizer = make_optimizer(recipe, config)
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
-    sample = torch.zeros(config.train.micro_batch_size, config.model.context, dtype=torch.int64)
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     # the run's own are kept, and replaced below
     warnings.filterwarnings("ignore", message="the run's own hyper-parameters are kept")
@@ -51,14 +53,17 @@ def make_engine(
         optimizer_on_host=config.offload.optimizer_on_host,
         activations_on_host=config.offload.activations_on_host,
         budget=Budget(
-            device=config.offload.device_budget_bytes,
-            host=config.offload.host_budget_bytes or free_host_bytes(),
+            device=config.offload.device_budget_bytes or "auto",
+            host=config.offload.host_budget_bytes or "auto",
         ),
         clip_norm=config.train.clip_norm or None,
+        clipping=config.train.clipping,
+        normalize=recipe.normalize,
         commit_every=config.durability.every,
         retain=config.durability.retain,
         seed=config.run.seed,
-        sample={"tokens": sample, "targets": sample},
+        source=recipe.source,
+        sample=recipe.sample,
         micro_batches=config.train.micro_batches,
         direct=config.io.direct,
         io_threads=config.io.threads,
@@ -66,6 +71,7 @@ def make_engine(
         write_limit=config.io.write_limit_bytes_per_second,
         events=events,
         confirm=confirm,
+        say=say,
     )
     # a run that goes on with other hyper-parameters, or for another number of steps, has theirs from here on
     highest = config.train.learning_rate
@@ -76,11 +82,11 @@ def make_engine(
     return engine
 
 
-def make_optimizer(model: Decoder, config: Config) -> torch.optim.AdamW:
+def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.AdamW:
     """Weight decay on matrices, none on norms (by dimension) and none on the embedding."""
-    named = list(model.named_parameters())
-    decayed = [p for name, p in named if p.dim() >= 2 and name != "embed.weight"]
-    others = [p for name, p in named if p.dim() < 2 or name == "embed.weight"]
+    parameters, embeddings = list(recipe.model.parameters()), recipe.embeddings()
+    decayed = [p for p in parameters if p.dim() >= 2 and id(p) not in embeddings]
+    others = [p for p in parameters if p.dim() < 2 or id(p) in embeddings]
     return torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": config.train.weight_decay},
@@ -101,18 +107,6 @@ def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1, steps - warmup_steps))
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
-
-
-def decoder_config(config: Config) -> DecoderConfig:
-    model = config.model
-    return DecoderConfig(
-        blocks=model.blocks,
-        width=model.width,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        context=model.context,
-        dropout=model.dropout,
-    )
 
 
 def seed_all(seed: int) -> None:

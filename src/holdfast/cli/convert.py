@@ -12,11 +12,14 @@ from typing import Any
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from ..errors import BadInput
+from ..folders.keeping import keep, kept_folder
+from ..folders.naming import as_folder
+from ..folders.pretrained import checked, empty_model
 from ..models.decoder import DecoderConfig
 from ..models.llama import PACK, llama_config
 from ..sources import source_of
 from ..store.files import Disk, write_durably
-from ..store.target import Target
+from ..store.target import Target, Url
 from ..units import counted, format_bytes, parse_bytes
 from ..universal import packs
 from ..universal.checking import refuse_unequal
@@ -26,8 +29,8 @@ from ..universal.convert.huggingface import write_huggingface, write_single
 from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
-from .build import decoder_config
 from .output import print_json, progress
+from .recipe import decoder_config
 from .record import NAME, read_record
 from .runs import open_run
 
@@ -39,6 +42,8 @@ DTYPES = {
     "fp16": "F16",
     "float16": "F16",
 }
+NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""What config.json calls them."""
 FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed")
 
 Told = Callable[[int], None]
@@ -46,7 +51,8 @@ Told = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """What the options say. ``rules`` is a file or a pack, ``values`` a JSON file with the numbers that they name."""
+    """What the options say. ``rules`` is a file or a pack, ``values`` a JSON file with the numbers that they name,
+    ``model`` the folder whose model was trained."""
 
     to: str
     dtype: str | None = None
@@ -54,6 +60,7 @@ class How:
     stage: int | None = None
     rules: str | None = None
     values: Path | None = None
+    model: Path | None = None
 
 
 def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
@@ -62,11 +69,15 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     began, to = time.perf_counter(), how.to
     opened = source_of(source, open_run)
     rules = None if how.rules is None else packs.find(how.rules, how.values, opened.numbers)
-    trained = _trained_here(source) if to == "huggingface" else None
+    run = Target.parse(source).run
+    folder = _folder_of(run, how)
+    trained = _trained_here(run) if to == "huggingface" and folder is None else None
     if trained is not None and rules is None:
         rules = packs.load(PACK)
     if rules is not None:
         opened = UnderRules(opened, rules)
+    elif folder is not None:
+        opened = as_folder(opened, empty_model(folder))
     refuse_unequal(opened, opened.atoms.values())
     total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
     columns = (
@@ -79,6 +90,8 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     with progress(*columns, quiet=as_json) as bar:
         task = bar.add_task("writing", total=total)
         about = _write(opened, destination, how, lambda nbytes: bar.advance(task, nbytes))
+    if folder is not None:
+        keep(folder, destination, dtype=NAMES[DTYPES.get(how.dtype or "fp32", "F32")])
     if trained is not None:
         text = json.dumps(llama_config(trained), indent=2)
         write_durably(Disk(destination), "config.json", text.encode(), why="configuration")
@@ -96,11 +109,17 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
         print(f"Not in it, since {to} holds parameters and buffers alone: {left} of the optimizer")
 
 
-def _trained_here(source: str) -> DecoderConfig | None:
-    """The sizes of the reference decoder, if ``source`` is a run of `holdfast train`, which trains that."""
-    run = Target.parse(source).run
+def _trained_here(run: Path | Url) -> DecoderConfig | None:
+    """The sizes of the reference decoder, if ``run`` is one of `holdfast train`, which trains that."""
     config = read_record(run) if isinstance(run, Path) and (run / NAME).exists() else None
     return None if config is None else decoder_config(config)
+
+
+def _folder_of(run: Path | Url, how: How) -> Path | None:
+    """The folder whose model ``run`` trained, if it did, or what is kept of it."""
+    if how.model is not None:
+        return checked(how.model)
+    return kept_folder(run) if how.to == "huggingface" and isinstance(run, Path) else None
 
 
 def _refuse(destination: Path, how: How) -> None:
@@ -109,6 +128,10 @@ def _refuse(destination: Path, how: How) -> None:
         raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise BadInput(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    if how.model is not None and (to != "huggingface" or how.rules is not None):
+        raise BadInput(
+            "--model names the folder that comes back: it is for --to huggingface, without --rules"
+        )
     if dtype is not None and to in ("holdfast", "dcp", "deepspeed"):
         raise BadInput(
             "--dtype is for exports of parameters: a training state keeps its tensors as training had them"

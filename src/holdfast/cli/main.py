@@ -40,6 +40,10 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 Commit = Annotated[
     str, typer.Argument(metavar="RUN[@STEP]", help="A run directory, and a step of it; else its newest.")
 ]
+Values = Annotated[
+    Path | None,
+    typer.Option("--values", metavar="JSON", help="Numbers that the rules name, such as a config.json."),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -59,6 +63,12 @@ def train(
     config: Annotated[
         Path | None, typer.Argument(metavar="CONFIG.toml", help="What to train; every key has a default.")
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", metavar="FOLDER", help="A Hugging Face folder to fine-tune, as model.path does."
+        ),
+    ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option(
@@ -73,9 +83,11 @@ def train(
 
     Ctrl-C ends the step, commits it and leaves; the same command goes on from there.
     """
-    from ..config import key_of, load_config, to_toml
+    from ..config import key_of, literal, load_config, to_toml
     from .output import Enduring
 
+    if model is not None:
+        sets = [*(sets or ()), f"model.path={literal(str(model))}"]
     chosen = load_config(config, sets or ())
     if print_config:
         print(to_toml(chosen), end="")
@@ -225,9 +237,12 @@ def convert(
             "--rules", metavar="RULES", help="A file or pack of rules: other names, joined, split, permuted."
         ),
     ] = None,
-    values: Annotated[
+    values: Values = None,
+    model: Annotated[
         Path | None,
-        typer.Option("--values", metavar="JSON", help="Numbers that the rules name, such as a config.json."),
+        typer.Option(
+            "--model", metavar="FOLDER", help="The Hugging Face folder that a script's run trained."
+        ),
     ] = None,
     json: AsJson = False,
 ) -> None:
@@ -235,7 +250,7 @@ def convert(
     from .convert import How
     from .convert import convert as convert_state
 
-    how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values)
+    how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values, model=model)
     convert_state(source, destination, how, as_json=json)
 
 
@@ -294,10 +309,7 @@ def rules_infer(commit: Commit) -> None:
 def rules_check(
     file: Annotated[str, typer.Argument(metavar="RULES", help="A file of rules, or the name of a pack.")],
     commit: Commit,
-    values: Annotated[
-        Path | None,
-        typer.Option("--values", metavar="JSON", help="Numbers that the rules name, such as a config.json."),
-    ] = None,
+    values: Values = None,
     json: AsJson = False,
 ) -> None:
     """Apply rules to what the ranks of a run stored; exit 1 if any tensor would lie otherwise than it does."""

@@ -12,7 +12,7 @@ from ..plan.explain import Change, Life, binding, life, memory_is_full, what_if
 from ..plan.formulas import FRACTIONS
 from ..plan.linear import Solution
 from ..plan.lists import fit
-from ..plan.search import Case, Found, engine_case, search
+from ..plan.search import Case, Found, best_at, engine_case, search
 from ..plan.setting import Method
 from ..profiles import MachineProfile, load_machine, load_model
 from ..units import counted, format_bytes, format_seconds, parse_bytes
@@ -28,8 +28,8 @@ SIZES = {
 BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
 
 ENGINE_TODAY = (
-    "The engine of this version runs a delayed fraction of 0, or with clipping of 1 (`defer`), in plain order; other "
-    "fractions, `speculate`, `per_block` and `snake` are planned for and not built."
+    "The engine of this version places and delays whole blocks, and lets stale parameters lie where they are while "
+    "gradients wait."
 )
 
 
@@ -39,7 +39,7 @@ def plan_placement(given: Mapping[str, Any]) -> None:
     if given["delayed"] is not None and case.method.delayed is not None:
         raise ConfigError("--delayed says what --clipping defer decides: with it every update waits")
     found = search(case, given["micro_batches"], delayed=given["delayed"])
-    changes, engine = what_if(case, found.best), _on_engine(found)
+    changes, engine = what_if(case, found.best), _on_engine(found, given["delayed"])
     if given["json"]:
         print_json(_document(found, changes, engine))
     else:
@@ -95,10 +95,12 @@ def _machine(given: Mapping[str, Any]) -> MachineProfile:
     return machine
 
 
-def _on_engine(found: Found) -> Solution | DoesNotFit:
+def _on_engine(found: Found, delayed: float | None) -> Solution | DoesNotFit:
     """What the engine of this version makes of the same number of micro-batches."""
+    case, count = engine_case(found.case), found.best.setting.micro_batches
+    best = best_at(case, count, delayed)
     try:
-        return fit(engine_case(found.case), found.best.setting.micro_batches)[0]
+        return fit(case, count, best.setting.delayed_fraction if best else 0.0)[0]
     except DoesNotFit as error:
         return error
 
@@ -272,8 +274,15 @@ def _print_settings(engine: Solution) -> None:
     """For the configuration of ``holdfast train``, and by the same names for ``holdfast.offload``."""
     print("\n  [train]")
     print(f"  micro_batches = {engine.setting.micro_batches}")
-    print("  clip_norm = 0" if engine.setting.method.clipping == "none" else "  clip_norm = 1.0")
+    method = engine.setting.method
+    print("  clip_norm = 0" if method.clipping == "none" else "  clip_norm = 1.0")
+    if method.clipping not in ("none", "defer"):
+        print(f'  clipping = "{method.clipping}"')
     print("\n  [offload]")
+    if method.order != "plain":
+        print(f'  order = "{method.order}"')
+    if method.delayed is None and engine.setting.delayed_fraction:
+        print(f"  delayed_fraction = {engine.setting.delayed_fraction:g}")
     for name in ("params", "optimizer", "activations"):
         blocks = engine.setting.blocks
         print(f"  {name}_on_host = {int(engine.fractions[name] * blocks + 1e-6) / blocks:g}")

@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from ..errors import ConfigError
+from ..models.timing import measure_block
 from ..offload.device import open_device
 from ..probe.machine import Probed, probe_machine
+from ..probe.memory import free_host_bytes
 from ..profiles import load_model, to_toml
 from ..units import format_seconds, parse_bytes
-from .machine import free_host_bytes
 from .output import print_json
 
 
@@ -37,14 +38,15 @@ def probe(
     except ValueError as error:
         raise ConfigError(f"--size: {error}") from error
     chosen = None if model is None else load_model(model)
+    target = open_device(device).torch_device
     with Console(stderr=True).status("measuring") as status:
         found = probe_machine(
             directory,
-            open_device(device).torch_device,
+            target,
             free_host_bytes(),
             file_bytes=file_bytes,
             seconds=seconds,
-            model=chosen,
+            time_block=lambda seconds: measure_block(target, chosen, seconds),
             say=lambda what: status.update(f"measuring {what}"),
         )
     text = _text(found)

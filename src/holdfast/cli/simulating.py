@@ -14,6 +14,7 @@ from ..plan.formulas import PROCESS_BYTES
 from ..plan.horizontal import horizontal
 from ..plan.lists import EVALUATION_BATCHES, fit, host_bytes, machine_of, shape_of, work_of
 from ..plan.memory import MakesOps
+from ..plan.ops import as_guessed
 from ..plan.placement import choose
 from ..plan.search import Case, engine_case, search
 from ..plan.setting import Setting
@@ -114,8 +115,8 @@ def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str,
 
 def _play(setting: Setting, schedule: MakesOps, placement: Placement, steps: int) -> Played:
     work, shape = work_of(setting), shape_of(setting)
-    operations = schedule(work, placement, shape)
-    found = play_steps([operations] * steps, machine_of(setting, operations))
+    operations = as_guessed(schedule(work, placement, shape))
+    found = play_steps([operations] * steps, machine_of(setting.machine, operations))
     return Played(placement, host_bytes(setting, placement, schedule), found, setting.tokens)
 
 
@@ -158,8 +159,7 @@ def _print(setting: Setting, played: Mapping[str, Played], trace: Path | None) -
     print(f"{model.description} on {setting.machine.description}")
     print(
         f"{setting.micro_batches} x {model.micro_batch} x {model.sequence:,} tokens a step, clipping: "
-        f"{setting.method.clipping}. As the engine of this version goes: delayed fraction "
-        f"{setting.delayed_fraction:g}, plain order.\n"
+        f"{setting.method.clipping}. Delayed fraction {setting.delayed_fraction:g}, {setting.method.order} order.\n"
     )
     table = plain_table(
         "order", ">step", ">tokens/s", "busiest lane", ">host memory", "params, state, inputs on host"

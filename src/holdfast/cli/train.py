@@ -1,12 +1,11 @@
 """``holdfast train``: the main job, a language model trained on text with its state out of core.
 
 The same command starts a run, continues it and, with more ``train.steps``, extends it: what is in the run
-directory decides. Losses are nats per byte.
+directory decides. Losses are nats per token, which is a byte for the reference decoder.
 """
 
 from __future__ import annotations
 
-import codecs
 import math
 import os
 import random
@@ -23,7 +22,7 @@ from rich.status import Status
 from torch import Tensor
 
 from ..config import Config, to_values
-from ..data.corpus import Corpus
+from ..data.corpus import Windowed
 from ..data.loader import SampleLoader, micro_batches_of, step_loader
 from ..errors import Damaged, NoCommit
 from ..events import EventLog, read_events
@@ -35,16 +34,17 @@ from ..watch.panel import TrainingPanel
 from .announce import announce, print_sample, same_command, say_how_to_go_on
 from .build import make_engine
 from .output import console as standard_output
+from .recipe import Recipe, recipe_of
 from .record import changes_to_run, describe, state_directory, write_record
 from .stop import StopRequest
 
 VALIDATION_SAMPLES = 64
 """Evenly spread over the held-out text, the same ones every time."""
 
-PROMPT, SAMPLE_BYTES, TEMPERATURE = "def __init__(self", 240, 0.7
+SAMPLE_TOKENS, TEMPERATURE = 240, 0.7
 
 SAMPLE_SECONDS = 20.0
-"""After which a sample ends: each byte takes the whole model from the SSD."""
+"""After which a sample ends: each token takes the whole model from the SSD."""
 
 
 def train(config: Config, stated: Collection[str] = ()) -> None:
@@ -64,23 +64,29 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
         )
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
-    data = config.data
-    corpus = Corpus(data.text, context=config.model.context, validation_fraction=data.validation_fraction)
+    recipe = recipe_of(config, console)
     loader = step_loader(
-        corpus, config.train.micro_batch_size, config.train.micro_batches, seed=config.run.seed
+        recipe.corpus,
+        config.train.micro_batch_size,
+        config.train.micro_batches,
+        seed=config.run.seed,
+        stack=recipe.stack,
     )
     events = EventLog(run / "events.jsonl")
 
     def confirm(preflight: Preflight) -> None:
-        announce(console, config, corpus, preflight, steps_left=config.train.steps - done)
+        announce(console, config, recipe.corpus, preflight, steps_left=config.train.steps - done)
 
     if changed:  # by somebody who has had to say so, and is told what that changes (record.py)
         warnings.filterwarnings("ignore", message="this run goes on with other settings")
     with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
-        engine = make_engine(config, loader, events, confirm)
+        engine = make_engine(
+            config, recipe, loader, events, confirm, lambda text: say_measuring(console, text)
+        )
     with engine:
+        recipe.keep()
         write_record(config)
-        Job(config, console, corpus, loader, engine, events).run(changed)
+        Job(config, console, recipe, loader, engine, events).run(changed)
 
 
 class Job:
@@ -90,12 +96,12 @@ class Job:
         self,
         config: Config,
         console: Console,
-        corpus: Corpus,
+        recipe: Recipe,
         loader: SampleLoader,
         engine: Engine,
         events: EventLog,
     ) -> None:
-        self.config, self.console, self.corpus = config, console, corpus
+        self.config, self.console, self.recipe = config, console, recipe
         self.loader, self.engine, self.events = loader, engine, events
         self.panel = TrainingPanel(
             console,
@@ -145,10 +151,10 @@ class Job:
 
     def validate(self) -> dict[str, Any] | None:
         """The loss on held-out text now, as an event; None where no text is held out."""
-        samples = held_out_samples(self.corpus)
+        samples = held_out_samples(self.recipe.corpus)
         if not samples:
             return None
-        batches = micro_batches_of(samples, self.config.train.micro_batch_size)
+        batches = micro_batches_of(samples, self.config.train.micro_batch_size, self.recipe.stack)
         with self.console.status("reading held-out text"):
             event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
         self.events.emit("validation", **event)
@@ -168,9 +174,10 @@ class Job:
             first = first_validation(self.events.path) or before
             self.say(
                 f"Validation loss {after['loss']:.3f}; it was {first['loss']:.3f} at step {first['step']:,}, "
-                f"and a uniform guess has {math.log(256):.3f}."
+                f"and a uniform guess has {math.log(self.recipe.choices):.3f}."
             )
-        text = print_sample(self.console, PROMPT, write_sample(self.engine, self.config, stop))
+        ids = sampled_ids(self.engine, self.config, self.recipe.prompt_ids, stop)
+        text = print_sample(self.console, self.recipe.prompt, self.recipe.text_of(ids))
         self.events.emit(
             "finished", step=done, durable_step=self.engine.durable_step, seconds=seconds, sample=text
         )
@@ -216,7 +223,13 @@ def reading(console: Console, what: str) -> Status:
     return console.status(text)
 
 
-def held_out_samples(corpus: Corpus) -> list[dict[str, Tensor]]:
+def say_measuring(console: Console, text: str) -> None:
+    """That the machine is measured. What was planned is announced with all else."""
+    if not text.startswith("plan: "):
+        console.print(text, soft_wrap=True)
+
+
+def held_out_samples(corpus: Windowed) -> list[dict[str, Tensor]]:
     count = min(VALIDATION_SAMPLES, len(corpus.validation))
     return [corpus.validation[place * len(corpus.validation) // count] for place in range(count)]
 
@@ -228,16 +241,14 @@ def first_validation(path: Path | None) -> dict[str, Any] | None:
     return next(found, None)
 
 
-def write_sample(engine: Engine, config: Config, stop: StopRequest) -> Iterator[str]:
-    """What the model writes after ``PROMPT``, byte by byte; its bytes are read as UTF-8 where they are that."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    tokens, ends = torch.tensor([list(PROMPT.encode())]), time.perf_counter() + SAMPLE_SECONDS
+def sampled_ids(engine: Engine, config: Config, prompt: list[int], stop: StopRequest) -> Iterator[int]:
+    """What the model writes after ``prompt``, a token at a time."""
+    tokens, ends = torch.tensor([prompt]), time.perf_counter() + SAMPLE_SECONDS
     seeds = random.Random(config.run.seed)
-    for _ in range(SAMPLE_BYTES):
+    for _ in range(SAMPLE_TOKENS):
         if stop.requested or time.perf_counter() > ends:
             break
         tokens = engine.generate(
             tokens, 1, temperature=TEMPERATURE, seed=seeds.getrandbits(63), context=config.model.context
         )
-        yield decoder.decode(bytes([int(tokens[0, -1])]))
-    yield decoder.decode(b"", final=True)
+        yield int(tokens[0, -1])

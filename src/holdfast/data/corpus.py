@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -89,10 +89,25 @@ class Corpus:
         return {"files": len(self.paths), "bytes": self.num_bytes, "xxh3": digest.hexdigest()}
 
 
+class Windowed(Protocol):
+    """A text cut into samples."""
+
+    paths: list[Path]
+    num_bytes: int
+    context: int
+    fingerprint: dict[str, Any]
+    training: Windows
+    validation: Windows
+
+    @property
+    def num_windows(self) -> int: ...
+    def window(self, index: int) -> dict[str, Tensor]: ...
+
+
 class Windows:
     """Some of a corpus's windows: all but, or only, the last of every ``stride``."""
 
-    def __init__(self, corpus: Corpus, length: int, stride: int, held_out: bool) -> None:
+    def __init__(self, corpus: Windowed, length: int, stride: int, held_out: bool) -> None:
         self.corpus = corpus
         self._length, self._stride, self._held_out = length, stride, held_out
 
@@ -111,7 +126,7 @@ class Windows:
         return self.corpus.fingerprint | {"context": self.corpus.context, "windows": self._length}
 
 
-def split(corpus: Corpus, validation_fraction: float) -> tuple[Windows, Windows]:
+def split(corpus: Windowed, validation_fraction: float) -> tuple[Windows, Windows]:
     """Training and validation windows: of every ``round(1 / fraction)`` windows the last is held out."""
     total = corpus.num_windows
     stride = min(round(1 / validation_fraction), total) if validation_fraction else total + 1

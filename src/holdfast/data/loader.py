@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from ..errors import BadInput, RunMismatch
-from .corpus import Corpus
+from .corpus import Windowed
 from .draws import seed_streams, streams_put_back
 from .order import sample_index
 
@@ -223,25 +223,32 @@ def _check_options(num_workers: int, options: dict[str, Any]) -> None:
     DataLoader(range(1), num_workers=num_workers, **options)  # type: ignore[arg-type]
 
 
+Stack = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
+"""Makes a micro-batch of samples."""
+
+
 def step_loader(
-    corpus: Corpus,
+    corpus: Windowed,
     micro_batch_size: int,
     micro_batches: int,
     *,
     seed: int = 0,
+    stack: Stack = default_collate,
 ) -> SampleLoader:
-    """Optimizer steps over a corpus: each item is a list of ``micro_batches`` dicts for the model.
+    """Optimizer steps over the samples of a text: each item is a list of ``micro_batches`` dicts for the model.
 
-    In each, ``tokens`` and ``targets`` are int64[micro_batch_size, context].
+    In each, tensors have ``micro_batch_size`` rows.
     """
     return SampleLoader(
         corpus.training,
         micro_batch_size * micro_batches,
         seed=seed,
-        collate=lambda samples: micro_batches_of(samples, micro_batch_size),
+        collate=lambda samples: micro_batches_of(samples, micro_batch_size, stack),
     )
 
 
-def micro_batches_of(samples: Sequence[dict[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+def micro_batches_of(
+    samples: Sequence[dict[str, Tensor]], size: int, stack: Stack = default_collate
+) -> list[dict[str, Tensor]]:
     """``samples`` stacked ``size`` at a time."""
-    return [default_collate(list(samples[start : start + size])) for start in range(0, len(samples), size)]
+    return [stack(list(samples[start : start + size])) for start in range(0, len(samples), size)]

@@ -51,13 +51,16 @@ class Standing:
     """The number of the meeting that somebody has called last."""
     settled: tuple[int, int, str] = (0, 0, "")
     """Of the last meeting of which that is known: its number, the step at which it is, and what for."""
+    missing: tuple[tuple[int, str], ...] = ()
+    """The ranks of which the share of the base that is under way is not there, with the last sign of life of each."""
 
 
 class Agreement:
     """``how_far`` gives the step up to which this rank is durable. ``publish`` is called on the first rank, with where
     the shares of a base are by rank; ``follow`` on the others when it has returned there; ``hear`` on all, with what is
-    known now; ``is_there`` says on the first whether the process of another rank still writes the run. All run on the
-    thread of this object. ``sure`` is what a step is that all ranks have."""
+    known now; ``is_there`` says on the first whether the process of another rank still writes the run, and ``survives``
+    how much of what a rank had is left when it has ended. All run on the thread of this object. ``sure`` is what a step
+    is that all ranks have."""
 
     def __init__(
         self,
@@ -70,6 +73,7 @@ class Agreement:
         hear: Callable[[Standing], None] = lambda standing: None,
         sure: str = "durable",
         is_there: Callable[[int], bool] = lambda rank: True,
+        survives: Callable[[int, int], int] = lambda rank, step: step,
         alike: Alike | None = None,
         deadline_seconds: float,
     ) -> None:
@@ -77,10 +81,11 @@ class Agreement:
         self._ranks, self._how_far, self._steps_done = ranks, how_far, steps_done
         self._publish, self._follow, self._deadline = publish, follow, deadline_seconds
         self._hear, self._sure = hear, sure
-        self._is_there, self._probe_at = is_there, 0.0
+        self._is_there, self._survives, self._probe_at = is_there, survives, 0.0
         self._alike = alike or Alike(ranks, lambda event, **fields: None)
         self._alike.tell = self.tell
         self._seen: set[int] = set()
+        self._missed: set[int] = set()
         ranks.tell_lost = self._tell_lost
         start = how_far()
         common = {
@@ -88,13 +93,16 @@ class Agreement:
             "base": "0",
             "published": "0",
             "given_up": "0",
+            "missing": "[]",
             "stop": "",
             "called": "0",
             "settled": json.dumps([0, 0, ""]),
             "failed": "",
             **Alike.common,
         }
-        own = {"own": str(start), "share": "", "at": "", "closed": "", "alike": Alike.NOTHING}
+        own = {
+            "own": str(start), "share": "", "beat": "", "at": "", "leaving": "", "closed": "", "alike": Alike.NOTHING,
+        }  # fmt: skip
         every = {f"{name}/{rank}": own[name] for name in own for rank in range(ranks.world_size)}
         self._keys = [*common, *every] if ranks.rank == 0 else list(common)
         self._board: Any = ranks.board(common | every, deadline_seconds)
@@ -141,6 +149,14 @@ class Agreement:
     def share(self, number: int, step: int, ref: dict[str, Any]) -> None:
         """This rank's part of base ``number``, of ``step`` and the steps before it, is durable: its file is ``ref``."""
         self.tell(f"share/{self._ranks.rank}", json.dumps([number, step, ref]))
+
+    def beat(self, sign: str) -> None:
+        """This rank's part of the base that is under way goes on being written."""
+        self.tell(f"beat/{self._ranks.rank}", sign)
+
+    def leave(self) -> None:
+        """What writes for this rank ends in order: it is not to be missed."""
+        self.tell(f"leaving/{self._ranks.rank}", "yes")
 
     def share_nothing(self, number: int) -> None:
         """Base ``number`` cannot be had from this rank, so from none."""
@@ -245,6 +261,7 @@ class Agreement:
         except BaseException as error:
             with self._lock:
                 if isinstance(error, RuntimeError) and self._ranks.rank and not self._closing:
+                    self.standing.durable_step = self._survives(0, self.standing.durable_step)
                     error = RankFailed(
                         f"rank 0, which the others ask how far all are, does not answer ({error}). Step"
                         f" {self.standing.durable_step} is {self._sure}: start all ranks again to resume."
@@ -263,7 +280,7 @@ class Agreement:
         own, lost = self._how_far(), self._lost()
         with self._lock:
             say, self._say = self._say, {}
-        say[f"own/{self._ranks.rank}"] = str(own)
+        say = {f"own/{self._ranks.rank}": str(own), **say}  # before a failure that it comes of
         for name, value in say.items():
             if self._said.get(name) != value:
                 self._board.set(name, value)
@@ -274,6 +291,10 @@ class Agreement:
             self._lead(found)
             self._alike.lead(found, self._board)
             self._report(lost, found)
+        if found["failed"]:  # maybe of the first rank, which does not find it any more
+            own_keys = [f"own/{rank}" for rank in range(self._ranks.world_size)]
+            steps = list(map(int, self._board.multi_get(own_keys)))
+            found["durable"] = f"{min(steps)} {steps.index(min(steps))}"
         self._alike.note(found)
         self._note(found)
         return own < self._steps_done() or self.standing.durable_step < own or self.called
@@ -293,8 +314,12 @@ class Agreement:
         settle("durable", f"{min(steps)} {steps.index(min(steps))}")
         wanted = int(found["base"])
         ended = max(int(found["published"]), int(found["given_up"]))
-        there = wanted > ended and all(share and share[0] == wanted for share in shares)
-        if there and any(share[2] is None for share in shares):
+        missing = [
+            rank for rank, share in enumerate(shares) if wanted > ended and (share or [0])[0] != wanted
+        ]
+        settle("missing", json.dumps([[rank, found[f"beat/{rank}"]] for rank in missing]))
+        there = wanted > ended and not missing
+        if wanted > ended and any(share and share[0] == wanted and share[2] is None for share in shares):
             settle("given_up", str(wanted))
         elif there and min(steps) >= max(share[1] for share in shares):
             with self._leading:
@@ -308,20 +333,24 @@ class Agreement:
         self._all_closed = all(found[f"closed/{r}"] for r in range(self._ranks.world_size))
 
     def _lost(self) -> list[int]:
-        """On the first rank: those of which the process is there no more. Asked before the board is, on which they may
-        have said that they are done. Where locks of another host are not seen, nobody is missed."""
+        """On the first rank: those of which the process is there no more, nor was at the look before. Asked before the
+        board is, on which they may have said that they are done, or why they failed. Where locks of another host are
+        not seen, nobody is missed."""
         now = time.monotonic()
         if self._ranks.rank or now < self._probe_at:
             return []
         self._probe_at = now + PROBE_SECONDS
         there = set(filter(self._is_there, range(1, self._ranks.world_size)))
         self._seen |= there
-        return sorted(self._seen - there)
+        before, self._missed = self._missed, self._seen - there
+        return sorted(self._missed & before)
 
     def _report(self, lost: list[int], found: dict[str, str]) -> None:
         """Tell all of a rank that is not there and has said nothing."""
-        silent = [rank for rank in lost if not found[f"closed/{rank}"]]
+        silent = [rank for rank in lost if not found[f"closed/{rank}"] and not found[f"leaving/{rank}"]]
         if silent and not found["failed"]:
+            for rank in silent:
+                self._board.set(f"own/{rank}", str(self._survives(rank, int(found[f"own/{rank}"]))))
             found["failed"] = f"rank {silent[0]} has ended without a word, or closed without saving."
             self._board.set("failed", found["failed"])
 
@@ -334,6 +363,7 @@ class Agreement:
             standing.durable_step, standing.behind = map(int, found["durable"].split())
             standing.base_wanted, standing.published = int(found["base"]), published
             standing.given_up = int(found["given_up"])
+            standing.missing = tuple((rank, sign) for rank, sign in json.loads(found["missing"]))
             standing.settled = tuple(json.loads(found["settled"]))
             standing.called = max(standing.called, int(found["called"]))
             self.stopping = self.stopping or bool(found["stop"])

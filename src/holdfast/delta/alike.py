@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +19,7 @@ import xxhash
 
 from ..state.cuts import Copied
 from ..state.live import LiveState
-from ..units import MiB
+from ..units import MiB, packed
 from .drift import digests
 from .ranks import Ranks
 
@@ -79,7 +79,7 @@ class Alike:
         number, at = self._wanted
         if number > self._number:
             self._number, self._state, self._found = number, state, {}
-            self._left = list(_batches(state.copies)) if step <= at else []
+            self._left = _batches(state.copies) if step <= at else []
             if not self._left:  # it was heard of too late
                 self._tell(None)
         if self._left and self._state is not state:  # which has changed its form
@@ -169,17 +169,9 @@ class Alike:
             )
 
 
-def _batches(copies: Sequence[Copied]) -> Iterator[list[int]]:
+def _batches(copies: Sequence[Copied]) -> list[list[int]]:
     """Places in ``copies``, as many together as are digested at the end of one step."""
-    batch: list[int] = []
-    filled = 0
-    for place, copied in enumerate(copies):
-        if batch and filled + copied.nbytes > BYTES_PER_STEP:
-            yield batch
-            batch, filled = [], 0
-        batch.append(place)
-        filled += copied.nbytes
-    yield batch
+    return list(packed(range(len(copies)), lambda place: copies[place].nbytes, BYTES_PER_STEP)) or [[]]
 
 
 def _joined(found: Told, copies: Sequence[Copied]) -> Told:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from ..store.generations import Generations
 from ..store.layout import Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Share
-from ..units import MiB, format_bytes
+from ..units import MiB, format_bytes, packed
 from .image import METADATA, Image, write_tensor
 from .recorder import Inline, Recorder, Task
 
@@ -327,17 +328,15 @@ def _atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
 def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
     """Owners in order, joined to about ``UNIT_BYTES``; residuals, which come last, are apart. One group of none where a
     rank stores nothing, so that it has a part of a base all the same."""
-    groups: list[list[str]] = []
-    filled, was_late = 0, False
-    for owner, held in owned.items():
-        nbytes = sum(atom.nbytes for atom, _ in held.values())
-        late = any(atom.slot in CARRIED for atom, _ in held.values())
-        if not groups or filled + nbytes > UNIT_BYTES or late != was_late:
-            groups.append([])
-            filled, was_late = 0, late
-        groups[-1].append(owner)
-        filled += nbytes
-    return [tuple(group) for group in groups] or [()]  # a rank that stores nothing has a file of nothing
+
+    def nbytes(owner: str) -> int:
+        return sum(atom.nbytes for atom, _ in owned[owner].values())
+
+    def is_late(owner: str) -> bool:
+        return any(atom.slot in CARRIED for atom, _ in owned[owner].values())
+
+    groups = [tuple(g) for _, alike in groupby(owned, is_late) for g in packed(alike, nbytes, UNIT_BYTES)]
+    return groups or [()]  # a rank that stores nothing has a file of nothing
 
 
 def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:

@@ -38,12 +38,13 @@ class Inbox:
         threading.Thread(target=self._read, name="holdfast-inbox", daemon=True).start()
 
     def next(self, timeout: float) -> Message | None:
-        """The next message; None if there is none within ``timeout`` seconds. Raises ``Gone``."""
+        """The next message; None if there is none within ``timeout`` seconds. Raises ``Gone``, whenever it is asked."""
         try:
             message = self._messages.get(timeout=timeout)
         except queue.Empty:
             return None
         if message is None:
+            self._messages.put(None)
             raise Gone
         return message
 

@@ -30,14 +30,15 @@ def look(
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
     made: list[LiveState] = []
 
-    def held() -> tuple[dict[str, tuple[Box, int]], list[str]]:
+    def held() -> tuple[dict[str, tuple[Box, int]], set[str]]:
         made.append(state := LiveState(model, optimizers, beside, residuals, subspaces))
         boxes = state.boxes
         parameters = {
             p.name: (boxes[p.name], boxes[p.name].elements * p.parameter.element_size())
             for p in state.parameters
         }
-        return parameters, [atom.name for atom, _ in state.buffers().values()]
+        names = {name for p in state.parameters for name in p.names}
+        return parameters, names | {atom.name for atom, _ in state.buffers().values()}
 
     parts = ranks.all_do(held)
     [state] = made
@@ -46,7 +47,7 @@ def look(
         stored = owners(held_by)
         state.store_only(stored[ranks.rank])
         state.copies = copies(held_by, stored)
-        state.elsewhere = {name for parameters, buffers in parts for name in (*parameters, *buffers)}
+        state.elsewhere = set().union(*(names for _, names in parts))
         state.own_residuals = own_residuals
     return state
 

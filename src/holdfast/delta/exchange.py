@@ -10,6 +10,7 @@ import torch
 
 from ..state.boxes import Box
 from ..state.live import LiveState
+from ..units import packed
 from .bases import UNIT_BYTES
 from .image import image_of
 from .ranks import Ranks
@@ -36,16 +37,11 @@ def give_to_others(state: LiveState, ranks: Ranks) -> None:
 
 def _divided(state: LiveState, names: list[str]) -> list[dict[str, Box]]:
     """``names`` with their boxes, joined to about the size of a unit."""
-    groups: list[dict[str, Box]] = []
-    filled = 0
-    for name in names:
-        nbytes = sum(atom.nbytes for atom, _ in state.owned(state.parameter(name)).values())
-        if not groups or filled + nbytes > UNIT_BYTES:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = state.boxes[name]
-        filled += nbytes
-    return groups
+
+    def nbytes(name: str) -> int:
+        return sum(atom.nbytes for atom, _ in state.owned(state.parameter(name)).values())
+
+    return [{name: state.boxes[name] for name in group} for group in packed(names, nbytes, UNIT_BYTES)]
 
 
 def _image(state: LiveState, names: dict[str, Box]) -> torch.Tensor:

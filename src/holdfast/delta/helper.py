@@ -100,18 +100,21 @@ class Helper:
             self.check()
             raise
 
-    def wait_for(self, reached: Callable[[], bool]) -> None:
+    def wait_for(self, reached: Callable[[], bool], owes: Callable[[], bool] = lambda: True) -> None:
         """Return when it has said what makes ``reached``. Raises what it failed with, and ``WriterHung`` if it says
-        nothing for too long."""
+        nothing for too long while it ``owes`` something."""
         started = time.monotonic()
         with self.changed:
             while not reached():
+                if not owes():
+                    started = time.monotonic()
                 self.check(started)
                 self.changed.wait(0.1)
 
-    def wait_for_word(self, word: str) -> None:
-        """Return when it has said ``word`` since this was called for it last."""
-        self.wait_for(lambda: word in self._said)
+    def wait_for_word(self, word: str, wait_for: Callable[[Callable[[], bool]], None] | None = None) -> None:
+        """Return when it has said ``word`` since this was called for it last. ``wait_for`` is how that is waited for,
+        where there is more to it."""
+        (wait_for or self.wait_for)(lambda: word in self._said)
         self._said.discard(word)
 
     def check(self, waiting_since: float | None = None) -> None:

@@ -1,7 +1,8 @@
 """Holder: a run's parameters and optimizers of its classes, made from what a base says, without the script.
 
-Only where replay in it is what training did: optimizers of torch that update each element by itself, nothing done after
-the update, the same version of torch and kind of device. Anything else is refused with the reason.
+Only where replay in it is what training did: optimizers of torch or this library that update each element by itself,
+or each tensor if one rank recorded it; nothing done after the update; the same version of torch and kind of device.
+Anything else is refused with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..state.capture import FROM_NAME
 from ..state.live import RESIDUAL, LiveState
 from ..state.progress import joined_members
 from ..store.manifest import Manifest
-from ..update.optimizer import ELEMENTWISE
+from ..update.kinds import ELEMENTWISE, WHOLE, class_named
 from .shell import members_of, module_of, optimizer_of
 
 
@@ -49,14 +50,14 @@ def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
         )
     if any(atom["slot"] == RESIDUAL for atom in atoms.values()):
         raise _refused("it has residuals of error feedback, which records cannot bring forward")
-    _refuse(about, atoms)
+    _refuse(about, atoms, len(base.streams))
     [device] = about["devices"]
     held = {
         atom["name"]: _empty(atom, about["strides"], device)
         for atom in atoms.values()
         if atom["slot"] in ("param", "buffer")
     }
-    kinds = [getattr(torch.optim, _class_name(kind)) for kind in about["classes"]]
+    kinds = [class_named(kind) for kind in about["classes"]]
     members = joined_members([base.progress_of(s)["replay"]["parameters"] for s in base.streams])
     described = zip(kinds, members, progress["groups"], strict=True)
     optimizers = [optimizer_of(kind, members, groups, held) for kind, members, groups in described]
@@ -64,13 +65,18 @@ def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
     return LiveState(module_of(held), optimizers)
 
 
-def _refuse(about: dict[str, Any], atoms: dict[str, dict[str, Any]]) -> None:
-    kinds = about["classes"]
-    foreign = [
-        kind for kind in kinds if not kind.startswith("torch.optim.") or _class_name(kind) not in ELEMENTWISE
-    ]
-    if foreign:
-        raise _refused(f"its optimizer {foreign[0]} is not one of {', '.join(ELEMENTWISE)} of torch.optim")
+def _refuse(about: dict[str, Any], atoms: dict[str, dict[str, Any]], ranks: int) -> None:
+    for kind in about["classes"]:
+        known = class_named(kind)
+        if known is None:
+            raise _refused(
+                f"its optimizer {kind} is not one of {', '.join((*ELEMENTWISE, *WHOLE))} of torch.optim, or of"
+                " holdfast.optim (but Joined)"
+            )
+        if ranks > 1 and known.__name__ not in ELEMENTWISE:
+            raise _refused(
+                f"its optimizer {kind} needs whole tensors, and {ranks} ranks recorded parts of them"
+            )
     if about["after_update"] or any(":" in atom["name"] for atom in atoms.values()):
         raise _refused("something is done after every update (after_update=), which only the script can do")
     if about["torch"] != torch.__version__:
@@ -90,10 +96,6 @@ def _refused(why: str) -> BadInput:
 def _is_here(device: str) -> bool:
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return here is not None and here.type == device
-
-
-def _class_name(kind: str) -> str:
-    return kind.rpartition(".")[2]
 
 
 def _empty(atom: dict[str, Any], strides: dict[str, list[int]], device: str) -> torch.Tensor:

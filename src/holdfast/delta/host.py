@@ -39,7 +39,7 @@ from .rebuild import adopt, rebuild
 from .recorder import Inline
 from .recovery import recover
 from .replay import Taken, apply, fingerprint
-from .replica import SYNC, Terms
+from .replica import Terms
 from .ring import Ring
 from .script import NoScript
 from .slots import tensors_of
@@ -50,6 +50,10 @@ PATIENCE_SECONDS = 5.0
 
 LOOK_SECONDS = 0.5
 """How often it is asked whether the trainer still lives, where a child of the trainer keeps its end open."""
+
+
+BEAT_SECONDS = 1.0
+"""Between two signs of life while a base is written."""
 
 
 class Host:
@@ -71,6 +75,7 @@ class Host:
         self._equal = False
         """Whether the state is whole, and every comparison since it was handed over found it equal."""
         self._begun = self._closing = self._kept = False
+        self._beaten = 0.0
         self._prefix = ""
         """Of the names of units."""
 
@@ -87,11 +92,13 @@ class Host:
         except BaseException as error:
             self._tell(error)
             if self._begun and self._equal and not self._kept:  # the disk failed, and not the state
-                self._keep()
+                self._take_what_waits()
+                if self._equal:
+                    self._keep()
         finally:
             if not self._kept:
-                needed = self._base_step < self._step and (self._place / kept.KEPT).exists()
-                self._leave_place(self._begun and not needed)
+                there = any((self._place / folder).exists() for folder in (kept.KEPT, kept.SYNC))
+                self._leave_place(self._begun and not (there and self._base_step < self._step))
             self._store.close()
             self._events.close()
         if self._kept:
@@ -115,7 +122,6 @@ class Host:
     def _take_place(self) -> None:
         """Make the tier ready. What an earlier replica kept stays until a state is handed over."""
         tier.make(self._place)
-        tier.remove(self._place / SYNC)
         self._door = kept.Door(self._place)
 
     # What the trainer says
@@ -155,8 +161,10 @@ class Host:
         self._drop_base()
         adopt(about["sync"])
         state = rebuild(about["sync"])
-        with tier.opened(self._place / SYNC) as store:
+        with tier.opened(self._place / kept.SYNC) as store:
             self._progress = store.load(store.line()[0]).progress
+            for mark in kept.mark([], ""):
+                self._progress.pop(mark, None)
             recover(store, state, NoScript(), ranks=Ranks())
         if self._ring is not None:
             self._ring.close()
@@ -166,7 +174,7 @@ class Host:
             self._base_step, self._begun = about["begin"]["durable"], True
         self._state, self._step, self._equal = state, about["step"], True
         if self._bases is None:
-            self._bases = BaseMaker(self._store, state, Inline(), self._prefix)
+            self._bases = BaseMaker(self._store, state, Inline(self._beat), self._prefix)
         self._bases.watch(state)
         if not about["needed"]:
             kept.drop(self._place)
@@ -254,6 +262,13 @@ class Host:
         self._events.emit("base", step=self._base_step, durable_step=self._base_step)
         self._say(base=self._base_step)
 
+    def _beat(self) -> None:
+        """Tell the trainer that a base goes on being written, once in a while."""
+        now = time.monotonic()
+        if now > self._beaten + BEAT_SECONDS:
+            self._beaten = now
+            self._say(beat=self._step)
+
     def _drop_base(self) -> None:
         if self._bases is not None:
             self._bases.give_up()
@@ -275,6 +290,20 @@ class Host:
                 self._publish()
         if self._closing:
             self._say(word=LAST_WORD)
+
+    def _take_what_waits(self) -> None:
+        """Do the steps that were handed over before the trainer could hear of a failure."""
+        with suppress(Gone):
+            while True:
+                all_read = not self._inbox.has_more
+                message = self._inbox.next(0.02)
+                if message is not None and "about" in message.about:
+                    self._take_step_late(message)
+                elif message is None and all_read:
+                    return
+
+    def _take_step_late(self, message: Message) -> None:
+        self._take_step(message)
 
     def _keep(self) -> None:
         """Keep the state in the tier, if there is room; the disk may have some where that has none."""

@@ -22,7 +22,7 @@ from . import kept, tier
 from .channel import Channel, Message
 from .helper import LAST_WORD
 from .host import Host, clip_as_told
-from .orphans import HERE, Notes
+from .orphans import HERE, KEPT, Notes
 from .ranks import Ranks, stream_of
 from .replica import Terms
 
@@ -42,7 +42,8 @@ class HostAmongOthers(Host):
         self._prefix = self._ranks.prefix
         self._waiting: deque[Message] = deque()
         self._all_have = -1
-        self._number = 0
+        self._number = self._ended = 0
+        """Of the base that was begun last, and of the one that is known to be over."""
         self._shared = False
         """Whether the base ``_number`` waits for those of other ranks."""
         self._cut = ""
@@ -72,6 +73,7 @@ class HostAmongOthers(Host):
         if "all_have" in about:
             self._all_have = max(self._all_have, about["all_have"])
             if "ended" in about:
+                self._ended = about["ended"]
                 self._end_base(about["published"])
         elif "publish" in about:
             self._publish_shares(about["publish"])
@@ -87,13 +89,17 @@ class HostAmongOthers(Host):
             super()._do(self._waiting.popleft())
 
     def _may_do(self, about: dict[str, Any]) -> bool:
-        return "compare" in about or about["step"] <= self._all_have
+        """What all have; and after drift, when the others are not told to have it, what is only to be passed over."""
+        passes = "compare" in about or (not self._equal and "sync" not in about)
+        return passes or about["step"] <= self._all_have
 
     def _take_over(self, about: dict[str, Any]) -> None:
         super()._take_over(about)
         self._cut = about["cut"]
 
     def _compare(self, about: dict[str, Any]) -> None:
+        if about["last"] and about["base"] <= self._ended:  # another rank has given it up
+            return
         if about["last"]:
             self._number = about["base"]
         super()._compare(about)
@@ -149,23 +155,28 @@ class HostAmongOthers(Host):
                 notes.leave(HERE)
             records = self._held_back()
             self._keep()
-            notes.leave("kept", [self._step, records[-1].step if records else self._step])
-            self._persist(notes)
+            notes.leave(KEPT, [self._step, records[-1].step if records else self._step])
+            shared = False
+            try:
+                shared = self._persist(notes)
+            finally:
+                if not shared:
+                    notes.give_up()
 
-    def _persist(self, notes: Notes) -> None:
-        """Make a base of the newest step that all replicas have, if all are there."""
+    def _persist(self, notes: Notes) -> bool:
+        """Make a base of the newest step that all replicas have, if all are there. Whether there is one from here."""
         if notes.of_all(HERE, HERE_SECONDS, ASKED_SECONDS) is None:
-            return
-        ranges = notes.of_all("kept", WORK_SECONDS, ASKED_SECONDS)
+            return False
+        ranges = notes.of_all(KEPT, WORK_SECONDS, ASKED_SECONDS)
         if ranges is None:
-            return
+            return False
         last = min(last for _, last in ranges)
         if last < max(kept.newest(self._store, None) + 1, *(first for first, _ in ranges)):
-            return
+            return False
         self._all_have = last
         self._go_on()
         if not self._equal or self._step != last:
-            return
+            return False
         self._drop_base()
         if self._ranks.rank:
             self._store.follow()  # before files are written over: a base may have become a commit unheard
@@ -177,6 +188,10 @@ class HostAmongOthers(Host):
         if self._ranks.rank == 0 and (refs := notes.of_all("share", WORK_SECONDS, SHARE_SECONDS)) is not None:
             self._publish_shares(refs)
             self._base_step = last
+        return True
+
+    def _take_step_late(self, message: Message) -> None:
+        self._waiting.append(message)
 
     def _put_aside(self, progress: dict[str, Any]) -> None:
         assert self._state is not None
@@ -200,10 +215,9 @@ class HostAmongOthers(Host):
         assert self._door is not None
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         with suppress(SystemExit, HoldfastError):
-            if not self._door.knocked(self._terms.linger_seconds):
-                own = kept.look(self._place, self._store)
-                if own is None or own.last <= kept.newest(self._store, None):
-                    tier.remove(self._place)
+            came = self._door.knocked(self._terms.linger_seconds)
+            if not came and kept.newest_of([self._place], self._store) <= kept.newest(self._store, None):
+                tier.remove(self._place)
             if self._door.knocked():
                 return self._door.leave()
         self._leave_place(False)

@@ -2,8 +2,9 @@
 
 It is a commit like any other, in ``state`` of the run's tier, whose progress names the timeline of the run that it is
 of. Of several ranks each keeps its part, and the records of the steps behind it that not all ranks were known to have:
-so there is a step that all of them can be brought to. The replica that kept it listens at ``socket`` until somebody
-comes, or has waited for long enough.
+so there is a step that all of them can be brought to. A state that was handed over anew, which not all were known to
+have either, is beside it in ``sync``. The replica that kept them listens at ``socket`` until somebody comes, or has
+waited for long enough.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import Damaged, RunLocked
+from ..errors import BadInput, Damaged, RunLocked
 from ..state.live import LiveState
 from ..store.journal import Record
 from ..store.local import LocalStore
@@ -27,7 +28,8 @@ from . import tier
 from .channel import Channel, Gone
 from .line import Line
 
-KEPT, SOCKET = "state", "socket"
+KEPT, SYNC, SOCKET = "state", "sync", "socket"
+"""In a tier: what a replica kept, a whole state that a trainer hands over, and where it listens."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,20 @@ class Fork:
 
 @dataclass(frozen=True)
 class Kept:
-    """What there is in memory: the steps ``first`` to ``last`` of a timeline, by its number and key. ``cut`` says which
-    part of the state it is."""
+    """What there is in ``folder`` of a tier: the steps ``first`` to ``last`` of a timeline, by its number and key.
+    ``cut`` says which part of the state it is."""
 
     first: int
     last: int
     timeline: int
     key: str
     cut: str
+    folder: str
+
+
+def mark(run: list[Any], cut: str) -> dict[str, Any]:
+    """What the progress of a state says of the timeline ``run`` that it is of, its number and key, and its ``cut``."""
+    return {"run": run, "cut": cut}
 
 
 def keep(
@@ -60,21 +68,48 @@ def keep(
     cut: str = "",
     records: Sequence[Record] = (),
 ) -> None:
-    """Keep ``state`` at ``step`` of the timeline ``run``, its number and key, and ``records`` of the steps since."""
+    """Keep ``state`` at ``step`` of the timeline ``run``, and ``records`` of the steps since."""
     drop(place)
-    tier.put(place / KEPT, state, step, {**progress, "run": run, "cut": cut}, records)
+    tier.put(place / KEPT, state, step, {**progress, **mark(run, cut)}, records)
 
 
 def drop(place: Path) -> None:
     tier.remove(place / KEPT)
 
 
-def look(place: Path, store: LocalStore) -> Kept | None:
+def take_sync(place: Path) -> None:
+    """What was handed over is what is kept from here on."""
+    drop(place)
+    (place / SYNC).rename(place / KEPT)
+
+
+def look(place: Path, store: LocalStore) -> list[Kept]:
     """What is kept, as far as it lies on the current line of the run in ``store``. Whether it is whole shows when it
     is loaded."""
-    if not (place / KEPT / "commits").is_dir():
+    found = [_look(place, folder, store) for folder in (KEPT, SYNC)]
+    return [each for each in found if each is not None]
+
+
+def newest_of(places: Iterable[Path], store: LocalStore) -> int:
+    """The newest step that is kept in any of ``places``; -1 if none is."""
+    return max((each.last for place in places for each in look(place, store)), default=-1)
+
+
+def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
+    """Raise ``BadInput`` if a replica of ``run`` kept a newer step than ``step``, which the disk has: for who trains
+    without one, and would leave it behind."""
+    last = newest_of(tier.places_of(run, tier.MEMORY), store)
+    if last > step:
+        raise BadInput(
+            f"{run}: a replica kept step {last} in memory, and step {step} is on the disk."
+            f" Resume with replica= as before to have it, or call resume(step={step}) to go on without it."
+        )
+
+
+def _look(place: Path, folder: str, store: LocalStore) -> Kept | None:
+    if not (place / folder / "commits").is_dir():
         return None
-    with tier.opened(place / KEPT) as memory:
+    with tier.opened(place / folder) as memory:
         try:
             commits = memory.commits()
             line = Line.of(memory, memory.load(commits[0]), None) if commits else None
@@ -92,22 +127,26 @@ def look(place: Path, store: LocalStore) -> Kept | None:
     last = line.step if limit is None else min(line.step, limit)
     if last < line.base.step:
         return None
-    return Kept(line.base.step, last, timeline, key, line.base.progress.get("cut", ""))
+    return Kept(line.base.step, last, timeline, key, line.base.progress.get("cut", ""), folder)
 
 
-def agreed(found: Sequence[Kept | None], newest_step: int, target: int | None, exact: bool) -> Fork | None:
-    """The newest step that all of what was ``found`` can be brought to, if it is wanted and not older than
+def agreed(found: Sequence[Sequence[Kept]], newest_step: int, target: int | None, exact: bool) -> Fork | None:
+    """The newest step that each of those who ``found`` something can be brought to, if it is wanted and not older than
     ``newest_step``, that of the disk."""
-    there = [kept for kept in found if kept is not None]
-    if len(there) < len(found):
-        return None
-    last = min(kept.last for kept in there)
-    if target is not None:
-        last = min(last, target)
-    if last < max(newest_step, *(kept.first for kept in there)) or (exact and last != target):
-        return None
-    newest = max(there, key=lambda kept: kept.timeline)
-    return Fork(last, newest.timeline, newest.key)
+    ends = {each.last if target is None else min(each.last, target) for own in found for each in own}
+    for step in sorted(ends, reverse=True):
+        there = [leading_to(step, own) for own in found]
+        if step < newest_step or (exact and step != target):
+            return None
+        if None not in there:
+            newest = max(filter(None, there), key=lambda each: each.timeline)
+            return Fork(step, newest.timeline, newest.key)
+    return None
+
+
+def leading_to(step: int, own: Sequence[Kept]) -> Kept | None:
+    """What of one's ``own`` can be brought to ``step``."""
+    return next((each for each in own if each.first <= step <= each.last), None)
 
 
 def newest(store: LocalStore, target: int | None) -> int:

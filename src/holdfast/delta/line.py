@@ -24,7 +24,7 @@ from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
 from ..store.reading import index_of_stream, read_file
-from ..update.optimizer import is_elementwise
+from ..update.kinds import is_elementwise
 from .codecs import Spreads
 from .ghost import Ghost, pour
 from .recorder import BOUND

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..state.live import LiveState
-from ..update.optimizer import is_elementwise
+from ..update.kinds import is_elementwise
 from .codecs import Codec
 from .comm_hook import HookState
 from .entering import look
@@ -59,6 +59,8 @@ class Loop:
         self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: Hook | None = None
         self._scale = 0.0
+        self._looks: list[int] = []
+        """Steps of which the last looks were."""
         self._hidden: list[dict[str, Any]] = []
         self._buffers_were: list[tuple[int, int]] = []
         self.now: dict[str, Any] = {}
@@ -85,6 +87,15 @@ class Loop:
         """See what there is now, with a warning of what there was not at the beginning. Called on all ranks."""
         before = self.state.buffers()
         self.look()
+        self._looks = [step for step in self._looks if step > self.steps_done - 4] + [self.steps_done]
+        if len(self._looks) == 4:
+            self._looks = []
+            warnings.warn(
+                "none of the last 4 steps could be recorded, so a base was made of each, which takes long. A cause may"
+                " be gradients of another dtype than their parameters, a pre-hook that is registered anew in every"
+                " iteration, groups that change, or parameters that the script changes after the step.",
+                stacklevel=5,
+            )
         came = sorted(atom.name for key, (atom, _) in self.state.buffers().items() if key not in before)
         if came:
             warnings.warn(

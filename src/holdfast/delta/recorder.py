@@ -64,15 +64,17 @@ def _as_they_are(about: dict[str, Any], parts: tuple[memoryview, ...]) -> tuple[
 
 
 class Inline:
-    """In place of a ``Recorder`` where there is no training to wait for: does every task when it is put."""
+    """In place of a ``Recorder`` where there is no training to wait for: does every task when it is put. ``beat`` is
+    called now and then while a base is written."""
+
+    def __init__(self, beat: Callable[[], None] = lambda: None) -> None:
+        self.beat = beat
 
     def put(self, task: Task) -> None:
         task.do()
 
     def do(self, what: Callable[[], Any]) -> Any:
         return what()
-
-    def beat(self) -> None: ...
 
 
 class Recorder:

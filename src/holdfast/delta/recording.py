@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..events import EventLog
 from ..store.local import LocalStore
-from . import entering
+from . import entering, kept
 from .agreement import Agreement
 from .allotment import Allotment
 from .bases import owned_by
@@ -19,7 +21,7 @@ from .pace import Means, Pace
 from .recorder import Recorder
 from .recovery import Recovered, recover
 from .slots import Slot, SlotPool
-from .survival import Survival
+from .survival import Asked, Survival
 from .tap import Tap, Update
 from .together import Together
 from .watching import Recovery, announced
@@ -82,25 +84,21 @@ class Recording(Survival):
 
     # Beginning
 
-    def enter(
-        self,
-        store: LocalStore,
-        target: int | None,
-        exact: bool,
-        continuing: bool,
-        show: Callable[[Recovery], None] | None,
-    ) -> Recovered | None:
+    def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
         loop, self._store = self._loop, store
-        self._recovery = recovery = Recovery(announced(self._events.emit, show))
+        self._recovery = recovery = Recovery(announced(self._events.emit, asked.show))
         entering.enter(store, loop.ranks)
         if not store.commits():
             return None
         found = recover(
-            store, loop.state, loop.script, ranks=loop.ranks, target=target, exact=exact, continuing=continuing,
-            after_update=loop.update_again, watch=recovery, durable_step=loop.durable_before,
+            store, loop.state, loop.script, ranks=loop.ranks, target=asked.target, exact=asked.exact,
+            continuing=asked.continuing, after_update=loop.update_again, watch=recovery,
+            durable_step=loop.durable_before,
         )  # fmt: skip
         loop.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
+        if asked.target is None and isinstance(store.root, Path):
+            loop.ranks.all_do(partial(kept.refuse_to_leave, store.root, store, found.point.step))
         return found
 
     def begin(self, found: Recovered | None) -> None:

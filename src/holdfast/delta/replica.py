@@ -8,7 +8,6 @@ the trainer's death, ``durable_step`` what survives power loss. Stands where a `
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -26,7 +25,7 @@ from ..store.files import Disk
 from ..store.local import LocalStore
 from ..store.manifest import Point
 from ..store.retention import Keep
-from ..update.optimizer import is_elementwise
+from ..update.kinds import is_elementwise
 from . import drift, kept, tier
 from .agreement import Agreement
 from .codecs import Codec, Exact
@@ -44,9 +43,6 @@ LINGER_SECONDS = 600.0
 
 BASE_EVERY = 100
 """Steps between bases where nothing was asked for."""
-
-SYNC = "sync"
-"""In a tier: a whole state that a trainer hands over."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +115,7 @@ class Replica:
         self._state, self._base_every, self._events = state, base_every or BASE_EVERY, events
         self._deadline = deadline_seconds
         self._place = tier.place_of(run, memory, "" if ranks.alone else f".{ranks.stream}")
+        self._memory = memory
         self._terms = Terms(
             os.path.realpath(run), str(self._place), astuple(keep), direct, staging_bytes, LINGER_SECONDS, os.getpid(),
             failpoints.armed, ranks.rank, ranks.world_size,
@@ -161,8 +158,17 @@ class Replica:
     def start(self) -> None:
         """Start the process. When this returns it has the run's lock, and what was there of an earlier replica is
         finished. Raises ``RunLocked`` if the run has another writer."""
-        kept.make_earlier_one_leave(self._place, self._terms.run, self._deadline)
+        self._make_earlier_ones_leave()
         self._start()
+
+    def _make_earlier_ones_leave(self) -> None:
+        """Also those of another number of ranks, which bring to the disk what they can."""
+        for place in self._places():
+            kept.make_earlier_one_leave(place, self._terms.run, self._deadline)
+
+    def _places(self) -> list[Path]:
+        """The tiers of the run on this host, whoever left them."""
+        return tier.places_of(self._terms.run, self._memory)
 
     def _start(self) -> None:
         self._helper.start()
@@ -173,8 +179,7 @@ class Replica:
     def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
         """As ``recovery.recover`` from ``store``, unless an earlier replica kept a step that is at least as new."""
         odd: list[str] = []
-        own = kept.look(self._place, store)
-        found = kept.agreed([own], kept.newest(store, target), target, exact) if own else None
+        found = kept.agreed([kept.look(self._place, store)], kept.newest(store, target), target, exact)
         if found is not None:
             try:
                 with tier.opened(self._place / kept.KEPT) as memory:
@@ -187,14 +192,35 @@ class Replica:
                 return Recovered(found, odd)
         recovered = recover(store, self._state, script, ranks=Ranks(), target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
+        if target is None and not odd:
+            odd = self._not_used(store, recovered.point.step, "which go with other ranks than these")
         return Recovered(recovered.point, odd + recovered.odd)
+
+    def _not_used(self, store: LocalStore, step: int, why: str) -> list[str]:
+        """What is to be told if memory has newer steps than ``step``, which was found on the disk."""
+        last = kept.newest_of(self._places(), store)
+        if last <= step:
+            return []
+        self._events.emit("not_taken", step=step, kept_step=last, why=why)
+        return [f"replicas kept steps up to {last} in memory, {why}: the disk was taken, and they go"]
 
     def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:
         """Hand over everything at ``step``. When this returns the replica has it, and a run that begins is durable."""
         self.last_put = self._done = step
         self.sync(self._state, step, progress, num_slots, begin=self._beginning(fork))
+        self._clean_up_after_others()
         if fork is None:
             self.wait(step)
+
+    def _clean_up_after_others(self) -> None:
+        """Nothing that other numbers of ranks left in memory is on the run's line any more."""
+        own = {tier.place_of(self._terms.run, self._memory, suffix) for suffix in self._suffixes()}
+        for place in set(self._places()) - own:
+            tier.remove(place)
+
+    def _suffixes(self) -> list[str]:
+        """Of the places of all ranks."""
+        return [""]
 
     def _beginning(self, fork: Point | None) -> dict[str, Any]:
         point = None if fork is None else asdict(kept.Fork(fork.step, fork.timeline, fork.key))
@@ -210,17 +236,21 @@ class Replica:
             self.pool.close()
         self._state, self._left, self._under_way = state, [], False
         self.pool = SharedPool(self._place, Exact().layouts(state), num_slots)
-        tier.remove(self._place / SYNC)
-        tier.put(self._place / SYNC, state, step, progress)
+        tier.remove(self._place / kept.SYNC)
+        tier.put(self._place / kept.SYNC, state, step, {**progress, **self._mark(state)})
         failpoints.reach("after_state_handed")
         self._drift = None
         ring = {"part_bytes": self.pool.part_bytes, "count": num_slots}
         persist = self.durable_step < step
         about = {"sync": describe(state), "step": step, "ring": ring, "needed": persist, **more}
         self._hand(about, persist)
-        self._helper.wait_for_word("synced")
+        self._helper.wait_for_word("synced", self._wait_for)
         Disk(self._place).unlink(RING)
-        tier.remove(self._place / SYNC)
+        tier.remove(self._place / kept.SYNC)
+
+    def _mark(self, state: LiveState) -> dict[str, Any]:
+        """What makes of a state that is handed over one that was kept, where it may come to that."""
+        return {}
 
     def _hand(self, about: dict[str, Any], persist: bool) -> None:
         """Say that the state is there; a base of it is made at once if the disk has none."""
@@ -232,17 +262,21 @@ class Replica:
     def take_slot(self, wait: bool = True) -> Slot:
         """A slot for the next step, when one is free. Raises what the replica failed with."""
         assert self.pool is not None
-        slot = self.pool.take()
-        started = time.monotonic()
-        while slot is None:
-            self._check(started)
-            if not self.pending and (slot := self.pool.take()) is None:
-                raise BadInput(
-                    f"{len(self.pool.slots)} optimizer steps were done since step() was called last, and there is no"
-                    " room for more in one iteration. Call step() after every optimizer step, or give more memory=."
-                )
-            slot = slot or self.pool.take(timeout=0.1)
-        return slot
+        pool, taken = self.pool, list[Slot]()
+
+        def tried() -> bool:
+            idle = not self.pending
+            if (slot := pool.take()) is not None:
+                taken.append(slot)
+            return idle or bool(taken)
+
+        self._wait_for(tried)
+        if not taken:
+            raise BadInput(
+                f"{len(pool.slots)} optimizer steps were done since step() was called last, and there is no"
+                " room for more in one iteration. Call step() after every optimizer step, or give more memory=."
+            )
+        return taken[0]
 
     def put(self, sealed: Sealed) -> None:
         """Hand over a step. When this returns it survives the trainer's death."""
@@ -324,9 +358,9 @@ class Replica:
     def _wait_for(self, reached: Callable[[], bool]) -> None:
         self._helper.wait_for(lambda: self._check() or reached())
 
-    def _check(self, waiting_since: float | None = None) -> None:
+    def _check(self) -> None:
         """Raise what keeps training from going on."""
-        self._helper.check(waiting_since)
+        self._helper.check()
 
     def close(self) -> None:
         """Let the replica persist what it has and end. Raises what it failed with."""
@@ -347,7 +381,7 @@ class Replica:
         """Leave nothing in the tier but a state that the disk does not have."""
         if self.durable_step < self.last_put and (self._place / kept.KEPT).exists():
             Disk(self._place).unlink(RING)
-            tier.remove(self._place / SYNC)
+            tier.remove(self._place / kept.SYNC)
         else:
             tier.remove(self._place)
 

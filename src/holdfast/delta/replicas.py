@@ -8,6 +8,7 @@ when every replica has its share on the disk. What one tells the others goes ove
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +23,9 @@ from . import drift, kept, tier
 from .agreement import Agreement, Standing
 from .exchange import give_to_others
 from .ghost import pour
-from .orphans import is_orphan
-from .ranks import Ranks
+from .orphans import Locks, has_kept, is_orphan
+from .others import Others
+from .ranks import Ranks, stream_of
 from .rebuild import describe, rebuild
 from .recorder import Sealed
 from .recovery import Recovered, recover
@@ -47,15 +49,21 @@ class Replicas(Replica):
         self._ranks = ranks
         self._handed = -1
         """How far this rank is for the others: its replica has been told of the step."""
-        self._number = self._ended = 0
-        """Of the base that was begun last, and of the one that is known not to be under way any more."""
+        self._number = self._shared = self._ended = 0
+        """Of the base that was begun last, of the one of which the replica has said its share, and of the one that is
+        known not to be under way any more."""
         self._base_at = self._next_base = -1
         self._heard_of = (-1, 0)
         self._timeline: dict[str, Any] = {}
+        self._run = Disk(self._terms.run)
+        self._locks = Locks(self._run)
 
     @property
     def replica_step(self) -> int:
-        """The newest step that survives the death of all trainers."""
+        """The newest step that survives the death of all trainers, as far as is known here. Each rank's part in it is
+        what its replica was handed, until it is known that this has drifted or died: to its own rank at once, to others
+        a few hundredths of a second later, and within some seconds if its trainer died with it. Then it is the
+        ``durable_step``, which alone never falls."""
         agreement = self.agreement
         if agreement is None or self._drift is not None or self._helper.failure is not None:
             return self.durable_step
@@ -69,43 +77,46 @@ class Replicas(Replica):
             raise BadInput(
                 f"base_every is not the same on all ranks ({', '.join(map(str, sorted(asked)))}): give all the same"
             )
-        ranks.all_do(lambda: kept.make_earlier_one_leave(self._place, self._terms.run, self._deadline))
+        ranks.all_do(self._make_earlier_ones_leave)
         ranks.first_does(self._start)  # it enters the run
         ranks.all_do(lambda: self._start() if ranks.rank else None)
 
     def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
         """As that of one replica: from memory if all ranks can have the same step there."""
         ranks, odd = self._ranks, list[str]()
-        own = kept.look(self._place, store)
-        mine = own if own is not None and own.cut == cut_of(self._state, ranks) else None
+        mine = [each for each in kept.look(self._place, store) if each.cut == cut_of(self._state, ranks)]
         newest = ranks.first_does(lambda: kept.newest(store, target))
         there = ranks.everyone(mine)
         found = kept.agreed(there, newest, target, exact)
         if found is not None:
-            wrong = ranks.all_do(lambda: self._load(found, script))
+            own = kept.leading_to(found.step, mine)
+            assert own is not None
+            wrong = ranks.all_do(lambda: self._load(own, found.step, script))
             odd = [
                 f"what the replica of rank {rank} kept is not whole: {text}"
                 for rank, text in enumerate(wrong)
                 if text
             ]
             if not odd:
+                if own.folder == kept.SYNC:
+                    kept.take_sync(self._place)
                 give_to_others(self._state, ranks)
                 self._helper.durable_step = newest
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=newest)
                 return Recovered(found, odd)
         recovered = recover(store, self._state, script, ranks=ranks, target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
-        if own is not None and own.last > recovered.point.step and target is None and not odd:
-            without = [rank for rank, each in enumerate(there) if each is None]
-            odd.append(_not_used(own, without, ranks.world_size))
+        if target is None and not odd:
+            without = [rank for rank, each in enumerate(there) if not each]
+            odd = self._not_used(store, recovered.point.step, _why_not(without, ranks.world_size))
         return Recovered(recovered.point, odd + recovered.odd)
 
-    def _load(self, found: kept.Fork, script: Script) -> str | None:
-        """Bring what this rank stores to the step that was found; why not, if that cannot be."""
+    def _load(self, own: kept.Kept, step: int, script: Script) -> str | None:
+        """Bring what this rank stores to ``step``, to which its ``own`` leads; why not, if that cannot be."""
         part = rebuild(describe(self._state))
         try:
-            with tier.opened(self._place / kept.KEPT) as memory:
-                recover(memory, part, script, ranks=Ranks(), target=found.step, exact=True)
+            with tier.opened(self._place / own.folder) as memory:
+                recover(memory, part, script, ranks=Ranks(), target=step, exact=True)
         except (Damaged, NoCommit) as error:
             return str(error)
         self._state.forget_optimizer_state()
@@ -121,12 +132,15 @@ class Replicas(Replica):
             self.sync(self._state, step, progress, num_slots, begin=about)
             return self._timeline
 
-        timeline, run = ranks.first_does(lambda: hand_over({})), Disk(self._terms.run)
+        self._timeline = timeline = ranks.first_does(lambda: hand_over({}))
         ranks.all_do(lambda: hand_over(timeline) if ranks.rank else None)
+        for rank in range(ranks.world_size):  # all are there now
+            self._locks.gone(rank)
+        self._clean_up_after_others()
         self.agreement = Agreement(
-            ranks, how_far=lambda: self._handed, steps_done=lambda: self.last_put, publish=self._publish,
-            follow=lambda: None, hear=self._hear_of_all, sure="with the replicas",
-            is_there=lambda rank: not is_orphan(run, timeline["id"], rank), deadline_seconds=self._deadline,
+            ranks, how_far=self._how_far, steps_done=lambda: self.last_put, publish=self._publish,
+            follow=lambda: None, hear=self._hear_of_all, sure="with the replicas, or durable,",
+            is_there=self._is_there, survives=self._survives, deadline_seconds=self._deadline,
         )  # fmt: skip
         self._next_base = step + self._base_every
         if self.durable_step < step:
@@ -140,6 +154,14 @@ class Replicas(Replica):
         """As that of one replica. Until all ranks are at ``step`` the replica keeps what it had."""
         self._until_ended()
         super().sync(state, step, progress, num_slots, cut=cut_of(state, self._ranks), **more)
+
+    def _mark(self, state: LiveState) -> dict[str, Any]:
+        """From the first state on, which opens the timeline, each that is handed over may be what is kept."""
+        run = self._timeline
+        return kept.mark([run["id"], run["key"]], cut_of(state, self._ranks)) if self.agreement else {}
+
+    def _suffixes(self) -> list[str]:
+        return [f".{stream_of(rank)}" for rank in range(self._ranks.world_size)]
 
     def _resync(self, step: int, progress: dict[str, Any]) -> None:
         """As that of one replica; all ranks make the base for which this one had another state."""
@@ -191,7 +213,24 @@ class Replicas(Replica):
         about = {"compare": compared, "step": step, "last": True, "base": self._number}
         self._helper.send({**about, "values": self._state.values()})
 
-    # What is heard
+    # What the others are told, and what is heard
+
+    def _how_far(self) -> int:
+        """Up to which step this rank's part survives. All are told if the replica has failed."""
+        failure = self._helper.failure
+        if failure is not None and self.agreement is not None:
+            self.agreement.failure = self.agreement.failure or failure
+            self.agreement.fail(failure)
+        return self._handed if failure is None and self._drift is None else self.durable_step
+
+    def _is_there(self, rank: int) -> bool:
+        """Whether the trainer of ``rank`` lives: its replica has left no note that says otherwise, and lives too."""
+        return not (is_orphan(self._run, self._timeline["id"], rank) or self._locks.gone(rank))
+
+    def _survives(self, rank: int, step: int) -> int:
+        """Of a ``rank`` that has ended: up to ``step`` its replica had all, if that lives or has kept it."""
+        has_it = not self._locks.gone(rank) or has_kept(self._run, self._timeline["id"], rank)
+        return step if has_it else min(step, self.durable_step)
 
     def _publish(self, refs: list[dict[str, Any]]) -> None:
         """On the first rank: have the replica make a commit of the shares ``refs``."""
@@ -221,10 +260,15 @@ class Replicas(Replica):
             self._timeline = about["begun"]
         elif "share" in about:
             assert self.agreement is not None
-            self.agreement.share(*about["share"])
+            self._shared, _, ref = about["share"]
+            self.agreement.share(self._shared, -1, ref)  # all have its step, or there would be none
         elif "lost" in about:
             assert self.agreement is not None
-            self.agreement.share_nothing(about["lost"])
+            self._shared = about["lost"]
+            self.agreement.share_nothing(self._shared)
+        elif "beat" in about:
+            assert self.agreement is not None
+            self.agreement.beat(str(time.monotonic()))
         else:
             super()._hear(about)
 
@@ -232,8 +276,24 @@ class Replicas(Replica):
         """Return when no base is under way any more: it is a commit, or was given up."""
         self._wait_for(lambda: self._ended >= self._number)
 
-    def _check(self, waiting_since: float | None = None) -> None:
-        super()._check(waiting_since)
+    def _wait_for(self, reached: Callable[[], bool]) -> None:
+        """As that of one replica, which owes nothing while it waits for what other ranks are to do first."""
+        agreement = self.agreement
+        if agreement is None:
+            return super()._wait_for(reached)
+        others = Others(agreement, self._deadline, self.last_put, self._number, self._base_at)
+
+        def owes() -> bool:
+            all_have = agreement.standing.durable_step >= self.last_put
+            if all_have and not self._ended < self._number <= self._shared:
+                return True
+            others.check(self.durable_step)
+            return False
+
+        self._helper.wait_for(lambda: self._check() or reached(), owes)
+
+    def _check(self) -> None:
+        super()._check()
         if self.agreement is not None:
             self.agreement.check()
 
@@ -250,16 +310,15 @@ class Replicas(Replica):
         if self._helper.failure is None and self.agreement is not None and self.durable_step < self.last_put:
             self._helper.leave()
             return
+        if self.agreement is not None:
+            self.agreement.leave()
         if self._helper.failure is None:
             self._helper.send({"close": True})
         self._helper.end()
 
 
-def _not_used(own: kept.Kept, without: list[int], world_size: int) -> str:
+def _why_not(without: list[int], world_size: int) -> str:
     who = " and ".join(map(str, without))
-    why = (
-        f"rank {who} of {world_size} has nothing that goes with it"
-        if without
-        else "they have no step in common"
-    )
-    return f"replicas kept steps up to {own.last} in memory, and {why}, so the disk was taken"
+    if without:
+        return f"and rank {who} of {world_size} has nothing that goes with it"
+    return "and they have no step in common"

@@ -16,9 +16,8 @@ from .recovery import Recovered
 from .replica import Replica
 from .replicas import Replicas
 from .slots import Slot, SlotPool
-from .survival import Survival
+from .survival import Asked, Survival
 from .tap import Update
-from .watching import Recovery
 
 
 class Replicating(Survival):
@@ -66,20 +65,13 @@ class Replicating(Survival):
 
     # Beginning
 
-    def enter(
-        self,
-        store: LocalStore,
-        target: int | None,
-        exact: bool,
-        continuing: bool,
-        show: Callable[[Recovery], None] | None,
-    ) -> Recovered | None:
-        """With a replica there are no residuals, and every step continues: ``continuing`` asks for nothing more."""
+    def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
+        """As ever; with a replica there are no residuals, so training goes on from every step as it did."""
         self.replica.start()
         see_alike(store, self._loop.ranks)
         if not store.commits():
             return None
-        return self.replica.recover(store, self._loop.script, target=target, exact=exact)
+        return self.replica.recover(store, self._loop.script, target=asked.target, exact=asked.exact)
 
     def begin(self, found: Recovered | None) -> None:
         self.begun, loop = True, self._loop

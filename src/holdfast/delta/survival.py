@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..events import EventLog
@@ -21,6 +22,18 @@ from .sealer import Sealer
 from .slots import Slot, SlotPool
 from .tap import Tap, Update
 from .watching import Recovery
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``resume`` was asked for: the step ``target``, or the newest before it unless ``exact``, or the newest."""
+
+    target: int | None
+    exact: bool
+    continuing: bool
+    """Only a step from which training goes on as it did."""
+    show: Callable[[Recovery], None] | None
+    """Told how it gets on."""
 
 
 class Survival(ABC):
@@ -81,14 +94,7 @@ class Survival(ABC):
     # Beginning
 
     @abstractmethod
-    def enter(
-        self,
-        store: LocalStore,
-        target: int | None,
-        exact: bool,
-        continuing: bool,
-        show: Callable[[Recovery], None] | None,
-    ) -> Recovered | None:
+    def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
         """Be the run's writer, and bring the loop to the step that ``recover`` finds; None if the run has none."""
 
     @abstractmethod

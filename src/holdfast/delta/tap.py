@@ -117,7 +117,7 @@ class Tap:
     def look_for_unseen(self) -> None:
         """Set ``changed``, with a warning, if parameters were changed since their optimizer stepped. Raises
         ``BadInput`` if none stepped."""
-        if not any(self._open) and self._unseen.found(bool(self.updates)):
+        if not self.changed and not any(self._open) and self._unseen.found(bool(self.updates)):
             self.changed = True
 
     def take(self) -> list[Update]:

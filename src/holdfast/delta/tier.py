@@ -42,6 +42,13 @@ def place_of(run: str | Path, memory: Path, suffix: str = "") -> Path:
     return memory / f"holdfast-{os.getuid()}-{name}{suffix}"
 
 
+def places_of(run: str | Path, memory: Path) -> list[Path]:
+    """The tiers of the run in directory ``run`` that are there, of whatever ranks left them on this host."""
+    name = place_of(run, memory).name
+    found = sorted(path for path in memory.glob(f"{name}*") if path.name.removeprefix(name)[:1] in ("", "."))
+    return [path for path in found if os.lstat(path).st_uid == os.getuid() and not path.is_symlink()]
+
+
 def make(place: Path) -> None:
     """Make the directory of a tier, for this user alone. Raises ``BadInput`` if it is somebody else's."""
     try:

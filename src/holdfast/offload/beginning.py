@@ -10,7 +10,7 @@ import torch
 
 from ..errors import RunMismatch
 from ..state.capture import Captured, buffer_at
-from ..update.optimizer import Slots
+from ..update.forms import Slots
 from .parts import Parts
 from .progress import UserState
 
@@ -26,6 +26,11 @@ class Beginning(Protocol):
     def progress(self) -> dict[str, Any]: ...
     @property
     def kept(self) -> Mapping[str, frozenset[str] | None]: ...
+    @property
+    def fresh(self) -> bool:
+        """A run begins with it: what only a run that went on would have is not missed."""
+        ...
+
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]: ...
     def check(self) -> None: ...
     def parameter(self, name: str) -> torch.Tensor | None: ...
@@ -48,14 +53,14 @@ def prepare(source: Opens, parts: Parts, user: UserState) -> tuple[Beginning, li
     told = beginning.match(parts.captured, user.optimizer)
     for unit in parts.all_units:
         for member in unit.trained:
-            _refuse_others(beginning, member.name, unit.slots[member.group])
+            _refuse_others(beginning, member.name, unit.kept(member))
     beginning.check()
     return beginning, told
 
 
 def _refuse_others(beginning: Beginning, name: str, slots: Slots) -> None:
     kept = beginning.kept.get(name)
-    here = {*slots.tensors, *slots.scalars}
+    here = slots.names
     if kept is not None and kept != here:
         raise RunMismatch(
             f"{beginning.path} has hyper-parameters with which this optimizer keeps {_listed(kept)} for {name}, and"
@@ -77,6 +82,7 @@ def take_up(beginning: Beginning, told: list[str], captured: Captured, user: Use
             buffer_at(place).copy_(value)
     if not beginning.set_hyper_parameters(user.optimizer.param_groups, user.group_parameters()):
         told.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
-    told += [f"it has no {name}; that of the script goes on as it is" for name in left]
+    if not beginning.fresh:
+        told += [f"it has no {name}; that of the script goes on as it is" for name in left]
     for text in told:
         warnings.warn(f"beginning from {beginning.path}: {text}", stacklevel=4)

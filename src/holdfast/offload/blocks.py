@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,6 +46,11 @@ class Blocks:
         ]
 
 
+COMPILED = "_compiled_call_impl"
+"""Where ``Module.compile`` keeps what is called instead of the module."""
+
+REPLACED = ("forward", COMPILED)
+
 BlockFunction = Callable[[int, tuple, dict[str, Any]], Any]
 """Called with a block's number and its arguments; returns what the block would."""
 
@@ -55,29 +60,51 @@ class Patch:
 
     def __init__(self, blocks: Blocks, call: BlockFunction) -> None:
         self.blocks, self._call = blocks, call
-        self.forwards = [module.forward for module in blocks.modules]
+        self._before = [
+            {name: module.__dict__[name] for name in REPLACED if name in module.__dict__}
+            for module in blocks.modules
+        ]
+        self.forwards = [self._forward(index) for index in range(len(blocks.modules))]
         """The blocks' own."""
-        self._own = ["forward" in module.__dict__ for module in blocks.modules]
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         try:
-            for index, module in enumerate(self.blocks.modules):
-                module.forward = self._stand_in(index)  # type: ignore[method-assign]
+            for index in range(len(self.blocks.modules)):
+                self._put(index)
             yield
         finally:
-            self._remove()
+            for index in range(len(self.blocks.modules)):
+                self._take_away(index)
 
-    def _stand_in(self, index: int) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._call(index, args, kwargs)
+    def _put(self, index: int) -> None:
+        stand_in = {"forward": lambda *args, **kwargs: self._call(index, args, kwargs), COMPILED: None}
+        self.blocks.modules[index].__dict__.update(stand_in)
 
-    def _remove(self) -> None:
-        """Leave every block as it was."""
-        for module, forward, own in zip(self.blocks.modules, self.forwards, self._own, strict=True):
-            if own:
-                module.forward = forward  # type: ignore[method-assign]
-            else:
-                module.__dict__.pop("forward", None)
+    def _take_away(self, index: int) -> None:
+        """Leave the block as it was."""
+        held = self.blocks.modules[index].__dict__
+        for name in REPLACED:
+            held.pop(name, None)
+        held.update(self._before[index])
+
+    def _forward(self, index: int) -> Callable[..., Any]:
+        """A block that was compiled in place is called as it was compiled: by its call, with nothing in between."""
+        module = self.blocks.modules[index]
+        compiled = self._before[index].get(COMPILED)
+        if compiled is None:
+            return module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            applied = COMPILED in module.__dict__ and module.__dict__[COMPILED] is None
+            self._take_away(index)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                if applied:
+                    self._put(index)
+
+        return call
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,23 +115,45 @@ class Owned:
     places: tuple[Place, ...]
 
 
-def find_blocks(model: nn.Module, chosen: nn.ModuleList | None = None) -> Blocks:
-    """The repeated blocks of ``model``. Raises ``ModelNotSupported`` if there are none."""
+def find_blocks(model: nn.Module, chosen: Sequence[nn.Module] | nn.ModuleList | None = None) -> Blocks:
+    """The repeated blocks of ``model``, or those that were ``chosen``, in the order in which they run. Raises
+    ``ModelNotSupported`` if there are none."""
+    if chosen is not None:
+        return _chosen(model, list(chosen))
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and (module is chosen if chosen is not None else _repeats(module))
+        if isinstance(module, nn.ModuleList) and _repeats(module)
     ]
     if not lists:
         raise ModelNotSupported(
-            f"{type(model).__name__} has no nn.ModuleList of blocks of one class"
-            + (" that is the one given" if chosen is not None else "")
-            + ". Pass blocks=model.path.to.the.list: out-of-core training streams repeated blocks."
+            f"{type(model).__name__} has no nn.ModuleList of blocks of one class. Pass blocks=model.path.to.the.list,"
+            " or several modules in the order in which they run: out-of-core training streams repeated blocks."
         )
     name, module = max(_outermost(lists), key=lambda item: len(item[1]))
     prefix = plain_paths(model)[name]
     return Blocks(tuple(module), tuple(join(prefix, str(i)) for i in range(len(module))))
+
+
+def _chosen(model: nn.Module, modules: list[nn.Module]) -> Blocks:
+    """Raises ``ModelNotSupported`` unless they are modules of ``model``, each by itself."""
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = [id(below) for module in modules for below in module.modules() if below is not module]
+    for place, module in enumerate(modules):
+        held = "is not in the model"
+        if id(module) in names:
+            held = "lies in another one" if id(module) in inside else "is the whole model" * (module is model)
+        if held or modules.index(module) != place:
+            raise ModelNotSupported(
+                f"blocks[{place}], a {type(module).__name__}, {held or 'is there twice'}. Pass"
+                " blocks=model.path.to.the.list, or several modules of the model in the order in which they run."
+            )
+    if not modules:
+        raise ModelNotSupported(
+            "blocks= is empty. Leave it out to take the longest list of modules of one class."
+        )
+    plain = plain_paths(model)
+    return Blocks(tuple(modules), tuple(plain[names[id(module)]] for module in modules))
 
 
 def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.ModuleList]]:

@@ -109,7 +109,9 @@ def _values(
         return initial_values(run.model, unit, init, run.seed)
     there = {member.name: beginning.parameter(member.name) for member in unit.members}
     found = {name: value for name, value in there.items() if value is not None}
-    return found if len(found) == len(there) else initial_values(run.model, unit, init, run.seed) | found
+    if len(found) == len(there):
+        return found
+    return initial_values(run.model, unit, init, run.seed, known=found) | found
 
 
 def _fill_from(run: Runtime, manifest: Manifest) -> None:

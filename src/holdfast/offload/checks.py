@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..errors import BadInput
+from ..errors import BadInput, ModelNotSupported
 from ..plan.orders import ORDERS
+from ..plan.work import CLIPPING
+from .blocks import Blocks
 from .planning import SCHEDULES, Budget
+from .scaling import LossScale
 
 
-def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: Any, clip_norm: Any) -> None:
+def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: Any) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ORDERS),
@@ -25,10 +29,44 @@ def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: A
             "order='snake' is of the vertical schedule: in the horizontal one each micro-batch goes through the model"
             " by itself. Leave one of the two out."
         )
-    if not isinstance(delayed_fraction, (int, float)) or not 0 <= delayed_fraction <= 1:
-        raise BadInput(f"delayed_fraction = {delayed_fraction!r} must lie between 0 and 1")
+    if delayed_fraction not in (None, "auto") and not (
+        isinstance(delayed_fraction, (int, float)) and 0 <= delayed_fraction <= 1
+    ):
+        raise BadInput(f'delayed_fraction = {delayed_fraction!r} must lie between 0 and 1, or be "auto"')
+
+
+def check_clipping(
+    clipping: str, clip_norm: Any, schedule: str, commit_every: int, dtype: str, loss_scale: Any
+) -> None:
     if clip_norm is not None and not (isinstance(clip_norm, (int, float)) and clip_norm > 0):
         raise BadInput(f"clip_norm = {clip_norm!r} must be a positive number; None is no clipping")
+    if clipping not in CLIPPING[1:]:
+        raise BadInput(f"clipping = {clipping!r} is not one of {', '.join(CLIPPING[1:])}")
+    if clipping == "per_block" and clip_norm is None:
+        raise BadInput(
+            "clipping='per_block' says how to clip, and clip_norm= does not say to what: give it, too"
+        )
+    if clipping == "per_block" and dtype == "fp16":
+        raise BadInput(
+            "dtype='fp16' skips a step in which anything has overflowed, which clipping='per_block' knows too late. Use"
+            " clipping='defer' or 'speculate', or dtype='bf16'."
+        )
+    if not isinstance(loss_scale, (LossScale, type(None))):
+        raise BadInput(f"loss_scale = {loss_scale!r} is none: write holdfast.LossScale(scale={loss_scale!r})")
+    if loss_scale is not None and dtype != "fp16":
+        raise BadInput(f"loss_scale is of dtype='fp16', and dtype is {dtype!r}: leave it out")
+    if clipping != "speculate":
+        return
+    if schedule != "vertical":
+        raise BadInput(
+            "clipping='speculate' is of the vertical schedule: in the horizontal one every update comes after the norm"
+            " anyway. Leave it out."
+        )
+    if commit_every != 1:
+        raise BadInput(
+            f"clipping='speculate' undoes an update from the commit of the step before, so it needs one at every step:"
+            f" commit_every=1 (here {commit_every!r}), or clipping='defer'."
+        )
 
 
 def check_counts(at_least: dict[str, tuple[int, int]], rates: dict[str, int | None]) -> None:
@@ -58,12 +96,45 @@ def check_stateful(scheduler: Any, loader: Any) -> None:
         )
 
 
-def check_budget(budget: Budget | None) -> None:
-    if budget is not None and not isinstance(budget, Budget):
+def check_budget(budget: Budget | str | None) -> None:
+    if budget not in (None, "auto") and not isinstance(budget, Budget):
         raise BadInput(
             f"budget = {budget!r} does not say of what: write budget=holdfast.Budget(host={budget!r}), and device= for "
-            "a separate device."
+            'a separate device; or budget="auto", which is what is free.'
         )
+
+
+RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""Settings of models of transformers that gather from inside of blocks what these do not return."""
+
+
+def check_recorded(model: nn.Module) -> None:
+    """Blocks run apart from the model's forward, so what it would record of them while they run is not there."""
+    for name in RECORDED:
+        if getattr(getattr(model, "config", None), name, False):
+            lost = "; experts are then trained without their balancing loss" if "router" in name else ""
+            raise ModelNotSupported(
+                f"model.config.{name} records what happens inside of blocks, and these run apart from the model's"
+                f" forward. Set model.config.{name} = False{lost}."
+            )
+
+
+def check_compiled(model: nn.Module, blocks: Blocks) -> None:
+    """Only blocks are run as they were compiled: what is around them is suspended at every one of them."""
+    whole = {id(module) for block in blocks.modules for module in block.modules()}
+    for name, module in model.named_modules():
+        compiled = module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+        if compiled and id(module) not in whole and any(b in blocks.modules for b in module.modules()):
+            raise ModelNotSupported(
+                f"{name or 'the model'} is compiled with its blocks in it, and these run one by one. Compile the blocks"
+                f" instead, here {len(blocks.names)} like {blocks.names[0]}: for block in blocks: block.compile()."
+            )
+    for name, block in zip(blocks.names, blocks.modules, strict=True):
+        if block._compiled_call_impl is not None and (block._forward_hooks or block._forward_pre_hooks):
+            raise ModelNotSupported(
+                f"{name} is compiled and has hooks on its forward, which would be called twice. Remove them, or wrap"
+                " it: blocks[i] = torch.compile(blocks[i])."
+            )
 
 
 def check_sample(sample: Any) -> None:

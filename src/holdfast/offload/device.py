@@ -31,6 +31,10 @@ class HostDevice:
         """``tensor`` of the device, in host memory. Readable when it returns."""
         return tensor
 
+    def free_bytes(self) -> int:
+        """The host's memory is not counted here."""
+        return 0
+
     def take_batch(self, batch: Any) -> Any:
         """A micro-batch whose tensors are on the device."""
         return batch
@@ -54,6 +58,10 @@ class CudaDevice:
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to("cpu")
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody has taken."""
+        return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def take_batch(self, batch: Any) -> Any:
         return pytree.tree_map(lambda x: x.to(self.torch_device) if isinstance(x, torch.Tensor) else x, batch)

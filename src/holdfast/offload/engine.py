@@ -22,18 +22,19 @@ from ..plan.ops import Op
 from ..state.capture import Captured
 from ..state.progress import decode, restore_random_state
 from ..store.manifest import Manifest
+from ..update.threads import one_torch_thread
 from . import rng
 from .beginning import Beginning
 from .blocks import install
+from .correcting import Corrections
 from .executor import Executor
-from .export import newest_values, state_dict
+from .export import newest_values, state_dict, trained_values
 from .interrupts import deferred
 from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, module_call
 from .ops import handlers
 from .ops.commit import publish
 from .planning import EVALUATION_BATCHES, Plan
 from .preflight import Preflight
-from .process import one_torch_thread
 from .progress import UserState
 from .reports import Traffic, by_lane, difference, engine_event, step_event, traffic
 from .runtime import Runtime, Step
@@ -73,6 +74,7 @@ class Engine:
         """What had moved up to the last step that the log tells of, evaluations included."""
         self._executor = Executor(handlers(run), update_workers, one_torch_thread)
         self._timelines = Timelines(self._executor, events)
+        self._corrections = Corrections(self._executor, plan.prediction, events)
         torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
         self._closed = False
         self.steps_done = 0
@@ -117,8 +119,11 @@ class Engine:
             with self._running(step):
                 step.resident_grads = self._run.residency.start_resident_grads()
                 self._timelines.begins(step, self._rules.schedule)
+                self._corrections.begins(step)
                 self._executor.run(step.operations, step)
             self._timelines.returns()
+            self._steps.over(step)
+            self._corrections.returns()
             self.steps_done += 1
             self.skipped_steps += step.skipped
             seconds = time.perf_counter() - started
@@ -176,10 +181,11 @@ class Engine:
         with self._closing_on_error():
             self._executor.drain()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory."""
+    def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
+        """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory; only what is
+        ``trained``, such as an adapter, without reading the rest."""
         self.wait()
-        return state_dict(self._run, self._captured)
+        return trained_values(self._run, self._captured) if trained else state_dict(self._run, self._captured)
 
     def close(self) -> None:
         """Finish and commit what is under way, give the model back, and let go of the run directory.
@@ -340,10 +346,13 @@ class Engine:
             self.steps_done = self._run.durable_step = self.resumed_from = found.step
             self.skipped_steps = found.progress.get("skipped_steps", 0)
             restore_random_state(decode(found.progress["random"]))
+            self._steps.resume(found.progress)
         self._told = traffic(self._run)
         about = engine_event(self._run, self._plan, self.preflight, self.steps_done)
         self._events.emit("engine", **about)
+        if self._plan.prediction is not None:
+            self._events.emit("plan", **self._plan.prediction.event())
 
     def _progress(self) -> dict[str, Any]:
         """What resuming needs besides tensors, as it is when the step under way is over."""
-        return {**self._user.now(), "skipped_steps": self.skipped_steps}
+        return {**self._user.now(), **self._steps.progress(), "skipped_steps": self.skipped_steps}

@@ -6,8 +6,9 @@ commit, and a resumed one a new timeline that continues its newest whole commit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,23 +19,34 @@ from ..config import Fraction
 from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..io.queue import IOQueue
-from ..plan.work import StepShape
+from ..plan.work import Clipping
 from ..state.progress import hyper_parameters
 from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
+from .auto import Planner
 from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
-from .checks import check_budget, check_choices, check_counts, check_sample, check_stateful
+from .checks import (
+    check_budget,
+    check_choices,
+    check_clipping,
+    check_compiled,
+    check_counts,
+    check_recorded,
+    check_sample,
+    check_stateful,
+)
 from .device import open_device
 from .engine import Engine
 from .parts import Parts
-from .planning import Budget, Plan, make_plan
+from .planning import AUTO, Budget, Plan, Wanted, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
 from .progress import UserState
 from .resume import newest_commit, same_files
+from .scaling import LossScale
 from .steps import Rules
 from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
 
@@ -46,17 +58,19 @@ def offload(
     *,
     scheduler: Any = None,
     loader: Any = None,
-    blocks: nn.ModuleList | None = None,
+    blocks: Sequence[nn.Module] | nn.ModuleList | None = None,
     dtype: str = "bf16",
     device: str = "cpu",
     schedule: str = "vertical",
     order: str = "plain",
-    delayed_fraction: float = 0.0,
-    params_on_host: Fraction = 0.0,
-    optimizer_on_host: Fraction = 0.0,
-    activations_on_host: Fraction = 1.0,
-    budget: Budget | None = None,
+    delayed_fraction: Fraction | None = None,
+    params_on_host: Fraction | None = None,
+    optimizer_on_host: Fraction | None = None,
+    activations_on_host: Fraction | None = None,
+    budget: Budget | Literal["auto"] | None = None,
     clip_norm: float | None = None,
+    clipping: Clipping = "defer",
+    loss_scale: LossScale | None = None,
     normalize: Literal["micro_batches", "tokens"] | Callable[[Any], float] = "micro_batches",
     commit_every: int = 1,
     retain: int = 2,
@@ -74,30 +88,55 @@ def offload(
     update_workers: int = 2,
     events: EventLog | None = None,
     confirm: Callable[[Preflight], None] | None = None,
+    say: Callable[[str], object] | None = None,
     disk: AnyDisk | None = None,
 ) -> Engine:
     """Train ``model`` with its state in the directory ``ssd``.
 
-    ``optimizer`` is an ordinary elementwise ``torch.optim`` one over the model's parameters, which may be on
-    ``meta``; it is read, never stepped. ``scheduler`` is stepped by the engine after each step, and its state
-    and the ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
+    ``optimizer`` is one of ``torch.optim`` or ``holdfast.optim`` over the model's parameters, which may be on ``meta``;
+    it is read, never stepped. What needs whole matrices (Muon, APOLLO, Adafactor) is computed by one thread, so the
+    bits are those of a loop with one. ``scheduler`` is stepped by the engine after each step, and its state and the
+    ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
     from its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s
     groups are restored: a learning rate is changed after this call. All else may change from one resume to the
     next; a ``seed``, ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is warned of, since the numbers are
-    not those of an uninterrupted run any more. A hyper-parameter that was changed before this call is warned of too,
-    since the run's own is kept.
+    not those of an uninterrupted run any more, as is a change to or from ``clipping="per_block"``. A
+    hyper-parameter that was changed before this call is warned of too, since the run's own is kept.
+
+    ``blocks`` are streamed, one at a time; without it they are the longest ``nn.ModuleList`` of one class. A list of
+    modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
 
     ``delayed_fraction`` of the blocks, spread evenly, are updated beside the next step's forward pass, with the
-    hyper-parameters of their own step, so that the SSD is busy then, too; 1 is all of them, which ``clip_norm`` and the
-    horizontal schedule imply. It changes no bit. Their gradients wait in host memory, as far as block inputs do where
-    those were. Whatever reads weights waits for the updates, and so does the step's commit.
+    hyper-parameters of their own step, so that the SSD is busy then, too; 1 is all of them, which ``clipping="defer"``
+    and the horizontal schedule imply. It changes no bit. Their gradients wait in host memory, as far as block inputs do
+    where those were. Whatever reads weights waits for the updates, and so does the step's commit.
 
     ``order="snake"`` lets micro-batches go through every other block the other way round, so that what flows between
     two blocks stays on the device at every turn, which saves three transfers. The gradients of these blocks are
     summed the other way round, so from three micro-batches on they differ from an ordinary loop's in their last bits.
 
+    ``budget="auto"`` is the memory that is free, and lets the machine decide: fractions that are not given are those
+    with which a step takes least time, by the rates of the machine, which are measured in a few seconds where they are
+    not known yet, and the times of the model's own block. So is a fraction of "auto" with any other budget. Fractions
+    that are given are taken as they are; without "auto" those that are not are 0, and 1 of activations. It changes no
+    bit. What was chosen and what binds is an event ("plan"), and a line that ``say`` is told (unless given, it is
+    printed to standard error).
+
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
-    ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad.
+    ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad. ``clipping`` says how:
+    ``"defer"`` lets all updates wait for the norm, beside the next forward pass. ``"speculate"`` updates at once and,
+    where the norm turns out to be above ``clip_norm``, once more, from the state that the commit of the step before has
+    (``commit_every=1``). Both have the bits of ``clip_grad_norm_``. ``"per_block"`` is another algorithm: the gradients
+    of each block, and those of what is no block, are clipped by themselves, to ``clip_norm`` times the square root of
+    their share of all trained elements, so that the norm over all is ``clip_norm`` at most and nothing waits.
+
+    A step with a loss that is not finite is skipped: nothing is updated, the scheduler goes on. So is one whose norm is
+    not finite, where a norm is taken; ``clip_norm=math.inf`` takes it and clips nothing. ``"per_block"`` leaves out the
+    blocks whose own norm is not finite (``last["left_out"]``).
+
+    ``dtype="fp16"`` multiplies losses by a ``loss_scale`` that moves as that of ``torch.amp.GradScaler`` and is part of
+    every commit. It takes the norm of each step to know whether something has overflowed, with ``"defer"`` or
+    ``"speculate"``, whether it clips or not.
 
     ``normalize`` says what a micro-batch counts in the step's gradient: all the same, or ``"tokens"``: by the target
     tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row for causal
@@ -124,7 +163,8 @@ def offload(
     Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
     ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
     """
-    check_choices(schedule, order, delayed_fraction, normalize, clip_norm)
+    check_choices(schedule, order, delayed_fraction, normalize)
+    check_clipping(clipping, clip_norm, schedule, commit_every, dtype, loss_scale)
     check_counts(
         {"commit_every": (commit_every, 0), "retain": (retain, 1), "micro_batches": (micro_batches, 1),
          "io_threads": (io_threads, 1), "update_workers": (update_workers, 1)},
@@ -133,43 +173,47 @@ def offload(
     check_stateful(scheduler, loader)
     check_budget(budget)
     check_sample(sample)
+    check_recorded(model)
     if disk is None:
         check_place(ssd)
     refuse_open(model)
     parts = Parts.of(model, optimizer, dtype, blocks)
+    check_compiled(model, parts.blocks)
     rules = Rules(
-        schedule=schedule, order=order, delayed_fraction=delayed_fraction,
-        clip_norm=clip_norm, commit_every=commit_every, normalize=normalize,
+        schedule=schedule, order=order, delayed_fraction=0.0,
+        clip_norm=clip_norm, clipping=clipping,
+        loss_scale=(loss_scale or LossScale()) if dtype == "fp16" else None,
+        commit_every=commit_every, normalize=normalize,
     )  # fmt: skip
     refuse_held(parts.captured)
     settings = {
         "seed": seed,
         "dtype": dtype,
         "clip_norm": clip_norm,
+        "clipping": "per_block" if clipping == "per_block" else "global",
         "normalize": rules.normalize_name,
         "order": order,
     }
-    given, budget = hyper_parameters(optimizer.param_groups), budget or Budget()
+    wanted = Wanted.of(
+        budget == "auto", delayed_fraction,
+        params=params_on_host, optimizer=optimizer_on_host, activations=activations_on_host,
+    )  # fmt: skip
+    given = hyper_parameters(optimizer.param_groups)
     user = UserState(parts.captured, optimizer, scheduler, loader, settings, given)
     target = open_device(device)
+    budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target)
     plan = make_plan(
         parts,
         target,
         schedule,
-        StepShape(
-            micro_batches=micro_batches,
-            clip=clip_norm is not None,
-            order=order,
-            delayed_fraction=delayed_fraction,
-            commit=commit_every > 0,
-        ),
+        rules.shape(micro_batches, commit_every > 0),
         budget,
         sample,
         loss_fn,
-        params=params_on_host,
-        optimizer=optimizer_on_host,
-        activations=activations_on_host,
+        wanted,
+        Planner(ssd, commit_every, (read_limit, write_limit, total_limit), say),
     )
+    rules = replace(rules, delayed_fraction=plan.delayed_fraction)
     queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
     store = engine = None
     before: set[str] | None = None

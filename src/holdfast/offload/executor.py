@@ -185,9 +185,9 @@ class Executor:
         spans = self.spans  # which may be taken away meanwhile
         if spans is not None:
             number = getattr(task.step, "number", -1)
-            spans.append(
-                Span(task.op.key, task.op.lane, task.started, time.perf_counter(), task.op.nbytes, number)
-            )
+            idle = task.op.redo and not task.step.redone
+            moved = 0 if idle else task.op.nbytes
+            spans.append(Span(task.op.key, task.op.lane, task.started, time.perf_counter(), moved, number))
         with self._changed:
             ready = []
             if error is not None:

@@ -31,6 +31,15 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     return ordered | buffers
 
 
+def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
+    """Every trained parameter in fp32, by the model's names. Nothing may be under way."""
+    values: dict[str, torch.Tensor] = {}
+    for block, unit in enumerate(run.units):
+        if unit.trained:
+            values.update(_trained(run, block))
+    return {name: values[p.name] for p in captured.parameters if p.trained for name in p.names}
+
+
 def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
     """Those of the parameters of a run's newest whole commit that ``names`` has."""
     with LocalStore.read(run.store.root, disk=run.store.disk, direct=run.store.direct) as reader:

@@ -7,7 +7,7 @@ units are on ``meta`` meanwhile, so that nothing is drawn for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelNotSupported
-from . import rng
+from . import adapters, rng
 from .blocks import install
 from .units import Unit
 
@@ -23,16 +23,20 @@ Init = Callable[[nn.Module], Any]
 """Initialises the parameters that one module itself holds."""
 
 
-def initial_values(model: nn.Module, unit: Unit, init: Init | None, seed: int) -> dict[str, torch.Tensor]:
-    """The initial values of a unit's parameters: their own where they are real; where they are on ``meta``,
-    made by ``init``, ``_init_weights`` or the modules' own ``reset_parameters``. Each unit draws from its own key.
+def initial_values(
+    model: nn.Module, unit: Unit, init: Init | None, seed: int, known: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """The initial values of a unit's parameters but those that are ``known``: their own where they are real; where they
+    are on ``meta``, made by ``init``, ``_init_weights`` or the modules' own ``reset_parameters``. Each unit draws from
+    its own key.
 
     Raises ``ModelNotSupported`` for a parameter that nothing initialises.
     """
-    originals = {m.name: m.owned.captured.parameter for m in unit.members}
+    members = [member for member in unit.members if member.name not in known]
+    originals = {m.name: m.owned.captured.parameter for m in members}
     made = {name: nn.Parameter(_fresh(p), p.requires_grad) for name, p in originals.items()}
     missing = {id(made[name]) for name, p in originals.items() if p.is_meta}
-    for member in unit.members:
+    for member in members:
         install(member.owned, made[member.name])
     rng.seed_generators(rng.key_seed(seed, 0, 0, f"init {unit.name}"), torch.device("cpu"))
     try:
@@ -44,7 +48,7 @@ def initial_values(model: nn.Module, unit: Unit, init: Init | None, seed: int) -
             ]
             _initialise(model, holders, init)
     finally:
-        for member in unit.members:
+        for member in members:
             install(member.owned, member.owned.captured.parameter)
     for name, parameter in originals.items():
         if parameter.is_meta and bool(torch.isnan(made[name]).any()):
@@ -69,17 +73,20 @@ def _initialise(model: nn.Module, holders: list[nn.Module], init: Init | None) -
             init(module)
         return
     above = callable(getattr(model, "_init_weights", None))
+    layers = adapters.layers_of(model)
+    added = [module for module in holders if id(module) in layers]
     for module in holders:
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is not None:
             reset()
-        elif not above:
+        elif not above and id(module) not in layers:
             raise ModelNotSupported(
                 f"{type(module).__name__} is on meta and has no reset_parameters(). Pass init=, a function that "
                 "initialises the parameters of one module."
             )
     if above:
-        _initialise_from_above(model, {id(module) for module in holders})
+        _initialise_from_above(model, {id(module) for module in holders} - layers.keys())
+    adapters.initialise(model, {id(layers[id(each)]): layers[id(each)] for each in added}.values())
 
 
 def _initialise_from_above(model: nn.Module, holders: set[int]) -> None:

@@ -52,7 +52,8 @@ class _LiveBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
+        out = run(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf.untyped_storage())
@@ -73,6 +74,13 @@ class _LiveBytes(TorchDispatchMode):
         self.live -= nbytes
 
 
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """As torch's own, whose fake tensors take bfloat16 alone, although its kernels multiply float32 as well."""
+    half = [torch.empty_like(each, dtype=torch.bfloat16) for each in (a, b)]
+    out = torch.ops.aten._grouped_mm.default(*half, *rest, **options)
+    return torch.empty_like(out, dtype=a.dtype)
+
+
 class _Probe:
     """Stands in for the blocks' forwards: measures the first, passes the others, keeps the last's graph."""
 
@@ -84,7 +92,7 @@ class _Probe:
 
     def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         forward, last = self.patch.forwards[index], index == len(self.patch.forwards) - 1
-        args, kwargs = _detached((args, kwargs))
+        args, kwargs = detached((args, kwargs))
         before = self.flop.get_total_flops()
         if index == 0:
             self.input_bytes = _moving_bytes((args, kwargs))
@@ -97,28 +105,28 @@ class _Probe:
         with torch.no_grad():
             output = forward(*args, **kwargs)
         self.blocks_flop = self.flop.get_total_flops()
-        return _detached(output)
+        return detached(output)
 
     def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Peak bytes of a forward and a backward."""
         start = self.bytes.peak = self.bytes.live
         output = forward(*args, **kwargs)
-        roots = [t for t in pytree.tree_leaves(output) if _moves(t)]
+        roots = [t for t in pytree.tree_leaves(output) if moves(t)]
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
         self.block_bytes = self.bytes.peak - start
 
 
-def _moves(leaf: Any) -> bool:
+def moves(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
 
-def _detached(tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.detach().requires_grad_() if _moves(leaf) else leaf, tree)
+def detached(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach().requires_grad_() if moves(leaf) else leaf, tree)
 
 
 def _moving_bytes(tree: Any) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if _moves(leaf))
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(tree) if moves(leaf))
 
 
 def measure(
@@ -138,7 +146,7 @@ def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, lo
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
     probe = _Probe(blocks, bytes_, flop)
-    with fake, _restored(model), _fake_parameters(model, fake, dtype), probe.patch.applied():
+    with fake, restored(model), _fake_parameters(model, fake, dtype), probe.patch.applied():
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
         inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, inputs)
         with flop, bytes_, torch.enable_grad():
@@ -156,7 +164,7 @@ def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, lo
 
 
 @contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
+def restored(model: nn.Module) -> Iterator[None]:
     """Every module's attributes, and the containers among them, are afterwards as they were: a table that a model
     makes at its first forward would stay fake."""
     saved: list[tuple[Any, Any]] = []

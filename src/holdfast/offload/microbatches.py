@@ -221,6 +221,13 @@ def autocast_as(wanted: Autocast, cached: bool = True) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """No autocast, whatever the caller of the engine does."""
+    with autocast_as(tuple((kind, False, dtype) for kind, _, dtype in autocast_state())):
+        yield
+
+
 def hand_over(blocks: Blocks) -> BlockFunction:
     """What the model's threads call instead of a block: it hands over to the engine and waits."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ..plan.work import BlockWork, Work
@@ -21,7 +21,10 @@ from .blocks import Blocks, find_blocks, owned_parameters
 from .measure import Measured
 from .units import Unit
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+UPDATES_AT_ONCE = 2
+"""By as many workers, unless told otherwise."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -37,7 +40,11 @@ class Parts:
 
     @classmethod
     def of(
-        cls, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: str, chosen: nn.ModuleList | None
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dtype: str,
+        chosen: Sequence[nn.Module] | nn.ModuleList | None,
     ) -> Parts:
         """Describe ``model``. Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``."""
         if dtype not in DTYPES:
@@ -84,9 +91,16 @@ class Parts:
             resident_elements=self.resident.elements,
             resident_grad_bytes=self.resident.grad_bytes,
             workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
+            update_bytes=self._update_bytes(),
             head_flop=measured.head_flop if measured else 0.0,
             unified=unified,
         )
+
+    def _update_bytes(self) -> int:
+        """Of the parameters whose updates take most besides, as many as there are updated at once."""
+        trained = [member for unit in self.all_units for member in unit.trained]
+        sizes = [self.optimizer.temporary_bytes(member.group, member.elements) for member in trained]
+        return sum(sorted(sizes)[-UPDATES_AT_ONCE:])
 
     def index(self) -> dict[str, Any]:
         """The index that every manifest of the run refers to: where each atom lies."""
@@ -129,11 +143,6 @@ def _check_modules(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _check_parameters(captured: Captured) -> None:
     for parameter in captured.parameters:
-        if isinstance(parameter.parameter, UninitializedParameter):
-            raise ModelNotSupported(
-                f"parameter {parameter.name} has no shape yet. Run the model once before offload(), or give its layer "
-                "its sizes."
-            )
         if not parameter.parameter.is_floating_point():
             raise ModelNotSupported(
                 f"parameter {parameter.name} is {parameter.parameter.dtype}; only floating-point ones are trained."

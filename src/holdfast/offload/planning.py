@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import Fraction
 from ..errors import BadInput, ModelNotSupported
+from ..plan.auto import Question
 from ..plan.horizontal import horizontal
 from ..plan.memory import Memory, predict
 from ..plan.ops import Op
 from ..plan.placement import choose
 from ..plan.vertical import vertical
 from ..plan.work import Placement, StepShape, Work
+from ..probe.memory import free_host_bytes
+from ..profiles import MachineProfile
 from ..units import MiB, parse_bytes
+from .auto import Planner, Prediction
 from .device import Device
 from .measure import Measured, measure
 from .parts import Parts
@@ -29,6 +33,12 @@ SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
 EVALUATION_BATCHES = 8
 """Micro-batches that an evaluation takes through the blocks together."""
 
+NOT_GIVEN: dict[str, Fraction] = {"params": 0.0, "optimizer": 0.0, "activations": 1.0, "delayed": 0.0}
+"""Fractions that nobody gave, where nothing is planned."""
+
+MOST_OF_FREE = 0.9
+"""Of the memory that is free when a run begins, what "auto" lets it take."""
+
 KERNEL_BYTES = 48 * MiB
 """What a process grows by when torch's kernels run for the first time: code, tables and scratch. Measured on
 x86-64 with torch 2.13."""
@@ -36,7 +46,8 @@ x86-64 with torch 2.13."""
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much memory a run may take; bytes, or text such as ``"20GiB"``. None is no limit."""
+    """How much memory a run may take; bytes, or text such as ``"20GiB"``; "auto" is what is free now, but for a tenth.
+    None is no limit."""
 
     device: float | str | None = None
     host: float | str | None = None
@@ -47,6 +58,14 @@ class Budget:
     def device_bytes(self) -> int | None:
         return _bytes(self.device)
 
+    def resolved(self, device: Device) -> Budget:
+        """The same in bytes: what is free now is asked for once."""
+        host = process_bytes() + round(MOST_OF_FREE * free_host_bytes()) if self.host == "auto" else self.host
+        there: float | str | None = self.device
+        if there == "auto":
+            there = None if device.unified else round(MOST_OF_FREE * device.free_bytes())
+        return Budget(device=there, host=host)
+
 
 def _bytes(text: float | str | None) -> int | None:
     try:
@@ -56,6 +75,9 @@ def _bytes(text: float | str | None) -> int | None:
         return count
     except (ValueError, OverflowError, TypeError) as error:
         raise BadInput(f"budget: {error}") from error
+
+
+AUTO = Budget(device="auto", host="auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +92,9 @@ class Plan:
     """What the process takes besides."""
     memory: Memory | None
     """The most that the run takes; None if it was not measured."""
+    delayed_fraction: float = 0.0
+    prediction: Prediction | None = None
+    """Of the machine's rates, if it was asked for."""
 
     @property
     def param_scratch_bytes(self) -> int:
@@ -100,6 +125,32 @@ class Plan:
         return None if self.memory is None or self.work.unified else self.memory.device_bytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be planned."""
+
+    on_host: dict[str, Fraction]
+    """Of params, optimizer and activations."""
+    delayed_fraction: Fraction
+    planned: bool
+    """By the machine's rates: something is "auto"."""
+
+    @classmethod
+    def of(cls, everything: bool, delayed_fraction: Fraction | None, **on_host: Fraction | None) -> Wanted:
+        """With ``everything``, what is not given is chosen; otherwise it is as ``NOT_GIVEN`` says."""
+        otherwise: dict[str, Fraction] = dict.fromkeys(NOT_GIVEN, "auto") if everything else NOT_GIVEN
+        given: dict[str, Fraction] = {
+            kind: otherwise[kind] if value is None else value
+            for kind, value in {**on_host, "delayed": delayed_fraction}.items()
+        }
+        delayed = given.pop("delayed")
+        return cls(
+            on_host=given,
+            delayed_fraction=delayed,
+            planned=everything or "auto" in (delayed, *given.values()),
+        )
+
+
 def make_plan(
     parts: Parts,
     device: Device,
@@ -108,12 +159,14 @@ def make_plan(
     budget: Budget,
     sample: Any,
     loss_fn: Callable[..., Any] | None,
-    **on_host: Fraction,
+    wanted: Wanted,
+    planner: Planner,
 ) -> Plan:
-    """Choose what stays ``on_host`` (fractions of params, optimizer and activations) within the budget.
+    """Choose what stays on the host within the budget; by what the ``planner`` finds out if that is wanted.
 
     Raises ``BadInput``, and ``DoesNotFit`` naming a budget that works.
     """
+    on_host = wanted.on_host
     if sample is None:
         _refuse_unmeasured(budget, device, on_host)
     measured = None if sample is None else _measured(parts, sample, loss_fn)
@@ -122,15 +175,32 @@ def make_plan(
         _refuse_auto(on_host)
     work = parts.work(measured, device.unified)
     order, held = SCHEDULES[schedule], process_bytes() + KERNEL_BYTES
-    placement = choose(
-        work,
-        shape,
-        checked,
-        schedule=order,
-        evaluation_batches=EVALUATION_BATCHES,
-        held_bytes=held,
-        **on_host,
-    )
+    prediction, delayed = None, 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
+    if wanted.planned and measured is not None:
+
+        def ask(machine: MachineProfile, work: Work) -> Question:
+            nonlocal held
+            held = process_bytes() + KERNEL_BYTES  # timing the model leaves some
+            return Question(
+                work=work, shape=shape, machine=machine, schedule=order, host_budget=checked,
+                held_bytes=held,
+                evaluation_batches=EVALUATION_BATCHES, asked=on_host, delayed_fraction=wanted.delayed_fraction,
+            )  # fmt: skip
+
+        prediction = planner.predict(ask, work, parts, device, sample, loss_fn)
+    if prediction is not None:
+        placement, delayed = prediction.choice.placement, prediction.choice.delayed_fraction
+    else:
+        placement = choose(
+            work,
+            replace(shape, delayed_fraction=delayed),
+            checked,
+            schedule=order,
+            evaluation_batches=EVALUATION_BATCHES,
+            held_bytes=held,
+            **on_host,
+        )
+    shape = replace(shape, delayed_fraction=delayed)
     memory = predict(work, placement, shape, order, EVALUATION_BATCHES)
     return Plan(
         work=work,
@@ -138,6 +208,8 @@ def make_plan(
         operations=order(work, placement, shape),
         held_bytes=held,
         memory=None if measured is None else memory,
+        delayed_fraction=delayed,
+        prediction=prediction,
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
-from ..plan.ops import SSD_READ, SSD_WRITE, lane_bytes
+from ..plan.ops import SSD_READ, SSD_WRITE, as_guessed, lane_bytes
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..units import ample_budget, format_bytes
+from .auto import Prediction
 from .parts import Parts
 from .planning import Budget, Plan
 
@@ -35,6 +36,8 @@ class Preflight:
     """Memory of a separate device at its peak; None where the device is the host, or if not predicted."""
     device_budget: int | None
     block_names: tuple[str, ...]
+    prediction: Prediction | None = None
+    """Of the planner, if it was asked."""
 
     def check(self) -> None:
         """Raises ``DoesNotFit`` if the disk or the budget is too small."""
@@ -64,7 +67,7 @@ def preflight_of(
     parts: Parts, plan: Plan, budget: Budget, store: LocalStore, stored: dict[str, Generations]
 ) -> Preflight:
     """What ``plan`` takes in ``store``, whose files may be there already."""
-    moved = lane_bytes(plan.operations)
+    moved = lane_bytes(as_guessed(plan.operations))
     return Preflight(
         directory=str(store.root),
         parameters=sum(p.parameter.numel() for p in parts.captured.parameters),
@@ -78,4 +81,5 @@ def preflight_of(
         device_bytes_predicted=plan.device_bytes,
         device_budget=None if plan.work.unified else budget.device_bytes(),
         block_names=tuple(unit.name for unit in parts.units),
+        prediction=plan.prediction,
     )

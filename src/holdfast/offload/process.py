@@ -10,8 +10,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import torch
-
 M_ARENA_MAX = -8
 """Of glibc's ``mallopt``."""
 
@@ -35,13 +33,11 @@ def share_heaps() -> None:
         mallopt(M_ARENA_MAX, 2)
 
 
-def one_torch_thread() -> None:
-    """Let torch compute on this thread alone, in a thread that works beside the model's computations.
-
-    torch reads the process's count at a thread's first computation, whatever was set before: hence the first line.
-    """
-    torch.get_num_threads()
-    torch.set_num_threads(1)
+def give_back_freed() -> None:
+    """Let the system have what was freed and is still kept. Does nothing with another C library than glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def end_openmp_threads() -> None:

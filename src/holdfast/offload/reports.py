@@ -90,6 +90,8 @@ def step_event(
         "written_bytes": sum(n for (lane, _), n in moved.items() if lane == "ssd_write"),
         "host_bytes": process_bytes(),
         "skipped": step.reason if step.skipped else None,
+        "left_out": sorted(step.left_out) or None,
+        "loss_scale": step.loss_scale and step.loss_scale.scale,
         "micro_batches": step.shape.micro_batches,
         "commit": step.shape.commit,
         "moved": by_lane(moved),

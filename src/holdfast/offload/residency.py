@@ -50,6 +50,8 @@ class Residency:
         """Working copies on the device for one pass."""
         self.leaves: dict[tuple[str, int, int], list[torch.nn.Parameter]] = {}
         """The parameters that share their memory, in the order of the unit's members."""
+        self.redone: dict[int, Buffer] = {}
+        """State images that are updated once more, from the step before."""
         self.outgoing: dict[int, Buffer] = {}
         """Updated working copies on their way to the SSD."""
         self.grads: dict[int, Gradients] = {}
@@ -82,10 +84,11 @@ class Residency:
         return self.resident_grads
 
     def free_grads(self, block: int, lent: bool) -> None:
-        """The gradients of ``block`` are used up. Memory that is ``lent`` by block inputs is the next ones'."""
-        buffer = self.grads.pop(block).buffer
-        if buffer is not None:
-            (self.pool.drop if lent else self.pool.give)(buffer)
+        """The gradients of ``block``, where there are any here, are used up. Memory that is ``lent`` by block inputs is
+        the next ones'."""
+        held = self.grads.pop(block, None)
+        if held is not None and held.buffer is not None:
+            (self.pool.drop if lent else self.pool.give)(held.buffer)
 
     def leaf(
         self, unit: Unit, member: Member, view: torch.Tensor, held: Callable[[], Gradients | None] | None
@@ -112,9 +115,7 @@ class Residency:
             view.copy_(grad)
             held.touched.add(member.name)
             return
-        total, grad = view.flatten(), grad.flatten()
-        for start in range(0, total.numel(), SUMMED_AT_ONCE):
-            total[start : start + SUMMED_AT_ONCE].add_(grad[start : start + SUMMED_AT_ONCE])
+        add_in_parts(view, grad)
 
     # Block inputs on the SSD
 
@@ -146,13 +147,20 @@ class Residency:
 
     def let_go(self) -> None:
         """Hold nothing any more: the memory goes back to the system as soon as nobody looks at it."""
-        for held in (self.copies, self.images, self.loaded, self.outgoing, self.inputs):
+        for held in (self.copies, self.images, self.loaded, self.redone, self.outgoing, self.inputs):
             held.clear()
         self.leaves.clear()
         self.on_device.clear()
         self.grads.clear()
         self.resident_grads, self._resident_sums = None, torch.empty(0)
         self.pool.close()
+
+
+def add_in_parts(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add ``grad`` to the fp32 sum ``total``, which is contiguous."""
+    total, grad = total.flatten(), grad.flatten()
+    for start in range(0, total.numel(), SUMMED_AT_ONCE):
+        total[start : start + SUMMED_AT_ONCE].add_(grad[start : start + SUMMED_AT_ONCE])
 
 
 def packed_bytes(forms: list[Form]) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -105,7 +105,10 @@ class Keys:
 
 @contextmanager
 def keyed_rng(
-    model: nn.Module, seed: int = 0, blocks: nn.ModuleList | None = None, device: str = "cpu"
+    model: nn.Module,
+    seed: int = 0,
+    blocks: Sequence[nn.Module] | nn.ModuleList | None = None,
+    device: str = "cpu",
 ) -> Iterator[Keys]:
     """Give a plain training loop the random numbers of an offloaded run.
 

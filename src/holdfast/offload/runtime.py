@@ -28,6 +28,7 @@ from .boundaries import Boundary, Delivery, Tracker
 from .device import Device
 from .microbatches import Coroutine
 from .residency import Gradients, Residency
+from .scaling import LossScale
 from .units import Unit
 
 
@@ -83,6 +84,10 @@ class Runtime:
     def units(self) -> list[Unit]:
         """Every unit; the resident one is the last."""
         return [*self.blocks, self.resident]
+
+    def share(self, unit: Unit) -> float:
+        """The part of all trained elements that ``unit`` has."""
+        return unit.elements / sum(each.elements for each in self.units)
 
 
 class InputScratch:
@@ -148,6 +153,7 @@ class Step:
     micro_batches: list[MicroBatch] = field(default_factory=list)
     hyper: HyperParameters | None = None
     clip_norm: float | None = None
+    loss_scale: LossScale | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     resident_grads: Gradients | None = None
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -158,8 +164,25 @@ class Step:
     """Norm of each parameter's gradient, by name."""
     total_norm: float | None = None
     scale: torch.Tensor | None = None
+    """What clips all gradients; None if they are left as they are."""
+    scales: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What clips those of one unit, by its name, where each is clipped by itself."""
+    left_out: set[str] = field(default_factory=set)
+    """Units that are not updated: each is clipped by itself, and their gradients are not finite."""
+    before: dict[int, Stored] = field(default_factory=dict)
+    """The state that a guess began from, by block."""
+    redone: bool = False
+    """The norm is not what was guessed: what was updated before it was known is updated again."""
     touched: dict[int, set[str]] = field(default_factory=dict)
     """By block: which of the gradients that wait on the SSD there are."""
+
+    def leaves(self, unit: Unit) -> bool:
+        """Is ``unit`` left as it is?"""
+        return self.skipped or unit.name in self.left_out
+
+    def factor(self, unit: Unit) -> torch.Tensor | None:
+        """What the gradients of ``unit`` are multiplied by."""
+        return self.scales.get(unit.name, self.scale)
 
 
 def of(op: Op) -> dict[str, Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ..plan.ops import Op
 from ..plan.vertical import commit_only, forward_only
-from ..plan.work import StepShape
+from ..plan.work import Clipping, StepShape
 from .microbatches import Coroutine, module_call
 from .planning import SCHEDULES, Plan
 from .runtime import MicroBatch, Runtime, Step
+from .scaling import LossScale
 from .weights import shares, shifts_labels, target_tokens
 
 
@@ -24,6 +25,9 @@ class Rules:
     order: str
     delayed_fraction: float
     clip_norm: float | None
+    clipping: Clipping
+    loss_scale: LossScale | None
+    """Of a fresh run; None unless it computes in fp16."""
     commit_every: int
     normalize: str | Callable[[Any], float]
 
@@ -31,12 +35,24 @@ class Rules:
     def normalize_name(self) -> str:
         return self.normalize if isinstance(self.normalize, str) else "a function"
 
+    def shape(self, micro_batches: int, commit: bool) -> StepShape:
+        """Of a training step."""
+        return StepShape(
+            micro_batches=micro_batches,
+            clipping="none" if self.clip_norm is None and self.loss_scale is None else self.clipping,
+            order=self.order,
+            delayed_fraction=self.delayed_fraction,
+            commit=commit,
+        )
+
 
 class StepMaker:
     """Makes the steps of one run. Steps are numbered from 0."""
 
     def __init__(self, run: Runtime, plan: Plan, rules: Rules) -> None:
         self._run, self._plan, self._rules = run, plan, rules
+        self.loss_scale = rules.loss_scale
+        """Of the next step."""
         self.lists: dict[tuple[str, StepShape], list[Op]] = {}
         """The operation lists made so far, by schedule and shape."""
 
@@ -53,13 +69,8 @@ class StepMaker:
     ) -> Step:
         """Step ``number`` over ``micro_batches``, with the hyper-parameters as they are now."""
         rules = self._rules
-        shape = StepShape(
-            micro_batches=len(micro_batches),
-            clip=rules.clip_norm is not None,
-            order=rules.order,
-            delayed_fraction=rules.delayed_fraction,
-            commit=rules.commit_every > 0 and (number + 1) % rules.commit_every == 0,
-        )
+        commit = rules.commit_every > 0 and (number + 1) % rules.commit_every == 0
+        shape = rules.shape(len(micro_batches), commit)
         calls = [
             module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)
             for batch in micro_batches
@@ -73,7 +84,22 @@ class StepMaker:
             micro_batches=[MicroBatch(Coroutine(c), w) for c, w in zip(calls, weights, strict=True)],
             hyper=self._run.optimizer.snapshot(),
             clip_norm=rules.clip_norm,
+            loss_scale=self.loss_scale,
         )
+
+    def progress(self) -> dict[str, Any]:
+        """What a commit keeps of how steps are made."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale.progress()}
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Go on from the progress of a commit."""
+        if self.loss_scale is not None:
+            self.loss_scale = replace(self.loss_scale, **progress.get("loss_scale", {}))
+
+    def over(self, step: Step) -> None:
+        """``step`` has been computed: it is known whether it was skipped."""
+        if step.loss_scale is not None:
+            self.loss_scale = step.loss_scale.after(step.skipped)
 
     def evaluation(self, calls: Sequence[Callable[[], Any]]) -> Step:
         """All of ``calls`` through the blocks together, forward only."""

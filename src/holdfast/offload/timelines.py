@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from ..events import EventLog
-from ..plan.ops import LANES, traffic
+from ..plan.ops import LANES, as_guessed, traffic
 from ..plan.work import StepShape
 from .executor import Executor, Span
 from .reports import by_lane
@@ -43,9 +43,9 @@ class Timelines:
         if step.shape not in self._told:
             self._told.add(step.shape)
             self._events.emit(
-                "schedule", schedule=schedule, micro_batches=step.shape.micro_batches, clip=step.shape.clip,
+                "schedule", schedule=schedule, micro_batches=step.shape.micro_batches, clipping=step.shape.clipping,
                 order=step.shape.order, delayed_fraction=step.shape.delayed_fraction, commit=step.shape.commit,
-                num_operations=len(step.operations), moves=by_lane(traffic(step.operations)),
+                num_operations=len(step.operations), moves=by_lane(traffic(as_guessed(step.operations))),
             )  # fmt: skip
         due = self._num_steps in SAMPLED or self._num_steps % EVERY == 0
         if due and self._spans is None and self._executor.spans is None:

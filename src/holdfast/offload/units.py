@@ -20,7 +20,8 @@ from ..state.atoms import Atom
 from ..state.capture import FROM_NAME, TO_NAME, BufferPlace, buffer_at
 from ..store.layout import Layout
 from ..units import round_up
-from ..update.optimizer import STEP, HostOptimizer, ParameterState, Slots
+from ..update.forms import STEP, Form, Slots
+from ..update.optimizer import HostOptimizer, ParameterState
 from .blocks import Owned
 
 ALIGN = 64
@@ -74,7 +75,7 @@ class Unit:
         buffers: dict[str, BufferPlace] | None = None,
         absent: dict[str, BufferPlace] | None = None,
     ) -> None:
-        self.name, self.dtype, self.slots = name, dtype, optimizer.slots
+        self.name, self.dtype, self._optimizer = name, dtype, optimizer
         self.buffers, self._absent = buffers or {}, absent or {}
         self.members: list[Member] = []
         copy_end = grad_end = 0
@@ -114,17 +115,24 @@ class Unit:
         parts = ((0, self.trained_copy_bytes), (self.trained_copy_bytes, self.copy_bytes))
         return [(start, stop) for start, stop in parts if stop > start]
 
+    def kept(self, member: Member) -> Slots:
+        """What the optimizer keeps for a parameter."""
+        return self._optimizer.slots(member.group, member.shape)
+
     def member_slots(self, member: Member) -> Slots:
-        slots = self.slots[member.group]
-        return Slots(slots.tensors, tuple(dict.fromkeys((*slots.scalars, STEP))))
+        """The same, and how often it was updated."""
+        slots = self.kept(member)
+        return Slots(slots.tensors, {**slots.scalars, STEP: torch.float32})
 
     def _state_atoms(self) -> list[Atom]:
         """Parameters first, then slot after slot, then the small counters and buffers."""
         atoms = [Atom(m.name, "param", m.shape, "F32") for m in self.trained]
         slots = [(m, self.member_slots(m)) for m in self.trained]
         names = dict.fromkeys(name for _, s in slots for name in s.tensors)
-        atoms += [Atom(m.name, name, m.shape, "F32") for name in names for m, s in slots if name in s.tensors]
-        atoms += [Atom(m.name, name, (), "F32") for m, s in slots for name in s.scalars]
+        atoms += [_atom(m, name, s.tensors[name]) for name in names for m, s in slots if name in s.tensors]
+        atoms += [
+            Atom(m.name, name, (), TO_NAME[dtype]) for m, s in slots for name, dtype in s.scalars.items()
+        ]
         for name, place in self.buffers.items():
             buffer = buffer_at(place)
             atoms.append(Atom(name, "buffer", tuple(buffer.shape), TO_NAME[buffer.dtype]))
@@ -152,18 +160,18 @@ class Unit:
     def parameter_state(
         self, member: Member, image: torch.Tensor, grads: torch.Tensor, copy: torch.Tensor | None
     ) -> ParameterState:
-        """What the host optimizer needs of one parameter: flat views."""
+        """What the host optimizer needs of one parameter: views."""
         slots = self.member_slots(member)
 
         def view(slot: str) -> torch.Tensor:
             return self.state_view(image, member.name, slot)
 
         return ParameterState(
-            param=view("param").flatten(),
-            grad=self.grad_view(grads, member).flatten(),
-            tensors={slot: view(slot).flatten() for slot in slots.tensors},
+            param=view("param"),
+            grad=self.grad_view(grads, member),
+            tensors={slot: view(slot) for slot in slots.tensors},
             scalars={slot: view(slot) for slot in slots.scalars},
-            copy=None if copy is None else self.copy_view(copy, member).flatten(),
+            copy=None if copy is None else self.copy_view(copy, member),
             group=member.group,
         )
 
@@ -171,11 +179,15 @@ class Unit:
 
     def write_copy(self, state: torch.Tensor, frozen: torch.Tensor | None, copy: torch.Tensor) -> None:
         """Derive the working copy from the images."""
-        for member in self.trained:
-            self.copy_view(copy, member).copy_(self.state_view(state, member.name, "param"))
+        self.write_trained_copy(state, copy)
         for member in self.frozen:
             assert frozen is not None
             self.copy_view(copy, member).copy_(self.frozen_view(frozen, member.name))
+
+    def write_trained_copy(self, state: torch.Tensor, copy: torch.Tensor) -> None:
+        """Derive its trained part."""
+        for member in self.trained:
+            self.copy_view(copy, member).copy_(self.state_view(state, member.name, "param"))
 
     def write_images(
         self, values: dict[str, torch.Tensor], state: torch.Tensor, frozen: torch.Tensor | None
@@ -224,6 +236,10 @@ class Unit:
         """Set the model's persistent buffers from the state image."""
         for name, place in self.buffers.items():
             buffer_at(place).copy_(self.state_view(state, name, "buffer"))
+
+
+def _atom(member: Member, slot: str, form: Form) -> Atom:
+    return Atom(member.name, slot, form.shape, TO_NAME[form.dtype])
 
 
 def _layout(atoms: Sequence[Atom]) -> Layout:

@@ -18,6 +18,7 @@ from .parts.schedule import (
     INPUT_SLOTS,
     OUTPUT_SLOTS,
     PARAM_SLOTS,
+    REDO_SLOTS,
     STATE_SLOTS,
     UPDATED_SLOTS,
 )
@@ -33,12 +34,6 @@ MARGIN_MICRO_BATCHES = 4
 
 PROCESS_BYTES = 512 * MiB
 """Of Python, torch and its kernels."""
-
-ACTIVATION_BYTES = 34
-"""Of one block, per token and unit of width, in 16 bits with fused attention: what a backward pass needs of it."""
-
-LOGIT_BYTES = 16
-"""Per token and word of the vocabulary: logits in 16 and 32 bits, their probabilities and their gradients."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +61,7 @@ def forward(s: Setting) -> Phase:
     )
     passes = _forward_passes(s)
     again = 1 - delayed if s.method.paper else 1.0
-    written = delayed * (params + _stored(s, state)) + passes * inputs
+    written = delayed * (_updated(s) + _stored(s, state)) + passes * inputs
     return Phase(
         compute_seconds=passes * m * s.forward_seconds,
         updated_elements=delayed * s.elements,
@@ -82,12 +77,12 @@ def backward(s: Setting) -> Phase:
     m, size, snake = s.micro_batches, s.input_bytes, s.method.order == "snake"
     params, state, now = on_ssd(s, "params"), on_ssd(s, "optimizer"), 1 - s.delayed_fraction
     return Phase(
-        compute_seconds=3 * m * s.forward_seconds,
+        compute_seconds=m * s.backward_seconds,
         updated_elements=now * s.elements,
         up=Affine((2 * m - snake) * size + s.param_bytes),
         down=Affine((m - snake) * size + s.grad_bytes),
         read=_forward_passes(s) * _spilled(s) + params + now * state,
-        written=now * (params + _stored(s, state)) + _waiting_on_ssd(s, waiting(s)),
+        written=now * (_updated(s) + _stored(s, state)) + _waiting_on_ssd(s, waiting(s)),
     )
 
 
@@ -131,7 +126,7 @@ def dead_bytes(s: Setting) -> Affine:
     if not s.method.recycles:
         return Affine()
     inputs = s.blocks * s.micro_batches * s.input_bytes * Affine.of("activations")
-    return inputs + s.delayed_fraction * s.blocks * s.param_bytes * Affine.of("params")
+    return inputs + s.delayed_fraction * s.blocks * s.trained_param_bytes * Affine.of("params")
 
 
 def waiting_bytes(s: Setting) -> float:
@@ -149,13 +144,7 @@ def device_bytes(s: Setting) -> float:
     """Memory of a separate device, at most. It does not depend on the number of blocks or micro-batches."""
     inputs = (2 * DEVICE_SLOTS + OUTPUT_SLOTS) * s.input_bytes
     resident = s.resident_elements * (s.method.param_bytes + s.method.grad_bytes)
-    return DEVICE_SLOTS * (s.param_bytes + s.grad_bytes) + inputs + resident + workspace_bytes(s)
-
-
-def workspace_bytes(s: Setting) -> float:
-    """Activations of one micro-batch in one block, or in the head and the loss. An estimate."""
-    block = ACTIVATION_BYTES * s.model.tokens * s.model.width
-    return max(block, LOGIT_BYTES * s.model.tokens * s.model.vocabulary)
+    return DEVICE_SLOTS * (s.param_bytes + s.grad_bytes) + inputs + resident + s.model.workspace_bytes
 
 
 def ssd_bytes(s: Setting) -> Affine:
@@ -201,6 +190,11 @@ def _stored(s: Setting, state: Affine) -> Affine:
     return state + _each_commit(s) * (s.state_bytes - state)
 
 
+def _updated(s: Setting) -> Affine:
+    """Of a block's parameters, what an update writes to the SSD."""
+    return s.trained_param_bytes * (1 - Affine.of("params"))
+
+
 def _waiting_on_ssd(s: Setting, part: float) -> Affine:
     return part * on_ssd(s, "gradients")
 
@@ -217,11 +211,13 @@ def _host_bytes(s: Setting) -> Affine:
     resident = s.resident_elements * (s.method.state_bytes + s.method.grad_bytes + s.method.param_bytes)
     return (
         rows * size
-        + s.param_bytes * (s.blocks * params + (PARAM_SLOTS + UPDATED_SLOTS) * (1 - params))
+        + s.param_bytes * (s.blocks * params + PARAM_SLOTS * (1 - params))
+        + s.trained_param_bytes * UPDATED_SLOTS * (1 - params)
         + s.state_bytes * (s.blocks * state + STATE_SLOTS * (1 - state))
+        + (REDO_SLOTS * s.state_bytes if s.method.clipping == "speculate" else 0.0)
         + GRAD_SLOTS * s.grad_bytes
         + resident
-        + (workspace_bytes(s) if shares else 0.0)
+        + (s.model.workspace_bytes if shares else 0)
         + PROCESS_BYTES
     )
 

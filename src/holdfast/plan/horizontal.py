@@ -6,6 +6,8 @@ blocks wait for the last micro-batch, so four bytes per parameter are kept, on t
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .ops import Key, Op
 from .parts import gradients, inputs, params, updates
 from .parts.schedule import Schedule
@@ -13,7 +15,10 @@ from .work import Placement, StepShape, Work
 
 
 def horizontal(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
-    """The operations of one training step in the horizontal order."""
+    """The operations of one training step in the horizontal order. Every update comes after the norm, so that nothing
+    has to be guessed."""
+    if shape.clipping == "speculate":
+        shape = replace(shape, clipping="defer")
     s = Schedule(work=work, placement=placement, shape=shape, keeps_grads=True)
     passes: list[tuple[str, int, int]] = []
     for m in range(shape.micro_batches):
@@ -60,7 +65,7 @@ def _backward(s: Schedule, block: int, m: int, uploaded: Key) -> None:
     key = s.compute(
         Key("backward", block, m),
         needs=(uploaded, *needs, *((gradients.upload(s, block, m),) if m else ())),
-        work=3 * b.forward_flop + (s.work.head_flop if is_last else 0.0),
+        work=b.backward_work + (s.work.head_flop if is_last else 0.0),
         needs_previous=(
             *(updates.resident_updated(s) if is_last and block == 0 and m == 0 else ()),
             *(updates.committed(s) if block == 0 and final else ()),

@@ -100,16 +100,18 @@ def load_highs() -> ModuleType:
     return highspy
 
 
-def solve(setting: Setting) -> Solution | None:
-    """The best placement, or None if there is none. Where several take the same time, the one that wears the
-    SSDs least."""
-    rows = _rows(setting)
-    free = _run(rows, {FORWARD: 1.0, BACKWARD: 1.0}, setting)
+def solve(setting: Setting, stated: Mapping[str, float] | None = None) -> Solution | None:
+    """The best placement, or None if there is none; ``stated`` fractions are as they are. Where several take the same
+    time, the one that wears the SSDs least."""
+    rows, given = _rows(setting), dict(stated or {})
+    if setting.method.paper:
+        given |= {"gradients": 1.0, RECYCLED: 1.0}
+    free = _run(rows, {FORWARD: 1.0, BACKWARD: 1.0}, given)
     if free is None:
         return None
     seconds = free[FORWARD] + free[BACKWARD]
     no_slower = Affine.of(FORWARD) + Affine.of(BACKWARD) - seconds * (1 + CLOSE)
-    settled = _run([*rows, no_slower], _second_cost(setting), setting) or free
+    settled = _run([*rows, no_slower], _second_cost(setting), given) or free
     return Solution(setting, {name: min(max(settled[name], 0.0), 1.0) for name in (*FRACTIONS, RECYCLED)})
 
 
@@ -182,15 +184,16 @@ def _most_written(s: Setting) -> float:
     return rated / s.method.least_steps if s.method.least_steps else inf
 
 
-def _run(rows: Sequence[Affine], cost: Mapping[str, float], s: Setting) -> dict[str, float] | None:
-    """Minimise ``cost`` with every row at most 0. None if no values do."""
+def _run(
+    rows: Sequence[Affine], cost: Mapping[str, float], given: Mapping[str, float]
+) -> dict[str, float] | None:
+    """Minimise ``cost`` with every row at most 0, and what is ``given``. None if no values do."""
     highs = load_highs()
     program = highs.HighsLp()
     program.num_col_, program.num_row_ = len(UNKNOWNS), len(rows)
     program.col_cost_ = [cost.get(name, 0.0) for name in UNKNOWNS]
-    fixed = {"gradients", RECYCLED} if s.method.paper else set()
-    program.col_lower_ = [1.0 if name in fixed else 0.0 for name in UNKNOWNS]
-    program.col_upper_ = [inf if name in (FORWARD, BACKWARD) else 1.0 for name in UNKNOWNS]
+    program.col_lower_ = [given.get(name, 0.0) for name in UNKNOWNS]
+    program.col_upper_ = [inf if name in (FORWARD, BACKWARD) else given.get(name, 1.0) for name in UNKNOWNS]
     scaled = [
         row / max((abs(v) for v in row.terms.values()), default=1.0) if any(row.terms.values()) else row
         for row in rows

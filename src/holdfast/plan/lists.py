@@ -7,19 +7,20 @@ mixture of bytes that the list at hand moves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import floor, inf
 
 from ..errors import DoesNotFit
+from ..profiles import MachineProfile
 from ..units import format_bytes, round_up
 from . import formulas
 from .formulas import FRACTIONS
 from .linear import Solution
 from .machine import Machine
 from .memory import MakesOps, predict
-from .ops import DOWNLOAD, SSD_READ, SSD_WRITE, UPLOAD, Op, lane_bytes
+from .ops import COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD, Op, lane_bytes
 from .search import Case, best_at
-from .setting import Setting
+from .setting import Setting, bus_of, ssd_of
 from .vertical import vertical
 from .work import BlockWork, Placement, StepShape, Work
 
@@ -28,6 +29,12 @@ EVALUATION_BATCHES = 8
 
 TRIES = 4
 
+UPDATE_WORKERS = 2
+"""Of a run, unless it is told; a machine's rate of updates is theirs together."""
+
+COMMIT_SYNCS = 3
+"""One after another, until a commit is durable: the last file, the manifest, the directory."""
+
 
 def work_of(setting: Setting) -> Work:
     """One step's model, as the engine would measure it."""
@@ -35,21 +42,22 @@ def work_of(setting: Setting) -> Work:
     block = BlockWork(
         elements=s.elements,
         param_bytes=round_up(s.param_bytes),
-        trained_param_bytes=round_up(s.param_bytes),
+        trained_param_bytes=round_up(s.trained_param_bytes),
         state_bytes=round_up(s.state_bytes),
         grad_bytes=s.grad_bytes,
         forward_flop=s.model.forward_flop,
+        backward_flop=s.model.backward_flop,
     )
     return Work(
         blocks=(block,) * s.blocks,
         input_bytes=round_up(s.input_bytes),
-        resident_state_bytes=round_up(s.resident_elements * method.state_bytes),
+        resident_state_bytes=round_up(round(s.resident_elements * method.state_bytes)),
         resident_param_bytes=s.resident_elements * method.param_bytes,
         resident_grad_bytes=s.resident_elements * method.grad_bytes,
         resident_elements=s.resident_elements,
         unified=s.machine.device_shares_host,
         head_flop=s.model.head_flop,
-        workspace_bytes=round(formulas.workspace_bytes(s)),
+        workspace_bytes=s.model.workspace_bytes,
     )
 
 
@@ -57,7 +65,11 @@ def shape_of(setting: Setting) -> StepShape:
     """Of a step that ends in a commit, if any does."""
     method = setting.method
     return StepShape(
-        micro_batches=setting.micro_batches, clip=method.keeps_all_gradients, commit=method.commit_every > 0
+        micro_batches=setting.micro_batches,
+        clipping=method.clipping,
+        order=method.order,
+        delayed_fraction=setting.delayed_fraction,
+        commit=method.commit_every > 0,
     )
 
 
@@ -67,23 +79,55 @@ def placement_of(fractions: Mapping[str, float], blocks: int) -> Placement:
     return Placement.fractions(blocks, **down)
 
 
-def machine_of(setting: Setting, operations: Sequence[Op]) -> Machine:
+def machine_of(profile: MachineProfile, operations: Sequence[Op]) -> Machine:
     """What the simulator needs to time ``operations``: where both ways together are faster or slower than in turns,
     rates are scaled so that these bytes take what they should."""
-    moved, ssd, bus = lane_bytes(operations), setting.ssd, setting.bus
+    moved, ssd, bus = lane_bytes(operations), ssd_of(profile), bus_of(profile)
     slow_ssd = ssd.slowdown(moved[SSD_READ], moved[SSD_WRITE])
+    cores = _Cores.of(profile, operations, moved[SSD_READ] + moved[SSD_WRITE])
     slow_bus = 1.0 if bus.one == inf else bus.slowdown(moved[UPLOAD], moved[DOWNLOAD])
     return Machine(
         ssd_read_bytes_per_second=ssd.one / slow_ssd,
         ssd_write_bytes_per_second=ssd.other / slow_ssd,
         upload_bytes_per_second=bus.one / slow_bus,
         download_bytes_per_second=bus.other / slow_bus,
-        compute_flop_per_second=setting.machine.device_flop_per_second,
-        update_elements_per_second=setting.machine.update_elements_per_second,
+        compute_flop_per_second=profile.device_flop_per_second
+        / (profile.compute_factor * cores.slow_compute),
+        update_elements_per_second=profile.update_elements_per_second / cores.slow_update,
+        commit_seconds=COMMIT_SYNCS * profile.ssd_sync_seconds,
         shared_ssd=True,
         shared_bus=True,
-        shared_cores=setting.machine.device_shares_host,
+        shared_cores=cores.shared,
     )
+
+
+@dataclass(frozen=True)
+class _Cores:
+    """How the host's cores are used by what computes on them. All that the SSD moves is checksummed, on the cores as
+    well: what that takes is added to what they do besides."""
+
+    shared: bool = False
+    """Computing and updates take turns: computing uses all cores."""
+    slow_compute: float = 1.0
+    slow_update: float = 1.0
+
+    @classmethod
+    def of(cls, profile: MachineProfile, operations: Sequence[Op], ssd_bytes: int) -> _Cores:
+        if not profile.device_shares_host:
+            return cls()
+        flop = sum(op.work for op in operations if op.lane == COMPUTE)
+        computing = flop * profile.compute_factor / profile.device_flop_per_second
+        elements = sum(op.work for op in operations if op.lane == UPDATE)
+        updating = elements / profile.update_elements_per_second
+        checking = ssd_bytes / profile.check_bytes_per_second if profile.check_bytes_per_second else 0.0
+        spare = profile.spare_cores
+        if not spare:
+            busy = computing + updating
+            slow = 1 + checking / max(profile.host_cores, 1) / busy if busy else 1.0
+            return cls(True, slow, slow)
+        updating *= max(UPDATE_WORKERS / spare, 1.0)  # measured with all of them side by side
+        slow = max(UPDATE_WORKERS / spare, 1.0) * (1 + checking / spare / updating if updating else 1.0)
+        return cls(False, 1.0, slow)
 
 
 def host_bytes(setting: Setting, placement: Placement, schedule: MakesOps = vertical) -> int:
@@ -92,29 +136,29 @@ def host_bytes(setting: Setting, placement: Placement, schedule: MakesOps = vert
     return formulas.PROCESS_BYTES + memory.host_bytes
 
 
-def fit(case: Case, micro_batches: int) -> tuple[Solution, Placement]:
+def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution, Placement]:
     """The best plan whose whole blocks and buffers fit, as the operation list counts them. The linear program counts a
     buffer for what partly stays as a part of one; what it is short of is taken off its memory, and it is asked again.
 
-    ``case`` is one that the engine runs. Raises ``DoesNotFit``.
+    ``delayed`` is rounded to whole blocks. ``case`` is one that the engine runs. Raises ``DoesNotFit``.
     """
-    allowed = case.machine.host_memory_bytes
+    allowed, blocks = case.machine.host_memory_bytes, case.model.blocks
+    delayed = round((case.method.delayed or delayed) * blocks) / blocks
     tried = case
     for _ in range(TRIES):
-        solution = best_at(tried, micro_batches, case.method.delayed or 0.0)
+        solution = best_at(tried, micro_batches, delayed)
         if solution is None:
             break
-        placement = placement_of(solution.fractions, case.model.blocks)
+        placement = placement_of(solution.fractions, blocks)
         over = host_bytes(solution.setting, placement) - allowed
         if over <= 0:
-            return Solution(case.setting(micro_batches), solution.fractions), placement
+            return Solution(case.setting(micro_batches, delayed), solution.fractions), placement
         less = tried.machine.host_memory_bytes - over
         if less <= 0:
             break
         tried = replace(case, machine=replace(case.machine, host_memory_bytes=less))
     nothing = dict.fromkeys(FRACTIONS, 0.0)
-    setting = case.setting(micro_batches)
-    needed = host_bytes(setting, placement_of(nothing, case.model.blocks))
+    needed = host_bytes(case.setting(micro_batches, delayed), placement_of(nothing, blocks))
     raise DoesNotFit(
         f"the engine's buffers for {micro_batches} micro-batches take {format_bytes(needed)} of host memory with "
         f"everything on the SSD, and there are {format_bytes(allowed)}. Fewer or smaller micro-batches need less."

@@ -6,6 +6,7 @@ infinite rate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf
@@ -64,6 +65,13 @@ class Machine:
             return self.commit_seconds
         amount = op.work if op.lane in (COMPUTE, UPDATE) else op.nbytes
         return amount / self._rates[op.lane]
+
+    def by_server(self, busy: Mapping[str, float]) -> dict[str, float]:
+        """Seconds that lanes work, of what serves them: what is shared, works for one lane at a time."""
+        found: dict[str, float] = {}
+        for lane, seconds in busy.items():
+            found[self.server(lane)] = found.get(self.server(lane), 0.0) + seconds
+        return found
 
     def server(self, lane: str) -> str:
         """What serves ``lane``: itself, or what it shares."""

@@ -108,6 +108,7 @@ def resident(work: Work, placement: Placement) -> Parts:
         return sum(getattr(block, size) for block, here in zip(work.blocks, stays) if here)
 
     return {
+        ("host", "updates"): work.update_bytes,
         ("host", "resident_state"): work.resident_state_bytes,
         ("host", "params_on_host"): chosen(placement.params, "param_bytes"),
         ("host", "optimizer_on_host"): chosen(placement.optimizer, "state_bytes"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 COMPUTE, SSD_READ, SSD_WRITE = "compute", "ssd_read", "ssd_write"
@@ -28,6 +28,10 @@ LANES = (COMPUTE, SSD_READ, SSD_WRITE, UPLOAD, DOWNLOAD, UPDATE, COMMIT)
 
 NOW, SOON, LATER = 0, 1, 2
 """Priorities: what a computation will wait for; what only an update waits for; what only a commit does."""
+
+
+GUESS = "guess"
+"""The phase of an update that may be done again."""
 
 
 class Key(NamedTuple):
@@ -68,6 +72,14 @@ class Op:
     takes: tuple[Hold, ...] = ()
     gives: tuple[tuple, ...] = ()
     priority: int = NOW
+    redo: bool = False
+    """Done only where a guess was wrong (``StepShape.clipping``). Otherwise it is over as soon as its turn comes, moves
+    nothing and takes no memory."""
+
+
+def as_guessed(ops: Iterable[Op]) -> list[Op]:
+    """The same step where every guess was right: what would have been done again takes nothing."""
+    return [replace(op, nbytes=0, work=0.0) if op.redo else op for op in ops]
 
 
 def traffic(ops: Iterable[Op]) -> Counter[tuple[str, str]]:

@@ -44,7 +44,7 @@ def choose(
         "optimizer": optimizer,
     }
     search = _Search(work, shape, schedule, evaluation_batches, host_budget_bytes, held_bytes)
-    fractions = search.smallest({kind: _checked(kind, asked[kind]) for kind in ORDER})
+    fractions = search.smallest({kind: checked(kind, asked[kind]) for kind in ORDER})
     if not search.fits(fractions):
         raise _does_not_fit(search, asked, fractions)
     for kind in ORDER:
@@ -103,7 +103,7 @@ class _Search:
         return fitting / rows
 
 
-def _checked(kind: str, value: Fraction) -> float | None:
+def checked(kind: str, value: Fraction) -> float | None:
     """A fraction, or None for one to be chosen."""
     if value == "auto":
         return None

@@ -113,10 +113,9 @@ def check_device(setting: Setting) -> None:
 
 
 def engine_case(case: Case) -> Case:
-    """The same as the engine of this version runs it: a delayed fraction of 0, or with clipping of 1; plain order;
-    gradients that wait have memory of their own."""
-    clipping = "none" if case.method.clipping == "none" else "defer"
-    return replace(case, method=replace(case.method, clipping=clipping, order="plain", recycles=False))
+    """The same as the engine of this version runs it: gradients that wait have memory of their own. (Those of delayed
+    updates alone wait where block inputs were, but not in the place of stale parameters.)"""
+    return replace(case, method=replace(case.method, recycles=False))
 
 
 # -- helpers ----------------------------------------------------------------------------------------

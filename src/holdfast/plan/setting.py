@@ -8,14 +8,51 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
+from typing import Literal, Protocol
 
-from ..profiles import MachineProfile, ModelProfile
+from ..profiles import MachineProfile
 from .duplex import Duplex
+from .work import CLIPPING, Clipping
 
-Clipping = Literal["none", "defer", "speculate", "per_block"]
 
-CLIPPING = ("none", "defer", "speculate", "per_block")
+class Model(Protocol):
+    """Equal blocks, and one micro-batch of them: a profile (``ModelProfile``), or what the engine measured."""
+
+    @property
+    def description(self) -> str: ...
+    @property
+    def blocks(self) -> int: ...
+    @property
+    def block_parameters(self) -> int:
+        """Of one block, frozen ones too."""
+        ...
+
+    @property
+    def trained_block_parameters(self) -> int: ...
+    @property
+    def resident_parameters(self) -> int:
+        """Trained ones outside of the blocks."""
+        ...
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def input_elements(self) -> int: ...
+    @property
+    def forward_flop(self) -> float: ...
+    @property
+    def backward_flop(self) -> float:
+        """With the recomputation."""
+        ...
+
+    @property
+    def head_flop(self) -> float: ...
+    @property
+    def workspace_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +70,8 @@ class Method:
     param_bytes: int = 2
     """Of one parameter on the device."""
     grad_bytes: int = 4
-    state_bytes: int = 12
-    """Of one parameter: its master, and the optimizer's state."""
+    state_bytes: float = 12
+    """Of one trained parameter: its master, and the optimizer's state."""
     recycles: bool = True
     """Gradients that wait do so in buffers that are dead by then, as far as those reach."""
     paper: bool = False
@@ -73,7 +110,7 @@ class Setting:
     """One step, up to where things stay."""
 
     machine: MachineProfile
-    model: ModelProfile
+    model: Model
     method: Method = field(default_factory=Method)
     micro_batches: int
     delayed_fraction: float = 0.0
@@ -95,10 +132,17 @@ class Setting:
 
     @property
     def elements(self) -> int:
-        return self.model.block_parameters
+        """Trained, of one block."""
+        return self.model.trained_block_parameters
 
     @property
     def param_bytes(self) -> int:
+        """What a pass reads of one block."""
+        return self.model.block_parameters * self.method.param_bytes
+
+    @property
+    def trained_param_bytes(self) -> int:
+        """What an update writes of it."""
         return self.elements * self.method.param_bytes
 
     @property
@@ -107,7 +151,7 @@ class Setting:
 
     @property
     def state_bytes(self) -> int:
-        return self.elements * self.method.state_bytes
+        return round(self.elements * self.method.state_bytes)
 
     @property
     def input_bytes(self) -> int:
@@ -119,30 +163,46 @@ class Setting:
         return 0 if self.method.paper else self.model.resident_parameters
 
     @property
+    def flop_per_second(self) -> float:
+        """Attained in a run."""
+        return self.machine.device_flop_per_second / self.machine.compute_factor
+
+    @property
     def forward_seconds(self) -> float:
-        """Of one micro-batch through one block; its backward with the recomputation takes three times as long."""
-        return self.model.forward_flop / self.machine.device_flop_per_second
+        """Of one micro-batch through one block."""
+        return self.model.forward_flop / self.flop_per_second
+
+    @property
+    def backward_seconds(self) -> float:
+        """Likewise, with the recomputation."""
+        return self.model.backward_flop / self.flop_per_second
 
     @property
     def head_seconds(self) -> float:
-        return self.model.head_flop / self.machine.device_flop_per_second
+        return self.model.head_flop / self.flop_per_second
 
     @property
     def ssd(self) -> Duplex:
-        """One is reading, all SSDs together."""
-        m = self.machine
-        mixed = m.ssd_mixed_bytes_per_second
-        return Duplex(
-            one=m.ssd_read_bytes_per_second * m.ssd_count,
-            other=m.ssd_write_bytes_per_second * m.ssd_count,
-            mixed=mixed * m.ssd_count if mixed else None,
-        )
+        return ssd_of(self.machine)
 
     @property
     def bus(self) -> Duplex:
-        """One is towards the device. What computes in host memory needs none."""
-        m = self.machine
-        if m.device_shares_host:
-            return Duplex()
-        up, down = m.upload_bytes_per_second, m.download_bytes_per_second
-        return Duplex(one=up or inf, other=down or inf, mixed=m.copy_bytes_per_second)
+        return bus_of(self.machine)
+
+
+def ssd_of(machine: MachineProfile) -> Duplex:
+    """One is reading, all SSDs together."""
+    mixed, count = machine.ssd_mixed_bytes_per_second, machine.ssd_count
+    return Duplex(
+        one=machine.ssd_read_bytes_per_second * count,
+        other=machine.ssd_write_bytes_per_second * count,
+        mixed=mixed * count if mixed else None,
+    )
+
+
+def bus_of(machine: MachineProfile) -> Duplex:
+    """One is towards the device. What computes in host memory needs none."""
+    if machine.device_shares_host:
+        return Duplex()
+    up, down = machine.upload_bytes_per_second, machine.download_bytes_per_second
+    return Duplex(one=up or inf, other=down or inf, mixed=machine.copy_bytes_per_second)

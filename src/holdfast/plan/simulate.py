@@ -10,7 +10,7 @@ back when it ends.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -68,10 +68,7 @@ class Simulation:
     def busiest(self) -> tuple[str, float]:
         """The lane (or the SSD, where its lanes compete) that works longest for the last step, and how long. No
         order of the same operations takes less than that."""
-        busy: dict[str, float] = defaultdict(float)
-        for lane, seconds in self.busy_seconds().items():
-            busy[self.machine.server(lane)] += seconds
-        return max(busy.items(), key=lambda item: item[1])
+        return max(self.machine.by_server(self.busy_seconds()).items(), key=lambda item: item[1])
 
     @property
     def over_busiest(self) -> float:

@@ -25,7 +25,7 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
         work=work,
         placement=placement,
         shape=shape,
-        keeps_grads=shape.clip,
+        keeps_grads=shape.keeps_grads,
         in_flight=shape.micro_batches,
         keeps_last_input=True,
     )
@@ -38,12 +38,17 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
             _forward(s, block, phase, uploaded)
             continue
         _backward(s, block, uploaded)
-        if not s.waits(block):
+        if s.guesses(block):
+            updates.guess_block(s, block)
+        elif not s.waits(block):
             updates.update_block(s, block)
     end = updates.end_of_backward(s)
     updates.update_resident(s, end)
     for block in filter(s.waits, range(s.count)):  # in the order in which the next step wants them
-        updates.update_block(s, block, *((end,) if shape.clip else ()))
+        if s.guesses(block):
+            updates.redo_block(s, block, end)
+        else:
+            updates.update_block(s, block, *((end,) if shape.keeps_grads else ()))
     updates.commit(s)
     return s.finish()
 
@@ -102,7 +107,7 @@ def _backward(s: Schedule, block: int, uploaded: Key) -> None:
     """All micro-batches of ``block``: recompute, backward, accumulate. The last block runs forward, epilogue
     and loss first, and then all losses are known."""
     is_last, order = block == s.last, micro_batches(s.shape, block)
-    flop = 3 * s.work.blocks[block].forward_flop + (s.work.head_flop if is_last else 0.0)
+    flop = s.work.blocks[block].backward_work + (s.work.head_flop if is_last else 0.0)
     for m in order:
         needs, given = _fetched(s, block, m)
         key = s.compute(

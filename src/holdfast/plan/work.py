@@ -7,6 +7,12 @@ them is exact. ``Work`` is what the engine measures from a model.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Clipping = Literal["none", "defer", "speculate", "per_block"]
+"""When updates know the factor that clips their gradients (``docs/schedule.md``)."""
+
+CLIPPING = ("none", "defer", "speculate", "per_block")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +30,14 @@ class BlockWork:
     grad_bytes: int
     """Accumulated gradients, fp32."""
     forward_flop: float = 0.0
-    """Floating-point operations of one forward pass of one micro-batch; a backward pass with its
-    recomputation takes three times as many."""
+    """Floating-point operations of one forward pass of one micro-batch."""
+    backward_flop: float | None = None
+    """Of a backward pass with its recomputation; None is three times as many."""
+
+    @property
+    def backward_work(self) -> float:
+        """Floating-point operations of a backward pass with its recomputation."""
+        return 3 * self.forward_flop if self.backward_flop is None else self.backward_flop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +58,8 @@ class Work:
     """Prologue, epilogue and loss of one micro-batch, forward and backward."""
     resident_grad_bytes: int = 0
     """Accumulated gradients of the prologue and epilogue, on the device."""
+    update_bytes: int = 0
+    """What updates take besides state, gradients and copies, in host memory: of optimizers that need whole tensors."""
     workspace_bytes: int = 0
     """The most that computing one micro-batch of one block, or the epilogue, takes besides what is listed as
     held: activations between the block's input and its output. In device memory. Measured."""
@@ -98,12 +112,19 @@ class StepShape:
     """How a step goes. The first and the last may vary from step to step."""
 
     micro_batches: int
-    clip: bool = False
-    """Updates wait for the global gradient norm."""
+    clipping: Clipping = "none"
+    """``defer``: updates wait for the norm of all gradients; ``speculate``: they do not, and are done again where it
+    says otherwise, from the state of the step before, which must be a commit; ``per_block``: a block's gradients are
+    clipped by themselves, so nothing waits."""
     order: str = "plain"
     """Which way micro-batches go through a block of the vertical schedule (``orders.py``)."""
     delayed_fraction: float = 0.0
-    """Of the blocks of the vertical schedule: those that are updated beside the next forward pass. With clipping
+    """Of the blocks of the vertical schedule: those that are updated beside the next forward pass. With ``defer``
     all are."""
     commit: bool = True
     """The step ends in a commit."""
+
+    @property
+    def keeps_grads(self) -> bool:
+        """Gradients of every block wait for the end of the backward pass."""
+        return self.clipping in ("defer", "speculate")

@@ -5,14 +5,19 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import xxhash
 from torch import nn
 
-from ..offload.process import one_torch_thread
-from ..update.optimizer import STEP, HostOptimizer, ParameterState
+from ..units import MiB
+from ..update.forms import STEP
+from ..update.optimizer import HostOptimizer, ParameterState
+from ..update.threads import one_torch_thread
 from .clock import median_seconds
 
 WORKERS = 2
 """Of a run."""
+
+CHECKED_BYTES = 64 * MiB
 
 ELEMENTS = 4 * 2**20
 """Of each worker: more than fits in caches."""
@@ -31,8 +36,14 @@ def measure_update(seconds: float, elements: int = ELEMENTS) -> float:
     return WORKERS * elements / each
 
 
+def measure_checks(seconds: float) -> float:
+    """Bytes per second that one core checksums, as it does with every byte that the SSD moves."""
+    memory = bytearray(CHECKED_BYTES)
+    return CHECKED_BYTES / median_seconds(lambda: xxhash.xxh3_64_digest(memory), seconds)
+
+
 def _state(elements: int, optimizer: HostOptimizer) -> ParameterState:
-    slots = optimizer.slots[0]
+    slots = optimizer.slots(0, (elements,))
     return ParameterState(
         param=torch.zeros(elements),
         grad=torch.full((elements,), 1e-3),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -10,19 +11,31 @@ from pathlib import Path
 
 import torch
 
-from ..profiles import MachineProfile, ModelProfile
+from ..profiles import MachineProfile
 from ..units import format_bytes
-from .device import BlockTimes, Copies, measure_block, measure_copies
-from .host import measure_update
+from .copies import Copies, measure_copies
+from .host import measure_checks, measure_update
 from .ssd import Ssd, measure_ssd
 
-SHARES = {"ssd": 0.5, "block": 0.2, "copies": 0.15, "update": 0.1}
+SHARES = {"ssd": 0.5, "block": 0.2, "copies": 0.15, "update": 0.1, "checks": 0.02}
 """Of the time that is given; what is left goes by between measurements."""
 
 MB = 10**6
 
 MOST_OF_DISK = 4
 """The file is at most this part of what is free."""
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """Of one micro-batch through one block."""
+
+    forward_seconds: float
+    backward_seconds: float
+    """With the recomputation."""
+    flop_per_second: float
+    what: str
+    """That was timed, for a person."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +59,21 @@ def probe_machine(
     *,
     file_bytes: int,
     seconds: float,
-    model: ModelProfile | None = None,
+    time_block: Callable[[float], BlockTimes],
     say: Callable[[str], object] = lambda what: None,
 ) -> Probed:
-    """Measure for about ``seconds``. ``say`` is told what is measured next."""
+    """Measure for about ``seconds``. ``time_block`` is told how long it may take, and ``say`` what is measured next."""
     began = time.perf_counter()
     free = shutil.disk_usage(directory).free
     say("the SSD")
     ssd = measure_ssd(directory, min(file_bytes, free // MOST_OF_DISK), SHARES["ssd"] * seconds)
     say("a block")
-    block = measure_block(device, model, SHARES["block"] * seconds)
+    block = time_block(SHARES["block"] * seconds)
     say("copies")
     copies = measure_copies(device, SHARES["copies"] * seconds)
     say("the host's optimizer")
     update = measure_update(SHARES["update"] * seconds)
+    checks = measure_checks(SHARES["checks"] * seconds)
     profile = MachineProfile(
         description=_description(device),
         device_memory_bytes=_whole(torch.cuda.mem_get_info(device)[0]) if copies else 0,
@@ -70,10 +84,14 @@ def probe_machine(
         copy_bytes_per_second=_whole(copies.both) if copies else None,
         host_memory_bytes=_whole(host_memory_bytes),
         update_elements_per_second=_rounded(update),
+        host_cores=os.cpu_count() or 0,
+        compute_threads=0 if copies else torch.get_num_threads(),
+        check_bytes_per_second=_whole(checks),
         ssd_read_bytes_per_second=_whole(ssd.read),
         ssd_write_bytes_per_second=_whole(ssd.write),
         ssd_mixed_bytes_per_second=_whole(ssd.mixed),
         ssd_capacity_bytes=_whole(free),
+        ssd_sync_seconds=_rounded(ssd.sync_seconds),
     )
     return Probed(profile, _sources(ssd, block), ssd, block, copies, time.perf_counter() - began)
 
@@ -95,23 +113,24 @@ def _rounded(rate: float) -> float:
 
 
 def _sources(ssd: Ssd, block: BlockTimes) -> dict[str, str]:
-    timed, how = (
-        block.timed,
-        "O_DIRECT" if ssd.direct else "through the page cache, so these are rates of memory",
-    )
+    how = "O_DIRECT" if ssd.direct else "through the page cache, so these are rates of memory"
     on_ssd = f"measured, {how}, file of {format_bytes(ssd.file_bytes)}"
     return {
         "device.memory": "free now",
-        "device.flops": f"measured in bf16: a block of width {timed.width}, {timed.tokens} tokens",
+        "device.flops": f"measured: {block.what}",
         "device.upload": "measured, pinned memory",
         "device.download": "measured, pinned memory",
         "device.copies": "measured, both at once",
         "host.memory": "free now",
+        "host.cores": "counted",
+        "host.checks": "measured: xxh3 of what is in no cache, one core",
+        "device.threads": "torch's, when it was measured",
         "host.update": "measured: AdamW in fp32 with a bf16 copy, 2 threads",
         "ssd.count": "what is below is of the directory that was measured, whatever it consists of",
         "ssd.read": on_ssd,
         "ssd.write": on_ssd,
         "ssd.mixed": on_ssd,
         "ssd.capacity": "free now",
+        "ssd.sync": "measured, a small write",
         "ssd.rated": "assumed: look up what yours is rated for",
     }

@@ -18,7 +18,9 @@ from ..errors import BadInput
 from ..io.buffers import BufferPool
 from ..io.queue import REQUEST_BYTES, IOQueue, Request
 from ..io.threads import File, open_file
-from ..units import format_bytes
+from ..store.files import Disk
+from ..units import PAGE, format_bytes
+from .clock import median_seconds
 
 THREADS = 4
 GROUP_REQUESTS = 8
@@ -36,6 +38,8 @@ class Ssd:
     write: float
     mixed: float
     """Half reads and half writes, in all."""
+    sync_seconds: float
+    """Until a small write is durable."""
     direct: bool
     """Past the page cache. Otherwise these are rates of memory."""
     file_bytes: int
@@ -57,7 +61,8 @@ def measure_ssd(directory: Path, file_bytes: int, seconds: float) -> Ssd:
             read = sweep.rate([(False, 0, filled)], part)
             write = sweep.rate([(True, 0, filled)], part)
             mixed = sweep.rate([(False, 0, half), (True, half, filled)], part)
-            return Ssd(read, write, mixed, file.direct, filled)
+            sync = median_seconds(lambda: _sync(Disk(folder), file), seconds / 20)
+            return Ssd(read, write, mixed, sync, file.direct, filled)
         finally:
             queue.close()
             file.close()
@@ -107,3 +112,12 @@ class _Sweep:
         return self.queue.submit(
             requests, kind="probe", phase="probe", priority=0, finish=lambda: self.pool.give(buffer)
         )
+
+
+def _sync(disk: Disk, file: File) -> None:
+    """Write a page and make it durable."""
+    pool = BufferPool()
+    buffer = pool.take(PAGE, "probe")
+    file.write(buffer.view, 0)
+    disk.sync(file, why="a measurement")
+    pool.give(buffer)

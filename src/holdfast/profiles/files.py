@@ -43,7 +43,7 @@ def to_toml(machine: MachineProfile, comments: dict[str, str] | None = None) -> 
     for declared in fields(machine):
         value, kind = getattr(machine, declared.name), declared.metadata["kind"]
         *sections, name = path_of(declared).split(".")
-        if value in (None, 0) and value == declared.default:
+        if value == declared.default and (value in (None, 0) or kind == "number"):
             continue
         if sections and sections[0] != section:
             section = sections[0]

@@ -18,6 +18,7 @@ NOUNS = {
     "bytes": 'a size, like "80GB" or "24GiB"',
     "rate": 'bytes per second, like "12GB/s"',
     "number": "a number above 0, like 180e12",
+    "seconds": "a number of seconds, 0 or more, like 0.004",
     "count": "a whole number, 0 or more",
     "flag": "true or false",
 }
@@ -101,6 +102,12 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _seconds(value: Any) -> float:
+    if isinstance(value, (bool, str)) or not 0 <= float(value) < math.inf:
+        raise ValueError
+    return float(value)
+
+
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError
@@ -118,6 +125,7 @@ _CONVERT = {
     "bytes": _bytes,
     "rate": _rate,
     "number": _number,
+    "seconds": _seconds,
     "count": _count,
     "flag": _flag,
 }

@@ -30,8 +30,19 @@ class MachineProfile:
     copy_bytes_per_second: int | None = key(
         "device.copies", "rate", "both ways at once, in all; without it they take turns", None
     )
+    compute_factor: float = key(
+        "device.factor", "number", "that computing takes in a run, of what a block takes by itself", 1.0
+    )
+    compute_threads: int = key("device.threads", "count", "that compute, if the host does; 0 is all cores", 0)
     host_memory_bytes: int = key("host.memory", "bytes", "of the host, that training may take")
     update_elements_per_second: float = key("host.update", "number", "parameters that the host's Adam steps")
+    host_cores: int = key("host.cores", "count", "of the host; 0 is as many as compute, if it computes", 0)
+    check_bytes_per_second: int | None = key(
+        "host.checks",
+        "rate",
+        "that a core checksums, as all is that the SSD moves; without it for nothing",
+        None,
+    )
     ssd_count: int = key("ssd.count", "count", "SSDs; what is below is of each", 1)
     ssd_read_bytes_per_second: int = key("ssd.read", "rate", "of large reads alone, sustained")
     ssd_write_bytes_per_second: int = key("ssd.write", "rate", "of large writes alone, sustained")
@@ -39,6 +50,7 @@ class MachineProfile:
         "ssd.mixed", "rate", "half reads and half writes, in all; without it they take turns", None
     )
     ssd_capacity_bytes: int = key("ssd.capacity", "bytes", "that the run may fill")
+    ssd_sync_seconds: float = key("ssd.sync", "seconds", "until a small write is durable", 0.0)
     ssd_rated_bytes: int = key("ssd.rated", "bytes", "that it may be written in its life (TBW)", 600 * 10**12)
 
     def __post_init__(self) -> None:
@@ -53,6 +65,11 @@ class MachineProfile:
         ):
             if not value:
                 raise ValueError(f"{path} must be given, unless device.shares_host = true")
+
+    @property
+    def spare_cores(self) -> int:
+        """That do not compute. 0 where it is not known."""
+        return max(self.host_cores - self.compute_threads, 0) if self.compute_threads else 0
 
     def with_more(self, *, host_bytes: int = 0, ssds: int = 0) -> MachineProfile:
         """The same with more host memory, and more SSDs of the kind."""

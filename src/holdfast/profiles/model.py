@@ -10,6 +10,12 @@ from dataclasses import dataclass
 
 from .keys import key
 
+ACTIVATION_BYTES = 34
+"""Of one block, per token and unit of width, in 16 bits with fused attention: what a backward pass needs of it."""
+
+LOGIT_BYTES = 16
+"""Per token and word of the vocabulary: logits in 16 and 32 bits, their probabilities and their gradients."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
@@ -49,6 +55,11 @@ class ModelProfile:
         return matrices + 2 * self.width + (biases + 2 * self.width) * self.biases
 
     @property
+    def trained_block_parameters(self) -> int:
+        """Of one block: all of it."""
+        return self.block_parameters
+
+    @property
     def resident_parameters(self) -> int:
         """Of the embedding, the last norm and the head."""
         tables = self.vocabulary * (1 if self.tied else 2) + self.positions
@@ -74,6 +85,17 @@ class ModelProfile:
         """One forward pass of one block over one micro-batch."""
         attention = 4.0 * self.tokens * self.sequence * self.heads * self._head_size
         return 2.0 * self.block_parameters * self.tokens + attention
+
+    @property
+    def backward_flop(self) -> float:
+        """One backward pass of one block over one micro-batch, with the recomputation."""
+        return 3 * self.forward_flop
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Activations of one micro-batch in one block, or in the head and the loss. An estimate."""
+        block = ACTIVATION_BYTES * self.tokens * self.width
+        return max(block, LOGIT_BYTES * self.tokens * self.vocabulary)
 
     @property
     def head_flop(self) -> float:

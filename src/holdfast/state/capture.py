@@ -102,7 +102,8 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
         for name, parameter in module._parameters.items():
             if parameter is not None and is_lazy(parameter):
                 raise ModelNotSupported(
-                    f"parameter {join(path, name)} has no shape before a first forward pass: run one before this"
+                    f"parameter {join(path, name)} has no shape yet. Run the model once before this, or give its layer"
+                    " its sizes."
                 )
             if parameter is not None:
                 known.add(join(plain[path], name), join(path, name), parameter)

@@ -19,8 +19,8 @@ LOCK = "lock"
 
 
 def lock_of(rank: int) -> str:
-    """The file of another rank."""
-    return f"{LOCK}.rank-{rank:05d}"
+    """The lock of who writes as ``rank``; the first one's is the run's."""
+    return f"{LOCK}.rank-{rank:05d}" if rank else LOCK
 
 
 class HeldLock(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..state.progress import decode
-from ..update.optimizer import IMPLEMENTATION, kept_slots
+from ..update.kinds import IMPLEMENTATION, kept_slots
 from .matching import groups_of
 
 

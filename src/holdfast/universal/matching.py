@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import RunMismatch
 from ..state.atoms import FLOATS
-from ..update.optimizer import STEP
+from ..update.forms import STEP
 from .source import Source, Stored
 
 CARRIED = ("residual", "subspace")
@@ -137,7 +137,7 @@ def match(
             fresh = weights_only and bool(source.progress.get("groups"))
             slots = _state(form.names[0], slots, values, kept.get(form.names[0]), fresh, result)
         result.found[form.names[0]] = slots
-    for name in by_name.keys() & set(elsewhere):
+    for name in by_name.keys() & {_renamed(name, allowed) for name in elsewhere}:
         used |= same[id(by_name[name])]
     result.unused += [name for name in by_name if name not in used]
     _refuse(source, result, allowed, weights_only)
@@ -184,14 +184,18 @@ def groups_of(progress: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[st
 
 def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed) -> str | None:
     """The name in the source of what has ``names`` here."""
-    for name in names:
-        for pattern, replacement in allowed.rename.items():
-            if re.fullmatch(pattern, name):
-                name = re.sub(pattern, replacement, name)
-                break
+    for name in (_renamed(name, allowed) for name in names):
         if name in by_name and by_name[name].keys() & {"param", "buffer"}:
             return name
     return None
+
+
+def _renamed(name: str, allowed: Allowed) -> str:
+    """What the source calls ``name``, if it has it."""
+    for pattern, replacement in allowed.rename.items():
+        if found := re.fullmatch(pattern, name):
+            return found.expand(replacement)
+    return name
 
 
 def _compare(form: Form, stored: Stored, allowed: Allowed, result: Match) -> None:

@@ -15,7 +15,7 @@ from ..store.layout import Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.written import Written
-from ..units import MiB, format_bytes
+from ..units import MiB, format_bytes, packed
 from .load import read_flat
 from .source import Source, Stored
 
@@ -66,14 +66,12 @@ def _grouped(source: Source) -> Iterator[list[Stored]]:
     by_name: dict[str, list[Stored]] = {}
     for stored in source.atoms.values():
         by_name.setdefault(stored.atom.name, []).append(stored)
-    group: list[Stored] = []
-    for atoms in by_name.values():
-        if group and sum(each.atom.nbytes for each in [*group, *atoms]) > UNIT_BYTES:
-            yield group
-            group = []
-        group += atoms
-    if group:
-        yield group
+
+    def nbytes(atoms: list[Stored]) -> int:
+        return sum(each.atom.nbytes for each in atoms)
+
+    for group in packed(by_name.values(), nbytes, UNIT_BYTES):
+        yield [each for atoms in group for each in atoms]
 
 
 def _layout(group: list[Stored]) -> Layout:

@@ -188,6 +188,11 @@ def predictions(history: History, step_seconds: float | None) -> list[dict[str, 
         if predicted and measured is not None:
             rows.append({"what": what, "unit": unit, "predicted": predicted, "measured": measured})
 
+    if step_seconds is None and (sitting := planned(history)) is not None:
+        usual = [s.seconds for s in sitting.steps[1:] if s.skipped is None]
+        add(
+            "time of a step, median of the sitting", "s", sitting.plan["step_seconds"], median(usual or [0.0])
+        )
     add("time of a step, median", "s", step_seconds, times(history.line()).get("median_seconds"))
     held = memory(history) or {}
     add("host memory of the process, at most", "B", held.get("host_predicted"), held.get("host_bytes"))
@@ -204,6 +209,12 @@ def predictions(history: History, step_seconds: float | None) -> list[dict[str, 
             took = event.get("load_seconds", 0.0) + event.get("replay_seconds", 0.0)
             add(f"recovery of step {event.get('step')}", "s", event.get("predicted_seconds"), took)
     return rows
+
+
+def planned(history: History) -> Sitting | None:
+    """The newest sitting, if its steps were planned and there are some besides the first."""
+    newest = history.sittings[-1] if history.sittings else None
+    return newest if newest is not None and newest.plan and len(newest.steps) > 1 else None
 
 
 def life(history: History, drive: Drive | None) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from ..events import read_events
 from .lanes import Timeline
 
 TOLD = (
-    "began_from", "recovered", "resumed", "gap", "storage", "cadence", "base", "kept", "not_kept", "drift",
-    "replica_failed", "pushed", "push_failed", "stopped", "failed", "finished", "run",
+    "began_from", "recovered", "resumed", "gap", "storage", "cadence", "base", "kept", "not_kept", "not_taken",
+    "drift", "replica_failed", "pushed", "push_failed", "stopped", "failed", "finished", "run",
 )  # fmt: skip
 """Events that are kept as they are."""
 
@@ -88,6 +88,8 @@ class Sitting:
     buffers: dict[str, int] = field(default_factory=dict)
     """What was in use at once at most, by what for."""
     timelines: list[Timeline] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
+    """What the planner chose and predicted, if it was asked."""
     closed: dict[str, Any] | None = None
 
     @property
@@ -164,6 +166,8 @@ class History:
             self.sittings.append(Sitting(name, {key: event[key] for key in BEGINNINGS[name]} | event))
         elif name == "schedule":
             self.sitting.schedules[event["micro_batches"], event["commit"]] = event
+        elif name == "plan":
+            self.sitting.plan = {"step_seconds": event["step_seconds"] + 0.0, **event}
         elif name == "timeline":
             self.sitting.timelines.append(Timeline.of(event))
         elif name == "closed":

@@ -80,6 +80,7 @@ class LivePanel:
             "steps": self.steps,
             "loss": newest.get("loss"),
             "seconds_per_step": facts.times(recent).get("mean_seconds"),
+            "predicted_seconds": history.sittings[-1].plan.get("step_seconds") if history.sittings else None,
             "tokens_per_second": facts.rate(recent, "tokens"),
             "read_bytes_per_second": facts.rate(recent, "read_bytes"),
             "written_bytes_per_second": facts.rate(recent, "written_bytes"),
@@ -159,12 +160,10 @@ class LivePanel:
         losses = [step.loss for step in self.history.line()[-LOSSES:] if step.loss is not None]
         if losses:
             yield "loss", number(found["loss"]), sparkline(losses, 36)
-        tokens = found["tokens_per_second"]
-        yield (
-            "speed",
-            f"{milliseconds(found['seconds_per_step'])} a step",
-            f"{tokens:,.0f} tokens/s" if tokens else "",
-        )
+        tokens, predicted = found["tokens_per_second"], found["predicted_seconds"]
+        said = [f"{tokens:,.0f} tokens/s"] if tokens else []
+        said += [f"planned {milliseconds(predicted)}"] if predicted else []
+        yield "speed", f"{milliseconds(found['seconds_per_step'])} a step", ", ".join(said)
         if found["stall_share"] is not None:
             yield "keeping", f"{found['stall_share']:.1%} of the time", "copies, and waiting for the disk"
         yield from self._lane_rows(found)

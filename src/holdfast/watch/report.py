@@ -154,7 +154,9 @@ def _times(look: Look) -> str:
         )
     if any(step.steps > 1 for step in line):
         said += " Short steps are logged together, once a second; their times are means."
-    levels = [Level("predicted", look.step_seconds, "predicted")] if look.step_seconds else []
+    planned = facts.planned(look.history)
+    seconds = look.step_seconds or (planned.plan["step_seconds"] if planned else None)
+    levels = [Level("predicted", seconds, "predicted")] if seconds else []
     return paragraph(said) + chart(curves, SECONDS, levels)
 
 

@@ -135,11 +135,23 @@ def predictions(history: History, step_seconds: float | None) -> str:
             ]
         )
     body = table(["what", ">predicted", ">measured", ">measured / predicted"], rows) if rows else ""
-    if step_seconds is None:
+    planned = facts.planned(history)
+    if planned is not None:
+        body += paragraph(_plan_said(planned.plan), "soft")
+    elif step_seconds is None:
         body += absent(
             "The time of a step was not predicted: give what `holdfast plan` says, as --predicted 0.85s."
         )
     return body
+
+
+def _plan_said(plan: dict[str, Any]) -> str:
+    """What was chosen, and what binds."""
+    parts = [f"{share:.0%} of {kind}" for kind, share in plan.get("on_host", {}).items()]
+    said = f"Planned: {', '.join(parts)} in host memory, {plan.get('delayed_fraction', 0.0):.0%} of updates delayed."
+    given = plan.get("stated")
+    said += f" Given, not chosen: {', '.join(given)}." if given else ""
+    return f"{said} {plan.get('busiest')} was to be busy {plan.get('busiest_part', 0.0):.0%} of a step."
 
 
 def happened(history: History) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...plan.ops import Op
 from ..runtime import Runtime, Step
-from . import commit, compute, gradients, inputs, params, state
+from . import commit, compute, gradients, inputs, params, redo, state
 
 KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "load_params": params.load,
@@ -41,7 +41,21 @@ KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "commit": commit.commit,
 }
 
+REDO: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
+    "load_state": redo.load,
+    "load_grads": redo.load_grads,
+    "update": redo.update,
+    "store_state": redo.store,
+}
+"""Of an operation that is done only where a guess was wrong, as far as that goes otherwise."""
+
 
 def handlers(runtime: Runtime) -> dict[str, Callable[[Op, Any], Future | None]]:
     """The handler of every kind, bound to ``runtime``."""
-    return {kind: partial(function, runtime) for kind, function in KINDS.items()}
+    return {kind: partial(_handle, runtime, function) for kind, function in KINDS.items()}
+
+
+def _handle(
+    run: Runtime, function: Callable[[Runtime, Op, Step], Future | None], op: Op, step: Step
+) -> Future | None:
+    return (REDO.get(op.key.kind, function) if op.redo else function)(run, op, step)

@@ -10,6 +10,8 @@ def commit(run: Runtime, op: Op, step: Step) -> None:
     """Publish the step, whose files are all written and synced. When this returns, it survives power loss."""
     progress = step.progress  # taken when the step began: whether it would be skipped was not known
     progress["skipped_steps"] += step.skipped
+    if step.loss_scale is not None:
+        progress["loss_scale"] = step.loss_scale.after(step.skipped).progress()
     publish(run, step.number + 1, progress)
 
 

@@ -22,7 +22,7 @@ from .. import rng
 from ..blocks import install
 from ..boundaries import Boundary, Delivery, refuse_hidden
 from ..changes import Watch
-from ..microbatches import BlockCall, Returned, autocast_as, extract_loss
+from ..microbatches import BlockCall, Returned, autocast_as, extract_loss, without_autocast
 from ..residency import Gradients
 from ..runtime import Runtime, Step
 from ..units import Unit
@@ -76,10 +76,12 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
         batch.tracker.running.set()
         if is_last:
             _deliver(run, step, m, boundary, output)
-            _loss_and_backward(run, step, m)
-        batch.deliveries.pop(block).backward(output, boundary.constants, boundary.seeds(leaves))
-        del output
-        boundary.send_back()
+        with without_autocast():  # of the forward alone, as torch has it: what it cast is cast back
+            if is_last:
+                _loss_and_backward(run, step, m)
+            batch.deliveries.pop(block).backward(output, boundary.constants, boundary.seeds(leaves))
+            del output
+            boundary.send_back()
         batch.tracker.running.clear()
     del leaves, batch.boundaries[block], boundary
     inputs.used(run, block, m)
@@ -164,6 +166,8 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
         return
     batch.loss = float(loss.detach())
     scaled = loss / len(step.micro_batches) if batch.weight is None else loss * batch.weight
+    if step.loss_scale is not None:
+        scaled = step.loss_scale.enlarge(scaled)
     scaled.backward(retain_graph=True)  # the prologue's graph is still needed; the rest goes with its tensors
 
 

@@ -59,26 +59,51 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
 
 def norm_block(run: Runtime, op: Op, step: Step) -> None:
     """The norm of each of a block's gradients, as ``clip_grad_norm_`` takes it."""
-    _norms(run.blocks[op.key.block], run.residency.grads[op.key.block], step)
+    unit = run.blocks[op.key.block]
+    _measure(run, unit, run.residency.grads[op.key.block], step)
 
 
 def norm(run: Runtime, op: Op, step: Step) -> None:
     """The global norm, in the order of the model's parameters, and the factor that clips to it. A norm that
     is not finite skips the step."""
-    assert step.resident_grads is not None and step.clip_norm is not None
-    _norms(run.resident, step.resident_grads, step)
-    ordered = [step.norms[name] for name in run.parameter_order if name in step.norms]
-    total = torch.linalg.vector_norm(torch.stack(ordered)) if ordered else torch.zeros(())
+    assert step.resident_grads is not None
+    _measure(run, run.resident, step.resident_grads, step)
+    total = _joined(step, run.parameter_order)
     step.total_norm = float(total)
-    if not math.isfinite(step.total_norm):
-        if not step.skipped:
-            step.skipped, step.reason = True, f"the gradient norm is {step.total_norm}"
+    if step.shape.clipping == "per_block" or step.skipped:
         return
-    scale = torch.clamp(step.clip_norm / (total + 1e-6), max=1.0)
-    step.scale = scale.cpu() if float(scale) != 1.0 else None
+    if not math.isfinite(step.total_norm):
+        step.skipped, step.reason = True, f"the gradient norm is {step.total_norm}"
+    elif step.clip_norm is not None:
+        step.scale = _scale(total, step.clip_norm)
+    step.redone = step.skipped or step.scale is not None
 
 
-def _norms(unit: Unit, held: Gradients, step: Step) -> None:
+def _measure(run: Runtime, unit: Unit, held: Gradients, step: Step) -> None:
+    """Norms of a unit's gradients and, where it is clipped by itself, the factor that does."""
     for member in unit.trained:
         if member.name in held.touched:
-            step.norms[member.name] = torch.linalg.vector_norm(unit.grad_view(held.flat, member))
+            grad = unit.grad_view(held.flat, member)
+            if step.loss_scale is not None:
+                step.loss_scale.reduce(grad)
+            step.norms[member.name] = torch.linalg.vector_norm(grad)
+    if step.shape.clipping != "per_block":
+        return
+    assert step.clip_norm is not None
+    total = _joined(step, [member.name for member in unit.trained])
+    if not math.isfinite(float(total)):
+        step.left_out.add(unit.name)
+    elif (scale := _scale(total, step.clip_norm * math.sqrt(run.share(unit)))) is not None:
+        step.scales[unit.name] = scale
+
+
+def _joined(step: Step, names: list[str]) -> torch.Tensor:
+    """The norm over the gradients of all of ``names`` that have one."""
+    norms = [step.norms[name] for name in names if name in step.norms]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _scale(total: torch.Tensor, bound: float) -> torch.Tensor | None:
+    """What brings the norm ``total`` down to ``bound``; None if it is not above it."""
+    scale = torch.clamp(bound / (total + 1e-6), max=1.0)
+    return scale.cpu() if float(scale) != 1.0 else None

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import torch
 
-from ...plan.ops import Op
+from ...plan.ops import GUESS, Op
 from ..residency import Gradients
 from ..runtime import Runtime, Step, Stored, of
 from ..units import Unit, as_tensor
@@ -23,33 +23,47 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
-    """Apply the optimizer to a block: its state image in place, and its working copy."""
-    block = op.key.block
-    grads = run.residency.grads[block]
-    if not step.skipped:
-        unit = run.blocks[block]
-        if run.placement.params[block]:
-            copy = as_tensor(run.residency.copies[block])
-        elif not unit.trained_copy_bytes:
-            copy = None
-        else:
-            buffer = run.residency.pool.take(unit.trained_copy_bytes, "updated parameters")
-            run.residency.outgoing[block] = buffer
-            copy = as_tensor(buffer)
-        apply(run, step, unit, as_tensor(run.residency.images[block]), grads, copy)
-    del grads
-    run.residency.free_grads(block, lent=any(name[0] == "kept_inputs" for name in op.gives))
+    """Apply the optimizer to a block: its state image in place, and its working copy. A guess keeps the gradients."""
+    block, guess = op.key.block, op.key.phase == GUESS
+    unit = run.blocks[block]
+    if guess:
+        step.before[block] = run.newest[unit.name]
+    if not step.leaves(unit):
+        image = as_tensor(run.residency.images[block])
+        apply(run, step, unit, image, run.residency.grads[block], copy_to_update(run, block), guess)
+    if not guess:
+        run.residency.free_grads(block, lent=any(name[0] == "kept_inputs" for name in op.gives))
+
+
+def copy_to_update(run: Runtime, block: int) -> torch.Tensor | None:
+    """Where a block's updated working copy goes: to where it stays, or into a buffer on its way to the SSD."""
+    unit = run.blocks[block]
+    if run.placement.params[block]:
+        return as_tensor(run.residency.copies[block])
+    if not unit.trained_copy_bytes:
+        return None
+    buffer = run.residency.outgoing[block] = run.residency.pool.take(
+        unit.trained_copy_bytes, "updated parameters"
+    )
+    return as_tensor(buffer)
 
 
 def apply(
-    run: Runtime, step: Step, unit: Unit, image: torch.Tensor, grads: Gradients, copy: torch.Tensor | None
+    run: Runtime,
+    step: Step,
+    unit: Unit,
+    image: torch.Tensor,
+    grads: Gradients,
+    copy: torch.Tensor | None,
+    guess: bool = False,
 ) -> None:
-    """One optimizer step of every parameter that has a gradient."""
+    """One optimizer step of every parameter that has a gradient. A guess takes the gradients as they are."""
     assert step.hyper is not None
+    scale = None if guess else step.factor(unit)
     for member in unit.trained:
         state = unit.parameter_state(member, image, grads.flat, copy)
         if member.name in grads.touched:
-            run.optimizer.update(state, step.hyper, step.scale)
+            run.optimizer.update(state, step.hyper, scale, keep_grad=guess)
         elif state.copy is not None:
             state.copy.copy_(state.param)
 
@@ -59,16 +73,16 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     block = op.key.block
     stays = run.placement.optimizer[block]
     buffer = run.residency.images[block] if stays else run.residency.images.pop(block)
-    if step.skipped and not stays:  # what stays may have changed since it was last written
+    if step.leaves(run.blocks[block]) and not stays:  # what stays may have changed since it was last written
         run.residency.pool.give(buffer)
         return None
-    future = _write_image(run, op, run.blocks[block].name, buffer.view)
+    future = write_image(run, op, run.blocks[block].name, buffer.view)
     if not stays:
         future.add_done_callback(lambda _: run.residency.pool.give(buffer))
     return future
 
 
-def _write_image(run: Runtime, op: Op, name: str, image: memoryview) -> Future:
+def write_image(run: Runtime, op: Op, name: str, image: memoryview) -> Future:
     """Write ``image`` as the newest generation of a unit. The future is done when it is synced."""
     stored = run.stored[name]
     generation = stored.acquire()
@@ -107,7 +121,7 @@ def upload_resident(run: Runtime, op: Op, step: Step) -> None:
 def update_resident(run: Runtime, op: Op, step: Step) -> None:
     """Apply the optimizer to the prologue and epilogue. On a unified device their leaves share the copy."""
     assert step.resident_grads is not None
-    if not step.skipped:
+    if not step.leaves(run.resident):
         image = as_tensor(run.resident_buffer)
         apply(run, step, run.resident, image, step.resident_grads, run.resident_copy)
     run.resident.write_buffers(as_tensor(run.resident_buffer), step.buffers)
@@ -116,4 +130,4 @@ def update_resident(run: Runtime, op: Op, step: Step) -> None:
 
 def store_resident(run: Runtime, op: Op, step: Step) -> Future:
     """Write the resident state image."""
-    return _write_image(run, op, run.resident.name, run.resident_buffer.view)
+    return write_image(run, op, run.resident.name, run.resident_buffer.view)

@@ -56,11 +56,11 @@ def host_buffer(s: Schedule, block: int) -> tuple[Hold, ...]:
 
 def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> None:
     """All micro-batches are summed: measure the gradients where they are, if they will be clipped, and bring
-    them to where they wait to be consumed."""
-    if s.shape.clip:
+    them to where they wait to be consumed. A guess uses them before they go to the SSD."""
+    if s.shape.clipping != "none":
         after = s.compute(Key("norm_block", block), needs=(after,))
     done = download(s, block, s.shape.micro_batches - 1, after, into)
-    if spilled(s, block):
+    if spilled(s, block) and not s.guesses(block):
         store(s, block, s.shape.micro_batches - 1, done)
 
 
@@ -75,21 +75,27 @@ def store(s: Schedule, block: int, micro_batch: int, after: Key) -> None:
     )
 
 
-def load(s: Schedule, block: int, micro_batch: int) -> Key:
+def load(s: Schedule, block: int, micro_batch: int, *after: Key, redo: bool = False) -> Key:
     """Read spilled gradients back, as they were after ``micro_batch``."""
     return s.add(
         Key("load_grads", block, micro_batch),
         ops.SSD_READ,
         nbytes=s.work.blocks[block].grad_bytes,
-        needs=(Key("store_grads", block, micro_batch),),
+        needs=(*after, Key("store_grads", block, micro_batch)),
         takes=_host(s, block),
+        redo=redo,
     )
 
 
-def consume(s: Schedule, block: int) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
-    """What an update waits for to have the block's gradients, and the buffers that it gives back."""
+def consume(
+    s: Schedule, block: int, *after: Key, redo: bool = False
+) -> tuple[tuple[Key, ...], tuple[tuple, ...]]:
+    """What an update waits for to have the block's gradients, and the buffers that it gives back. Spilled ones are
+    read ``after`` what is given."""
     final = s.shape.micro_batches - 1
-    ready = load(s, block, final) if spilled(s, block) else Key("download_grads", block, final)
+    ready = (
+        load(s, block, final, *after, redo=redo) if spilled(s, block) else Key("download_grads", block, final)
+    )
     return (ready,), _names(s, block)
 
 

@@ -24,6 +24,8 @@ GRAD_SLOTS = 2
 """Blocks whose gradients are on the host at once, unless they stay: being summed, being consumed."""
 UPDATED_SLOTS = 2
 """Updated working copies on their way to the SSD."""
+REDO_SLOTS = 2
+"""Optimizer states that are read again because a guess was wrong: one is updated, the next is read."""
 INPUT_SLOTS = 4
 """Block inputs on their way to or from the SSD."""
 DEVICE_SLOTS = 2
@@ -67,6 +69,10 @@ class Schedule:
     def waits(self, block: int) -> bool:
         """Do the gradients of ``block`` wait for the end of the backward pass?"""
         return self.keeps_grads or self.delayed[block]
+
+    def guesses(self, block: int) -> bool:
+        """Is ``block`` updated before the norm is known, and again where the norm says otherwise?"""
+        return self.shape.clipping == "speculate" and not delayed_blocks(self.shape, self.count)[block]
 
     def lent(self, block: int) -> int:
         """How many buffers of used block inputs hold the delayed gradients of ``block``; 0 if they have their own."""

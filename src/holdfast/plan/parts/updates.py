@@ -4,9 +4,9 @@ which the commit publishes. No update starts before all losses are known to be f
 from __future__ import annotations
 
 from .. import ops
-from ..ops import Hold, Key
+from ..ops import GUESS, Hold, Key
 from . import gradients
-from .schedule import STATE_SLOTS, UPDATED_SLOTS, Schedule
+from .schedule import REDO_SLOTS, STATE_SLOTS, UPDATED_SLOTS, Schedule
 
 
 def check_losses(s: Schedule) -> Key:
@@ -16,7 +16,7 @@ def check_losses(s: Schedule) -> Key:
 
 def end_of_backward(s: Schedule) -> Key:
     """The last computation of a step: with clipping, the norm of all gradients."""
-    if s.shape.clip:
+    if s.shape.clipping != "none":
         s.compute(Key("norm"))
     assert s.computed is not None
     return s.computed
@@ -24,12 +24,55 @@ def end_of_backward(s: Schedule) -> Key:
 
 def update_block(s: Schedule, block: int, *after: Key) -> None:
     """Update a block after ``after`` and once its gradients are there."""
+    _update(s, block, after)
+
+
+def guess_block(s: Schedule, block: int) -> None:
+    """Update a block at once, as if its gradients were not to be clipped. They are kept until the norm is known."""
+    assert s.shape.commit, "what a guess is undone from is the commit of the step before"
+    updated = _update(s, block, phase=GUESS)
+    if gradients.spilled(s, block):
+        gradients.store(s, block, s.shape.micro_batches - 1, updated)
+
+
+def redo_block(s: Schedule, block: int, end: Key) -> None:
+    """After ``end``, where the guess was wrong: read the state of the step before once more, update it with what is
+    known now, and write what the guess has written. Whoever waits for a block waits for these operations."""
+    b, to_ssd = s.work.blocks[block], not s.placement.params[block]
+    image, updated_params = ("redone_state", block), ("updated_params", block)
+    guessed = Key("update", block, phase=GUESS)
+    load = s.add(
+        Key("load_state", block),
+        ops.SSD_READ,
+        nbytes=b.state_bytes,
+        needs=(end, guessed),
+        takes=(Hold(image, b.state_bytes, slots=REDO_SLOTS),),
+        priority=ops.SOON,
+        redo=True,
+    )
+    ready, used = gradients.consume(s, block, end, redo=True)
+    updated = s.add(
+        Key("update", block),
+        ops.UPDATE,
+        work=b.elements,
+        needs=(load, *ready, *((Key("store_params", block, phase=GUESS),) if to_ssd else ())),
+        takes=(Hold(updated_params, b.trained_param_bytes, slots=UPDATED_SLOTS),) if to_ssd else (),
+        gives=used,
+        redo=True,
+    )
+    if to_ssd:
+        _store_params(s, block, updated, redo=True)
+    store_state(s, block, updated, Key("store_state", block, phase=GUESS), gives=(image,), redo=True)
+
+
+def _update(s: Schedule, block: int, after: tuple[Key, ...] = (), phase: str = "") -> Key:
+    """Bring a block's state to the host, update it after ``after``, and write it and its working copy. A guess leaves
+    the gradients where they are."""
     b, on_host = s.work.blocks[block], s.placement.optimizer[block]
-    image, updated_params = ("state", block), ("updated_params", block)
-    needs, previous = after, (Key("store_state", block),)
+    image, needs, previous = ("state", block), after, (Key("store_state", block),)
     if not on_host:
         load = s.add(
-            Key("load_state", block),
+            Key("load_state", block, phase=phase),
             ops.SSD_READ,
             nbytes=b.state_bytes,
             needs_previous=previous,
@@ -37,42 +80,61 @@ def update_block(s: Schedule, block: int, *after: Key) -> None:
             priority=ops.SOON,
         )
         needs, previous = (*needs, load), ()
-    ready, used = gradients.consume(s, block)
+    if phase == GUESS:
+        ready, used = (Key("download_grads", block, s.shape.micro_batches - 1),), ()
+    else:
+        ready, used = gradients.consume(s, block)
     to_ssd = not s.placement.params[block]
+    updated_params = Hold(("updated_params", block), b.trained_param_bytes, slots=UPDATED_SLOTS)
     updated = s.add(
-        Key("update", block),
+        Key("update", block, phase=phase),
         ops.UPDATE,
         work=b.elements,
         needs=(*needs, *ready),
         needs_previous=previous,
-        takes=(Hold(updated_params, b.trained_param_bytes, slots=UPDATED_SLOTS),) if to_ssd else (),
+        takes=(updated_params,) if to_ssd else (),
         gives=used,
     )
     if to_ssd:
-        s.add(
-            Key("store_params", block),
-            ops.SSD_WRITE,
-            nbytes=b.trained_param_bytes,
-            needs=(updated,),
-            gives=(updated_params,),
-        )
+        _store_params(s, block, updated, phase)
     if not on_host:
-        store_state(s, block, updated, gives=(image,))
+        store_state(s, block, updated, gives=(image,), phase=phase)
     elif s.shape.commit:
-        store_state(s, block, updated)
+        store_state(s, block, updated, phase=phase)
+    return updated
 
 
-def store_state(s: Schedule, block: int, *after: Key, gives: tuple[tuple, ...] = ()) -> None:
+def _store_params(s: Schedule, block: int, updated: Key, phase: str = "", redo: bool = False) -> None:
+    """Write a block's working copy to the SSD."""
+    s.add(
+        Key("store_params", block, phase=phase),
+        ops.SSD_WRITE,
+        nbytes=s.work.blocks[block].trained_param_bytes,
+        needs=(updated,),
+        gives=(("updated_params", block),),
+        redo=redo,
+    )
+
+
+def store_state(
+    s: Schedule,
+    block: int,
+    *after: Key,
+    gives: tuple[tuple, ...] = (),
+    phase: str = "",
+    redo: bool = False,
+) -> None:
     """Write a block's state to a file that no kept commit names: the last commit has freed one. With no
     ``after``, the state is that of the last update."""
     s.add(
-        Key("store_state", block),
+        Key("store_state", block, phase=phase),
         ops.SSD_WRITE,
         nbytes=s.work.blocks[block].state_bytes,
         needs=after,
         needs_previous=(Key("commit"),) if after else (Key("update", block), Key("commit")),
         gives=gives,
         priority=ops.LATER,
+        redo=redo,
     )
 
 

@@ -10,9 +10,9 @@ from ..source import Source
 from .dcp import DCP, is_dcp
 from .dcp_safetensors import ShardedSafetensors, is_sharded
 from .deepspeed import is_deepspeed, open_deepspeed
-from .huggingface import SafetensorsFiles, is_safetensors
 from .megatron import is_megatron, open_megatron
 from .ruled import RuledFolder, is_ruled
+from .safetensors import SafetensorsFiles, is_safetensors
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
     ("rules", is_ruled, RuledFolder),

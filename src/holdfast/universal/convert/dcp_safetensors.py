@@ -18,7 +18,7 @@ from ...state.pieces import Piece, Pieces, dense
 from ..keys import Kind, name_all
 from ..source import Files, Part, Stored
 from .dcp_metadata import ints
-from .huggingface import header_of
+from .safetensors import header_of
 
 _FILE = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
 _INFO = "DCP_SHARDING_INFO"

@@ -1,8 +1,7 @@
-"""Safetensors, read and written: one file, or a folder of them with an index, as Hugging Face's libraries have it.
+"""Hugging Face: a state as safetensors, in one file or in a folder as ``from_pretrained`` loads it.
 
-A file that ``write`` made says in its metadata what of a training state its keys are; in others every tensor is a
-parameter. Files are written in place, in parallel, each under a temporary name until it is durable; a conversion that
-was interrupted goes on with the files that are not there.
+Files are written in place, in parallel, each under a temporary name until it is durable; a conversion that was
+interrupted goes on with the files that are not there.
 """
 
 from __future__ import annotations
@@ -19,113 +18,17 @@ import numpy as np
 import torch
 import xxhash
 
-from ...errors import BadInput, Damaged
-from ...state.atoms import DTYPE_BYTES, FLOATS, Atom
-from ...state.boxes import Box
+from ...errors import BadInput
+from ...state.atoms import DTYPE_BYTES, FLOATS
 from ...state.capture import FROM_NAME
-from ...state.pieces import Pieces, dense
 from ...store.files import Disk, write_durably, written_durably
-from ...store.layout import PAD, Layout
-from ...units import GiB, MiB
+from ...store.layout import PAD
+from ...units import GiB, MiB, packed
 from ..load import in_threads, read_flat
-from ..source import Files, Part, Source, Stored
-from ..told import told, told_progress
+from ..source import Source, Stored
+from .safetensors import INDEX, KEYS, PROGRESS, SINGLE
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-KEYS, PROGRESS = "holdfast.keys", "holdfast.progress"
-HEADER_BYTES = 100 * MiB
-"""More than any header has (the limit of the safetensors library)."""
 CHUNK = 16 * MiB
-
-
-def is_safetensors(path: Path) -> bool:
-    if path.is_file():
-        return path.suffix == ".safetensors"
-    return (path / INDEX).is_file() or (path / SINGLE).is_file()
-
-
-class SafetensorsFiles(Files):
-    """The file ``path``, or the folder with its index."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path), "safetensors")
-        files, expected = _files_of(path)
-        for file in files:
-            self._add_file(file)
-        found = {key for key in self._where if expected is None or key in expected}
-        missing = sorted(set(expected or ()) - found)
-        if missing:
-            raise Damaged(f"{path}: its index names {missing[0]}, which is in no file", path=str(path))
-
-    @property
-    def _where(self) -> set[str]:
-        return {
-            stored.atom.name if stored.atom.slot == "param" else key for key, stored in self.atoms.items()
-        }
-
-    def _add_file(self, path: Path) -> None:
-        layout, metadata = header_of(path)
-        slots = told(metadata.get(KEYS), KEYS, str(path))
-        self.progress |= told_progress(metadata.get(PROGRESS), PROGRESS, str(path))
-        for entry in layout.entries:
-            name, slot = _name_of(slots, entry.key, path)
-            part = self.add_part(Part(str(path), entry.offset, entry.nbytes, entry.dtype))
-            atom = Atom(name, slot, entry.shape, entry.dtype)
-            self.add(Stored(atom, Pieces.of([dense(Box.whole(entry.shape), part)], len(entry.shape))))
-
-
-def _name_of(slots: dict[str, Any], key: str, path: Path) -> tuple[str, str]:
-    """The name and the slot of the tensor ``key``."""
-    found = slots.get(key, [key, "param"])
-    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(part, str) for part in found):
-        raise Damaged(
-            f"{path}: {KEYS} says that {key} is {found!r}, which is no name and slot", path=str(path)
-        )
-    return found[0], found[1]
-
-
-def header_of(path: Path) -> tuple[Layout, dict[str, str]]:
-    """Where the tensors of a safetensors file lie, and its metadata. Raises ``Damaged`` if it is none, or not whole."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
-        if length > min(HEADER_BYTES, size - 8):
-            raise Damaged(
-                f"{path} is no safetensors file: of {size} bytes, {length} would be header", path=str(path)
-            )
-        header = file.read(length)
-    try:
-        metadata = json.loads(header).get("__metadata__") or {}
-        metadata = {str(key): str(value) for key, value in metadata.items()}
-        layout = Layout.parse(struct.pack("<Q", length) + header)
-    except (ValueError, AttributeError, RecursionError, Damaged) as error:
-        raise Damaged(f"{path} is no safetensors file: {error}", path=str(path)) from error
-    if layout.file_bytes != size:
-        raise Damaged(
-            f"{path} has {size} bytes, its header says {layout.file_bytes}: it was cut short", path=str(path)
-        )
-    return layout, metadata
-
-
-def _files_of(path: Path) -> tuple[list[Path], set[str] | None]:
-    """The files, and the tensors that the index names, if there is one."""
-    if path.is_file():
-        return [path], None
-    if not (path / INDEX).is_file():
-        return [path / SINGLE], None
-    try:
-        named = json.loads((path / INDEX).read_text())["weight_map"]
-        names = sorted(set(named.values()))
-        if any(Path(name).name != name for name in names):
-            raise ValueError("a file of it is not in the folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(
-            f"{path / INDEX} is no index of safetensors files: {error}", path=str(path / INDEX)
-        ) from error
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing:
-        raise Damaged(f"{path / missing[0]} is missing, which the index names", path=str(path / missing[0]))
-    return [path / name for name in names], set(named)
 
 
 @dataclass(frozen=True)
@@ -162,7 +65,7 @@ def write_huggingface(
     ]
     if not wanted:
         raise BadInput(f"{source.path} has no parameters to export")
-    groups = _grouped(wanted, file_bytes)
+    groups = list(packed(wanted, lambda each: each.nbytes, file_bytes))
     total = len(groups)
     names = (
         [SINGLE] if total == 1 else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
@@ -239,18 +142,6 @@ def write_single(
 
 def _cast(dtype: str, wanted: str | None) -> str:
     return wanted if wanted is not None and dtype in FLOATS else dtype
-
-
-def _grouped(wanted: Sequence[Wanted], file_bytes: int) -> list[list[Wanted]]:
-    groups: list[list[Wanted]] = [[]]
-    size = 0
-    for each in wanted:
-        if groups[-1] and size + each.nbytes > file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(each)
-        size += each.nbytes
-    return groups
 
 
 def _write_file(

@@ -19,7 +19,7 @@ from ..pickles import Record, Storage, Tensor
 from ..plain import Plain
 from ..ruled import add_to
 from ..source import Files, Part
-from .huggingface import header_of
+from .safetensors import header_of
 
 RULES, CONFIG = "rules.toml", "config.json"
 SAFETENSORS = ".safetensors"

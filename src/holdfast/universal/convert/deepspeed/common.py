@@ -53,9 +53,9 @@ class Names(Mapping[str, str]):
 
 def add_parameter(contents: WithNumbers, name: str, whole: Whole) -> None:
     """The atoms of a parameter."""
-    for slot, (dtype, pieces) in whole.slots.items():
-        copies = tuple(whole.copies.get(slot, ()))
-        contents.add(Stored(Atom(name, slot, whole.shape, dtype), pieces, copies, whole.average))
+    for slot, laid in whole.slots.items():
+        pieces, *copies = laid.copies
+        contents.add(Stored(Atom(name, slot, whole.shape, laid.dtype), pieces, tuple(copies), laid.averaged))
     for slot, value in whole.values.items():
         if value.dtype:
             atom, piece = Atom(name, slot, (), value.dtype), dense(Box((), ()), value.part, value.offset)

@@ -90,8 +90,7 @@ class Native(WithNumbers):
                 if name not in found:
                     found[name] = whole
                 elif found[name].shape == whole.shape and (info.is_tied(name) or whole.group < 0):
-                    for slot, (_, pieces) in whole.slots.items():
-                        found[name].copies.setdefault(slot, []).append(pieces)
+                    found[name].add_copies(whole)
                 else:
                     raise Damaged(
                         f"{self.path}: two pipeline stages have a parameter {name} each", path=self.path

@@ -8,14 +8,16 @@ rows are padded. Pipeline stages have parameters of their own; what two of them 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ....errors import BadInput, Damaged
 from ....state.boxes import Box
-from ....state.pieces import Pieces, joined
+from ....state.cutting import Average, Blocks, Cut, Laid, Replicate, Shard
+from ....state.expressions import Expression
+from ....state.pieces import Pieces
 from .local import Local, Shape, Value
 
 REPLICATED, AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
@@ -29,20 +31,24 @@ _REFUSED = (
     "expert_parameter_patterns",
 )
 
-Cut = list[tuple[Box, Box]]
-"""For a rank: boxes of the whole tensor, and where they are in the rank's."""
+OVER = ("tensor",)
 
 
 @dataclass
 class Whole:
-    """A parameter: by slot the dtype, where its elements are, and copies of them that are equal, or averaged."""
+    """A parameter of the optimizer's ``group``: by slot where its elements are."""
 
     shape: Shape
     group: int
-    slots: dict[str, tuple[str, Pieces]] = field(default_factory=dict)
-    copies: dict[str, list[Pieces]] = field(default_factory=dict)
+    slots: dict[str, Laid] = field(default_factory=dict)
     values: dict[str, Value] = field(default_factory=dict)
-    average: bool = False
+
+    def add_copies(self, other: Whole) -> None:
+        """``other`` is equal."""
+        for slot, laid in other.slots.items():
+            here = self.slots.get(slot)
+            copies = laid.copies if here is None else (*here.copies, *laid.copies)
+            self.slots[slot] = replace(here or laid, copies=copies)
 
 
 class Info:
@@ -62,7 +68,8 @@ class Info:
         self._used: set[str] = set()
 
     def whole(self, name: str, parts: Sequence[Local]) -> Whole:
-        """A parameter of which each of the ranks, in their order, has one of ``parts``."""
+        """A parameter of which each of the ranks, in their order, has one of ``parts``. Raises ``Damaged`` if they do
+        not go together."""
         first = parts[0]
         for part in parts[1:]:
             first.add_values(part.values, self._path)
@@ -70,23 +77,41 @@ class Info:
                 raise Damaged(
                     f"{self._path}: ranks have {name} in other types or slots", path=str(self._path)
                 )
+        cut, widths = self._cut(name, parts)
+        wholes = {slot: self._joined(name, slot, parts, cut, widths) for slot in first.pieces}
+        shapes = {laid.shape for laid in wholes.values()} or {first.shape}
+        return self._unpadded(name, Whole(shapes.pop(), first.group, wholes, first.values))
+
+    def _cut(self, name: str, parts: Sequence[Local]) -> tuple[Cut, list[list[int]]]:
+        """How ``parts`` are of one tensor, and the widths of what they are cut into, which were recorded."""
         kinds = [key for key in (REPLICATED, AVERAGED, ROWS, HALVES) if self._matches(key, name)]
         several = self._several(name)
         if len(kinds) + (several is not None) > 1:
             raise BadInput(f"{self._path}: {name} is matched by several of {kinds}: it says not what it is")
-        pieces = [{s: Pieces.of(p, len(part.shape)) for s, p in part.pieces.items()} for part in parts]
-        if len(parts) == 1 or kinds in ([REPLICATED], [AVERAGED]):
-            whole = _alike(name, parts, pieces, kinds == [AVERAGED], self._path)
-        else:
-            axis = 1 if kinds == [ROWS] else 0
-            if several is not None:
-                axis, widths = several
-            elif kinds == [HALVES]:
-                widths = [[part.shape[0] // 2 for part in parts]] * 2
-            else:
-                widths = [[part.shape[axis] if part.shape else 0 for part in parts]]
-            whole = _joined(name, parts, pieces, axis, widths, self._path)
-        return self._unpadded(name, whole)
+        if len(parts) == 1 or kinds == [REPLICATED]:
+            return Replicate(OVER), []
+        if kinds == [AVERAGED]:
+            return Average(OVER), []
+        if several is None and kinds != [HALVES]:
+            return Shard(OVER, 1 if kinds == [ROWS] else 0), []
+        axis, widths = several or (0, [[part.shape[0] // 2 for part in parts]] * 2)
+        sizes = tuple(_number(sum(each)) for each in widths)
+        return Blocks(OVER, axis, sizes, tuple(tuple(map(_number, each)) for each in widths)), widths
+
+    def _joined(
+        self, name: str, slot: str, parts: Sequence[Local], cut: Cut, widths: list[list[int]]
+    ) -> Laid:
+        """The elements of one slot."""
+        pieces = [Pieces.of(part.pieces[slot], len(part.shape)) for part in parts]
+        laid = {rank: Laid(part.shape, part.dtypes[slot], (pieces[rank],)) for rank, part in enumerate(parts)}
+        try:
+            return cut.whole(laid, len(parts), {})
+        except ValueError as error:
+            of = f" in parts of {widths}" if widths else ""
+            raise Damaged(
+                f"{self._path}: what ranks have of {name} does not go together, {cut}{of}: {error}",
+                path=str(self._path),
+            ) from error
 
     def is_tied(self, name: str) -> bool:
         """Whether several pipeline stages have it."""
@@ -131,65 +156,12 @@ class Info:
             )
         whole.shape = (rows, *whole.shape[1:])
         box = Box.whole(whole.shape)
-        whole.slots = {slot: (dtype, pieces.within(box)) for slot, (dtype, pieces) in whole.slots.items()}
-        whole.copies = {slot: [each.within(box) for each in copies] for slot, copies in whole.copies.items()}
+        whole.slots = {
+            slot: laid.changed(whole.shape, lambda pieces: pieces.within(box))
+            for slot, laid in whole.slots.items()
+        }
         return whole
 
 
-def _alike(
-    name: str, parts: Sequence[Local], pieces: list[dict[str, Pieces]], average: bool, path: Path
-) -> Whole:
-    first = parts[0]
-    if any(part.shape != first.shape for part in parts):
-        raise Damaged(
-            f"{path}: {name} is said to be alike in all ranks, and has several shapes", path=str(path)
-        )
-    slots = {slot: (first.dtypes[slot], pieces[0][slot]) for slot in first.pieces}
-    copies = {slot: [each[slot] for each in pieces[1:]] for slot in first.pieces}
-    return Whole(first.shape, first.group, slots, copies, first.values, average)
-
-
-def _joined(
-    name: str,
-    parts: Sequence[Local],
-    pieces: list[dict[str, Pieces]],
-    axis: int,
-    widths: list[list[int]],
-    path: Path,
-) -> Whole:
-    first = parts[0]
-    shapes = [part.shape for part in parts]
-    for rank, shape in enumerate(shapes):
-        held = sum(each[rank] for each in widths if len(each) == len(parts))
-        others = shape[:axis] + shape[axis + 1 :]
-        if axis >= len(shape) or held != shape[axis] or others != shapes[0][:axis] + shapes[0][axis + 1 :]:
-            raise Damaged(
-                f"{path}: {name} is {list(shape)} in rank {rank}, which does not go together along axis {axis} in parts"
-                f" of {widths}",
-                path=str(path),
-            )
-    whole = (*shapes[0][:axis], sum(map(sum, widths)), *shapes[0][axis + 1 :])
-    cuts = [list(_cut(whole, axis, widths, rank)) for rank in range(len(parts))]
-    slots = {
-        slot: (
-            first.dtypes[slot],
-            joined([each[slot].through(cut) for each, cut in zip(pieces, cuts, strict=True)], len(whole)),
-        )
-        for slot in first.pieces
-    }
-    return Whole(whole, first.group, slots, {}, first.values)
-
-
-def _cut(shape: Shape, axis: int, widths: list[list[int]], rank: int) -> Iterator[tuple[Box, Box]]:
-    """The boxes that a rank has, one of each of the parameters in one."""
-    base = held = 0
-    for each in widths:
-        start = base + sum(each[:rank])
-        low, high = [0] * len(shape), list(shape)
-        low[axis], high[axis] = start, start + each[rank]
-        there = Box(tuple(low), tuple(high))
-        shift = [0] * len(shape)
-        shift[axis] = held - start
-        yield there, there.moved(tuple(shift))
-        base += sum(each)
-        held += each[rank]
+def _number(value: int) -> Expression:
+    return Expression(str(value), value)

@@ -1,16 +1,16 @@
-"""The device: a block's forward and backward pass in bf16, and copies from and to the host."""
+"""Times of a decoder's block on a device: its forward and backward pass in bf16, for the probe."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from ..models.decoder import Block, DecoderConfig, rotary_table
+from ..probe.clock import median_seconds
+from ..probe.machine import BlockTimes
 from ..profiles import ModelProfile
-from ..units import MiB
-from .clock import median_seconds
+from .decoder import Block, DecoderConfig, rotary_table
 
 ON_CPU = ModelProfile(
     description="a block of the reference decoder",
@@ -26,31 +26,8 @@ ON_CPU = ModelProfile(
 
 ON_DEVICE = replace(ON_CPU, width=4096, heads=32, hidden=11008, sequence=2048, micro_batch=2)
 
-COPY_BYTES = 256 * MiB
-
 TIMES = 2
 """That a pass is timed at least, the one that does not count among them."""
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    """Of one micro-batch through one block."""
-
-    forward_seconds: float
-    backward_seconds: float
-    """With the recomputation."""
-    flop_per_second: float
-    timed: ModelProfile
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Bytes per second, between pinned memory and the device."""
-
-    upload: float
-    download: float
-    both: float
-    """At once, in all."""
 
 
 def measure_block(device: torch.device, model: ModelProfile | None, seconds: float) -> BlockTimes:
@@ -97,30 +74,8 @@ def _time_block(device: torch.device, model: ModelProfile, seconds: float) -> Bl
         _wait(device)
 
     one, other = median_seconds(forward, seconds / 2), median_seconds(backward, seconds / 2)
-    return BlockTimes(one, other, 4 * timed.forward_flop / (one + other), timed)
-
-
-def measure_copies(device: torch.device, seconds: float) -> Copies | None:
-    """Copies of pinned memory; None where the device computes in host memory."""
-    if device.type != "cuda":
-        return None
-    host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
-
-    def copy(up: bool, down: bool) -> None:
-        if up:
-            with torch.cuda.stream(streams[0]):
-                there[0].copy_(host[0], non_blocking=True)
-        if down:
-            with torch.cuda.stream(streams[1]):
-                host[1].copy_(there[1], non_blocking=True)
-        _wait(device)
-
-    up = COPY_BYTES / median_seconds(lambda: copy(True, False), seconds / 3)
-    down = COPY_BYTES / median_seconds(lambda: copy(False, True), seconds / 3)
-    both = 2 * COPY_BYTES / median_seconds(lambda: copy(True, True), seconds / 3)
-    return Copies(up, down, both)
+    rate = 4 * timed.forward_flop / (one + other)
+    return BlockTimes(one, other, rate, f"a block of width {timed.width}, {timed.tokens} tokens")
 
 
 def _wait(device: torch.device) -> None:

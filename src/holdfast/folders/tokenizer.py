@@ -1,0 +1,66 @@
+"""Tokenizers of folders: ids of text and text of ids, as the model was trained with them."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ..errors import BadInput
+from .pretrained import checked, transformers_for
+
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model",
+)  # fmt: skip
+"""What a tokenizer may consist of."""
+
+
+class Tokenizer:
+    """The tokenizer in ``folder``. ``begin`` and ``end`` are what it puts around a document: the ids that it adds to
+    any text, and the one that ends texts."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ``BadInput`` if there is none, or transformers is not installed."""
+        path = checked(folder)
+        transformers = transformers_for(f"the tokenizer in {path}")
+        try:
+            self._own: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except (ValueError, OSError, ImportError, KeyError, TypeError) as error:
+            raise BadInput(
+                f"{path} has no tokenizer that can be loaded ({str(error).splitlines()[0]}). Put its files"
+                " (tokenizer.json, tokenizer_config.json) beside the weights."
+            ) from error
+        last = self._own.eos_token_id
+        self.begin = [each for each in self._own("")["input_ids"] if each != last]
+        self.end = [] if last is None else [last]
+        if last is None:
+            warnings.warn(
+                f"the tokenizer in {path} has no token that ends a text, so documents follow one another unmarked",
+                stacklevel=2,
+            )
+        pad = self._own.pad_token_id
+        self.pad = pad if pad is not None else (self.end or [0])[0]
+        self.digest = _digest(path)
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Their ids, with nothing around them."""
+        return self._own(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+    def decode(self, ids: list[int]) -> str:
+        return self._own.decode(ids, skip_special_tokens=True)
+
+
+def _digest(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    for name in FILES:
+        if (path / name).is_file():
+            data = (path / name).read_bytes()
+            digest.update(b"%s\0%d\0" % (name.encode(), len(data)))
+            digest.update(data)
+    return digest.hexdigest()

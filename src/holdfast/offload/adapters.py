@@ -1,0 +1,40 @@
+"""Adapters: initial values of LoRA of PEFT, which puts what it adds to a layer on ``meta`` if the layer is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ..errors import ModelNotSupported
+
+DRAWN = (True, False, "gaussian")
+"""Initialisations of LoRA that need nothing of the layer."""
+
+
+def layers_of(model: nn.Module) -> dict[int, nn.Module]:
+    """By the identity of each module that an adapter consists of, the layer that it was added to."""
+    found: dict[int, nn.Module] = {}
+    layers: list[Any] = [m for m in model.modules() if callable(getattr(m, "reset_lora_parameters", None))]
+    for layer in layers:
+        base = {id(module) for module in layer.get_base_layer().modules()} | {id(layer)}
+        found |= {id(module): layer for module in layer.modules() if id(module) not in base}
+    return found
+
+
+def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
+    """Let PEFT draw the values of ``layers``. Raises ``ModelNotSupported`` for adapters whose values are made of those
+    of their layers."""
+    configs: list[Any] = [getattr(module, "peft_config", None) for module in model.modules()]
+    told: dict[str, Any] = next((each for each in configs if isinstance(each, dict)), {})
+    for layer in layers:
+        for name in layer.r:
+            how = told[name].init_lora_weights if name in told else True
+            if how not in DRAWN or name in layer.lora_variant:
+                raise ModelNotSupported(
+                    f"adapter {name!r} begins with values that are made of the layer's own (init_lora_weights ="
+                    f" {how!r}, or a variant such as DoRA), and those are on meta. Use LoRA with init_lora_weights="
+                    "True, or a model in memory."
+                )
+            layer.reset_lora_parameters(name, how)

@@ -1,0 +1,68 @@
+"""Redoing: what was updated before the norm was known is updated again, where the norm is not what was guessed.
+
+The commit of the step before is still whole: no file of it is written before the next one is published. So the
+state that a guess began from is read from there, whether it lives on the SSD or in host memory, and the new one goes to
+the file that the guess has written, which no commit names. A kill at any moment leaves that commit.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from ... import failpoints
+from ...plan.ops import Op
+from ..runtime import Runtime, Step, of
+from ..units import as_tensor
+from . import gradients, state
+
+
+def load(run: Runtime, op: Op, step: Step) -> Future | None:
+    """Read the state that the guess began from, every byte verified."""
+    if not step.redone:
+        return None
+    failpoints.reach("before_redo")
+    block = op.key.block
+    unit, before = run.blocks[block], step.before[block]
+    buffer = run.residency.redone[block] = run.residency.pool.take(unit.layout.file_bytes, "redone state")
+    return run.stored[unit.name].read(before.generation, buffer.view, before.checksums, **of(op))
+
+
+def load_grads(run: Runtime, op: Op, step: Step) -> Future | None:
+    """Read spilled gradients back."""
+    return gradients.load(run, op, step) if step.redone else None
+
+
+def update(run: Runtime, op: Op, step: Step) -> None:
+    """Update a block with what is known now; a skipped step only gets its old working copy back. The gradients are
+    used up, whether the guess was right or not."""
+    block = op.key.block
+    if step.redone:
+        failpoints.reach("before_redone_update")
+        unit, copy = run.blocks[block], state.copy_to_update(run, block)
+        image = as_tensor(run.residency.redone[block])
+        if not step.skipped:
+            state.apply(run, step, unit, image, run.residency.grads[block], copy)
+        elif copy is not None:
+            unit.write_trained_copy(image, copy)
+        failpoints.reach("after_redone_update")
+    run.residency.free_grads(block, lent=False)
+
+
+def store(run: Runtime, op: Op, step: Step) -> Future | None:
+    """Write the state in place of what the guess has written. That of a skipped step is written already."""
+    if not step.redone:
+        return None
+    failpoints.reach("before_redone_write")
+    block, pool = op.key.block, run.residency.pool
+    unit, before, image = run.blocks[block], step.before[block], run.residency.redone.pop(block)
+    if run.newest[unit.name] is not before:
+        run.stored[unit.name].release(run.newest[unit.name].generation)
+        run.newest[unit.name] = before
+    if run.placement.optimizer[block]:
+        run.residency.images[block].view[:] = image.view
+    if step.skipped:
+        pool.give(image)
+        return None
+    future = state.write_image(run, op, unit.name, image.view)
+    future.add_done_callback(lambda _: pool.give(image))
+    return future

@@ -1,0 +1,72 @@
+"""Loss scaling: what is too small for fp16 is computed enlarged, and brought back to size in fp32.
+
+The arithmetic is that of ``torch.amp.GradScaler``: the loss is multiplied by the scale, the summed gradients by its
+reciprocal before they are measured, a step whose gradients are not finite is skipped and lowers the scale, and a row of
+steps that were not raises it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import BadInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """The scale of fp16 training, and how it moves. A resumed run has its own ``scale`` and ``good_steps``.
+
+    >>> LossScale(scale=8.0).after(skipped=True).scale
+    4.0
+    """
+
+    scale: float = 65536.0
+    growth_factor: float = 2.0
+    """Of the scale, after ``growth_interval`` steps in a row that were not skipped."""
+    backoff_factor: float = 0.5
+    """Of the scale, at a step that was."""
+    growth_interval: int = 2000
+    good_steps: int = 0
+    """Steps since the scale was last changed."""
+
+    def __post_init__(self) -> None:
+        for name, fits, must in (
+            ("scale", 0 < self.scale < math.inf, "be a positive number"),
+            ("growth_factor", 1 < self.growth_factor < math.inf, "be above 1"),
+            ("backoff_factor", 0 < self.backoff_factor < 1, "lie between 0 and 1"),
+            ("growth_interval", self.growth_interval >= 1, "be at least 1"),
+            ("good_steps", self.good_steps >= 0, "not be negative"),
+        ):
+            if not fits:
+                raise BadInput(f"LossScale: {name} = {getattr(self, name)!r} must {must}")
+        object.__setattr__(self, "scale", _fp32(self.scale))
+
+    def after(self, skipped: bool) -> LossScale:
+        """The next step's."""
+        if skipped:
+            return replace(self, scale=_fp32(self.scale * self.backoff_factor), good_steps=0)
+        if self.good_steps + 1 < self.growth_interval:
+            return replace(self, good_steps=self.good_steps + 1)
+        grown = _fp32(self.scale * self.growth_factor)
+        return replace(self, scale=grown if math.isfinite(grown) else self.scale, good_steps=0)
+
+    def enlarge(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss``, scaled."""
+        return loss * torch.tensor(self.scale, dtype=torch.float32, device=loss.device)
+
+    def reduce(self, grad: torch.Tensor) -> None:
+        """Bring the sum of scaled gradients, in fp32, back to size."""
+        grad.mul_(_fp32(1 / self.scale))
+
+    def progress(self) -> dict[str, Any]:
+        """What a commit keeps of it, as JSON."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+
+def _fp32(value: float) -> float:
+    """The nearest number of that type."""
+    return float(torch.tensor(value, dtype=torch.float32))

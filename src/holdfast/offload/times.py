@@ -1,0 +1,186 @@
+"""Times: how long one micro-batch takes in a block and in the rest of the model, measured with real tensors.
+
+One block and what is outside of the blocks get parameters of random numbers, in the dtype of the run; the model's own
+code runs from its first line to its loss, and the other blocks hand on what the first made. So no model is too large to
+be timed: what it takes is what the engine takes for a step. Seconds. Nothing is changed by it, no generator either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import ModelNotSupported
+from .blocks import Blocks, Patch
+from .device import Device
+from .measure import detached, moves, restored
+from .microbatches import extract_loss, module_call
+from .residency import add_in_parts
+
+TIMES = 9
+"""That each is timed at most; the median is taken."""
+
+RANDOM_ELEMENTS = 64 * 2**20
+"""Of the largest parameter that gets random numbers; larger ones get one number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Of one micro-batch, seconds."""
+
+    forward_seconds: float
+    """Through one block."""
+    backward_seconds: float
+    """Likewise, with the recomputation, and its gradients added to their sums."""
+    head_seconds: float
+    """Before the blocks and after them, with the loss, forward and backward."""
+
+
+def time_model(
+    model: nn.Module,
+    blocks: Blocks,
+    sample: Any,
+    dtype: torch.dtype,
+    device: Device,
+    loss_fn: Callable[..., Any] | None = None,
+    seconds: float = 2.0,
+) -> Times:
+    """Time for about ``seconds``, once at least. Raises ``ModelNotSupported`` if the model cannot be run this way."""
+    try:
+        return _Timing(model, blocks, dtype, device, seconds).run(sample, loss_fn)
+    except Exception as error:
+        raise ModelNotSupported(f"{type(model).__name__} cannot be timed: {error}") from error
+
+
+@dataclass
+class _Timing:
+    model: nn.Module
+    blocks: Blocks
+    dtype: torch.dtype
+    device: Device
+    seconds: float
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    head: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.patch = Patch(self.blocks, self.call)
+        self.output: Any = None
+        self.outside = 0.0
+        """Of the head, until the mark."""
+        self.mark = 0.0
+
+    def run(self, sample: Any, loss_fn: Callable[..., Any] | None) -> Times:
+        inputs = self.device.take_batch(dict(sample) if isinstance(sample, Mapping) else sample)
+        cuda = [self.device.torch_device] if self.device.torch_device.type == "cuda" else []
+        ends = time.perf_counter() + self.seconds
+        with (
+            torch.random.fork_rng(devices=cuda),
+            restored(self.model),
+            _random_parameters(self.model, self.blocks, self.dtype, self.device.torch_device),
+            self.patch.applied(),
+            torch.enable_grad(),
+        ):
+            while len(self.head) < 2 or (time.perf_counter() < ends and len(self.head) <= TIMES):
+                self.once(inputs, loss_fn)
+        forward, backward, head = (
+            median(found[1:]) for found in (self.forward, self.backward, self.head)
+        )  # the first has started kernels
+        return Times(forward_seconds=forward, backward_seconds=backward, head_seconds=head)
+
+    def once(self, inputs: Any, loss_fn: Callable[..., Any] | None) -> None:
+        self.outside, self.mark = 0.0, self.now()
+        loss = extract_loss(module_call(self.model, inputs, loss_fn)())
+        loss.backward()
+        self.head.append(self.outside + self.now() - self.mark)
+        self.output = None
+
+    def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Stands in for the blocks."""
+        self.outside += self.now() - self.mark
+        if index == 0:
+            self.output = self.block(args, kwargs)
+        last = index == len(self.patch.forwards) - 1
+        output = detached(self.output) if last or index == 0 else self.output
+        self.mark = self.now()
+        return output
+
+    def block(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Time the first block, and the backward of what is before it."""
+        forward, inputs = self.patch.forwards[0], detached((args, kwargs))
+        start = self.now()
+        with torch.no_grad():
+            forward(*inputs[0], **inputs[1])
+        between = self.now()
+        output = forward(*inputs[0], **inputs[1])
+        roots = [leaf for leaf in pytree.tree_leaves(output) if moves(leaf)]
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        end = self.now()
+        self.forward.append(between - start)
+        self.backward.append(end - between)
+        before = [
+            leaf for leaf in pytree.tree_leaves((args, kwargs)) if moves(leaf) and leaf.grad_fn is not None
+        ]
+        if before:
+            torch.autograd.backward(before, [torch.ones_like(leaf) for leaf in before])
+            self.outside += self.now() - end
+        return detached(output)
+
+    def now(self) -> float:
+        if self.device.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.device.torch_device)
+        return time.perf_counter()
+
+
+@contextmanager
+def _random_parameters(
+    model: nn.Module, blocks: Blocks, dtype: torch.dtype, device: torch.device
+) -> Iterator[None]:
+    """Parameters of the first block and of what is outside of the blocks, whose gradients are added to sums in fp32 as
+    in training; buffers on the device. The other blocks' parameters stay as they are."""
+    others = {id(m) for block in blocks.modules[1:] for m in block.modules()}
+    made: dict[int, nn.Parameter] = {}
+    saved: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        if id(module) in others:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _summed(parameter, dtype, device)
+                saved.append((module._parameters, name, parameter))
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                saved.append((module._buffers, name, buffer))
+                module._buffers[name] = buffer.to(device, copy=True)
+    try:
+        yield
+    finally:
+        for table, name, value in saved:
+            table[name] = value
+
+
+def _summed(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """A parameter of random numbers, whose gradients go where those of training go."""
+    values = torch.empty(parameter.shape, dtype=dtype, device=device)
+    small = values.numel() <= RANDOM_ELEMENTS
+    new = nn.Parameter(values.normal_(0.0, 0.02) if small else values.fill_(0.01), parameter.requires_grad)
+    if new.requires_grad:
+        total = torch.zeros(parameter.shape, dtype=torch.float32, device=device)
+
+        def collect(p: torch.Tensor) -> None:
+            assert p.grad is not None
+            add_in_parts(total, p.grad)
+            p.grad = None
+
+        new.register_post_accumulate_grad_hook(collect)
+    return new

@@ -1,0 +1,293 @@
+"""Auto: what stays in host memory and which part of the updates waits, for a run whose model and machine were measured.
+
+The linear program (``linear.py``) proposes fractions for some delayed fractions, and so does what saves most traffic
+per byte (``placement.py``). Each proposal becomes whole blocks that fit by the exact memory of the operation list that
+the engine will run; the simulator plays that list; the fastest is taken, and then improved as far as memory is left.
+Of those that are equally fast, the one that wears the SSD least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import floor
+
+from ..config import Fraction
+from ..errors import BadInput, DoesNotFit
+from ..profiles import MachineProfile
+from ..units import GiB
+from .formulas import FRACTIONS, PROCESS_BYTES
+from .horizontal import horizontal
+from .linear import load_highs, solve
+from .lists import machine_of
+from .measured import MeasuredModel
+from .memory import MakesOps, predict
+from .ops import SSD_READ, SSD_WRITE, Op, as_guessed, lane_bytes
+from .placement import checked, choose
+from .setting import Method, Setting
+from .simulate import Simulation, simulate
+from .work import Placement, StepShape, Work
+
+DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
+"""Delayed fractions that are tried, as whole blocks."""
+
+SAME = 5e-3
+"""Relative difference of step times below which two choices are equally fast."""
+
+STEPS = 4
+"""That a list is played; the time of a step is the mean of the later half."""
+
+PLAYED = 400_000
+"""Operations that are played in one search, at most: about ten seconds."""
+
+TRIES = 4
+"""That the linear program is asked with less memory, until whole blocks fit."""
+
+NO_LIMIT = 1024 * 1024 * GiB
+"""Of host memory, where there is no budget."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is chosen for. Bytes."""
+
+    work: Work
+    """With floating-point operations that ``machine`` does at its rate."""
+    shape: StepShape
+    """Of the usual step. Its delayed fraction is chosen unless ``delayed_fraction`` says it."""
+    machine: MachineProfile
+    schedule: MakesOps
+    host_budget: int | None
+    """Of the whole process."""
+    held_bytes: int
+    """Of it, what the process holds besides."""
+    evaluation_batches: int
+    asked: Mapping[str, Fraction]
+    """Fractions of params, optimizer and activations; "auto" is to be chosen."""
+    delayed_fraction: Fraction
+
+    @property
+    def stated(self) -> dict[str, float]:
+        """Raises ``BadInput`` for a fraction that is none."""
+        found = {kind: checked(kind, value) for kind, value in self.asked.items()}
+        return {kind: value for kind, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One answer, played."""
+
+    placement: Placement
+    delayed_fraction: float
+    simulation: Simulation
+    written_bytes: int
+    read_bytes: int
+
+    @cached_property
+    def step_seconds(self) -> float:
+        return self.simulation.seconds_per_step
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """Of a step, that each lane works."""
+        return {lane: seconds for lane, seconds in self.simulation.busy_seconds().items() if seconds}
+
+    @property
+    def fractions(self) -> dict[str, float]:
+        """Of the blocks, in host memory; of the inputs of all but the last."""
+        stays = {kind: getattr(self.placement, kind) for kind in FRACTIONS}
+        if len(stays["activations"]) > 1:
+            stays["activations"] = stays["activations"][:-1]
+        return {kind: sum(which) / len(which) for kind, which in stays.items()}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best of those that were tried."""
+
+    best: Choice
+    tried: int
+    by_linear_program: bool
+    """Otherwise HiGHS is not there."""
+
+
+def answer(question: Question) -> Answer:
+    """The best choice. Raises ``DoesNotFit`` if what was stated leaves none, and ``BadInput`` for a fraction that is
+    none."""
+    search, with_program = _Search(question), has_highs()
+    for delayed in search.delays():
+        for placement in search.proposals(delayed, with_program):
+            search.play(placement, delayed)
+    if not search.played:
+        assert search.refusal is not None
+        raise search.refusal
+    search.improve()
+    return Answer(search.best, len(search.played), with_program)
+
+
+def play(question: Question, placement: Placement, delayed_fraction: float) -> Choice:
+    """What the simulator makes of one placement."""
+    operations = _listed(question, placement, delayed_fraction)
+    moved = lane_bytes(operations)
+    found = simulate([operations] * STEPS, machine_of(question.machine, operations))
+    return Choice(placement, delayed_fraction, found, moved[SSD_WRITE], moved[SSD_READ])
+
+
+class _Search:
+    """What was played so far."""
+
+    def __init__(self, question: Question) -> None:
+        self.question, self.blocks = question, len(question.work.blocks)
+        self.played: dict[tuple[Placement, float], Choice] = {}
+        self.refusal: DoesNotFit | None = None
+        """Of what saves most per byte, where that does not fit."""
+        once = STEPS * len(_listed(question, Placement.fractions(self.blocks), 0.0))
+        self.most = max(PLAYED // once, 3)
+        """Choices that may be played."""
+
+    def delays(self) -> list[float]:
+        """Delayed fractions to try, of whole blocks: as many as may be played, with two proposals each."""
+        question = self.question
+        if question.delayed_fraction != "auto":
+            return [question.delayed_fraction]
+        if question.shape.clipping == "defer" or question.schedule is horizontal:
+            return [0.0]  # all updates wait, whatever is said
+        counts = sorted({round(part * self.blocks) for part in DELAYED})
+        every = max(-(-len(counts) * 3 // self.most), 1)
+        return [count / self.blocks for count in counts[::every]]
+
+    def proposals(self, delayed: float, with_program: bool) -> Iterator[Placement]:
+        """Placements that fit."""
+        found = self._program(delayed) if with_program else None
+        if found is not None:
+            yield found
+        if found is not None and self.played:  # one of the other kind is enough to begin with
+            return
+        q = self.question
+        try:
+            yield choose(
+                q.work,
+                self._shape(delayed),
+                q.host_budget,
+                schedule=q.schedule,
+                evaluation_batches=q.evaluation_batches,
+                held_bytes=q.held_bytes,
+                **q.asked,
+            )
+        except DoesNotFit as error:
+            self.refusal = self.refusal or error
+
+    def play(self, placement: Placement, delayed: float) -> None:
+        key = (placement, delayed)
+        if key not in self.played and len(self.played) < self.most:
+            self.played[key] = play(self.question, placement, delayed)
+
+    @property
+    def best(self) -> Choice:
+        """The fastest; of equally fast ones that which writes and reads least, and then delays least."""
+        choices = self.played.values()
+        fastest = min(choice.step_seconds for choice in choices)
+        close = [choice for choice in choices if choice.step_seconds <= fastest * (1 + SAME)]
+        return min(close, key=lambda c: (c.written_bytes + 0.01 * c.read_bytes, c.delayed_fraction))
+
+    def improve(self) -> None:
+        """Try a block more of each kind, one less of another for it, and a block more or less delayed, as long as that
+        is better."""
+        before = None
+        while before is not (best := self.best) and len(self.played) < self.most:
+            before = best
+            for placement, delayed in self._neighbours(best):
+                if self._fits(placement, delayed):
+                    self.play(placement, delayed)
+
+    def _neighbours(self, choice: Choice) -> Iterator[tuple[Placement, float]]:
+        counts = {kind: round(part * self._rows(kind)) for kind, part in choice.fractions.items()}
+        free = [kind for kind in FRACTIONS if kind not in self.question.stated]
+        for more in free:
+            for less in (None, *(kind for kind in free if kind != more)):
+                changed = dict(counts)
+                changed[more] += 1
+                if less is not None:
+                    changed[less] -= 1
+                if all(0 <= count <= self._rows(kind) for kind, count in changed.items()):
+                    yield self._whole(changed), choice.delayed_fraction
+        if len(self.delays()) > 1:
+            for delayed in (
+                choice.delayed_fraction - 1 / self.blocks,
+                choice.delayed_fraction + 1 / self.blocks,
+            ):
+                if 0 <= delayed <= 1:
+                    yield choice.placement, round(delayed * self.blocks) / self.blocks
+
+    def _program(self, delayed: float) -> Placement | None:
+        """What the linear program says, in whole blocks that fit; None if it finds nothing that does."""
+        q = self.question
+        budget = NO_LIMIT if q.host_budget is None else q.host_budget
+        memory = budget - q.held_bytes + PROCESS_BYTES
+        for _ in range(TRIES):
+            solution = solve(self._setting(memory, delayed), q.stated)
+            if solution is None:
+                return None
+            counts = {kind: floor(solution.fractions[kind] * self._rows(kind) + 1e-6) for kind in FRACTIONS}
+            placement = self._whole(counts)
+            over = self._host_bytes(placement, delayed) - budget
+            if over <= 0:
+                return placement
+            memory -= over
+            if memory <= 0:
+                return None
+        return None
+
+    def _setting(self, memory: int, delayed: float) -> Setting:
+        q, model = self.question, MeasuredModel(self.question.work)
+        return Setting(
+            machine=replace(q.machine, host_memory_bytes=memory),
+            model=model,
+            method=Method(
+                clipping=q.shape.clipping,
+                commit_every=int(q.shape.commit),
+                order="snake" if q.shape.order == "snake" else "plain",
+                param_bytes=model.param_bytes_each,
+                state_bytes=model.state_bytes_each,
+                recycles=not q.shape.keeps_grads,
+            ),
+            micro_batches=q.shape.micro_batches,
+            delayed_fraction=delayed,
+        )
+
+    def _whole(self, counts: Mapping[str, int]) -> Placement:
+        stated = self.question.stated
+        return Placement.fractions(
+            self.blocks, **{kind: stated.get(kind, n / self._rows(kind)) for kind, n in counts.items()}
+        )
+
+    def _rows(self, kind: str) -> int:
+        """Of which a fraction is: the last block's own inputs never leave."""
+        return max(self.blocks - (kind == "activations"), 1)
+
+    def _shape(self, delayed: float) -> StepShape:
+        return replace(self.question.shape, delayed_fraction=delayed)
+
+    def _fits(self, placement: Placement, delayed: float) -> bool:
+        budget = self.question.host_budget
+        return budget is None or self._host_bytes(placement, delayed) <= budget
+
+    def _host_bytes(self, placement: Placement, delayed: float) -> int:
+        q = self.question
+        memory = predict(q.work, placement, self._shape(delayed), q.schedule, q.evaluation_batches)
+        return q.held_bytes + memory.host_bytes
+
+
+def has_highs() -> bool:
+    """Whether the linear program can be solved here."""
+    try:
+        load_highs()
+    except BadInput:
+        return False
+    return True
+
+
+def _listed(question: Question, placement: Placement, delayed_fraction: float) -> list[Op]:
+    shape = replace(question.shape, delayed_fraction=delayed_fraction)
+    return as_guessed(question.schedule(question.work, placement, shape))

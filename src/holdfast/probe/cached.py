@@ -1,0 +1,113 @@
+"""The machine's profile, kept from one run to the next: measured when there is none, corrected by measured steps.
+
+It lies in ``$XDG_CACHE_HOME/holdfast`` (``~/.cache/holdfast``), one file for each host, device and file system, which
+``holdfast plan --machine`` takes too. ``HOLDFAST_MACHINE`` names another profile to be used instead, which is never
+written.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import xxhash
+
+from ..errors import ConfigError, HoldfastError
+from ..profiles import MachineProfile, load_machine, to_toml
+from ..store.files import Disk, write_durably
+from ..units import MiB
+from .machine import MOST_OF_DISK, BlockTimes, probe_machine
+from .memory import free_host_bytes
+from .ssd import LEAST_BYTES
+
+VARIABLE = "HOLDFAST_MACHINE"
+
+SECONDS = 4.0
+"""Of a probe."""
+
+FILE_BYTES = 512 * MiB
+
+CORRECTED = dict.fromkeys(
+    (
+        "device.factor", "device.upload", "device.download", "device.copies",
+        "host.update", "ssd.read", "ssd.write", "ssd.mixed", "ssd.sync",
+    ),
+    "measured, and corrected by measured steps",
+)  # fmt: skip
+"""Where figures are from that a run has corrected."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of this machine. Memory and room are what is free now."""
+
+    profile: MachineProfile
+    path: Path | None
+    """Where it is kept; None where it is somebody's own file, or could not be measured."""
+    name: str
+    """For a person."""
+    measured_now: bool
+
+
+def machine_at(
+    directory: Path,
+    device: torch.device,
+    time_block: Callable[[float], BlockTimes],
+    say: Callable[[str], object],
+) -> Known:
+    """The profile of this machine with its state in ``directory``, which is there. ``say`` is told of a measurement."""
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Known(_now(load_machine(named), directory), None, named, False)
+    path = _path(directory, device)
+    with suppress(ConfigError):
+        return Known(_now(load_machine(str(path)), directory), path, str(path), False)
+    if shutil.disk_usage(directory).free // MOST_OF_DISK < LEAST_BYTES:
+        raise ConfigError(
+            f"there is too little room in {directory} to measure its SSD. Name a profile of the machine in the "
+            f"environment, {VARIABLE}=cpu-2-core or a file of `holdfast probe`, or give all fractions yourself."
+        )
+    found = probe_machine(
+        directory,
+        device,
+        free_host_bytes(),
+        file_bytes=FILE_BYTES,
+        seconds=SECONDS,
+        time_block=time_block,
+        say=lambda what: say(f"measuring this machine for a few seconds, once: {what}"),
+    )
+    kept = keep(path, found.profile, found.sources)
+    return Known(found.profile, path if kept else None, str(path), True)
+
+
+def keep(path: Path, profile: MachineProfile, sources: dict[str, str]) -> bool:
+    """Write ``profile``; warns and is False where that is not possible."""
+    try:
+        disk = Disk(path.parent)
+        disk.makedirs("")
+        write_durably(disk, path.name, to_toml(profile, sources).encode(), why="profile of the machine")
+        return True
+    except (OSError, HoldfastError) as error:
+        warnings.warn(
+            f"the profile of this machine is not kept, and will be measured again: {error}", stacklevel=2
+        )
+        return False
+
+
+def _now(profile: MachineProfile, directory: Path) -> MachineProfile:
+    free = shutil.disk_usage(directory).free
+    return replace(profile, host_memory_bytes=free_host_bytes(), ssd_capacity_bytes=free)
+
+
+def _path(directory: Path, device: torch.device) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
+    identity = f"{platform.node()}|{name}|{os.stat(directory).st_dev}"
+    return Path(home, "holdfast", f"machine-{xxhash.xxh3_64_hexdigest(identity.encode())}.toml")

@@ -1,0 +1,116 @@
+"""Safetensors, read: one file, or a folder of them with an index, as Hugging Face's libraries have it.
+
+A file that ``huggingface.py`` wrote says in its metadata what of a training state its keys are; in others every tensor
+is a parameter.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from ...errors import Damaged
+from ...state.atoms import Atom
+from ...state.boxes import Box
+from ...state.pieces import Pieces, dense
+from ...store.layout import Layout
+from ...units import MiB
+from ..source import Files, Part, Stored
+from ..told import told, told_progress
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+KEYS, PROGRESS = "holdfast.keys", "holdfast.progress"
+HEADER_BYTES = 100 * MiB
+"""More than any header has (the limit of the safetensors library)."""
+
+
+def is_safetensors(path: Path) -> bool:
+    if path.is_file():
+        return path.suffix == ".safetensors"
+    return (path / INDEX).is_file() or (path / SINGLE).is_file()
+
+
+class SafetensorsFiles(Files):
+    """The file ``path``, or the folder with its index."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path), "safetensors")
+        files, expected = _files_of(path)
+        for file in files:
+            self._add_file(file)
+        found = {key for key in self._where if expected is None or key in expected}
+        missing = sorted(set(expected or ()) - found)
+        if missing:
+            raise Damaged(f"{path}: its index names {missing[0]}, which is in no file", path=str(path))
+
+    @property
+    def _where(self) -> set[str]:
+        return {
+            stored.atom.name if stored.atom.slot == "param" else key for key, stored in self.atoms.items()
+        }
+
+    def _add_file(self, path: Path) -> None:
+        layout, metadata = header_of(path)
+        slots = told(metadata.get(KEYS), KEYS, str(path))
+        self.progress |= told_progress(metadata.get(PROGRESS), PROGRESS, str(path))
+        for entry in layout.entries:
+            name, slot = _name_of(slots, entry.key, path)
+            part = self.add_part(Part(str(path), entry.offset, entry.nbytes, entry.dtype))
+            atom = Atom(name, slot, entry.shape, entry.dtype)
+            self.add(Stored(atom, Pieces.of([dense(Box.whole(entry.shape), part)], len(entry.shape))))
+
+
+def _name_of(slots: dict[str, Any], key: str, path: Path) -> tuple[str, str]:
+    """The name and the slot of the tensor ``key``."""
+    found = slots.get(key, [key, "param"])
+    if not isinstance(found, list) or len(found) != 2 or not all(isinstance(part, str) for part in found):
+        raise Damaged(
+            f"{path}: {KEYS} says that {key} is {found!r}, which is no name and slot", path=str(path)
+        )
+    return found[0], found[1]
+
+
+def header_of(path: Path) -> tuple[Layout, dict[str, str]]:
+    """Where the tensors of a safetensors file lie, and its metadata. Raises ``Damaged`` if it is none, or not whole."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
+        if length > min(HEADER_BYTES, size - 8):
+            raise Damaged(
+                f"{path} is no safetensors file: of {size} bytes, {length} would be header", path=str(path)
+            )
+        header = file.read(length)
+    try:
+        metadata = json.loads(header).get("__metadata__") or {}
+        metadata = {str(key): str(value) for key, value in metadata.items()}
+        layout = Layout.parse(struct.pack("<Q", length) + header)
+    except (ValueError, AttributeError, RecursionError, Damaged) as error:
+        raise Damaged(f"{path} is no safetensors file: {error}", path=str(path)) from error
+    if layout.file_bytes != size:
+        raise Damaged(
+            f"{path} has {size} bytes, its header says {layout.file_bytes}: it was cut short", path=str(path)
+        )
+    return layout, metadata
+
+
+def _files_of(path: Path) -> tuple[list[Path], set[str] | None]:
+    """The files, and the tensors that the index names, if there is one."""
+    if path.is_file():
+        return [path], None
+    if not (path / INDEX).is_file():
+        return [path / SINGLE], None
+    try:
+        named = json.loads((path / INDEX).read_text())["weight_map"]
+        names = sorted(set(named.values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file of it is not in the folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(
+            f"{path / INDEX} is no index of safetensors files: {error}", path=str(path / INDEX)
+        ) from error
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise Damaged(f"{path / missing[0]} is missing, which the index names", path=str(path / missing[0]))
+    return [path / name for name in names], set(named)

@@ -1,0 +1,79 @@
+"""The optimizers of this library: ordinary ``torch.optim`` ones that say beforehand what they will keep."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import OptimizerNotSupported
+from ..state.cuts import is_distributed
+from .forms import Slots
+
+
+class FormedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state begins as zeros of known ``forms``, which ``update`` changes in place.
+
+    Each parameter is updated by itself, with the bits that any other order of the parameters would give.
+    """
+
+    cut: ClassVar[bool]
+    """Whether an update of a slice is the slice of the update, for slices at multiples of 4096 elements."""
+
+    @staticmethod
+    @abstractmethod
+    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+        """What is kept for a parameter of ``shape`` in ``group``."""
+
+    @abstractmethod
+    def update(
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        """One step of one parameter, in place."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                self._refuse(param)
+                state = self.state[param]
+                slots = self.forms(group, tuple(param.shape))
+                if not slots.names <= state.keys():
+                    state.update({**slots.zeros(param.device), **state})
+                self.update(param, param.grad, state, group)
+        return loss
+
+    def _refuse(self, param: torch.Tensor) -> None:
+        name = type(self).__name__
+        if param.grad is not None and param.grad.is_sparse:
+            raise OptimizerNotSupported(
+                f"{name} does not take sparse gradients. Use embeddings with sparse=False."
+            )
+        if is_distributed(param):
+            raise OptimizerNotSupported(
+                f"{name} does not take parameters that are sharded over ranks (DTensor, here of {tuple(param.shape)}):"
+                " its blocks and matrices are those of whole tensors. Use DistributedDataParallel, or AdamW of torch."
+            )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As torch does it, but for types: torch would make every tensor one of the parameter's type."""
+        super().load_state_dict(state_dict)
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        for param, number in zip(params, numbers, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, torch.Tensor) and value.dtype != self.state[param][name].dtype:
+                    self.state[param][name] = value.to(param.device if value.dim() else "cpu", copy=True)

@@ -1,0 +1,224 @@
+"""Kinds: how an optimizer of some class updates a parameter, and so how it is run out of core.
+
+*Elementwise* ones of torch update each element by itself, and can be cut wherever torch's kernels give the same bits.
+*Whole* ones of torch need all of a tensor at once. Optimizers of this library (``FormedOptimizer``) say of themselves
+which they are. All others are refused: that the bits would be those of a plain loop is not known.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import OptimizerNotSupported
+from .adamw import AdamW8bit, AdamWBF16
+from .apollo import Apollo
+from .formed import FormedOptimizer
+from .forms import Form, Slots
+
+ELEMENTWISE = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+"""Classes of ``torch.optim`` whose update of an element depends on that element alone."""
+
+
+def _muon(shape: tuple[int, ...]) -> Slots:
+    return Slots({"momentum_buffer": Form(shape)})
+
+
+def _adafactor(shape: tuple[int, ...]) -> Slots:
+    if len(shape) < 2:
+        return Slots({"variance": Form(shape)}, {"step": torch.float32})
+    rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+    return Slots({"row_var": Form(rows), "col_var": Form(columns)}, {"step": torch.float32})
+
+
+WHOLE: dict[str, Callable[[tuple[int, ...]], Slots]] = {"Adafactor": _adafactor, "Muon": _muon}
+"""Classes of ``torch.optim`` whose update of a tensor depends on all of it and on no other, and what they keep."""
+
+REFUSED = {
+    "LBFGS": "it evaluates the model several times within one step. Use AdamW or SGD.",
+    "SparseAdam": "it takes sparse gradients, which are not summed. Use Adam, and embeddings with sparse=False.",
+}
+"""Of ``torch.optim``: why not, and what instead."""
+
+FORMED = (AdamW8bit, AdamWBF16, Apollo)
+"""Of this library."""
+
+IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "maximize"}
+"""Of a parameter group: how the update is computed here, which is not carried over."""
+
+ELEMENTS = 10_000
+"""Of the parameter that an optimizer is tried on."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the parameters of one group are updated. ``makes_state`` is whether the first update has to make the state
+    itself, instead of finding zeros."""
+
+    of: type[torch.optim.Optimizer]
+    arguments: frozenset[str]
+    cut: bool
+    makes_state: bool
+    slots: Callable[[tuple[int, ...]], Slots]
+
+    @property
+    def temporary_bytes(self) -> int:
+        """What an update takes besides, of each element of a tensor that is not cut. Measured: up to 12.7 of Muon, 5.0
+        of APOLLO, 4.0 of Adafactor."""
+        return 0 if self.cut else 13 if self.of is torch.optim.Muon else 5
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` is known to update every element by itself."""
+    return _of_torch(type(optimizer)) in ELEMENTWISE
+
+
+def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
+    """How ``optimizer`` updates a ``group``, whose hyper-parameters are its constructor's arguments.
+
+    Raises ``OptimizerNotSupported`` if it cannot be run out of core, or gives other bits on slices here.
+    """
+    cls = type(optimizer)
+    name = _of_torch(cls)
+    arguments = arguments_of(cls)
+    if isinstance(optimizer, FormedOptimizer):
+        kind = Kind(cls, arguments, optimizer.cut, False, lambda shape: optimizer.forms(group, shape))
+    elif name in WHOLE:
+        kind = Kind(cls, arguments, False, True, WHOLE[name])
+    elif name in ELEMENTWISE:
+        kind = Kind(cls, arguments, True, True, _found(cls, group))
+    else:
+        raise OptimizerNotSupported(_refusal(cls, name))
+    (_check_slices if kind.cut else _check_whole)(kind, group)
+    return kind
+
+
+def class_named(name: str) -> type[torch.optim.Optimizer] | None:
+    """The class of a full ``name``, if it is of torch or of this library and updates each parameter by itself."""
+    module, _, own = name.rpartition(".")
+    if module.startswith("torch.optim") and (own in ELEMENTWISE or own in WHOLE):
+        return getattr(torch.optim, own)
+    return next((cls for cls in FORMED if (cls.__module__, cls.__qualname__) == (module, own)), None)
+
+
+@cache
+def arguments_of(cls: type[torch.optim.Optimizer]) -> frozenset[str]:
+    """What the constructor takes besides the parameters."""
+    return frozenset(inspect.signature(cls.__init__).parameters) - {"self", "params"}
+
+
+def kept_slots(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int
+) -> frozenset[str] | None:
+    """What an optimizer of this class holds for a parameter of ``dims`` dimensions in ``group``, seen by stepping
+    another one. None where that is not tried, as of classes that are not torch's own, or does not work."""
+    kind = type(optimizer)
+    if not _of_torch(kind):
+        return None
+    arguments = arguments_of(kind) - IMPLEMENTATION
+    parameter = nn.Parameter(torch.ones([2] * dims, dtype=torch.float32, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        private = kind([parameter], **{name: value for name, value in group.items() if name in arguments})
+        private.step()
+    except Exception:  # of any kind: it says nothing of what is to be known
+        return None
+    return frozenset(slot for slot, value in private.state[parameter].items() if value is not None)
+
+
+def _of_torch(cls: type) -> str:
+    """The name of a class of ``torch.optim``; nothing for one that only derives from it."""
+    return cls.__name__ if cls.__module__.startswith("torch.optim") else ""
+
+
+def _refusal(cls: type, name: str) -> str:
+    if name in REFUSED:
+        return f"{name} cannot be run out of core: {REFUSED[name]}"
+    return (
+        f"{cls.__name__} is not known to be elementwise: its update of a slice may differ from the slice of its update."
+        f" Elementwise ones are {', '.join(ELEMENTWISE)} of torch.optim; {' and '.join(WHOLE)} of it are run tensor by"
+        " tensor, and so are those of holdfast.optim."
+    )
+
+
+def _found(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> Callable[[tuple[int, ...]], Slots]:
+    """The slots of an elementwise optimizer, learnt by stepping a small parameter."""
+    state = _trial(cls, group, [slice(0, ELEMENTS)])
+    del state["param"]
+    odd = [name for name, value in state.items() if value.numel() not in (1, ELEMENTS)]
+    if odd:
+        raise OptimizerNotSupported(
+            f"{cls.__name__} keeps {odd}, neither a scalar nor one value per element."
+        )
+    tensors = [name for name, value in state.items() if value.numel() > 1]
+    scalars = {name: value.dtype for name, value in state.items() if value.numel() == 1}
+    return lambda shape: Slots({name: Form(shape) for name in tensors}, scalars)
+
+
+def _check_slices(kind: Kind, group: Mapping[str, Any]) -> None:
+    """Raise ``OptimizerNotSupported`` unless slices equal the whole."""
+    whole = _trial(kind.of, group, [slice(0, ELEMENTS)])
+    sliced = _trial(kind.of, group, [slice(0, 4096), slice(4096, ELEMENTS)])
+    for name, value in whole.items():
+        if not torch.equal(value, sliced[name]):
+            raise OptimizerNotSupported(
+                f"{kind.of.__name__} with {group} gives other bits in {name!r} on slices of a tensor than on "
+                "the whole, so it cannot be run out of core. Use another optimizer or other options."
+            )
+
+
+def _trial(
+    cls: type[torch.optim.Optimizer], group: Mapping[str, Any], slices: list[slice]
+) -> dict[str, torch.Tensor]:
+    """Parameters and state after three steps from fixed values, computed slice by slice."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(ELEMENTS, generator=generator)
+    grads = [torch.randn(ELEMENTS, generator=generator) for _ in range(3)]
+    results: list[dict[str, torch.Tensor]] = []
+    for part in slices:
+        param = nn.Parameter(start[part].clone())
+        private = cls([param], **group)
+        for grad in grads:
+            param.grad = grad[part].clone()
+            private.step()
+        state = {k: v for k, v in private.state[param].items() if isinstance(v, torch.Tensor)}
+        results.append({"param": param.detach(), **state})
+    return {
+        name: torch.cat([r[name] for r in results]) if value.dim() else value
+        for name, value in results[0].items()
+    }
+
+
+def _check_whole(kind: Kind, group: Mapping[str, Any]) -> None:
+    """Raise ``OptimizerNotSupported`` unless the optimizer keeps what is known of it: torch's may change."""
+    param = nn.Parameter(torch.ones(5, 7))
+    param.grad = torch.ones(5, 7)
+    private = kind.of([param], **group)
+    private.step()
+    slots = kind.slots((5, 7))
+    wanted = {name: (form.shape, form.dtype) for name, form in slots.tensors.items()}
+    wanted |= {name: ((), dtype) for name, dtype in slots.scalars.items()}
+    kept = {k: (tuple(v.shape), v.dtype) for k, v in private.state[param].items() if v is not None}
+    if kept != wanted:
+        raise OptimizerNotSupported(
+            f"{kind.of.__name__} of torch {torch.__version__} keeps {kept} for a matrix of 5 x 7, where {wanted} is"
+            " known. Use another optimizer, or the version of torch that Holdfast was made with."
+        )

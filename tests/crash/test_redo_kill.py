@@ -1,0 +1,93 @@
+"""Training that guesses that nothing is clipped, killed by SIGKILL while it updates again what it guessed wrong.
+
+What a guess has written is in files that no commit names, and so is what is written over it. Whatever a kill finds,
+every listed commit is the state of its step, and the run ends bit for bit as one that nobody disturbed and that guessed
+nothing.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from crash_run import ON_SSD, STEPS
+from holdfast import failpoints
+
+WAYS = [
+    {},
+    ON_SSD,
+    {"retain": 1},
+    {"delayed_fraction": 0.5, "retain": 1, **ON_SSD},
+    {"optimizer_on_host": 1.0, "params_on_host": 1.0},
+]
+SLOW = {"write_limit": 3 << 20}
+"""What is written of a step takes longer than the next step's forward pass."""
+
+
+def resume(server, reference, order, acknowledged):
+    reference.check_run(order["root"])
+    outcome = server.run(**order, steps=STEPS)
+    assert outcome.finished and not outcome.error and not outcome.warnings, outcome
+    assert outcome.resumed >= acknowledged
+    assert outcome.losses == reference.losses[outcome.resumed :]
+    assert reference.check_run(order["root"])[0] == STEPS
+
+
+def kill_at_random(server, reference, text, folder, rng, kills):
+    number, killed, window = 0, 0, 3 * reference.seconds
+    while killed < kills:
+        number += 1
+        order = {"root": folder / f"run{number}", "text": text, "clipping": "speculate"}
+        outcome = server.run(
+            **order, **rng.choice(WAYS), **SLOW, steps=STEPS, kill_after=rng.uniform(0, window)
+        )
+        assert outcome.killed or outcome.finished, outcome
+        killed += outcome.killed
+        window *= 1.05 if outcome.killed else 0.8
+        resume(server, reference, order | rng.choice([{"clipping": "defer"}, *WAYS]), outcome.durable)
+        assert number < 2 * kills + 30, "most kills came after the end"
+
+
+def test_killed_at_a_few_random_moments_and_resumed_with_and_without_guesses(
+    server, reference, text, tmp_path
+):
+    kill_at_random(server, reference, text, tmp_path, random.Random(1), 3)
+
+
+@pytest.mark.crash
+def test_killed_at_fifty_random_moments(server, reference, text, tmp_path):
+    kill_at_random(server, reference, text, tmp_path, random.Random(2), 50)
+
+
+def kill_at_failpoint(server, reference, text, folder, failpoint, arrival, way):
+    order = {"root": folder / "run", "text": text, "clipping": "speculate"}
+    outcome = server.run(**order, **way, **SLOW, steps=STEPS, failpoint=f"{failpoint}:{arrival}")
+    assert outcome.killed, "the failpoint was never reached"
+    resume(server, reference, order, outcome.durable)
+
+
+@pytest.mark.parametrize("failpoint", failpoints.REDO)
+def test_killed_while_a_block_is_updated_again(server, reference, text, tmp_path, failpoint):
+    kill_at_failpoint(server, reference, text, tmp_path, failpoint, 6, {"retain": 1})
+
+
+def test_killed_where_every_block_is_updated_again_at_each_commit(server, reference, text, tmp_path):
+    """Four blocks, guessed and made again, and what is no block: in each of these steps nine files are synced."""
+    order = {"root": tmp_path / "run", "text": text, "clipping": "speculate", "steps": 5, **ON_SSD}
+    outcome = server.run(**order, failpoint=f"before_data_sync:{5 + 9 * 4}")
+    assert outcome.killed and outcome.durable <= 4, outcome
+    outcome = server.run(
+        **(order | {"root": tmp_path / "other"}), failpoint=f"before_data_sync:{5 + 9 * 5 + 1}"
+    )
+    assert outcome.finished, outcome
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("arrival", [1, 3, 4, 8])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "mixed")
+@pytest.mark.parametrize(
+    "failpoint", [*failpoints.REDO, *(n for n in failpoints.NAMES if n != "after_timeline_opened")]
+)
+def test_killed_at_every_failpoint(server, reference, text, tmp_path, failpoint, way, arrival):
+    kill_at_failpoint(server, reference, text, tmp_path, failpoint, arrival, way)

@@ -1,0 +1,131 @@
+"""LoRA of PEFT out of core: the bits of a plain loop, nothing written or kept for what is frozen, resumed, exported."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import ModelNotSupported
+from training import differing, state_of, stored
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+import tiny_folders  # noqa: E402  (needs transformers)
+from tiny_folders import VOCABULARY, write_folder  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:.*fan_in_fan_out")
+
+STEPS, COUNT = 4, 2
+EVERY = [tiny_folders.llama, tiny_folders.gpt_neox, tiny_folders.mixtral]
+
+
+def adapted(model, **options):
+    """With adapters on attention; ``init_lora_weights=False`` so that both of their matrices matter at once."""
+    targets = ["q_proj", "v_proj"] if hasattr(model.config, "num_key_value_heads") else ["query_key_value"]
+    chosen = {
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.1,
+        "target_modules": targets,
+        "task_type": "CAUSAL_LM",
+    }
+    return peft.get_peft_model(model, peft.LoraConfig(**chosen | options)).train()
+
+
+def in_memory(make):
+    torch.manual_seed(0)
+    model = make()
+    model.config.use_cache = False
+    return adapted(model, init_lora_weights=False)
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+
+
+def micro_batches(step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (COUNT, 2, 10), generator=generator)
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+def plain_loop(model):
+    optimizer = adamw(model, fused=True)
+    with holdfast.keyed_rng(model) as keys:
+        for step in range(STEPS):
+            for m, batch in enumerate(micro_batches(step)):
+                keys.at(step, m)
+                (model(**batch).loss / COUNT).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("make", EVERY)
+def test_adapters_equal_a_plain_loop_and_resume(tmp_path, make, schedule):
+    expected = plain_loop(in_memory(make))
+    for start, stop in ((0, 2), (2, STEPS)):
+        model = in_memory(make)
+        with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", schedule=schedule) as engine:
+            assert engine.steps_done == start
+            for step in range(start, stop):
+                engine.step(micro_batches(step))
+    found = stored(tmp_path)
+    assert differing(found, expected) == []
+    frozen = {f"{name}/param" for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen and {name for name in found if name.rpartition("/")[0] + "/param" in frozen} == frozen
+
+
+def test_nothing_is_written_for_what_is_frozen(tmp_path):
+    """The bytes of a step are those of a model that has the adapters alone, in whole pages for each block."""
+    folder = write_folder(tmp_path / "folder", lambda: tiny_folders.llama(intermediate_size=4096))
+    model, weights = holdfast.pretrained(folder)
+    model = adapted(model)
+    with holdfast.offload(model, adamw(model), tmp_path / "run", source=weights, commit_every=1) as engine:
+        engine.step(micro_batches(0))
+        engine.wait()
+        before = engine.traffic()
+        engine.step(micro_batches(1))
+        engine.wait()
+        moved = {key: value - before.get(key, 0) for key, value in engine.traffic().items()}
+        written = sum(value for (lane, _), value in moved.items() if lane == "ssd_write")
+        read = sum(value for (lane, kind), value in moved.items() if kind == "load_params")
+    block = next(iter(model.get_base_model().model.layers))
+    frozen = 2 * sum(p.numel() for p in block.parameters() if not p.requires_grad)
+    assert read > 2 * 3 * frozen * 0.8  # bf16, each of three blocks twice but the last
+    assert written < frozen / 5
+
+
+def test_adapters_of_a_folder_that_is_never_in_memory_train_resume_and_are_exported(tmp_path):
+    folder, run = write_folder(tmp_path / "folder", tiny_folders.mixtral), tmp_path / "run"
+    for start in (0, 2):
+        model, weights = holdfast.pretrained(folder)
+        model = adapted(model)
+        assert all(p.is_meta for p in model.parameters())
+        with holdfast.offload(model, adamw(model), run, source=weights, dtype="fp32") as engine:
+            assert engine.steps_done == start
+            if start == 0:
+                begun = engine.state_dict(trained=True)
+            for step in range(start, start + 2):
+                engine.step(micro_batches(step))
+            trained = engine.state_dict(trained=True)
+            every = engine.state_dict()
+            model.save_pretrained(tmp_path / "adapter", state_dict=trained)
+    assert trained.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
+    # as PEFT begins: B is zero, A is not
+    assert all(value.any() == (".lora_A." in name) for name, value in begun.items())
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    back = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").state_dict()
+    assert all(torch.equal(back[name], value) for name, value in every.items())
+    assert all((back[name] != begun[name]).any() for name in begun)
+
+
+def test_adapters_made_of_the_layers_values_are_refused_where_these_are_not_in_memory(tmp_path):
+    model, weights = holdfast.pretrained(write_folder(tmp_path / "folder"))
+    model = adapted(model, lora_dropout=0.0)
+    model.peft_config["default"].init_lora_weights = "pissa"
+    with pytest.raises(ModelNotSupported, match=r"init_lora_weights = 'pissa'"):
+        holdfast.offload(model, adamw(model), tmp_path / "run", source=weights)

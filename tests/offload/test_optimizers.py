@@ -1,0 +1,179 @@
+"""Optimizers out of core have the bits of the same ones in a plain loop: whole matrices, moments of few bits, several
+optimizers together; wherever their state stays, and after a resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import RunMismatch
+from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined, apollo_mini
+from holdfast.store.local import LocalStore
+from plain_loops import PLACEMENTS
+from training import batches, decoder, differing, state_of, stored, warm_up
+
+STEPS = 8
+WAYS = PLACEMENTS | {
+    "delayed": {"delayed_fraction": 1.0, "activations_on_host": 0.0},
+    "horizontal": {"schedule": "horizontal"},
+}
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+def vectors(model):
+    return [p for p in model.parameters() if p.dim() != 2]
+
+
+def two_groups(kind, **options):
+    """One group decays, the other does not."""
+    return lambda model: kind(
+        [{"params": matrices(model), "weight_decay": 0.1}, {"params": vectors(model), "weight_decay": 0.0}],
+        lr=1e-2,
+        **options,
+    )
+
+
+def muon_and_adamw(model):
+    return Joined(
+        torch.optim.Muon(matrices(model), lr=1e-2), torch.optim.AdamW(vectors(model), lr=1e-2, fused=True)
+    )
+
+
+def apollo_with_embeddings_of_adamw(model):
+    embedding = next(model.parameters())
+    rest = [p for p in model.parameters() if p is not embedding]
+    return Apollo(
+        [{"params": [embedding], "rank": None}, {"params": rest}], lr=1e-2, rank=3, update_gap=3, seed=7
+    )
+
+
+OPTIMIZERS = {
+    "muon and adamw": muon_and_adamw,
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=1e-2, weight_decay=0.1),
+    "apollo": two_groups(Apollo, rank=4, update_gap=3),
+    "apollo, embeddings of adamw": apollo_with_embeddings_of_adamw,
+    "apollo-mini": two_groups(apollo_mini, update_gap=3),
+    "adamw in bf16": two_groups(AdamWBF16),
+    "adamw in bytes": two_groups(AdamW8bit),
+    "several": lambda model: Joined(
+        AdamW8bit(matrices(model)[:3], lr=1e-2),
+        torch.optim.SGD(vectors(model), lr=1e-2, momentum=0.9, fused=True),
+        Apollo(matrices(model)[3:], lr=1e-2, rank=2),
+    ),
+}
+
+
+def plain_loop(make, steps=STEPS):
+    """Losses, and the state after each step."""
+    model = decoder(blocks=3)
+    optimizer = make(model)
+    scheduler, losses, states = warm_up(optimizer), [], []
+    for step in range(steps):
+        made = [model(**batch) for batch in batches(step, 2)]
+        for loss in made:
+            (loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss.item() for loss in made) / 2)
+        states.append(state_of(model, optimizer))
+    return losses, states
+
+
+def out_of_core(directory, make, steps, **options):
+    """Losses of ``steps``, by number."""
+    model = decoder(blocks=3)
+    optimizer = make(model)
+    with holdfast.offload(
+        model, optimizer, directory, scheduler=warm_up(optimizer), dtype="fp32", clip_norm=0.5, **options
+    ) as engine:
+        return [engine.step(batches(step, 2)) for step in steps]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_has_the_bits_of_a_plain_loop_wherever_state_stays(tmp_path, name, way):
+    losses, states = plain_loop(OPTIMIZERS[name])
+    found = out_of_core(tmp_path, OPTIMIZERS[name], range(STEPS), **WAYS[way])
+    assert found == losses
+    assert differing(stored(tmp_path), states[-1]) == []
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_has_these_bits_after_a_resume_too(tmp_path, name):
+    losses, states = plain_loop(OPTIMIZERS[name])
+    found = out_of_core(tmp_path, OPTIMIZERS[name], range(4))
+    assert differing(stored(tmp_path), states[3]) == []
+    found += out_of_core(tmp_path, OPTIMIZERS[name], range(4, STEPS), **PLACEMENTS["host"])
+    assert found == losses
+    assert differing(stored(tmp_path), states[-1]) == []
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_a_checkpointer_recorded_goes_on_out_of_core_and_back(tmp_path, name):
+    make = OPTIMIZERS[name]
+    _, states = plain_loop(make, 6)
+
+    def in_memory(root, steps, source=None):
+        model = decoder(blocks=3)
+        optimizer = make(model)
+        scheduler = warm_up(optimizer)
+        members = optimizer.members if isinstance(optimizer, Joined) else optimizer
+        with Checkpointer(root, model=model, optimizer=members, scheduler=scheduler) as checkpointer:
+            for step in range(checkpointer.resume(source=source), steps):
+                for batch in batches(step, 2):
+                    (model(**batch) / 2).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+        return state_of(model, optimizer)
+
+    assert differing(in_memory(tmp_path / "a", 2), states[1]) == []
+    out_of_core(tmp_path / "b", make, range(2, 4), source=holdfast.From(tmp_path / "a"))
+    assert differing(stored(tmp_path / "b"), states[3]) == []
+    assert differing(in_memory(tmp_path / "c", 6, holdfast.From(tmp_path / "b")), states[5]) == []
+
+
+def test_a_run_of_other_bits_is_refused(tmp_path):
+    out_of_core(tmp_path, lambda model: AdamWBF16(model.parameters()), range(1))
+    with pytest.raises(RunMismatch, match=r"exp_avg is BF16 .* there"):
+        out_of_core(tmp_path, lambda model: torch.optim.AdamW(model.parameters()), range(1))
+    with pytest.raises(RunMismatch, match=r"exp_avg is BF16 .* there"):
+        out_of_core(tmp_path, lambda model: AdamW8bit(model.parameters()), range(1))
+
+
+@pytest.mark.parametrize(
+    "kind, each",
+    [(torch.optim.AdamW, 12), (AdamWBF16, 8), (AdamW8bit, 6 + 8 / 256), (Apollo, 4 + 8 * 4 / 256)],
+)
+def test_files_and_the_plan_count_what_an_element_takes(tmp_path, kind, each):
+    model = decoder(blocks=2, width=256, hidden=1024)
+    options = {"rank": 4} if kind is Apollo else {}
+    with holdfast.offload(model, kind(model.parameters(), **options), tmp_path) as engine:
+        engine.step(batches(0, 1))
+    elements = sum(p.numel() for p in model.blocks[0].parameters())
+    with LocalStore.read(tmp_path) as reader:
+        manifest = reader.head()
+        sizes = [(tmp_path / manifest.files[f"blocks.{i}"].path).stat().st_size for i in (0, 1)]
+    assert sizes[0] == pytest.approx(elements * each, rel=0.06)  # headers and alignment
+    assert [block.state_bytes for block in engine._plan.work.blocks] == sizes
+
+
+def test_the_plan_counts_what_updates_of_whole_tensors_take_besides(tmp_path):
+    taken = {}
+    for name in ("muon and adamw", "apollo", "adamw in bytes"):
+        model = decoder(blocks=2)
+        with holdfast.offload(
+            model, OPTIMIZERS[name](model), tmp_path / name, sample=batches(0, 1)[0]
+        ) as engine:
+            taken[name] = engine._plan.memory.at("host").get("updates", 0)
+    largest = sorted(p.numel() for p in model.parameters())[-2:]
+    assert taken == {"muon and adamw": 13 * sum(largest), "apollo": 5 * sum(largest), "adamw in bytes": 0}

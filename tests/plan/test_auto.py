@@ -1,0 +1,147 @@
+"""A choice by the list: nothing that was tried is faster, everything fits, and what was stated is as stated."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from holdfast.errors import BadInput, DoesNotFit
+from holdfast.plan import auto
+from holdfast.plan.auto import Question, answer, play
+from holdfast.plan.horizontal import horizontal
+from holdfast.plan.measured import MeasuredModel
+from holdfast.plan.memory import predict
+from holdfast.plan.vertical import vertical
+from holdfast.plan.work import BlockWork, Placement, StepShape, Work
+from holdfast.profiles import load_machine
+
+BLOCK = BlockWork(
+    elements=10**6,
+    param_bytes=2 * 10**6,
+    trained_param_bytes=2 * 10**6,
+    state_bytes=12 * 10**6,
+    grad_bytes=4 * 10**6,
+    forward_flop=5e9,
+)
+WORK = Work(
+    blocks=(BLOCK,) * 8,
+    input_bytes=10**5,
+    resident_state_bytes=10**6,
+    resident_param_bytes=10**5,
+    resident_elements=10**5,
+    unified=True,
+    head_flop=1e9,
+)
+MACHINE = replace(
+    load_machine("cpu-2-core"), ssd_read_bytes_per_second=10**8, ssd_write_bytes_per_second=10**8
+)
+AUTO = {"params": "auto", "optimizer": "auto", "activations": "auto"}
+
+
+def asked(budget=None, schedule=vertical, delayed="auto", work=WORK, **fractions) -> Question:
+    return Question(
+        work=work,
+        shape=StepShape(micro_batches=4),
+        machine=MACHINE,
+        schedule=schedule,
+        host_budget=budget,
+        held_bytes=10**6,
+        evaluation_batches=4,
+        asked=AUTO | fractions,
+        delayed_fraction=delayed,
+    )
+
+
+def host_bytes(question, choice) -> int:
+    shape = replace(question.shape, delayed_fraction=choice.delayed_fraction)
+    memory = predict(question.work, choice.placement, shape, question.schedule, question.evaluation_batches)
+    return question.held_bytes + memory.host_bytes
+
+
+BUDGETS = [60 * 10**6, 80 * 10**6, 110 * 10**6, None]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_no_placement_of_a_grid_that_fits_is_much_faster(budget):
+    question = asked(budget)
+    found = answer(question).best
+    assert budget is None or host_bytes(question, found) <= budget
+    for params, optimizer, delayed in product((0, 0.25, 0.5, 1), (0, 0.25, 0.5, 1), (0, 0.25, 0.5, 1)):
+        placement = Placement.fractions(8, params=params, optimizer=optimizer)
+        other = play(question, placement, delayed)
+        if budget is None or host_bytes(question, other) <= budget:
+            assert found.step_seconds <= 1.02 * other.step_seconds, (params, optimizer, delayed)
+
+
+def test_more_memory_is_never_slower():
+    seconds = [answer(asked(budget)).best.step_seconds for budget in BUDGETS]
+    assert all(after <= 1.01 * before for before, after in pairwise(seconds))
+    assert seconds[-1] < 0.8 * seconds[0]
+
+
+def test_what_is_stated_is_taken():
+    found = answer(asked(params=0.5, optimizer=0.0, activations=1.0, delayed=0.25))
+    assert found.tried == 1
+    assert found.best.fractions | {"gradients": 1} == {
+        "params": 0.5,
+        "optimizer": 0.0,
+        "activations": 1.0,
+        "gradients": 1,
+    }
+    assert found.best.delayed_fraction == 0.25
+    partly = answer(asked(110 * 10**6, optimizer=0.25)).best
+    assert partly.fractions["optimizer"] == 0.25
+
+
+def test_what_is_stated_and_does_not_fit_is_refused():
+    with pytest.raises(DoesNotFit, match=r"optimizer_on_host=1\.0"):
+        answer(asked(60 * 10**6, optimizer=1.0))
+    with pytest.raises(BadInput, match=r"params_on_host = 1\.5"):
+        answer(asked(params=1.5))
+
+
+def test_delay_is_chosen_where_it_helps():
+    """State on the SSD, parameters in memory, as long for the SSD as for the cores: without delay the forward pass
+    moves little."""
+    many = replace(WORK, blocks=(BLOCK,) * 24)
+    rate = 140 * 10**6
+    machine = replace(MACHINE, ssd_read_bytes_per_second=rate, ssd_write_bytes_per_second=rate)
+    question = replace(asked(params=1.0, optimizer=0.0, activations=1.0, work=many), machine=machine)
+    found = answer(question).best
+    assert found.delayed_fraction > 0
+    assert found.step_seconds < 0.92 * play(question, found.placement, 0.0).step_seconds
+    clipped = answer(replace(question, shape=replace(question.shape, clipping="defer"))).best
+    assert clipped.delayed_fraction == 0
+    assert answer(asked(schedule=horizontal)).best.delayed_fraction == 0
+
+
+def test_without_highs_it_is_by_what_saves_most(monkeypatch):
+    def absent():
+        raise BadInput("not there")
+
+    with_highs = answer(asked(80 * 10**6))
+    monkeypatch.setattr(auto, "load_highs", absent)
+    monkeypatch.setattr(auto, "solve", None)
+    found = answer(asked(80 * 10**6))
+    assert (with_highs.by_linear_program, found.by_linear_program) == (True, False)
+    assert host_bytes(asked(80 * 10**6), found.best) <= 80 * 10**6
+    assert found.best.step_seconds <= 1.05 * with_highs.best.step_seconds
+
+
+def test_a_search_plays_no_more_than_it_may(monkeypatch):
+    monkeypatch.setattr(auto, "PLAYED", 5000)
+    assert answer(asked(80 * 10**6)).tried <= 4
+
+
+def test_the_linear_program_is_told_frozen_parameters_and_small_states():
+    """Half of each block is frozen, and of the other half the optimizer keeps nothing but masters."""
+    block = replace(
+        BLOCK, elements=5 * 10**5, trained_param_bytes=10**6, state_bytes=2 * 10**6, grad_bytes=2 * 10**6
+    )
+    model = MeasuredModel(replace(WORK, blocks=(block,) * 8))
+    assert (model.param_bytes_each, model.state_bytes_each) == (2, 4.0)
+    assert (model.block_parameters, model.trained_block_parameters) == (10**6, 5 * 10**5)
+    assert model.input_elements == 5 * 10**4
+    frozen = replace(block, elements=0, trained_param_bytes=0, state_bytes=0, grad_bytes=0)
+    nothing = asked(70 * 10**6, work=replace(WORK, blocks=(frozen,) * 8))
+    assert answer(nothing).best.fractions["params"] == 1

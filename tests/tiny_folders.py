@@ -1,0 +1,101 @@
+"""Tiny folders as Hugging Face keeps models: random weights, and a tokenizer that was trained here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+TEXT = (
+    "The frigate lay at anchor in the bay, and nobody on board knew what the night would bring.\n"
+    "Three lanterns hung from the mast; the captain counted them twice and wrote the number down.\n"
+    "In the morning the wind had turned, and the lanterns were two.\n"
+)
+VOCABULARY = 320
+SIZES = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "bos_token_id": 256,
+    "eos_token_id": 257, "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2}
+
+
+def llama(**options):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | options))
+
+
+def llama_tied():
+    return llama(tie_word_embeddings=True)
+
+
+def mistral():
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, sliding_window=8))
+
+
+def qwen3():
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, head_dim=8))
+
+
+def mixtral():
+    """Of twelve experts, so that their numbers have one and two digits."""
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=12)
+    )
+
+
+def qwen2_moe():
+    sizes = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "num_experts": 4}
+    return transformers.Qwen2MoeForCausalLM(transformers.Qwen2MoeConfig(**SIZES, **EXPERTS, **sizes))
+
+
+def gpt2():
+    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 64}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=257))
+
+
+def gpt_neox():
+    sizes = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes))
+
+
+EVERY = {
+    each.__name__: each for each in (llama, llama_tied, mistral, qwen3, mixtral, qwen2_moe, gpt2, gpt_neox)
+}
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Bytes, the marks <s> and </s>, and merges; <s> is put before any text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 2, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
+    )
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = decoders.ByteLevel()
+    own.train_from_iterator([TEXT], trainer)
+    own.add_special_tokens(["<s>", "</s>"])
+    own.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", own.token_to_id("<s>"))]
+    )
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(folder)
+
+
+def write_folder(folder: Path, make=llama, dtype=torch.bfloat16, **options) -> Path:
+    """A folder of the model that ``make`` makes; ``options`` are those of ``save_pretrained``."""
+    torch.manual_seed(0)
+    make().to(dtype).save_pretrained(folder, **options)
+    write_tokenizer(folder)
+    (folder / "LICENSE").write_text("As you like.\n")
+    return folder
+
+
+def write_pairs(path: Path, count: int = 40) -> Path:
+    lines = [
+        {"prompt": f"{number} and {number} is", "completion": f" {2 * number}."} for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path

@@ -491,9 +491,9 @@ def sparse_step(loop, checkpointer):
         (lambda loop, checkpointer: (checkpointer.resume(), checkpointer.resume()), "called once"),
         (lambda loop, checkpointer: checkpointer.resume(step=1, before=2), "not both"),
         (lambda loop, checkpointer: checkpointer.resume(step=3), "has no step yet"),
-        (lambda loop, checkpointer: checkpointer.resume(step="3"), "step='3'.*number of a step, at least 0"),
-        (lambda loop, checkpointer: checkpointer.resume(step=-1), "step=-1.*at least 0"),
-        (lambda loop, checkpointer: checkpointer.resume(before=0), "before=0.*at least 1"),
+        (lambda loop, checkpointer: checkpointer.resume(step="3"), r"step='3'.*number of a step, at least 0"),
+        (lambda loop, checkpointer: checkpointer.resume(step=-1), r"step=-1.*at least 0"),
+        (lambda loop, checkpointer: checkpointer.resume(before=0), r"before=0.*at least 1"),
     ],
 )
 def test_what_cannot_be_done_is_said(tmp_path, act, message):

@@ -53,9 +53,11 @@ class Recording(Survival):
 
     @property
     def durable_step(self) -> int:
+        if self._pace is None:  # the first base is not there yet
+            return -1
         if self.agreement is not None:
             return self.agreement.standing.durable_step
-        return self._recorder.durable_step if self._recorder is not None else -1
+        return self.recorder.durable_step
 
     @property
     def replica_step(self) -> int:

@@ -174,7 +174,7 @@ def test_what_a_script_does_to_parameters_after_the_step_is_kept_by_bases_and_to
         with torch.no_grad():
             loop.model[0].weight.clamp_(-0.1, 0.1)
 
-    with pytest.warns(UserWarning, match=r"0.weight changed after the optimizer's step.*after_update="):
+    with pytest.warns(UserWarning, match=r"0.weight changed otherwise than by a step.*after_update="):
         loop, again = recovered(tmp_path, lambda: Loop(then=clamp), 3)
     assert same(again.state(), loop.state())
 
@@ -192,18 +192,40 @@ def test_the_same_as_after_update_is_neither(tmp_path, recwarn):
     assert len(list((tmp_path / "run" / "commits").iterdir())) == 1
 
 
-def test_an_optimizer_that_was_not_given_is_told_at_its_first_step(tmp_path):
+def test_an_optimizer_that_was_not_given_is_told_and_then_refused(tmp_path):
     loop = Loop()
     checkpointer, _ = loop.checkpointer(tmp_path)
     loop.go(checkpointer, 3)
     loop.optimizer = torch.optim.AdamW(loop.model.parameters())
     loop.iterate(3)
-    with pytest.raises(BadInput, match=r"0.weight and 3 others changed, and none of the optimizers"):
+    with pytest.warns(UserWarning, match=r"0.weight and 3 others changed otherwise than by a step"):
         checkpointer.step()
+    with pytest.raises(BadInput, match="each of the last 20 iterations, and none of the optimizers"):
+        for i in range(20):
+            loop.iterate(4 + i)
+            checkpointer.step()
     checkpointer.close(save=False)
     other, done = Loop().checkpointer(tmp_path)
     other.close()
     assert done == 3
+
+
+def test_weights_that_are_changed_and_put_back_between_two_steps_are_no_error(tmp_path):
+    """As where averaged ones are evaluated, in the midst of accumulation."""
+    loop = Loop()
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer:
+        loop.go(checkpointer, 3)
+        kept = copy.deepcopy(loop.model.state_dict())
+        loop.model.load_state_dict({key: value * 0 for key, value in kept.items()})
+        loop.model.load_state_dict(kept)
+        with pytest.warns(UserWarning, match="changed otherwise"):
+            checkpointer.step()
+        loop.go(checkpointer, 6)
+    again = Loop()
+    other, done = again.checkpointer(tmp_path)
+    other.close()
+    assert done == 6 and same(again.state(), loop.state())
 
 
 def test_steps_that_are_never_recorded_are_told(tmp_path):
@@ -353,6 +375,20 @@ def test_after_update_is_told_in_replay_how_many_steps_are_done(tmp_path):
     assert same(again.state(), loop.state())
 
 
+def test_a_schedule_by_milestones_goes_on(tmp_path):
+    """Its state has a Counter."""
+
+    def make():
+        loop = Loop()
+        loop.schedule = torch.optim.lr_scheduler.MultiStepLR(loop.optimizer, [2, 2, 5])
+        loop.then = lambda loop, i: loop.schedule.step()
+        return loop
+
+    loop, again = recovered(tmp_path, make, 4, lambda loop: {"scheduler": loop.schedule})
+    assert again.schedule.milestones == Counter({2: 2, 5: 1}) and type(again.schedule.milestones) is Counter
+    assert again.optimizer.param_groups[0]["lr"] == loop.optimizer.param_groups[0]["lr"]
+
+
 @pytest.mark.parametrize(
     "value",
     [np.array(5.0), np.array(3), np.float32(0.1), np.arange(3)[::-1], np.zeros((0, 3)), np.array([True])],
@@ -365,7 +401,7 @@ def test_numbers_of_numpy_come_back_as_they_were(value):
 
 @pytest.mark.parametrize(
     "value",
-    [namedtuple("Pair", "a b")(1, 2), Counter("aab"), np.array(["a"]), np.datetime64("2020"),
+    [namedtuple("Pair", "a b")(1, 2), np.array(["a"]), np.datetime64("2020"),
      torch.ones(1, dtype=torch.complex128)],
 )  # fmt: skip
 def test_what_would_come_back_as_something_else_is_refused(value):

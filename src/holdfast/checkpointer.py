@@ -283,7 +283,7 @@ class Checkpointer:
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
     def _step(self) -> None:
-        self._tap.look_for_unseen()
+        self._tap.look_for_unseen(self._ranks.alone)
         updates = self._tap.take()
         if not self._loop.ends_step(bool(updates)):
             return

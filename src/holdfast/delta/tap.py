@@ -114,11 +114,12 @@ class Tap:
         for optimizer, hook in self._hooks:
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
 
-    def look_for_unseen(self) -> None:
-        """Set ``changed``, with a warning, if parameters were changed since their optimizer stepped. Raises
-        ``BadInput`` if none stepped."""
-        if not self.changed and not any(self._open) and self._unseen.found(bool(self.updates)):
-            self.changed = True
+    def look_for_unseen(self, alone: bool) -> None:
+        """Warn of parameters that were changed since their optimizer stepped. ``alone``, with no other ranks, the next
+        step is followed by a base."""
+        followed = any(self._open) or (self.changed and self.updates)  # by a base, whatever else was changed
+        if not followed and self._unseen.found(bool(self.updates), alone):
+            self.changed = self.changed or alone
 
     def take(self) -> list[Update]:
         """The updates of the iteration, which ends. ``changed`` is set if one of them did not return."""

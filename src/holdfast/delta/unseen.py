@@ -11,12 +11,16 @@ import warnings
 from ..errors import BadInput
 from ..state.live import LiveState
 
+PATIENCE = 20
+"""Iterations."""
+
 
 class Unseen:
     """Of the parameters of ``state``. ``settle`` at the end of each step, ``stepped`` after each optimizer's."""
 
     def __init__(self, state: LiveState) -> None:
         self._told = False
+        self._strange = 0
         self.watch(state)
 
     def watch(self, state: LiveState) -> None:
@@ -34,28 +38,36 @@ class Unseen:
             if self._state.optimizer_of(p) == index:
                 self._counts[position] = p.parameter._version
 
-    def found(self, updated: bool) -> bool:
-        """Whether parameters were changed otherwise, with a warning at the first time.
+    def found(self, updated: bool, alone: bool) -> bool:
+        """Whether parameters were changed otherwise, with a warning at the first time. ``alone`` a base can follow.
 
-        Raises ``BadInput`` unless an optimizer has ``updated`` others: nothing of the run would be recorded.
+        Raises ``BadInput`` if that went on for ``PATIENCE`` iterations in which no optimizer ``updated`` any: nothing
+        of the run would be recorded.
         """
         both = zip(self._state.parameters, self._counts, strict=True)
         names = [p.name for p, count in both if p.parameter._version != count]
+        self._strange = self._strange + 1 if names and not updated else 0
         if not names:
             return False
-        others = f" and {len(names) - 1} others" if names[1:] else ""
-        if not updated:
+        which = names[0] + (f" and {len(names) - 1} others" if names[1:] else "")
+        if self._strange >= PATIENCE:
             raise BadInput(
-                f"{names[0]}{others} changed, and none of the optimizers that the Checkpointer was given has stepped,"
-                " so nothing could be recorded of that. Give it the optimizer whose step() the script calls; one that"
-                " wraps another is given as the one inside."
+                f"{which} changed in each of the last {PATIENCE} iterations, and none of the optimizers that the"
+                " Checkpointer was given has stepped, so nothing could be recorded. Give it the optimizer whose step()"
+                " the script calls; one that wraps another is given as the one inside."
             )
+        self.settle()
         if not self._told:
             self._told = True
+            then = (
+                "a base is made of every such step, which takes long"
+                if alone
+                else "a resume goes back before it"
+            )
             warnings.warn(
-                f"{names[0]}{others} changed after the optimizer's step, which no record would bring back: a base is"
-                " made of every such step, which takes long. Pass what changes them as after_update=: then it is done"
-                " in a replay, too.",
+                f"{which} changed otherwise than by a step of an optimizer that the Checkpointer was given, which no"
+                f" record would bring back: {then}. Pass what changes them as after_update=: then it is done in a"
+                " replay, too.",
                 stacklevel=5,
             )
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +52,9 @@ def encode(value: Any, where: str = "progress") -> Any:
         return {"__tuple__": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
     if isinstance(value, list):
         return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if type(value) in (dict, OrderedDict):
+    if isinstance(value, Counter):
+        return {"__counter__": encode(dict(value), where)}
+    if isinstance(value, dict):
         items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
         return dict(items) if plain else {"__dict__": items}
@@ -82,6 +84,8 @@ def decode(value: Any) -> Any:
         return decode(value["__array__"]).numpy()
     if "__number__" in value:
         return decode(value["__number__"]).numpy()[()]
+    if "__counter__" in value:
+        return Counter(decode(value["__counter__"]))
     if "__tuple__" in value:
         return tuple(decode(item) for item in value["__tuple__"])
     if "__dict__" in value:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.delta import unseen
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
 from holdfast.state.progress import decode, encode
 
@@ -192,7 +193,15 @@ def test_the_same_as_after_update_is_neither(tmp_path, recwarn):
     assert len(list((tmp_path / "run" / "commits").iterdir())) == 1
 
 
-def test_an_optimizer_that_was_not_given_is_told_and_then_refused(tmp_path):
+def test_an_embedding_that_bounds_its_rows_in_the_forward_pass_is_refused(tmp_path):
+    loop = Loop(lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=1.0), nn.Linear(4, 4)))
+    with pytest.raises(BadInput, match=r"0 has max_norm=1.0, by which its forward pass"):
+        loop.checkpointer(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_that_was_not_given_is_told_and_then_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(unseen, "PATIENCE", 20)
     loop = Loop()
     checkpointer, _ = loop.checkpointer(tmp_path)
     loop.go(checkpointer, 3)
@@ -294,11 +303,28 @@ def test_a_buffer_that_comes_into_being_is_in_the_run_and_told(tmp_path):
     assert done == 4 and same(again.state(), loop.state())
 
 
+def test_a_buffer_that_goes_is_told(tmp_path):
+    loop = Loop(lambda: Odd(torch.ones(4)), then=lambda loop, i: setattr(loop.model, "odd", None))
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer, pytest.warns(UserWarning, match="odd went after the run began"):
+        loop.go(checkpointer, 3)
+    again = Loop(lambda: Odd(None))
+    other, done = again.checkpointer(tmp_path)
+    other.close()
+    assert done == 3 and same(again.state(), loop.state())
+
+
+class Odd(nn.Linear):
+    def __init__(self, buffer):
+        super().__init__(4, 4)
+        self.register_buffer("odd", buffer)
+
+
 @pytest.mark.parametrize(
     "model, match",
     [
         (lambda: nn.Sequential(nn.LazyLinear(4)), "0.weight has no shape yet"),
-        (lambda: buffered(torch.zeros(1).expand(4)), "buffer odd is expanded"),
+        (lambda: Odd(torch.zeros(1).expand(4)), "buffer odd is expanded"),
     ],
 )
 def test_models_that_cannot_be_put_back_are_refused(tmp_path, model, match):
@@ -306,12 +332,6 @@ def test_models_that_cannot_be_put_back_are_refused(tmp_path, model, match):
     with pytest.raises(ModelNotSupported, match=match):
         loop.checkpointer(tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def buffered(buffer):
-    model = nn.Linear(4, 4)
-    model.register_buffer("odd", buffer)
-    return model
 
 
 # State that is kept elsewhere

@@ -283,7 +283,6 @@ class Checkpointer:
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
     def _step(self) -> None:
-        self._tap.look_for_unseen(self._ranks.alone)
         updates = self._tap.take()
         if not self._loop.ends_step(bool(updates)):
             return
@@ -291,8 +290,11 @@ class Checkpointer:
             self._loop.after_update()
         started = time.perf_counter()
         self._loop.stepped()
-        if self._tap.changed or self._loop.state.has_other_buffers():
+        alone = self._ranks.alone  # what one of several ranks finds by itself the others do not know of
+        if self._tap.changed or (alone and (self._tap.unseen or self._loop.state.has_other_buffers())):
             self._adapt(updates)
+        elif self._tap.unseen:
+            self._survival.lose(updates, "parameters were changed otherwise than by an optimizer's step")
         else:
             self._survival.record(updates)
         self._tap.settle()

@@ -48,8 +48,6 @@ def look(
         state.store_only(stored[ranks.rank])
         state.copies = copies(held_by, stored)
         state.elsewhere = set().union(*(names for _, names in parts))
-        here = {*state.wholes, *(atom.name for atom, _ in state.buffers().values())}
-        state.is_part = not here.issuperset(state.elsewhere)
         state.own_residuals = own_residuals
     return state
 

@@ -18,7 +18,9 @@ RESERVED = ("param", "buffer", *CARRIED)
 def hidden_numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Its attributes that are numbers, by name."""
     plain = vars(optimizer).items()
-    return {name: v for name, v in plain if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return {
+        name: v for name, v in plain if isinstance(v, (int, float)) and not isinstance(v, bool) and v == v
+    }
 
 
 def told_of_hidden(optimizers: Sequence[torch.optim.Optimizer], before: Sequence[dict[str, Any]]) -> None:
@@ -46,5 +48,5 @@ def told_of_hidden(optimizers: Sequence[torch.optim.Optimizer], before: Sequence
             warnings.warn(
                 f"{kind}.{changed[0]} was changed by a step, and is neither in its state nor in param_groups: a resume"
                 " would not bring it back. If steps depend on it, keep it there.",
-                stacklevel=6,
+                stacklevel=5,
             )

@@ -17,7 +17,7 @@ from .entering import look
 from .hidden import hidden_numbers, told_of_hidden
 from .holder import replay_info
 from .hooks import Hook, with_hook
-from .options import optimizers_of, refuse_taken
+from .options import optimizers_of, refuse_renormalised, refuse_taken
 from .powersgd import PowerState
 from .ranks import Ranks
 from .recovery import Recovered
@@ -50,6 +50,7 @@ class Loop:
         """Raises ``BadInput`` for what is no optimizer, or has no state to be kept."""
         self.ranks, self.codec, self.after_update = ranks, codec, after_update
         self.optimizers = optimizers_of(optimizer)
+        refuse_renormalised(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}
@@ -59,6 +60,8 @@ class Loop:
         self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: Hook | None = None
         self._scale = 0.0
+        self._told_of_buffers = False
+        self._buffers_at_look: set[str] = set()
         self._looks: list[int] = []
         """Steps of which the last looks were."""
         self._hidden: list[dict[str, Any]] = []
@@ -85,7 +88,7 @@ class Loop:
 
     def look_again(self) -> None:
         """See what there is now, with a warning of what there was not at the beginning. Called on all ranks."""
-        before = self.state.buffers()
+        before = self._buffers_at_look
         self.look()
         self._looks = [step for step in self._looks if step > self.steps_done - 4] + [self.steps_done]
         if len(self._looks) == 4:
@@ -96,7 +99,15 @@ class Loop:
                 " iteration, groups that change, or parameters that the script changes after the step.",
                 stacklevel=5,
             )
-        came = sorted(atom.name for key, (atom, _) in self.state.buffers().items() if key not in before)
+        came, went = (
+            sorted(a - b) for a, b in ((self._buffers_at_look, before), (before, self._buffers_at_look))
+        )
+        if went:
+            warnings.warn(
+                f"{', '.join(went)} went after the run began. A resume refuses a model that has them: leave them out"
+                " from the beginning, or register them with persistent=False.",
+                stacklevel=5,
+            )
         if came:
             warnings.warn(
                 f"{', '.join(came)} came into being after the run began. A resume can put them back only where they"
@@ -110,6 +121,7 @@ class Loop:
             self.ranks, self._model, self.optimizers, self._averages, self._residuals, self._subspaces,
             own_residuals=self._hook is not None,
         )  # fmt: skip
+        self._buffers_at_look = {atom.name for atom, _ in self.state.buffers().values()}
 
     @property
     def update_again(self) -> Callable[[int], None] | None:
@@ -180,6 +192,13 @@ class Loop:
 
     def progress(self) -> dict[str, Any]:
         """Of the present step, as JSON: all of its state that is no tensor."""
+        if not self.ranks.alone and not self._told_of_buffers and self.state.has_other_buffers():
+            self._told_of_buffers = True
+            warnings.warn(
+                "buffers came or went after the run began, and of several ranks none has them in the run: register them"
+                " with their shapes, or run a forward pass before Checkpointer().",
+                stacklevel=5,
+            )
         about = replay_info(self.state, self.after_update is not None)
         return {
             **self.now,

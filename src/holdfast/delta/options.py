@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..errors import BadInput
 from ..plan.cadence import Limits
@@ -82,6 +83,18 @@ def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
         raise BadInput("optimizer is not an optimizer of torch, nor several of them")
     return optimizers
+
+
+def refuse_renormalised(model: nn.Module) -> None:
+    """Where the forward pass changes parameters, which records of gradients do not hold."""
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(
+            module, (nn.Embedding, nn.EmbeddingBag)
+        ):
+            raise BadInput(
+                f"{name or 'the model'} has max_norm={module.max_norm}, by which its forward pass changes its weight,"
+                " and no record would. Leave it out, and bound the rows in after_update= (torch.renorm)."
+            )
 
 
 def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) -> None:

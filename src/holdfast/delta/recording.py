@@ -183,6 +183,10 @@ class Recording(Survival):
             self.give_back(updates)
             self.pace.go_without_room(self._loop.steps_done)
 
+    def lose(self, updates: Sequence[Update], why: str) -> None:
+        self.give_back(updates)
+        self.pace.lose(self._loop.steps_done, why)
+
     def go_on(self) -> None:
         self.pace.go_on(self._loop.steps_done)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..errors import Damaged, NoCommit
 from ..state.live import LiveState
 from ..store.chain import left_behind, tip_with
+from ..store.journal import streams
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Point
 from ..store.pruning import in_spans
@@ -86,7 +87,11 @@ def recover(
                 f" {odd[-1] if odd else _nothing_after(store, line.step)}"
             )
         if target is None and not continuing:
-            _tell_lost(line, max(durable_step, line.acknowledged), odd)
+            if streams(
+                store.disk
+            ):  # a replica's run has none, and forks from steps that were in memory alone
+                durable_step = max(durable_step, line.acknowledged)
+            _tell_lost(line, durable_step, odd)
         same_cut = len(line.chains) == ranks.world_size and all(
             ranks.everyone(_stores_alike(line, state, ranks))
         )

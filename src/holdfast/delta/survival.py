@@ -120,6 +120,10 @@ class Survival(ABC):
     def record(self, updates: Sequence[Update]) -> None:
         """Keep the step that ``updates`` have done."""
 
+    def lose(self, updates: Sequence[Update], why: str) -> None:
+        """As ``record``, of a step that no record would bring back, which this rank alone may know."""
+        self.record(updates)  # a replica that differs is found by its fingerprint
+
     @abstractmethod
     def go_on(self) -> None:
         """The step is over: do of the next base what is due."""

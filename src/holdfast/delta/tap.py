@@ -74,20 +74,22 @@ class Tap:
         """Whether a step could not be recorded, since slots have no place for a gradient (a parameter was added, or is
         trained now, or left a group, or a group came or went), another pre-hook was to run after this one, or an update
         failed."""
+        self.unseen = False
+        """Whether parameters were changed otherwise than by the optimizers' steps, as this rank alone may know."""
         self.seconds = 0.0
         """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
         self._ended: list[Any] = []
         self._open = [0 for _ in state.optimizers]
         self._members = [_members(optimizer) for optimizer in state.optimizers]
-        self._unseen = Unseen(state)
+        self._changes = Unseen(state)
 
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
         self._state, self._places, self.changed = state, _places(state), False
         self._stored = {parameter.name for parameter in state.stored}
         self._members = [_members(optimizer) for optimizer in state.optimizers]
-        self._unseen.watch(state)
+        self._changes.watch(state)
 
     def attach(self) -> None:
         """Raises ``BadInput`` if an optimizer has another tap."""
@@ -100,7 +102,7 @@ class Tap:
             hook = optimizer.register_step_pre_hook(_Hook(self, index))
             self._hooks.append((optimizer, hook))
             self._ended.append(optimizer.register_step_post_hook(_end_hook_of(self, index)))
-        self._unseen.settle()
+        self._changes.settle()
 
     def detach(self) -> None:
         for hook in [*(hook for _, hook in self._hooks), *self._ended]:
@@ -110,20 +112,17 @@ class Tap:
 
     def settle(self) -> None:
         """The step is over. Other pre-hooks, which may change gradients, run first from here on."""
-        self._unseen.settle()
+        self._changes.settle()
+        self.unseen = False
         for optimizer, hook in self._hooks:
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
 
-    def look_for_unseen(self, alone: bool) -> None:
-        """Warn of parameters that were changed since their optimizer stepped. ``alone``, with no other ranks, the next
-        step is followed by a base."""
-        followed = any(self._open) or (self.changed and self.updates)  # by a base, whatever else was changed
-        if not followed and self._unseen.found(bool(self.updates), alone):
-            self.changed = self.changed or alone
-
     def take(self) -> list[Update]:
-        """The updates of the iteration, which ends. ``changed`` is set if one of them did not return."""
+        """The updates of the iteration, which ends. ``changed`` is set if one of them did not return, and ``unseen`` if
+        parameters were changed otherwise than by them."""
         updates, self.updates = self.updates, []
+        if not self.changed and not any(self._open) and self._changes.found(bool(updates)):
+            self.unseen = True
         if updates and any(self._open):
             self.changed = True
             self._open = [0 for _ in self._open]
@@ -133,7 +132,7 @@ class Tap:
         """The post-hook of optimizer ``index``, which an update that fails does not reach."""
         self._open[index] -= 1
         if not self._open[index]:
-            self._unseen.stepped(index)
+            self._changes.stepped(index)
 
     def before_step(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """The pre-hook of optimizer ``index``."""

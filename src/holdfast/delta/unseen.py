@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import warnings
 
+import torch
+
 from ..errors import BadInput
 from ..state.live import LiveState
 
-PATIENCE = 20
-"""Iterations."""
+PATIENCE = 1000
+"""Iterations, more than gradients are accumulated over."""
 
 
 class Unseen:
@@ -26,26 +28,31 @@ class Unseen:
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
         self._state = state
+        places = enumerate(state.parameters)
+        self._of: list[list[int]] = [[] for _ in state.optimizers]
+        for place, parameter in places:
+            index = state.optimizer_of(parameter)
+            if index is not None:
+                self._of[index].append(place)
         self.settle()
 
     def settle(self) -> None:
         """What parameters are now is known."""
-        self._counts = [p.parameter._version for p in self._state.parameters]
+        self._counts = [_count(p.parameter) for p in self._state.parameters]
 
     def stepped(self, index: int) -> None:
         """What optimizer ``index`` has done is known."""
-        for position, p in enumerate(self._state.parameters):
-            if self._state.optimizer_of(p) == index:
-                self._counts[position] = p.parameter._version
+        for place in self._of[index]:
+            self._counts[place] = _count(self._state.parameters[place].parameter)
 
-    def found(self, updated: bool, alone: bool) -> bool:
-        """Whether parameters were changed otherwise, with a warning at the first time. ``alone`` a base can follow.
+    def found(self, updated: bool) -> bool:
+        """Whether parameters were changed otherwise, with a warning at the first time.
 
         Raises ``BadInput`` if that went on for ``PATIENCE`` iterations in which no optimizer ``updated`` any: nothing
         of the run would be recorded.
         """
         both = zip(self._state.parameters, self._counts, strict=True)
-        names = [p.name for p, count in both if p.parameter._version != count]
+        names = [p.name for p, count in both if _count(p.parameter) != count]
         self._strange = self._strange + 1 if names and not updated else 0
         if not names:
             return False
@@ -59,15 +66,14 @@ class Unseen:
         self.settle()
         if not self._told:
             self._told = True
-            then = (
-                "a base is made of every such step, which takes long"
-                if alone
-                else "a resume goes back before it"
-            )
             warnings.warn(
                 f"{which} changed otherwise than by a step of an optimizer that the Checkpointer was given, which no"
-                f" record would bring back: {then}. Pass what changes them as after_update=: then it is done in a"
-                " replay, too.",
-                stacklevel=5,
+                " record would bring back: a base is made after every such step, which takes long. Pass what changes"
+                " them as after_update=: then it is done in a replay, too.",
+                stacklevel=6,
             )
         return True
+
+
+def _count(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version

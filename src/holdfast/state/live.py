@@ -87,8 +87,6 @@ class LiveState:
         """Regions of parameters that several ranks hold, whichever."""
         self.elsewhere: Collection[str] = ()
         """Names of parameters and buffers that some rank holds, of a pipeline not this one."""
-        self.is_part = False
-        """Whether there are such names that this rank does not have."""
 
     def store_only(self, names: Collection[str]) -> None:
         """Other ranks store the other parameters."""
@@ -131,8 +129,6 @@ class LiveState:
 
     def has_other_buffers(self) -> bool:
         """Whether a persistent buffer has come or gone since this was made."""
-        if self.is_part:  # the ranks would not find it together
-            return False
         here = {id(module): names for module in self._modules if (names := _persistent(module))}
         return here != self._had_buffers
 

@@ -125,3 +125,15 @@ def test_a_step_that_one_rank_lost_is_made_durable_by_what_all_wait_for(world, t
         assert reader.head().step == 9 and reader.verify(reader.head()) == []
     after = ended(world.run(2, root=tmp_path, steps=10, **options))
     assert after[0]["resumed"] == 9 and after[0]["digests"]["9"] == said[0]["digests"]["9"]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_what_a_script_does_to_parameters_after_a_step_is_followed_by_a_base_of_all(world, tmp_path, kind):
+    """No record of the step would bring it back."""
+    options = {"kind": kind, "root": tmp_path, "base_every": 1000}
+    killed = world.run(2, steps=9, halved_at=4, wait_at=7, killed_after={"0": 8, "1": 8}, **options)
+    assert all("changed otherwise than by a step" in " ".join(each["warnings"]) for each in killed)
+    rest = world.run(2, steps=9, **options)
+    assert all(each.get("finished") for each in rest), rest
+    done = rest[0]["resumed"]
+    assert done in (7, 8) and rest[0]["digests"][str(done)] == killed[0]["digests"][str(done)]

@@ -263,6 +263,7 @@ def train(
     options_of: dict[str, dict[str, Any]] | None = None,
     edit_at: int | None = None,
     altered: tuple[int, int] | None = None,
+    halved_at: int | None = None,
     spoilt: str | None = None,
     mlp: int = 0,
     sleeps_at: tuple[int, int, float] | None = None,
@@ -374,7 +375,10 @@ def train(
             schedule.step()
             chosen.zero_grad()
             if altered is not None and (rank, step) == tuple(altered):
-                local_of(plain.second.weight.detach()).add_(1)
+                local_of(plain.second.weight.data).add_(1)  # nobody sees it
+            if step == halved_at:
+                with torch.no_grad():
+                    plain.second.weight.mul_(0.5)
             if kill_replica is not None and (rank, step) == tuple(kill_replica):
                 checkpointer._survival.replica._helper._process.kill()
             if kill is not None and kill[0] in (rank, "all") and kill[1] == step:

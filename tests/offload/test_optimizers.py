@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import holdfast
 from holdfast.checkpointer import Checkpointer
@@ -177,3 +178,31 @@ def test_the_plan_counts_what_updates_of_whole_tensors_take_besides(tmp_path):
             taken[name] = engine._plan.memory.at("host").get("updates", 0)
     largest = sorted(p.numel() for p in model.parameters())[-2:]
     assert taken == {"muon and adamw": 13 * sum(largest), "apollo": 5 * sum(largest), "adamw in bytes": 0}
+
+
+@pytest.mark.parametrize("name", ["apollo", "apollo-mini"])
+def test_weights_alone_begin_with_the_optimizers_own_state(tmp_path, name):
+    """Of which the seeds of the projections are part."""
+    losses, states = plain_loop(OPTIMIZERS[name])
+    save_file(
+        {key: value.detach() for key, value in decoder(blocks=3).state_dict().items()},
+        tmp_path / "w.safetensors",
+    )
+    source = holdfast.From(tmp_path / "w.safetensors", partial=True)
+    with pytest.warns(UserWarning) as warned:
+        found = out_of_core(tmp_path / "run", OPTIMIZERS[name], range(STEPS), source=source)
+    assert all("beginning from" in str(each.message) for each in warned)
+    assert found == losses
+    assert differing(stored(tmp_path / "run"), states[-1]) == []
+
+
+def test_a_run_of_joined_optimizers_goes_on_with_those(tmp_path):
+    def others(model):
+        return Joined(
+            torch.optim.SGD(matrices(model), lr=1e-2, momentum=0.9),
+            torch.optim.AdamW(vectors(model), lr=1e-2),
+        )
+
+    out_of_core(tmp_path, OPTIMIZERS["muon and adamw"], range(2))
+    with pytest.raises(RunMismatch, match=r"made with Joined\(Muon, AdamW\), this .* Joined\(SGD, AdamW\)"):
+        out_of_core(tmp_path, others, range(2, 3))

@@ -135,6 +135,13 @@ def test_a_save_between_commits_has_the_scale_of_the_next_step(tmp_path):
         assert manifest.progress["loss_scale"]["scale"] == scales[4]
 
 
+def test_a_scale_that_falls_for_ever_stays_one():
+    scale = LossScale()
+    for _ in range(300):
+        scale = scale.after(skipped=True)
+    assert scale.scale > 0 and 1 / scale.scale < 3.4e38
+
+
 @pytest.mark.parametrize("scale, interval, outcomes", [
     (1000.1, 2, "++-++-+-"),
     (3.0e38, 1, "+++-"),

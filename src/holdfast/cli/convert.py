@@ -112,7 +112,7 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
 def _trained_here(run: Path | Url) -> DecoderConfig | None:
     """The sizes of the reference decoder, if ``run`` is one of `holdfast train`, which trains that."""
     config = read_record(run) if isinstance(run, Path) and (run / NAME).exists() else None
-    return None if config is None else decoder_config(config)
+    return None if config is None or config.model.path else decoder_config(config)
 
 
 def _folder_of(run: Path | Url, how: How) -> Path | None:

@@ -24,6 +24,7 @@ from ..folders.pretrained import Weights, empty_model, pretrained
 from ..folders.tokenizer import Tokenizer
 from ..models.decoder import Decoder, DecoderConfig
 from ..offload.blocks import empty_parameters
+from .record import state_directory
 
 OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")
 """Keys of ``[model]`` that a folder says itself."""
@@ -113,6 +114,7 @@ class OfFolder:
     def __init__(self, config: Config, console: Console) -> None:
         _refuse_sizes(config.model)
         self._run, self._folder = Path(config.run.dir), Path(config.model.path)
+        self._state = state_directory(self._run, config)
         kept = kept_folder(self._run)
         tokenizer = self.tokenizer = Tokenizer(kept or self._folder)
         self.model: nn.Module = pretrained(self._folder)[0] if kept is None else empty_model(kept)
@@ -155,8 +157,10 @@ class OfFolder:
         yield self.tokenizer.decode(found)[written:]
 
     def keep(self) -> None:
-        if kept_folder(self._run) is None:
-            keep(self._folder, self._run / MODEL)
+        source = kept_folder(self._run) or self._folder
+        for directory in {self._run, self._state}:  # beside the state as well: it is what is converted
+            if kept_folder(directory) is None:
+                keep(source, directory / MODEL)
 
 
 def decoder_config(config: Config) -> DecoderConfig:

@@ -176,7 +176,8 @@ def _encode(paths: list[Path], encoder: Encoder, folder: Path, context: int) -> 
     folder.mkdir(parents=True, exist_ok=True)
     kinds, left_out, ids, samples = set[bool](), 0, 0, 0
     try:
-        with open(folder / IDS, "wb") as into, open(folder / SAMPLES, "wb") as rows:
+        parts = [folder / f"{name}.part" for name in (IDS, SAMPLES)]  # what is there may be read by a run
+        with open(parts[0], "wb") as into, open(parts[1], "wb") as rows:
             every = chain.from_iterable(map(_pieces, paths))
             while pieces := list(islice(every, PIECES_AT_ONCE)):
                 kinds |= {piece.prompt is not None for piece in pieces}
@@ -194,6 +195,8 @@ def _encode(paths: list[Path], encoder: Encoder, folder: Path, context: int) -> 
                         found = found[:context]
                         _write(rows, [ids, prompt, len(found)], "<i8")
                         ids, samples = ids + _write(into, found), samples + 1
+        for part in parts:
+            os.replace(part, part.with_suffix(""))
     except OSError as error:
         raise DiskFailed(
             f"the text could not be encoded into {folder}: {error}. Nothing of the run was touched."

@@ -10,6 +10,7 @@ from ..io.buffers import Buffer, BufferPool
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
+from ..update.forms import STEP
 from . import rng
 from .beginning import Beginning
 from .blocks import Patch
@@ -91,8 +92,11 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) ->
             for member in unit.trained:
                 held = run.optimizer.state_of(member.owned.captured.parameter)
                 made = {slot: v for slot, v in held.items() if not getattr(v, "is_meta", False)}
-                if beginning is not None:
-                    made = beginning.state(member.name)
+                if (
+                    beginning is not None
+                ):  # one without leaves what a fresh optimizer begins with, such as seeds
+                    is_fresh = not float(made.get(STEP, 0))
+                    made = beginning.state(member.name) or (made if is_fresh else {})
                 unit.write_state(member, as_tensor(state), made)
             del values
             _write(run, unit.name, state)

@@ -59,7 +59,9 @@ class Corrections:
             return self._end(self._prediction)
         self._began = time.perf_counter() if step.shape == self._prediction.shape else 0.0
 
-    def returns(self) -> None:
+    def returns(self, step: Step) -> None:
+        if step.redone or step.skipped or step.left_out:  # which moves other bytes than were predicted
+            return
         if self._prediction is not None and self._began and self._executor.spans is self._spans:
             self._steps.append((self._began, time.perf_counter()))
 

@@ -60,8 +60,9 @@ class CudaDevice:
         return tensor.to("cpu")
 
     def free_bytes(self) -> int:
-        """Memory of the device that nobody has taken."""
-        return torch.cuda.mem_get_info(self.torch_device)[0]
+        """Memory of the device that nobody has taken, with what this process has taken and does not use."""
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return torch.cuda.mem_get_info(self.torch_device)[0] + kept
 
     def take_batch(self, batch: Any) -> Any:
         return pytree.tree_map(lambda x: x.to(self.torch_device) if isinstance(x, torch.Tensor) else x, batch)

@@ -123,7 +123,7 @@ class Engine:
                 self._executor.run(step.operations, step)
             self._timelines.returns()
             self._steps.over(step)
-            self._corrections.returns()
+            self._corrections.returns(step)
             self.steps_done += 1
             self.skipped_steps += step.skipped
             seconds = time.perf_counter() - started
@@ -338,6 +338,7 @@ class Engine:
         self._user.hand_over()
         if beginning is not None:
             self.steps_done = self.resumed_from = beginning.step
+            self._steps.resume(beginning.progress)
             if "random" in beginning.progress:
                 restore_random_state(decode(beginning.progress["random"]))
         if found is None:

@@ -19,6 +19,7 @@ from ..state.progress import (
     refuse_other_ranks,
     told_of_kept,
 )
+from ..update.joined import kind_name
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class UserState:
         the first thing that cannot be stored by value."""
         progress = {
             "random": encode(random_state()),
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": kind_name(self.optimizer),
             "groups": hyper_parameters(self.optimizer.param_groups),
             "given": self.given,
             "group_parameters": self.group_parameters(),
@@ -132,7 +133,7 @@ class UserState:
                         f"{name} was in parameter group {was_in[name]} of the run's optimizer and is in group {group} "
                         "of this one. Build it with the groups that the run was made with, in the same order."
                     )
-        theirs, ours = progress.get("optimizer"), type(self.optimizer).__name__
+        theirs, ours = progress.get("optimizer"), kind_name(self.optimizer)
         if theirs not in (None, ours):
             raise RunMismatch(
                 f"the run was made with {theirs}, this optimizer is {ours}. Use {theirs}, or another directory."

@@ -15,6 +15,9 @@ import torch
 
 from ..errors import BadInput
 
+LEAST = 2.0**-149
+"""Of a scale in fp32 that is not 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
@@ -48,7 +51,7 @@ class LossScale:
     def after(self, skipped: bool) -> LossScale:
         """The next step's."""
         if skipped:
-            return replace(self, scale=_fp32(self.scale * self.backoff_factor), good_steps=0)
+            return replace(self, scale=max(_fp32(self.scale * self.backoff_factor), LEAST), good_steps=0)
         if self.good_steps + 1 < self.growth_interval:
             return replace(self, good_steps=self.good_steps + 1)
         grown = _fp32(self.scale * self.growth_factor)

@@ -8,6 +8,7 @@ Of those that are equally fast, the one that wears the SSD least.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -242,7 +243,9 @@ class _Search:
     def _setting(self, memory: int, delayed: float) -> Setting:
         q, model = self.question, MeasuredModel(self.question.work)
         return Setting(
-            machine=replace(q.machine, host_memory_bytes=memory),
+            machine=replace(
+                q.machine, host_memory_bytes=memory, ssd_capacity_bytes=sys.maxsize
+            ),  # files are there
             model=model,
             method=Method(
                 clipping=q.shape.clipping,
@@ -253,7 +256,7 @@ class _Search:
                 recycles=not q.shape.keeps_grads,
             ),
             micro_batches=q.shape.micro_batches,
-            delayed_fraction=delayed,
+            delayed_fraction=1.0 if q.shape.clipping == "defer" or q.schedule is horizontal else delayed,
         )
 
     def _whole(self, counts: Mapping[str, int]) -> Placement:

@@ -30,6 +30,11 @@ class Joined(torch.optim.Optimizer):
         self.state.update(state)
         self._share()
 
+    @property
+    def kind(self) -> str:
+        """What they are, in order."""
+        return f"Joined({', '.join(type(optimizer).__name__ for optimizer in self.members)})"
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of each."""
@@ -70,6 +75,11 @@ class Joined(torch.optim.Optimizer):
     def _share(self) -> None:
         for optimizer in self.members:
             optimizer.state = self.state
+
+
+def kind_name(optimizer: torch.optim.Optimizer) -> str:
+    """Its class, or those that it joins, as a run says it."""
+    return optimizer.kind if isinstance(optimizer, Joined) else type(optimizer).__name__
 
 
 def member_of(optimizer: torch.optim.Optimizer, number: int) -> torch.optim.Optimizer:

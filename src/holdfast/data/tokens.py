@@ -195,8 +195,8 @@ def _encode(paths: list[Path], encoder: Encoder, folder: Path, context: int) -> 
                         found = found[:context]
                         _write(rows, [ids, prompt, len(found)], "<i8")
                         ids, samples = ids + _write(into, found), samples + 1
-        for part in parts:
-            os.replace(part, part.with_suffix(""))
+        for name in (IDS, SAMPLES):
+            Disk(folder).rename(f"{name}.part", name)
     except OSError as error:
         raise DiskFailed(
             f"the text could not be encoded into {folder}: {error}. Nothing of the run was touched."

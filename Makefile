@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test lint types test-crash test-matrix test-peers clean
+.PHONY: install train test lint types test-dist test-crash test-matrix test-peers clean
 
 install: $(STAMP)
 
@@ -28,7 +28,11 @@ types: install
 	$(BIN)/pyrefly check
 
 test: install lint types
-	$(BIN)/pytest -n 2 -m "not crash and not gpu and not peers and not matrix"
+	$(BIN)/pytest -n 2 -m "not crash and not gpu and not peers and not matrix" --ignore=tests/dist
+
+# Several ranks, each a process.
+test-dist: install
+	$(BIN)/pytest -n 2 --session-timeout=2400 tests/dist
 
 test-crash: install
 	$(BIN)/pytest -n 2 --session-timeout=3300 tests/crash

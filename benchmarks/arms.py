@@ -15,6 +15,9 @@ from baselines import Arm, CheckFreq, Dcp, Gemini, NaiveDiff, Save
 from trainings import Training
 
 from holdfast import Checkpointer, TopK
+from holdfast.delta.recording import Recording
+from holdfast.plan.cadence import Limits
+from holdfast.plan.waste import Measured
 
 
 class Holdfast(Arm):
@@ -39,6 +42,13 @@ class Holdfast(Arm):
     @property
     def lag(self) -> int:
         return self._checkpointer.steps_done - self._checkpointer.durable_step
+
+    @property
+    def tuned(self) -> tuple[Measured, Limits]:
+        """What its tuner has measured so far, and the limits that it keeps to. Not with a replica."""
+        survival = self._checkpointer._survival
+        assert isinstance(survival, Recording) and survival.pace.tuner is not None
+        return survival.pace.tuner.measured, survival.pace.tuner.limits
 
     def resume(self, **options: int) -> int:
         return self._checkpointer.resume(**options)

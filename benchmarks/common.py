@@ -28,12 +28,7 @@ def options_of(doc: str) -> argparse.ArgumentParser:
 
 def machine() -> dict:
     """What the figures were taken on."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
-    dirty = subprocess.run(
-        ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True
-    ).stdout.strip()
+    commit, dirty = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "-uno")
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {cpu_name()}",
         "system": f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}",
@@ -41,6 +36,14 @@ def machine() -> dict:
         "date": time.strftime("%Y-%m-%d"),
         "load": round(os.getloadavg()[0], 1),
     }
+
+
+def _git(*arguments: str) -> str:
+    """What git says; nothing where there is none."""
+    try:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:
+        return ""
 
 
 def cpu_name() -> str:
@@ -98,6 +101,16 @@ def table(rows: list[list[str]]) -> None:
         print("  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))]))
 
 
+def markdown(rows: list[list[str]]) -> list[str]:
+    """Lines of a table of ``rows``, the first of them the header.
+
+    >>> markdown([["", "s"], ["a", "1.0"]])
+    ['|  | s |', '|---|---|', '| a | 1.0 |']
+    """
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
+
+
 def spread(values: list[float], digits: int = 2) -> list[str]:
     return [f"{v:.{digits}f}" for v in (min(values), statistics.median(values), max(values))]
 
@@ -108,8 +121,9 @@ def finish(name: str, result: dict, keep: bool) -> None:
     line = json.dumps(result)
     print(line)
     if keep:
-        RESULTS.mkdir(exist_ok=True)
-        with open(RESULTS / f"{name}.jsonl", "a") as file:
+        kept = RESULTS / f"{name}.jsonl"
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with open(kept, "a") as file:
             file.write(line + "\n")
 
 

@@ -1,18 +1,26 @@
-"""What failures cost in all: one short job, killed at random moments, to its end under each way to keep its state.
+"""What failures cost in all: one job, killed at random moments, to its end under each way to keep its state.
 
-    python benchmarks/failures.py [--steps 240] [--minutes 1 3 10] [--compression 60] [--repeats 1] [--arms ...]
-                                  [--folder FOLDER] [--keep] [--small]
+    python benchmarks/failures.py [--minutes 1 3 10] [--compression 12] [--limit 20] [--steps STEPS] [--repeats 1]
+                                  [--arms ...] [--folder FOLDER] [--keep] [--small]
 
-The job is a small language model, whose step takes some 30 ms and whose state is to the step what that of a large one
-is: saving it takes about half a step. Time is compressed: a mean of 3 minutes between failures is one of 3 seconds at
-the default of 60. The moments of the kills are drawn once for each mean and are the same for all arms: so many seconds
-after the last kill, during restarts too. A process is forked from this one, which has torch loaded, so that a restart
-costs little, and the same for all. It is killed as ``kill -9`` does; what is in /dev/shm stays.
+The job is a small language model of 5.8 M parameters, whose step takes some 0.2 s on one core. In proportion to the
+step its saves and its gradients are those of a GPT-2 small on two: a save takes about half a step. Time is
+compressed: a mean of 3 minutes between failures is one of 15 seconds at the default of 12. What is not compressed
+counts so many times as much: a restart of 0.4 s is one of 5. The whole run takes about ``--limit`` minutes: each mean
+has a third of them, and the job of each is as long as that allows, unless ``--steps`` says how long.
 
-Each baseline runs with a save at every step, and at its best interval: with t seconds per step, C seconds that a save
-adds, measured beforehand, and M between failures, what is wasted is least where k steps of sqrt(2 C M) / t lie between
-two saves (Young). A step is *lost* when it was done and did not come back, *redone* when it was done again. The end is
-compared bit for bit with that of an undisturbed job. Prints a table and one line of JSON; ``--keep`` draws
+Each arm is at its best for each mean. Baselines save at Young's interval: with t seconds per step, C that a save
+adds, measured beforehand where it does not wait for the one before, and M between failures, least is wasted where
+sqrt(2 C M) / t steps lie between two saves. A Checkpointer records every step, and its bases are as far apart as
+``plan.cadence.optimum`` says for M and what the tuner has measured. With the smallest mean, baselines also save at
+every step. ``gemini`` keeps steps in /dev/shm, as ``replica`` does: they outlive the process, which is what is killed
+here, and not the machine. Two are left out unless asked for: ``topk`` trains with other gradients, and so does
+another job; ``replica`` begins with another process that imports torch, some seconds that do not shrink with time, so
+ask with a ``--compression`` of 3 or less.
+
+What is wasted is said beside the job that is never killed, run before and after: *restarting* from a kill until
+training goes on, replay included; *redoing* steps that did not come back; *saving* is the rest. The end is compared
+bit for bit. Prints tables and one line of JSON; ``--keep`` writes ``results/failures.md`` and draws
 ``results/failures.svg`` as well.
 """
 
@@ -20,154 +28,57 @@ from __future__ import annotations
 
 import argparse
 import math
-import mmap
-import os
-import random
-import signal
+import pickle
 import statistics
-import struct
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch._dynamo  # what an optimizer imports at its first step
-import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-import xxhash
-from arms import ARMS
 from baselines import clear
-from common import RESULTS, finish, options_of, table
+from common import RESULTS, finish, machine, markdown, options_of, table
+from jobs import NEVER, Job, Outcome, kills, on_one_thread, run
 from plot import bars
-from snapshots import take_apart
 from trainings import TRAININGS
 
-OPTIONS: dict[str, dict[str, Any]] = {"exact": {"base_every": 100}}
-RECORDED = {"exact"}
-"""Arms that record every step, so that there is no interval to choose."""
+from holdfast.errors import DoesNotFit
+from holdfast.plan.cadence import Limits, optimum
+from holdfast.plan.tuner import FIRST_STEPS
+from holdfast.plan.waste import Measured
 
-NEVER = (math.inf,)
-PATIENCE = 30
-"""Times the undisturbed job's time; an arm that takes longer will not end."""
+TITLES = {
+    "exact": "Checkpointer", "replica": "replica=True", "topk": "TopK(0.01)", "save": "torch.save", "dcp": "async_save",
+    "checkfreq": "CheckFreq-style", "gemini": "Gemini-style", "naive": "Check-N-Run-style",
+}  # fmt: skip
+RECORDED = {"exact", "replica", "topk"}
+"""Arms that keep every step, so that there is no interval to choose."""
+TUNED = {"exact", "topk"}
+"""Arms whose bases are as far apart as the model says."""
 
-
-class Board:
-    """Memory that a process and the one that kills it share: what it did last survives it."""
-
-    NAMES = ("resumed", "done", "digest", "finished", "microseconds")
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 8 * len(self.NAMES))
-
-    def put(self, **values: int) -> None:
-        for name, value in values.items():
-            struct.pack_into("<Q", self._memory, 8 * self.NAMES.index(name), value)
-
-    def __getitem__(self, name: str) -> int:
-        return struct.unpack_from("<Q", self._memory, 8 * self.NAMES.index(name))[0]
+PROBE, APART = 24, 3
+"""Steps that are measured beforehand, and from one save to the next in them, so that none waits for the one before."""
+PATIENCE, LEAST_PATIENCE = 8, 60.0
+"""Times the undisturbed job's time, and seconds at least; an arm that takes longer will not end."""
 
 
-@dataclass
-class Outcome:
-    """Of a job that was run to its end, or given up."""
+@dataclass(frozen=True)
+class Line:
+    """An arm as it is run for one mean."""
 
-    seconds: float = 0.0
-    failures: int = 0
-    lost_steps: int = 0
-    redone_steps: int = 0
-    finished: bool = False
-    digest: int = 0
-    step_seconds: float = 0.0
-    """The mean, of the last process."""
+    name: str
+    every: int = 1
+    base_every: int | None = None
 
+    @property
+    def label(self) -> str:
+        if self.name in RECORDED:
+            return self.name + ("" if self.base_every is None else f", a base every {self.base_every}")
+        return f"{self.name}, every {self.every}"
 
-def run(
-    name: str,
-    folder: Path,
-    steps: int,
-    every: int,
-    gaps: Iterable[float],
-    model: str,
-    limit: float = math.inf,
-) -> Outcome:
-    """The job under arm ``name``, killed ``gaps`` seconds after one another."""
-    outcome, reached, executed = Outcome(), 0, 0
-    started = time.monotonic()
-    for gap in gaps:
-        board = Board()
-        child = _fork(board, name, folder, steps, every, model)
-        killed = _wait(child, gap)
-        resumed = board["resumed"] - 1  # 0 is that it did not get so far
-        if resumed >= 0:
-            outcome.lost_steps += reached - resumed
-            executed += board["done"] - resumed
-            reached = board["done"]
-        if not killed:
-            outcome.finished = bool(board["finished"])
-            outcome.digest, outcome.step_seconds = board["digest"], board["microseconds"] / 1e6
-            break
-        outcome.failures += 1
-        if time.monotonic() - started > limit:
-            break
-    outcome.seconds = time.monotonic() - started
-    outcome.redone_steps = executed - reached
-    return outcome
-
-
-def _fork(board: Board, name: str, folder: Path, steps: int, every: int, model: str) -> int:
-    assert len(os.listdir("/proc/self/task")) == 1, "a fork takes one thread with it"
-    child = os.fork()
-    if child == 0:
-        try:
-            _job(board, name, folder, steps, every, model)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(not board["finished"])
-    return child
-
-
-def _job(board: Board, name: str, folder: Path, steps: int, every: int, model: str) -> None:
-    torch.set_num_threads(1)
-    training = TRAININGS[model]()
-    arm = ARMS[name](folder, training, every=every, **OPTIONS.get(name, {}))
-    done = arm.resume()
-    board.put(done=done)
-    board.put(resumed=done + 1)
-    begun = time.perf_counter()
-    for step in range(done, steps):
-        training.step()
-        arm.step()
-        board.put(done=step + 1)
-    board.put(microseconds=round(1e6 * (time.perf_counter() - begun) / max(1, steps - done)))
-    arm.close()
-    board.put(digest=_digest(training.state()), finished=1)
-
-
-def _digest(state: dict[str, Any]) -> int:
-    hashed = xxhash.xxh3_64()
-    for name, tensor in take_apart(state)[0].items():
-        hashed.update(name.encode() + tensor.contiguous().numpy().tobytes())
-    return hashed.intdigest()
-
-
-def _wait(child: int, seconds: float) -> bool:
-    """Until the process has ended, or ``seconds`` are over: then it is killed. Whether it was."""
-    deadline = time.monotonic() + seconds
-    while True:
-        found, status = os.waitpid(child, os.WNOHANG)
-        if found:
-            assert status == 0, f"the job failed with status {status}"
-            return False
-        if time.monotonic() >= deadline:
-            os.kill(child, signal.SIGKILL)
-            return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        time.sleep(0.001)
+    @property
+    def options(self) -> dict[str, Any]:
+        return {} if self.base_every is None else {"base_every": self.base_every}
 
 
 def best_interval(step_seconds: float, save_seconds: float, mean: float) -> int:
@@ -179,143 +90,235 @@ def best_interval(step_seconds: float, save_seconds: float, mean: float) -> int:
     return max(1, round(math.sqrt(2 * save_seconds * mean) / step_seconds))
 
 
+def best_bases(measured: Measured, limits: Limits, mean: float) -> int:
+    """Steps between two bases for which least is wasted, by the library's model."""
+    try:
+        return optimum(replace(measured, mean_seconds_between_failures=mean), limits).cadence.steps
+    except DoesNotFit:
+        return FIRST_STEPS
+
+
 @dataclass
 class Contest:
-    """All arms on one job. ``saves`` are the seconds that a save of each adds to a step."""
+    """All arms on one job."""
 
     options: argparse.Namespace
     folder: Path
-    bare: Outcome = field(default_factory=Outcome)
-    """The undisturbed job, measured anew for each mean."""
-    saves: dict[str, float] = field(default_factory=dict)
+    step_seconds: float = 0.0
+    """Of the job that nothing is kept of."""
+    saves: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Seconds that a save adds, by arm and interval."""
+    restarts: dict[str, float] = field(default_factory=dict)
+    """Seconds until a job that is begun again trains, as far as it was measured."""
+    tuned: dict[str, tuple[Measured, Limits]] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """What a save costs: a part of the job with one at every step, and one without right before it."""
-        steps = max(2, self.options.steps // 6)
-        self.run("none", 1, NEVER, steps)  # whoever comes first reads what is not in the page cache yet
+        """What a save of each arm costs, and what tuners measure; the bare step right before each."""
+        self.run(Line("none"), PROBE)  # whoever comes first reads what is not in the page cache yet
+        steps = []
         for name in self.options.arms:
-            bare, found = (self.run(each, 1, NEVER, steps).step_seconds for each in ("none", name))
-            self.saves[name] = max(1e-6, found - bare)
+            steps.append(self.run(Line("none"), PROBE).step_seconds)
+            for every in [1] if name in RECORDED else [1, APART]:
+                found = self.run(Line(name, every), PROBE).step_seconds
+                self.saves[name, every] = max(1e-6, every * (found - steps[-1]))
+            if name in TUNED:
+                self._ask_tuner(name)
+        self.step_seconds = statistics.median(steps)
 
-    def run(
-        self, name: str, every: int, gaps: Iterable[float], steps: int, limit: float = math.inf
-    ) -> Outcome:
+    def _ask_tuner(self, name: str) -> None:
+        """Runs the job, and once more where that ended: bases are made, and records replayed."""
+        told, line = self.folder / "told", Line(name, base_every=PROBE // 4)
         place = self.folder / "run"
         try:
-            return run(name, place, steps, every, gaps, self.options.model, limit)
+            for part in (1, 2):
+                job = Job(name, place, part * (PROBE - 2), self.options.model, 1, line.options, told)
+                self.restarts[name] = run(job).ready_seconds
+            self.tuned[name] = pickle.loads(told.read_bytes())
         finally:
             clear(place)
 
-    def lines(self, mean: float) -> list[tuple[str, int]]:
-        """Arms and the intervals at which they are run for a ``mean`` time between failures."""
-        found = []
-        for name in self.options.arms:
-            best = best_interval(self.bare.step_seconds, self.saves[name], mean)
-            found += [(name, every) for every in ([1] if name in RECORDED else sorted({1, best}))]
+    def run(self, line: Line, steps: int, gaps: Any = NEVER, limit: float = math.inf) -> Outcome:
+        place = self.folder / "run"
+        try:
+            return run(
+                Job(line.name, place, steps, self.options.model, line.every, line.options), gaps, limit
+            )
+        finally:
+            clear(place)
+
+    def lines(self, mean: float) -> list[Line]:
+        """What is run for a ``mean`` time between failures."""
+        return [line for name in self.options.arms for line in self._lines(name, mean)]
+
+    def _lines(self, name: str, mean: float) -> list[Line]:
+        if name in self.tuned:
+            measured, limits = self.tuned[name]
+            measured = replace(
+                measured, step_seconds=self.step_seconds, record_stall_seconds=self.saves[name, 1],
+                restart_seconds=self.restarts[name],
+            )  # fmt: skip
+            return [Line(name, base_every=best_bases(measured, limits, mean))]
+        if name in RECORDED:
+            return [Line(name)]
+        best = best_interval(self.step_seconds, self.saves[name, APART], mean)
+        also = [1] if mean == self.means[0] else []
+        return [Line(name, every) for every in sorted({*also, best})]
+
+    @property
+    def means(self) -> list[float]:
+        """Seconds between failures, the smallest first."""
+        return [60 * minutes / self.options.compression for minutes in sorted(self.options.minutes)]
+
+    def seconds(self, mean: float) -> float:
+        """That one step of the job takes about, over all that is run of it for this ``mean``."""
+        restart = max(self.restarts.values(), default=0.5)
+        found = 2 * self.step_seconds
+        for line in self.lines(mean):
+            every = 1 if line.every == 1 else APART
+            step = self.step_seconds + self.saves[line.name, every] / line.every
+            found += self.options.repeats * step * (1 + (restart + line.every / 2 * step) / mean)
         return found
 
-    def measure(self, mean: float) -> dict[str, dict[str, Any]]:
-        """Every arm to the end of the job, under the same failures."""
-        found = {}
-        self.bare = self.run("none", 1, NEVER, self.options.steps)
-        for name, every in self.lines(mean):
-            outcomes = []
-            for repeat in range(self.options.repeats):
-                limit = PATIENCE * self.bare.seconds
-                outcomes.append(self.run(name, every, kills(mean, repeat), self.options.steps, limit))
-            found[f"{name}, every {every}"] = self.summary(outcomes)
-        return found
-
-    def summary(self, outcomes: list[Outcome]) -> dict[str, Any]:
-        """Means over the repeats."""
-        seconds = statistics.mean(outcome.seconds for outcome in outcomes)
-        return {
-            "seconds": seconds,
-            "wasted": seconds / self.bare.seconds - 1,
-            "bare_seconds": self.bare.seconds,
-            "failures": statistics.mean(outcome.failures for outcome in outcomes),
-            "lost_steps": statistics.mean(outcome.lost_steps for outcome in outcomes),
-            "redone_steps": statistics.mean(outcome.redone_steps for outcome in outcomes),
-            "finished": all(outcome.finished for outcome in outcomes),
-            "same_end": all(outcome.digest == self.bare.digest for outcome in outcomes),
-        }
+    def measure(self, mean: float, steps: int) -> dict[str, Any]:
+        """Every arm to the end of the job of ``steps``, under the same failures."""
+        outcomes, bare = {}, [self.run(Line("none"), steps)]
+        limit = max(LEAST_PATIENCE, PATIENCE * bare[0].seconds)
+        for line in self.lines(mean):
+            outcomes[line] = [
+                self.run(line, steps, kills(mean, repeat), limit) for repeat in range(self.options.repeats)
+            ]
+        bare.append(self.run(Line("none"), steps))
+        found = {line.label: asdict(line) | summary(outcomes[line], bare) for line in outcomes}
+        bare_seconds = [outcome.seconds for outcome in bare]
+        return {"mean_seconds": mean, "steps": steps, "bare_seconds": bare_seconds, "arms": found}
 
 
-def kills(mean: float, seed: int) -> Iterator[float]:
-    """Seconds from one kill to the next."""
-    chance = random.Random(1 + seed)
-    while True:
-        yield chance.expovariate(1 / mean)
+def summary(outcomes: list[Outcome], bare: list[Outcome]) -> dict[str, Any]:
+    """Means over the repeats; shares are of the time of the job that is never killed."""
+
+    def mean(what: str) -> float:
+        return statistics.mean(getattr(outcome, what) for outcome in outcomes)
+
+    seconds = statistics.mean(outcome.seconds for outcome in bare)
+    step_seconds = statistics.mean(outcome.step_seconds for outcome in bare)
+    wasted = mean("seconds") / seconds - 1
+    restarting = mean("restart_seconds") / seconds
+    redoing = mean("redone_steps") * step_seconds / seconds
+    return {
+        "seconds": mean("seconds"),
+        "wasted": wasted,
+        "saving": wasted - restarting - redoing,
+        "restarting": restarting,
+        "redoing": redoing,
+        "failures": mean("failures"),
+        "lost_steps": mean("lost_steps"),
+        "redone_steps": mean("redone_steps"),
+        "finished": all(outcome.finished for outcome in outcomes),
+        "same_end": all(outcome.digest == bare[0].digest for outcome in outcomes),
+    }
 
 
-def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
-    lines = [["", "seconds", "wasted %", "failures", "lost steps", "redone", "the same end"]]
-    for label, about in found.items():
+SHARES = ("wasted", "saving", "restarting", "redoing")
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    lines = [["", "seconds", "wasted %", *SHARES[1:], "failures", "lost steps", "same end"]]
+    for label, about in found["arms"].items():
+        said = ["not finished", *[""] * len(SHARES)]
         if about["finished"]:
-            said = [f"{about['seconds']:.1f}", f"{100 * about['wasted']:.0f}"]
-        else:
-            said = ["not finished", ""]
-        counts = [f"{about[key]:g}" for key in ("failures", "lost_steps", "redone_steps")]
+            said = [f"{about['seconds']:.1f}", *(f"{100 * about[share]:.0f}" for share in SHARES)]
+        label = label.replace(about["name"], TITLES[about["name"]], 1)
+        counts = [f"{about[key]:g}" for key in ("failures", "lost_steps")]
         lines.append([label, *said, *counts, "yes" if about["same_end"] else "no"])
     return lines
 
 
-def picture(result: dict[str, dict], bare_seconds: float, title: str) -> str:
-    """Of the seconds of every arm, at every step and at its best interval."""
+def heading(minutes: str, found: dict[str, Any]) -> str:
+    low, high = sorted(found["bare_seconds"])
+    return (
+        f"{minutes} min between failures, {found['mean_seconds']:.2f} s here: a job of {found['steps']} steps that "
+        f"takes {low:.1f} to {high:.1f} s undisturbed"
+    )
+
+
+def page(result: dict[str, dict], step_seconds: float, compression: float, repeats: int) -> str:
+    """All tables, and what they are of."""
+    about = machine()
+    out = [
+        "# Wasted under failures\n",
+        f"By `python benchmarks/failures.py`, commit {about['commit']}, {about['date']}; {about['machine']}; "
+        f"{about['system']}. A step takes {step_seconds:.2f} s, time is compressed {compression:g} times: what takes a "
+        f"second here is {compression:g} seconds of a job with so many minutes between failures. Runs of each arm: "
+        f"{repeats}. Killed is the process, not the machine, which `replica=True` and Gemini's copies would not "
+        "survive. In the script is what the words mean.\n",
+    ]
+    for minutes, found in result.items():
+        out += [f"## {heading(minutes, found)}\n", *markdown(rows(found)), ""]
+    return "\n".join(out)
+
+
+def picture(result: dict[str, dict], compression: float) -> str:
+    """What every arm wastes, at every step and at its best."""
     groups: dict[str, dict[str, float | None]] = {}
     for minutes, found in result.items():
-        for label, about in found.items():
-            name, every = label.split(", every ")
-            group = name if every == "1" else f"{name}, best"
+        for about in found["arms"].values():
+            name, every = about["name"], about["every"]
+            group = TITLES[name] + ("" if name in RECORDED else ", each step" if every == 1 else ", best")
             groups.setdefault(group, {})[f"{minutes} min between failures"] = (
-                about["seconds"] if about["finished"] else None
+                100 * about["wasted"] if about["finished"] else None
             )
-    return bars(title, groups, "s", least=bare_seconds)
+    return bars(f"Wasted under failures, % of an undisturbed job ({compression:g}:1)", groups, "%")
 
 
-def on_one_thread() -> None:
-    """Begin anew without the threads that NumPy and torch make at their import: a fork takes none of them with it."""
-    asked = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    if not asked.items() <= os.environ.items():
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **asked})
+def job_steps(contest: Contest, mean: float, started: float, left: int) -> int:
+    """Of the job for this ``mean``, where so many are ``left`` to run."""
+    options = contest.options
+    share = (60 * options.limit - (time.monotonic() - started)) / left
+    return options.steps or max(PROBE, int(share / contest.seconds(mean)))
 
 
 def main() -> None:
     on_one_thread()
     parser = options_of(__doc__)
     parser.add_argument("--model", choices=TRAININGS, default="job")
-    parser.add_argument("--steps", type=int, default=240, help="of the job")
+    parser.add_argument("--steps", type=int, help="of the job; what --limit allows if not given")
+    parser.add_argument("--limit", type=float, default=20.0, help="minutes that all of it takes, about")
     parser.add_argument("--minutes", type=float, nargs="+", default=[1, 3, 10], help="mean between failures")
-    parser.add_argument("--compression", type=float, default=60.0, help="of time")
+    parser.add_argument("--compression", type=float, default=12.0, help="of time")
     parser.add_argument("--repeats", type=int, default=1, help="with other moments of the failures")
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=[*ARMS][1:],
-        default=["exact", "save", "dcp", "checkfreq", "gemini", "naive"],
-    )
+    default = ["exact", "save", "dcp", "checkfreq", "gemini", "naive"]
+    parser.add_argument("--arms", nargs="+", choices=TITLES, default=default)
     options = parser.parse_args()
     if options.small:
         options.model, options.steps, options.minutes = "tiny", 60, [1]
-        options.compression, options.arms = 100.0, ["exact", "save", "naive"]
-    result = {}
+        options.compression, options.arms = 120.0, ["exact", "save", "naive"]
+    started, result = time.monotonic(), {}
+    if options.steps is None:
+        print(f"about {options.limit:g} minutes in all, the first of them to measure saves\n", flush=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="holdfast-bench-") as folder:
         contest = Contest(options, Path(folder))
         contest.prepare()
-        for minutes in options.minutes:
-            mean = 60 * minutes / options.compression
-            found = result[f"{minutes:g}"] = contest.measure(mean)
+        for number, mean in enumerate(contest.means):
+            minutes = f"{sorted(options.minutes)[number]:g}"
+            steps = job_steps(contest, mean, started, len(contest.means) - number)
+            expected = steps * contest.seconds(mean) / 60
             print(
-                f"{minutes:g} min between failures, {mean:.2f} s in a job of {contest.bare.seconds:.1f} s\n"
+                f"{minutes} min between failures: {steps} steps, {expected:.1f} minutes for all arms",
+                flush=True,
             )
+            found = result[minutes] = contest.measure(mean, steps)
+            print(f"\n{heading(minutes, found)}\n")
             table(rows(found))
             print()
     if options.keep:
-        title = f"Seconds to the end of {options.steps} steps; the line is a job that is never killed"
-        (RESULTS / "failures.svg").write_text(picture(result, contest.bare.seconds, title))
-    asked = {name: getattr(options, name) for name in ("model", "steps", "compression", "repeats")}
-    measured = {"step_seconds": contest.bare.step_seconds, "save_seconds": contest.saves, "minutes": result}
-    finish("failures", asked | measured, options.keep)
+        (RESULTS / "failures.svg").write_text(picture(result, options.compression))
+        text = page(result, contest.step_seconds, options.compression, options.repeats)
+        (RESULTS / "failures.md").write_text(text)
+    asked = {name: getattr(options, name) for name in ("model", "limit", "compression", "repeats")}
+    saves = {f"{name}, every {every}": seconds for (name, every), seconds in contest.saves.items()}
+    measured = {name: asdict(found) for name, (found, _) in contest.tuned.items()}
+    about = {"step_seconds": contest.step_seconds, "save_seconds": saves, "measured": measured}
+    finish("failures", asked | about | {"minutes": result}, options.keep)
 
 
 if __name__ == "__main__":

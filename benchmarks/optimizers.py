@@ -19,7 +19,7 @@ from torch import nn
 
 from holdfast.data.corpus import Corpus
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined, apollo_mini
+from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, apollo_mini
 from holdfast.update import rounding
 
 LR, DECAY, ROWS = 2e-3, 0.1, 8
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """What Muon and APOLLO are for: those of the blocks."""
+    """What Muon, APOLLO and Grass are for: those of the blocks."""
     return [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks.")]
 
 
@@ -92,6 +92,7 @@ ARMS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "muon": of_matrices(torch.optim.Muon, lr=1e-2),
     "apollo": of_matrices(Apollo, lr=1e-2, rank=32),
     "apollo-mini": of_matrices(apollo_mini, lr=1e-2),
+    "grass": of_matrices(Grass, lr=2e-3, rank=32, update_gap=50),
 }
 
 

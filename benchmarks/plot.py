@@ -8,19 +8,15 @@ COLOURS = ("#1b6ca8", "#e0812b", "#4c9a5b", "#9a4c8c")
 WIDTH, ROW, LEFT, TOP = 760, 15, 150, 56
 
 
-def bars(
-    title: str, values: dict[str, dict[str, float | None]], unit: str, least: float | None = None
-) -> str:
-    """A group for each key of ``values``, in it a bar for each series. ``None`` is drawn as "not finished", and
-    ``least`` as a line across that no bar can be below.
+def bars(title: str, values: dict[str, dict[str, float | None]], unit: str) -> str:
+    """A group for each key of ``values``, in it a bar for each series. ``None`` is drawn as "not finished", what is
+    below zero as no bar.
 
     >>> bars("Speed", {"car": {"uphill": 3.0}}, "km/h").count("<rect")
     3
     """
     series = list(dict.fromkeys(name for group in values.values() for name in group))
-    most = max(
-        [value for group in values.values() for value in group.values() if value] + [least or 0.0, 1e-9]
-    )
+    most = max([value for group in values.values() for value in group.values() if value] + [1e-9])
     scale = (WIDTH - LEFT - 90) / most
     height = TOP + len(values) * (len(series) * ROW + 10) + 10
     out = [
@@ -41,14 +37,11 @@ def bars(
                 out.append(_bar(y, found[name], scale, COLOURS[number % len(COLOURS)], unit))
             y += ROW
         y += 10
-    if least is not None:
-        x = LEFT + least * scale
-        out.append(f'<path d="M{x:.1f} {TOP - 6}V{y}" stroke="black" stroke-dasharray="3 3"/>')
     return "\n".join([*out, "</svg>\n"])
 
 
 def _bar(y: int, value: float | None, scale: float, colour: str, unit: str) -> str:
-    length = 0.0 if value is None else value * scale
+    length = 0.0 if value is None else max(0.0, value * scale)
     said = "not finished" if value is None else f"{value:.1f} {unit}"
     return (
         f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{ROW - 3}" fill="{colour}"/>'

@@ -2,7 +2,8 @@
 
     python benchmarks/predict.py [--rounds 4] [--part steps grid] [--keep] [--small]
 
-The machine is probed first, and that profile is used for all: nothing is corrected by measured steps. Then six
+As for a user, the machine is probed at the first start, and the profile is corrected by the steps of a few sittings, of
+a configuration that is none of those that follow (`--sittings 0`: of none). That profile is used for all. Then six
 configurations (sizes, micro-batches, placements, delayed fractions, limits of the SSD) are predicted and measured:
 their engines live in one process and take turns of a few steps, each after one that is not timed. Then one model with a
 limited SSD and a host budget that does not hold it: the planner's own choice, and all placements of a grid that fit,
@@ -31,12 +32,9 @@ import holdfast
 from holdfast.errors import DoesNotFit
 from holdfast.events import EventLog
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.models.timing import measure_block
 from holdfast.offload import planning
-from holdfast.probe.machine import probe_machine
-from holdfast.probe.memory import free_host_bytes
-from holdfast.profiles import to_toml
-from holdfast.units import MiB, format_bytes
+from holdfast.offload.correcting import LAST
+from holdfast.units import format_bytes
 
 STEPS, GRID_STEPS = 3, 2
 """Of one engine before the next engine's turn."""
@@ -94,6 +92,14 @@ CASES = {
     ),
 }  # fmt: skip
 
+FITTED = Case(
+    blocks=8, width=384, context=192, micro_batches=4, params=0.5, optimizer=0.5, activations=1, delayed=0
+)  # fmt: skip
+"""Whose steps correct the profile."""
+
+STEPS_OF_A_SITTING = LAST + 1
+"""After which the profile is corrected."""
+
 GRID = Case(blocks=16, width=256, context=128, micro_batches=4, limit=200_000_000)
 """Its block inputs are always the planner's."""
 
@@ -106,12 +112,13 @@ ROOM = 0.4
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--sittings", type=int, default=4)
     parser.add_argument("--part", nargs="+", choices=["steps", "grid"], default=["steps", "grid"])
     options = parser.parse_args()
     if options.small:
-        options.rounds = 1
+        options.rounds = options.sittings = 1
     with profile(options) as path:
-        result = {"rounds": options.rounds, "machine_profile": path.read_text()}
+        result = {"rounds": options.rounds, "sittings": options.sittings, "machine_profile": path.read_text()}
         if "steps" in options.part:
             result["cases"] = steps_part(options)
         if "grid" in options.part:
@@ -121,16 +128,19 @@ def main() -> None:
 
 @contextmanager
 def profile(options: argparse.Namespace) -> Iterator[Path]:
-    """A profile of this machine, which every engine then plans by."""
+    """A profile of this machine, which every engine then plans by, and which nothing corrects any more."""
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-"))
-    cpu = torch.device("cpu")
+    os.environ.pop("HOLDFAST_MACHINE", None)
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    case = FITTED.small() if options.small else FITTED
     try:
-        found = probe_machine(
-            folder, cpu, free_host_bytes(), file_bytes=(128 if options.small else 1024) * MiB,
-            seconds=1.0 if options.small else 20.0, time_block=lambda seconds: measure_block(cpu, None, seconds),
-        )  # fmt: skip
-        path = folder / "machine.toml"
-        path.write_text(to_toml(found.profile, found.sources))
+        for sitting in range(
+            options.sittings + 1
+        ):  # the last makes the engine alone, with what the others have left
+            with engine_of(options, case) as engine:
+                for _ in range(STEPS_OF_A_SITTING if sitting < options.sittings else 0):
+                    engine.step(case.batches())
+        (path,) = folder.glob("holdfast/machine-*.toml")
         os.environ["HOLDFAST_MACHINE"] = str(path)
         yield path
     finally:

@@ -1,15 +1,17 @@
 """How long a resume takes against the number of records behind the base, and what that could take at the least.
 
-    python benchmarks/recovery.py [--models resnet18 gpt2] [--arms exact topk] [--lengths 0 10 50 100 200] [--rounds 3]
+    python benchmarks/recovery.py [--models resnet18 gpt2] [--arms exact topk] [--lengths 0 10 50 100] [--rounds 5]
                                   [--folder FOLDER] [--keep] [--small]
 
 A run of the longest length is recorded once, with gradients that are made up, since replay does not ask where they
-come from. Each measurement resumes a copy of it (of links) at one length, in turn, from the disk and not from the page
-cache; what was recovered is compared bit for bit. ``load`` is the time at length 0: the base, its verification, and the
-preparations for training. ``replay`` is what a resume takes besides. Beside it are the optimizer's own time for as
-many steps, in the same rounds, and that of reading as many records by four threads that do nothing else; the goal is
-at most 1.2 of the larger, and with ``topk``, whose records are small, of the optimizer's. How long other arms load
-their newest state is given for comparison. Prints tables and one line of JSON.
+come from. Each measurement resumes a copy of it (of links) at one length, in turn, from the disk and not from the
+page cache; what was recovered is compared bit for bit. What a record costs is the slope of a line through the lengths
+above 0, by least squares, one line for each round; what the line has at 0 is the load of the base, its verification,
+and the preparations for training. Length 0 itself is measured and not part of it, since nothing is replayed there.
+Beside the slope are, of the same round, the optimizer's own time for a step, and that of reading a record by four
+threads that do nothing else. The goal is at most 1.2 of the larger, and with ``topk``, whose records are small, of
+the optimizer's. How long other arms load their newest state is given for comparison. Prints tables, min, median and
+max over the rounds, and one line of JSON with every measurement.
 """
 
 from __future__ import annotations
@@ -23,20 +25,22 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 from arms import ARMS
-from common import finish, options_of, table
+from common import finish, options_of, spread, table
 from trainings import TRAININGS, Training
 
-from holdfast.delta.ranks import stream_of
 from holdfast.io.buffers import Buffer
+from holdfast.ranks import stream_of
 from holdfast.store.chain import read_journal
 from holdfast.store.reader import RunReader
-from holdfast.units import format_bytes
+from holdfast.units import counted, format_bytes
 
-LENGTHS = {"resnet18": (0, 10, 50, 100, 200), "gpt2": (0, 10, 20), "tiny": (0, 2, 5)}
-"""A record of ``gpt2`` takes half a gigabyte."""
+LENGTHS = {"resnet18": (0, 10, 50, 100, 200), "gpt2": (0, 10, 50, 100), "tiny": (0, 2, 5)}
+SHORTER = {("gpt2", "exact"): (0, 5, 10, 20, 40)}
+"""Where a record takes half a gigabyte."""
 RECORDED = ("exact", "topk")
 PEERS = ("save", "dcp", "gemini")
 CHUNK, READERS = 4 << 20, 4
@@ -142,49 +146,51 @@ def forget_pages(folder: Path) -> None:
 def measure(model: str, name: str, lengths: tuple[int, ...], rounds: int, folder: str) -> dict:
     place = Path(tempfile.mkdtemp(dir=folder, prefix="holdfast-bench-"))
     run, records = place / "run", max(lengths) + 1
+    resumes: dict[int, list[float]] = {length: [] for length in lengths}
+    steps, reads, nbytes = [], [], 0
     try:
         digests = record(model, name, run, lengths)
         cheap = Cheap(model)
         cheap.step()
-        resumes: dict[int, list[float]] = {length: [] for length in lengths}
-        reads, steps, nbytes = [], [], 0
+        warm = lengths[1]  # the first resume of a process imports and touches what the others find
+        resume_seconds(model, name, run, warm, digests[warm])
         for _ in range(rounds):
+            own = []
             for length in lengths:
                 resumes[length].append(resume_seconds(model, name, run, length, digests[length]))
-                steps += [cheap.step() for _ in range(5)]
+                own += [cheap.step() for _ in range(5)]
+            steps.append(statistics.median(own))
             seconds, nbytes = reading_seconds(run)
-            reads.append(seconds)
+            reads.append(seconds / records)
         peers = {peer: peer_seconds(peer, model, place) for peer in PEERS}
     finally:
         shutil.rmtree(place)
-    load, step, read = (
-        statistics.median(resumes[0]),
-        statistics.median(steps),
-        statistics.median(reads) / records,
-    )
-    least = step if name == "topk" else max(step, read)
     return {
-        "load_seconds": load,
         "record_bytes": round(nbytes / records),
-        "optimizer_seconds_per_step": step,
-        "reading_seconds_per_record": read,
-        "lengths": {
-            length: about(length, statistics.median(resumes[length]), load, step, read, length * least)
-            for length in lengths
-        },
+        "resume_seconds": resumes,
+        "optimizer_seconds": steps,
+        "reading_seconds": reads,
+        **fitted(resumes, steps, reads, sparse=name == "topk"),
         "peers": peers,
     }
 
 
-def about(length: int, seconds: float, load: float, step: float, read: float, least: float) -> dict:
-    replay = seconds - load
-    return {
-        "resume_seconds": seconds,
-        "replay_seconds": replay,
-        "optimizer_seconds": length * step,
-        "reading_seconds": length * read,
-        "ratio": replay / least if least else None,
-    }
+def fitted(
+    resumes: dict[int, list[float]], steps: list[float], reads: list[float], sparse: bool
+) -> dict[str, list[float]]:
+    """Of each round: the line through its resumes, and its slope beside what a record takes at the least.
+
+    >>> fitted({0: [9.0], 10: [2.0], 20: [3.0], 40: [5.0]}, steps=[0.05], reads=[0.08], sparse=False)
+    {'load_seconds': [1.0], 'record_seconds': [0.1], 'ratio': [1.25]}
+    """
+    lengths = [length for length in resumes if length]
+    found: dict[str, list[float]] = {"load_seconds": [], "record_seconds": [], "ratio": []}
+    for turn, (step, read) in enumerate(zip(steps, reads, strict=True)):
+        slope, load = np.polyfit(lengths, [resumes[length][turn] for length in lengths], 1)
+        least = step if sparse else max(step, read)
+        for key, value in (("load_seconds", load), ("record_seconds", slope), ("ratio", slope / least)):
+            found[key].append(round(float(value), 9))
+    return found
 
 
 def peer_seconds(name: str, model: str, place: Path) -> float:
@@ -207,38 +213,49 @@ def peer_seconds(name: str, model: str, place: Path) -> float:
         again.remove()
 
 
+SAID = {
+    "load_seconds": "load, ms",
+    "record_seconds": "a record, ms",
+    "optimizer_seconds": "the optimizer's step, ms",
+    "reading_seconds": "reading a record, ms",
+}
+
+
 def rows(found: dict) -> list[list[str]]:
-    lines = [["records", "resume s", "replay s", "optimizer s", "reading s", "of the least"]]
-    for length, about_it in found["lengths"].items():
-        seconds = ("resume_seconds", "replay_seconds", "optimizer_seconds", "reading_seconds")
-        ratio = about_it["ratio"]
-        lines.append(
-            [
-                str(length),
-                *(f"{about_it[key]:.2f}" for key in seconds),
-                "" if ratio is None else f"{ratio:.2f}",
-            ]
-        )
-    return lines
+    lines = [["", "min", "median", "max"]]
+    for length, seconds in found["resume_seconds"].items():
+        lines.append([f"resume of {counted(length, 'record')}, s", *spread(seconds)])
+    for key, said in SAID.items():
+        lines.append([said, *spread([1000 * seconds for seconds in found[key]])])
+    return [*lines, ["a record, of the least", *spread(found["ratio"])]]
 
 
 def main() -> None:
     parser = options_of(__doc__)
     parser.add_argument("--models", nargs="+", choices=LENGTHS, default=["resnet18", "gpt2"])
-    parser.add_argument("--arms", nargs="+", choices=RECORDED, default=["exact"])
-    parser.add_argument("--lengths", nargs="+", type=int, help="of all models; 0 is among them in any case")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", choices=RECORDED, default=RECORDED)
+    parser.add_argument("--lengths", nargs="+", type=int, help="of all runs; 0 is among them in any case")
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if options.lengths is not None and len({*options.lengths} - {0}) < 2:
+        parser.error("a line needs two lengths above 0")
     if options.small:
         options.models, options.rounds = ["tiny"], 1
     result: dict[str, dict] = {}
     folder = options.folder or tempfile.gettempdir()
     for model, name in itertools.product(options.models, options.arms):
-        lengths = tuple(sorted({0, *(options.lengths or LENGTHS[model])}))
+        asked = options.lengths or SHORTER.get((model, name), LENGTHS[model])
+        lengths = tuple(sorted({0, *asked}))
         found = measure(model, name, lengths, options.rounds, folder)
         result.setdefault(model, {})[name] = found
         record_bytes = format_bytes(found["record_bytes"])
-        print(f"{model}, {name}: records of {record_bytes}, {options.rounds} rounds\n")
+        least = (
+            "the optimizer's step" if name == "topk" else "the larger of the optimizer's step and reading it"
+        )
+        print(
+            f"{model}, {name}: records of {record_bytes}, {options.rounds} rounds; a record is the slope over"
+        )
+        print(f"lengths above 0 in one round, load what the line has at 0, the least {least}\n")
         table(rows(found))
         loads = (f"{peer} loads in {value:.2f} s" for peer, value in found["peers"].items())
         print("\n" + ", ".join(loads) + "\n")

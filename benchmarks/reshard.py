@@ -184,9 +184,10 @@ def measure(folder: Path, mib: int, rounds: int, warm_up: int) -> dict:
 
 
 def rows_of(seconds: dict[str, list[float]], nbytes: dict[str, int]) -> list[list[str]]:
-    """By case the median, and the bytes in that time."""
+    """By case the median, and the bytes in that time, where it has any."""
     medians = {case: statistics.median(taken) for case, taken in seconds.items()}
-    return [[case, f"{each:.2f}", f"{nbytes[case] / each / 1e6:.0f}"] for case, each in medians.items()]
+    rates = {case: f"{nbytes[case] / medians[case] / 1e6:.0f}" for case in nbytes}
+    return [[case, f"{each:.2f}", rates.get(case, "")] for case, each in medians.items()]
 
 
 def show(result: dict) -> None:
@@ -199,11 +200,16 @@ def show(result: dict) -> None:
             f"plan of {each['fragments']:,} fragments: {each['seconds']} s, {each['peak_bytes'] / 1e6:.0f} MB at most"
         )
     for each in result["zero"]:
-        sizes = dict.fromkeys(each["seconds"], 3 * each["parameter_bytes"])
+        sizes = {
+            case: 3 * each["parameter_bytes"] for case in each["seconds"] if not case.startswith("start")
+        }
         table([[f"ZeRO-{each['stage']}", "seconds", "MB/s"], *rows_of(each["seconds"], sizes)])
         print(
-            f"converted {each['converted_faster']:.1f} times as fast, resumed {each['resumed_faster']:.1f} times;"
-            f" temporary bytes: {each['temporary_bytes']}"
+            f"converted {each['converted_faster']:.2f} times as fast, resumed {each['resumed_faster']:.2f} times;"
+            f" beyond the starts {each['converted_faster_beyond_start']:.2f}"
+            f" and {each['resumed_faster_beyond_start']:.2f} times;"
+            f" of a resumption {each['first_base_seconds']:.2f} s are its first base; temporary bytes:"
+            f" {each['temporary_bytes']}"
         )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from trainings import Training
 
+from holdfast.update.threads import one_torch_thread
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -79,7 +81,7 @@ class Snapshots:
 
     def __init__(self, training: Training) -> None:
         self._training = training
-        self._executor = ThreadPoolExecutor(1)
+        self._executor = ThreadPoolExecutor(1, initializer=one_torch_thread)
         self._future: Future[None] | None = None
         self._copied = threading.Event()
         self._copied.set()

@@ -1,8 +1,9 @@
 """What reshard.py does with DeepSpeed: a ZeRO checkpoint converted, and resumed by other ranks, by either library.
 
 Everything is a command, from its start to its end, and the times are those of commands: importing torch is in all of
-them, importing DeepSpeed in those of DeepSpeed. Four ranks wrote what two resume. As a script it is what the ranks do,
-under an interpreter that has what they need.
+them, importing DeepSpeed in those of DeepSpeed. What that alone takes are cases of their own, "start of ...": the same
+command with nothing converted, loaded or resumed. Ratios are of whole commands, and of what is beyond their starts.
+Four ranks wrote what two resume. As a script it is what the ranks do, under an interpreter that has what they need.
 """
 
 from __future__ import annotations
@@ -29,10 +30,14 @@ def compare(folder: Path, peers: str, stage: int, mib: int, rounds: int) -> dict
     source = folder / "source"
     ranks(peers, WRITERS, "write", source, mib, stage)
     cases = {
+        "start of ds_to_universal": partial(imported, peers, "deepspeed.checkpoint.ds_to_universal"),
         "ds_to_universal": partial(ds_to_universal, peers, source, folder / "theirs", stage),
+        "start of convert": partial(imported, sys.executable, "holdfast.cli.convert"),
         "convert": partial(convert, source, folder / "ours", stage),
         "convert to a run": partial(convert, source, folder / "run", None),
+        "start of deepspeed load": partial(ranks, peers, READERS, "start_deepspeed", source, mib, stage),
         "deepspeed load": partial(ranks, peers, READERS, "load", folder / "theirs", mib, stage),
+        "start of resume": partial(ranks, sys.executable, READERS, "start", source, mib, stage),
         "resume": partial(ranks, sys.executable, READERS, "resume", source, mib, stage),
     }
     made = {"ds_to_universal": "theirs", "convert": "ours", "convert to a run": "run"}
@@ -48,12 +53,38 @@ def compare(folder: Path, peers: str, stage: int, mib: int, rounds: int) -> dict
         most, left = most_bytes(folder / name, cases[case])
         temporary[case] = most - left
     seconds = interleaved(cases, rounds, warm_up=0, before=prepare)
-    theirs = [a + b for a, b in zip(seconds["ds_to_universal"], seconds["deepspeed load"], strict=True)]
+    started = {f"beyond {case}": beyond(seconds, case) for case in cases if f"start of {case}" in cases}
     return {
         "stage": stage, "parameter_bytes": parameters(mib) * 4, "source_bytes": bytes_in(source), "seconds": seconds,
-        "temporary_bytes": temporary, "converted_faster": paired_ratio(seconds["ds_to_universal"], seconds["convert"]),
-        "resumed_faster": paired_ratio(theirs, seconds["resume"]),
+        "temporary_bytes": temporary, "first_base_seconds": first_base_seconds(folder / "resumed"),
+        "converted_faster": paired_ratio(seconds["ds_to_universal"], seconds["convert"]),
+        "resumed_faster": paired_ratio(added(seconds, "ds_to_universal", "deepspeed load"), seconds["resume"]),
+        "converted_faster_beyond_start": paired_ratio(started["beyond ds_to_universal"], started["beyond convert"]),
+        "resumed_faster_beyond_start": paired_ratio(
+            added(started, "beyond ds_to_universal", "beyond deepspeed load"), started["beyond resume"]
+        ),
     }  # fmt: skip
+
+
+def beyond(seconds: dict[str, list[float]], case: str) -> list[float]:
+    """What a case takes after its start, round by round."""
+    return [a - b for a, b in zip(seconds[case], seconds[f"start of {case}"], strict=True)]
+
+
+def added(seconds: dict[str, list[float]], *cases: str) -> list[float]:
+    return [sum(each) for each in zip(*(seconds[case] for case in cases), strict=True)]
+
+
+def first_base_seconds(run: Path) -> float:
+    """Of a resumption: how long the base took that makes the new run durable by itself, before `resume` returned."""
+    from holdfast.events import read_events  # which the peers' Python does not have
+
+    times = {event["event"]: event["time"] for event in read_events(run / "events.jsonl")}
+    return times["base"] - times["began_from"]
+
+
+def imported(python: str, module: str) -> None:
+    in_a_process(python, "-c", f"import {module}")
 
 
 def ranks(python: str, count: int, *arguments: object) -> None:
@@ -148,27 +179,45 @@ def write(folder: str, mib: int, stage: int) -> None:
     engine.save_checkpoint(folder)
 
 
+def start_deepspeed(folder: str, mib: int, stage: int) -> None:
+    engine_of(mib, stage, universal=True)
+
+
 def load(folder: str, mib: int, stage: int) -> None:
     engine_of(mib, stage, universal=True).load_checkpoint(folder)
 
 
-def resume(folder: str, mib: int, stage: int) -> None:
+def sharded(mib: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model under FSDP2 and its optimizer, without values."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    import holdfast
-
     dist.init_process_group("gloo")
     model = fully_shard(model_of(mib), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     model.to_empty(device="cpu")
-    optimizer = torch.optim.AdamW(model.parameters())
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def start(folder: str, mib: int, stage: int) -> None:
+    import holdfast
+
+    assert holdfast.Checkpointer
+    sharded(mib)
+
+
+def resume(folder: str, mib: int, stage: int) -> None:
+    import holdfast
+
+    model, optimizer = sharded(mib)
     run = Path(folder).parent / "resumed"
     assert holdfast.Checkpointer(run, model=model, optimizer=optimizer).resume(source=folder) == 1
 
 
 if __name__ == "__main__":
     what, where, *sizes = sys.argv[1:]
-    {"write": write, "load": load, "resume": resume}[what](where, *map(int, sizes))
+    {each.__name__: each for each in (write, load, resume, start, start_deepspeed)}[what](
+        where, *map(int, sizes)
+    )
     torch.distributed.barrier()
     os._exit(0)  # a process that ends after this aborts now and then, in torch and in DeepSpeed

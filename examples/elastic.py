@@ -37,12 +37,6 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[:, :-1], rows[:, 1:]
 
 
-def model_and_optimizer() -> tuple[Decoder, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Decoder(SIZES)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
 def train(folder: Path, steps: int) -> None:
     """FSDP2 over all ranks, every step durable."""
     dist.init_process_group("gloo")
@@ -65,8 +59,11 @@ def train(folder: Path, steps: int) -> None:
 
 
 def out_of_core(folder: Path, steps: int) -> None:
-    """One process, which never has the whole state in memory, from the step that the ranks reached."""
-    model, optimizer = model_and_optimizer()
+    """One process, with its state on the SSD, from the step that the ranks reached. To begin, the records after their
+    last base are replayed in host memory; from then on a few blocks at a time are there."""
+    with holdfast.empty_parameters():
+        model = Decoder(SIZES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     source = holdfast.From(folder / "run")
     with holdfast.offload(model, optimizer, folder / "ssd", dtype="fp32", source=source) as engine:
         for step in range(engine.steps_done, steps):

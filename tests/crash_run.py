@@ -21,10 +21,12 @@ from holdfast.data.loader import step_loader
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.offload.engine import Engine
 from holdfast.offload.runtime import Runtime
+from holdfast.optim import MeZO
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import Manifest
 from holdfast.store.ranges import VerifiedFiles
 from holdfast.store.reader import RunReader
+from holdfast.update.mezo import PENDING, pending_of
 from training import adamw, warm_up
 
 STEPS = 10
@@ -56,11 +58,17 @@ def model(blocks: int = 4, frozen: bool = False) -> Decoder:
 
 
 def engine_of(
-    root: str | Path, text: str | Path, *, blocks: int = 4, frozen: bool = False, **options: Any
+    root: str | Path,
+    text: str | Path,
+    *,
+    blocks: int = 4,
+    frozen: bool = False,
+    mezo: bool = False,
+    **options: Any,
 ) -> Engine:
     """The engine of the run, fresh or resumed, with its loader as ``engine.loader``."""
     made = model(blocks, frozen)
-    optimizer = adamw(made)
+    optimizer = MeZO(made.parameters(), lr=1e-3) if mezo else adamw(made)
     loader = step_loader(Corpus(str(text), context=CONTEXT), 2, 2, seed=3)
     options = {"dtype": "fp32", "clip_norm": 0.5, **MIXED, **options}
     engine = holdfast.offload(
@@ -144,9 +152,57 @@ def state_of(reader: RunReader, manifest: Manifest) -> dict[str, Any]:
     files = VerifiedFiles(reader.disk)
     for ref in manifest.files.values():
         state |= {entry.key: files.tensor(ref, entry.key).tobytes() for entry in files.layout(ref).entries}
+    _catch_up(state, manifest)
     return state
+
+
+def _catch_up(state: dict[str, Any], manifest: Manifest) -> None:
+    """Of MeZO: apply what the files lack."""
+    delta, groups = pending_of(manifest.progress)
+    state.pop(f"progress {PENDING}", None)
+    for name, group in groups.items():
+        value, step = (
+            torch.frombuffer(bytearray(state[f"{name}/{s}"]), dtype=torch.float32) for s in ("param", "step")
+        )
+        seed = torch.frombuffer(bytearray(state[f"{name}/seed"]), dtype=torch.int64)
+        delta.apply(value, seed, step, group)
+        state |= {f"{name}/param": value.numpy().tobytes(), f"{name}/step": step.numpy().tobytes()}
 
 
 def atoms_of(reader: RunReader, manifest: Manifest) -> dict[str, bytes]:
     """The same atoms as any tool gets them, one by one through the index."""
     return {key: bytes(reader.read_atom(manifest, atom)) for key, atom in reader.atoms(manifest).items()}
+
+
+def end(server: Any, reference: Reference, order: dict[str, Any], acknowledged: int) -> None:
+    """Let a run that was killed go on to its end, and compare. ``acknowledged`` is the newest step that the killed
+    process had seen."""
+    reference.check_run(order["root"])
+    outcome = server.run(**order, steps=STEPS)
+    assert outcome.finished and not outcome.error and not outcome.warnings, outcome
+    assert outcome.resumed >= acknowledged
+    assert outcome.losses == reference.losses[outcome.resumed :]
+    assert reference.check_run(order["root"])[0] == STEPS
+
+
+def kill_often(
+    server: Any,
+    reference: Reference,
+    orders: Callable[[int], tuple[dict[str, Any], dict[str, Any]]],
+    rng: random.Random,
+    kills: int,
+    window: float,
+) -> None:
+    """``kills`` runs, each killed once within ``window`` seconds and then ended: ``orders`` gives both by number. The
+    window is corrected after each, so that some four of five moments come before the end, whatever else the machine
+    does."""
+    number, killed = 0, 0
+    while killed < kills:
+        number += 1
+        first, second = orders(number)
+        outcome = server.run(**first, steps=STEPS, kill_after=rng.uniform(0, window))
+        assert outcome.killed or outcome.finished, outcome
+        killed += outcome.killed
+        window *= 1.05 if outcome.killed else 0.8
+        end(server, reference, second, outcome.durable)
+        assert number < 2 * kills + 30, "most kills came after the end"

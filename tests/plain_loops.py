@@ -7,7 +7,6 @@ from functools import cache
 import torch
 
 import holdfast
-from holdfast.offload.device import CudaDevice
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
 STEPS = 20
@@ -16,19 +15,6 @@ PLACEMENTS = {
     "host": {"params_on_host": 1.0, "optimizer_on_host": 1.0},
     "mixed": {"params_on_host": 0.5, "optimizer_on_host": 0.34, "activations_on_host": 0.4},
 }
-
-
-class Apart(CudaDevice):
-    """A separate device, as far as the engine can tell: what crosses is a copy."""
-
-    def __init__(self):
-        self.torch_device = torch.device("cpu")
-
-    def upload(self, tensor):
-        return tensor.clone()
-
-    def download(self, tensor):
-        return tensor.clone()
 
 
 def model_with_a_frozen_parameter(dropout=0.0):

@@ -16,8 +16,10 @@ from holdfast.plan.machine import Machine
 from holdfast.plan.ops import Key, Op
 from holdfast.plan.vertical import vertical
 from holdfast.plan.work import CLIPPING, BlockWork, Placement, StepShape, Work
+from holdfast.plan.zeroth import zeroth
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
+LISTS = {**SCHEDULES, "zeroth": zeroth}
 
 
 def uneven(count: int, unified: bool = True) -> Work:
@@ -39,6 +41,7 @@ def uneven(count: int, unified: bool = True) -> Work:
         resident_state_bytes=66001,
         resident_param_bytes=11003,
         resident_grad_bytes=22003,
+        resident_trained_param_bytes=10007,
         resident_elements=5501,
         workspace_bytes=9001,
         head_flop=7.0e6,

@@ -10,6 +10,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, partialmethod
 from typing import Any
 
@@ -18,6 +19,7 @@ from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import host, kept
 from holdfast.errors import DiskFull
+from holdfast.io.queue import Throttle
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
 from survive_run import FEATURE, OPTIMIZER, digest
@@ -89,6 +91,14 @@ def slowly(real: Callable[..., None], seconds: float, *args: Any) -> None:
     real(*args)
 
 
+def kept_beside_a_slow_disk(self: host.Host, real: Callable[..., None], rate: int, copies: bool) -> None:
+    """Keep the state; from then on so many bytes a second get to the disk, from copies or from the state itself."""
+    real(self)
+    self._store.queue._throttles[True] = Throttle(rate, burst_bytes=1)
+    if not copies:
+        self._terms = replace(self._terms, memory=0)
+
+
 def without_a_disk(self: LocalStore, real: Callable[..., None], step: int, *rest: Any) -> None:
     """The run's has no room for more than the first base."""
     if step and not str(self.root).endswith(("sync", "state")):
@@ -112,6 +122,8 @@ def train(
     linger_seconds: float = 20.0,
     no_memory: bool = False,
     no_disk: bool = False,
+    slow_when_kept: int | None = None,
+    copies: bool = True,
     unit_bytes: int = 100,
     keep_last: int = 2,
     **options: Any,
@@ -128,6 +140,8 @@ def train(
         host.apply = partial(slowly, host.apply, slow_seconds)
     if drifts_at is not None:
         host.apply = partial(drifting, host.apply, drifts_at)
+    if slow_when_kept is not None:
+        host.Host._keep = partialmethod(kept_beside_a_slow_disk, host.Host._keep, slow_when_kept, copies)
     if no_disk:
         LocalStore.publish = partialmethod(without_a_disk, LocalStore.publish)
     replica.LINGER_SECONDS, helper.start_process = linger_seconds, Forked

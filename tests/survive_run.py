@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from delta.loops import make
+from fork_server import Outcome
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.lossy import TopK
 from holdfast.store.retention import Keep
@@ -42,6 +43,31 @@ def shorten(
     else:
         prune(Path(root), Keep(*keep))
     said(finished=True)
+
+
+def kill_in_turn(
+    run: Callable[..., Outcome],
+    folder: Path,
+    kills: int,
+    moment: Callable[[], float],
+    end: str,
+    goes_back: bool = False,
+) -> tuple[Path, int]:
+    """Let ``run`` be killed ``kills`` times, each after the seconds of ``moment``, where the one before was cut off or
+    at a base before that if it ``goes_back``; after one that came to its end, with the digest ``end``, in another
+    directory. Returns the last directory, and the newest step acknowledged there."""
+    root, acknowledged = folder / "0", -1
+    for number in range(1, 8 * kills):
+        outcome = run(root, kill_after=moment())
+        assert outcome.killed or outcome.finished, outcome.error
+        assert goes_back or outcome.resumed is None or outcome.resumed >= acknowledged
+        acknowledged, kills = max(acknowledged, outcome.durable), kills - outcome.killed
+        if not kills:
+            return root, acknowledged
+        if outcome.finished:
+            assert outcome.digest == end
+            root, acknowledged = folder / str(number), -1
+    raise AssertionError(f"{kills} kills came after the end")
 
 
 def train(

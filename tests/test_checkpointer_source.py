@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from delta.loops import FEATURES, cut_small, make, same
+from holdfast import sources
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, NoCommit, RunMismatch
 from holdfast.events import read_events
@@ -177,6 +178,14 @@ def test_damage_is_found_before_a_tensor_is_touched(tmp_path, other, slot):
     with checkpointer, pytest.raises(ChunkCorrupt, match="fail"):
         checkpointer.resume(source=f"{copy}@7")
     assert same(loop.state(), before)
+
+
+def test_a_process_by_itself_has_nobody_to_divide_with(tmp_path, weights, monkeypatch):
+    monkeypatch.setattr(sources, "_check_between", None)
+    start = From(tmp_path / "w.safetensors", rename={r"body\.(.*)": r"old.body.\1"}, partial=True, cast=True)
+    with pytest.warns(UserWarning) as warned:
+        after, _ = begin(tmp_path, start)
+    assert torch.equal(after["body.weight"], weights["old.body.weight"]) and warned
 
 
 def test_a_run_that_was_converted_has_all_but_the_position_of_the_script(tmp_path, other):

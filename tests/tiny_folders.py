@@ -66,8 +66,8 @@ EVERY = {
 }
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Bytes, the marks <s> and </s>, and merges; <s> is put before any text."""
+def write_tokenizer(folder: Path, first: str = "<s>") -> None:
+    """Bytes, the marks <s> and </s>, and merges; ``first`` is put before any text, and </s> ends one."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY - 2, initial_alphabet=alphabet, show_progress=False, special_tokens=[]
@@ -78,9 +78,9 @@ def write_tokenizer(folder: Path) -> None:
     own.train_from_iterator([TEXT], trainer)
     own.add_special_tokens(["<s>", "</s>"])
     own.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", own.token_to_id("<s>"))]
+        single=f"{first} $A", pair=f"{first} $A $B", special_tokens=[(first, own.token_to_id(first))]
     )
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>", eos_token="</s>")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=own, bos_token=first, eos_token="</s>")
     fast.save_pretrained(folder)
 
 

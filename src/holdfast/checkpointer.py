@@ -31,7 +31,6 @@ from .delta.options import (
     refuse_other_calls,
 )
 from .delta.pulse import Pulse
-from .delta.ranks import Ranks
 from .delta.recorder import BOUND
 from .delta.recording import Recording
 from .delta.recovery import Recovered
@@ -46,6 +45,7 @@ from .delta.witness import last_durable, refuse_emptied
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
+from .ranks import Ranks
 from .sources import From, begin_from
 from .store.files import check_place
 from .store.local import LocalStore

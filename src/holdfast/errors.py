@@ -95,7 +95,8 @@ class NoCommit(HoldfastError):
 
 
 class CommitRetired(NoCommit):
-    """The commit was there and has been retired by its writer since: its files hold other bytes by now."""
+    """The commit was there and has been retired, or published again, by its writer since: its files hold other bytes by
+    now."""
 
 
 class EngineFailed(HoldfastError):

@@ -24,6 +24,18 @@ NAMES: list[str] = [
 ]
 """In the order of the commit protocol."""
 
+RECORDING: list[str] = [
+    "after_gradients_copied",
+    "after_step_sealed",
+    "after_step_put",
+    "before_records_write",
+    "after_unit_staged",
+]
+"""In the order in which a step gets from training to the thread that writes it, and then of a base's."""
+
+RANKS: list[str] = ["after_share_written"]
+"""Of several ranks, besides the others: a part of a base is durable, and no commit names it yet."""
+
 JOURNAL: list[str] = [
     "after_segment_made",
     "after_records_write",
@@ -66,7 +78,7 @@ action: Callable[[], None] = kill
 
 def reach(name: str) -> None:
     """Called by the code when it arrives at the point ``name``."""
-    assert any(name in names for names in (NAMES, JOURNAL, LIFECYCLE, REPLICA, REDO)), name
+    assert any(name in names for names in (NAMES, RECORDING, RANKS, JOURNAL, LIFECYCLE, REPLICA, REDO)), name
     if not armed:
         return
     wanted, _, count = armed.partition(":")

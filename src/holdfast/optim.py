@@ -2,6 +2,8 @@
 
 from .update.adamw import AdamW8bit, AdamWBF16
 from .update.apollo import Apollo, apollo_mini
+from .update.grass import Grass
 from .update.joined import Joined
+from .update.mezo import MeZO
 
-__all__ = ["AdamW8bit", "AdamWBF16", "Apollo", "Joined", "apollo_mini"]
+__all__ = ["AdamW8bit", "AdamWBF16", "Apollo", "Grass", "Joined", "MeZO", "apollo_mini"]

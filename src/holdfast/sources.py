@@ -27,12 +27,14 @@ from .universal import packs
 from .universal.checking import refuse_unequal
 from .universal.convert import open_source
 from .universal.convert.holdfast import Commit
+from .universal.dividing import Need, divided
 from .universal.hyper import kept_by, set_hyper_parameters
+from .universal.load import check_all
 from .universal.matching import Allowed, Form, Match, match
 from .universal.memory import InMemory
-from .universal.restore import check, read_tensors, restore
+from .universal.restore import needs_of, read_tensors, restore
 from .universal.ruled import UnderRules
-from .universal.source import Source
+from .universal.source import Source, Stored
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,14 @@ class Beginning:
 
     def check(self) -> None:
         """Read all of it, and raise ``Damaged`` if it is not as it was written."""
-        for part in range(len(self._source.parts)):
-            self._source.check(part)
+        check_all(self._source, range(len(self._source.parts)))
         refuse_unequal(
             self._source, (each for slots in self._match.found.values() for each in slots.values())
         )
+
+    def identity(self) -> list[Any]:
+        """As that of the source."""
+        return self._source.identity()
 
     def parameter(self, name: str) -> torch.Tensor | None:
         """Whole; None if there is none. Raises ``Damaged``."""
@@ -146,19 +151,35 @@ def begin_from(start: From, loop: Loop, emit: Callable[..., None]) -> None:
 
     def look() -> str:
         opened.append(start.source())
-        if not ranks.alone:
-            check(loop.state, opened[0], start)
         return opened[0].path
 
-    if len(paths := set(ranks.all_do(look))) > 1:
+    if len(several := sorted(set(ranks.all_do(look)))) > 1:
         raise BadInput(
-            f"the ranks would begin from different states, as one was made meanwhile: {', '.join(sorted(paths))}."
+            f"the ranks would begin from different states, as one was made meanwhile: {', '.join(several)}."
             " Say which: RUN@STEP."
         )
+    if not ranks.alone:
+        _check_between(loop, opened[0], start, None if isinstance(target.run, Url) else target.run)
     loop.steps_done, told = ranks.all_do(lambda: _bring(loop, opened[0], start))[ranks.rank]
     emit("began_from", path=str(start.path), step=loop.steps_done, told=told)
     for text in told:
         warnings.warn(f"beginning from {text}", stacklevel=4)
+
+
+def _check_between(loop: Loop, source: Source, allowed: Allowed, path: Path | None) -> None:
+    """Check between all ranks, before any of them is changed, what they will take of ``source``, which lies at ``path``
+    (None: on no disk)."""
+    ranks, wanted = loop.ranks, list[Stored]()
+
+    def need() -> Need:
+        parts, stored = needs_of(loop.state, source, allowed)
+        wanted.extend(stored)
+        return Need.of(source, path, parts)
+
+    mine, checked = divided(ranks.all_do(need), ranks.rank, source)
+    ranks.all_do(partial(check_all, source, mine))
+    source.trust(checked)
+    ranks.all_do(partial(refuse_unequal, source, wanted))
 
 
 def _begin_from_run(target: Target, loop: Loop) -> None:

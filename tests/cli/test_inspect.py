@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.cli import foreign
 from holdfast.cli.inspect import _facts
 from holdfast.cli.runs import Target
 from holdfast.store.reader import RunReader
 from tiny_run import TinyRun
+from universal.deepspeed_files import random_state, write
 
 
 @pytest.fixture
@@ -264,3 +266,30 @@ def test_who_prints_leaves_quietly_when_nobody_reads(run, holdfast_process, word
     process.stdout.close()
     assert process.wait(timeout=60) == -signal.SIGPIPE
     assert process.stderr.read() == ""
+
+
+def test_show_tells_how_states_of_others_are_cut_and_who_wrote_them(tmp_path, holdfast, monkeypatch):
+    state = random_state([{"w": (6, 2), "one": (1,)}], slots=("exp_avg",))
+    write(tmp_path / "zero", state, 1, 2)
+    asked, cuts_of = [], foreign._cuts_of  # of millions of pieces, which only JSON has
+    monkeypatch.setattr(foreign, "_cuts_of", lambda stored: asked.append(stored) or cuts_of(stored))
+    shown = holdfast("show", tmp_path / "zero").out
+    assert "written by   DeepSpeed 0.19.8, 2 ranks" in shown
+    header, *rows = shown.splitlines()[-3:]
+    assert header.split() == ["tensor", "shape", "cut", "slots"]
+    assert rows[0].split()[:5] == ["w", "6x2", "2", "parts", "F32"] and "parts" not in rows[1]
+    assert asked == []
+    told = json.loads(holdfast("show", tmp_path / "zero", "--json").out)
+    assert len(asked) == len(told["atoms"])
+    assert told["writer"] == "DeepSpeed 0.19.8, 2 ranks"
+    atom = next(atom for atom in told["atoms"] if (atom["name"], atom["slot"]) == ("w", "param"))
+    assert (atom["parts"], atom["copies"]) == (2, 1)
+    assert sum((b[0] - a[0]) * (b[1] - a[1]) for a, b in atom["cuts"]) == 12 and len(atom["cuts"]) >= 2
+
+
+def test_show_has_no_column_of_cuts_where_nothing_is_cut(run, tmp_path, holdfast):
+    assert "cut" not in holdfast("show", run).out.split()
+    made = holdfast("convert", run, tmp_path / "x.safetensors", "--to", "safetensors")
+    assert made.code == 0, made.err
+    shown = holdfast("show", tmp_path / "x.safetensors").out
+    assert "written by   holdfast" in shown and "cut" not in shown.split()

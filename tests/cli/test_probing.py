@@ -39,7 +39,7 @@ def test_without_a_file_it_is_printed_and_as_json_with_what_was_measured(holdfas
         (["--dir", "/absent"], "--dir /absent is no directory"),
         (["--out", "/absent/m.toml"], "there is no directory /absent; make it first"),
         (["--size", "large"], "--size: 'large' is not a number of bytes"),
-        (["--size", "1MiB"], "is too small to measure by; give 128.0 MiB"),
+        (["--size", "1MiB"], "is too small to measure by; give 16.0 MiB"),
         (["--model", "gpt-66b"], "there is no model 'gpt-66b'"),
         (["--device", "tpu"], "device 'tpu' is not"),
     ],

@@ -294,7 +294,7 @@ def test_an_error_in_a_step_is_an_event_and_the_run_goes_on_from_before(
     def broken(*_):
         raise OSError("the text is gone")
 
-    monkeypatch.setattr("holdfast.data.corpus._read_from", broken)
+    monkeypatch.setattr("holdfast.data.corpus.Corpus.window", broken)
     run = tmp_path / "run"
     keys = {"data__validation_fraction": 0}
     result = holdfast(*arguments(run, **keys))

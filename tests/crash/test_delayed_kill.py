@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from crash_run import ON_SSD, STEPS, Reference
+from crash_run import ON_SSD, STEPS, Reference, end, kill_often
 from holdfast import failpoints
 from holdfast.store.local import LocalStore
 
@@ -36,28 +36,12 @@ def undelayed(server, text, tmp_path_factory):
     return Reference(LocalStore.read(root), outcome.losses, outcome.seconds)
 
 
-def resume(server, undelayed, order, acknowledged):
-    undelayed.check_run(order["root"])
-    outcome = server.run(**order, steps=STEPS)
-    assert outcome.finished and not outcome.error and not outcome.warnings, outcome
-    assert outcome.resumed >= acknowledged
-    assert outcome.losses == undelayed.losses[outcome.resumed :]
-    assert undelayed.check_run(order["root"])[0] == STEPS
-
-
 def kill_at_random(server, undelayed, text, folder, rng, kills):
-    number, killed, window = 0, 0, 3 * undelayed.seconds
-    while killed < kills:
-        number += 1
+    def orders(number):
         order = {"root": folder / f"run{number}", "text": text, **UNCLIPPED}
-        outcome = server.run(
-            **order, **rng.choice(WAYS), **SLOW, steps=STEPS, kill_after=rng.uniform(0, window)
-        )
-        assert outcome.killed or outcome.finished, outcome
-        killed += outcome.killed
-        window *= 1.05 if outcome.killed else 0.8
-        resume(server, undelayed, order | rng.choice([{}, *WAYS]), outcome.durable)
-        assert number < 2 * kills + 30, "most kills came after the end"
+        return order | rng.choice(WAYS) | SLOW, order | rng.choice([{}, *WAYS])
+
+    kill_often(server, undelayed, orders, rng, kills, 3 * undelayed.seconds)
 
 
 def test_killed_at_a_few_random_moments_and_resumed_under_another_fraction(server, undelayed, text, tmp_path):
@@ -76,7 +60,7 @@ def kill_at_failpoint(server, undelayed, text, folder, failpoint, arrival, way):
     order = {"root": folder / "run", "text": text, **UNCLIPPED}
     outcome = server.run(**order, **way, **SLOW, steps=STEPS, failpoint=f"{failpoint}:{arrival}")
     assert outcome.killed, "the failpoint was never reached"
-    resume(server, undelayed, order, outcome.durable)
+    end(server, undelayed, order, outcome.durable)
 
 
 @pytest.mark.parametrize("failpoint, arrival", FEW)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from crash.test_torchrun import free_port, kill
 
@@ -62,6 +64,16 @@ def run(folder, *arguments):
     return done.stdout
 
 
+def loss_of_llama(folder, step):
+    """Of transformers' model of what was exported, on the batch of a step, as the example makes it."""
+    from transformers import AutoModelForCausalLM
+
+    tokens, targets = runpy.run_path(SCRIPT)["batch_of"](step)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
 @pytest.mark.crash
 @pytest.mark.timeout(400)
 def test_four_ranks_then_three_then_one_out_of_core_then_a_llama_that_talks(tmp_path):
@@ -75,4 +87,7 @@ def test_four_ranks_then_three_then_one_out_of_core_then_a_llama_that_talks(tmp_
     assert three[-1]["durable"] < alone[0]["step"] <= three[-1]["step"] + 2 and alone[-1]["step"] == last
     assert alone[-1]["loss"] < four[0]["loss"] / 1.5
     run(tmp_path, "export")
-    assert run(tmp_path, "sample").startswith("def ")
+    [after] = map(json.loads, run(tmp_path, "out-of-core", "--steps", str(last + 1)).splitlines())
+    assert loss_of_llama(tmp_path / "llama", last) == pytest.approx(after["loss"], rel=1e-4)
+    said = run(tmp_path, "sample")
+    assert said.startswith("def ") and len(said) > len("def ") + 20

@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from crash_run import MIXED, ON_SSD, STEPS, atoms_of
+from crash_run import MIXED, ON_SSD, STEPS, atoms_of, end, kill_often
 from holdfast import failpoints
 from holdfast.store.local import LocalStore
 
@@ -27,31 +27,14 @@ WAYS = [
 """How a run may be made. What it computes is the same in all."""
 
 
-def resume(server, reference, order, acknowledged):
-    """Let the run end, and compare. ``acknowledged`` is the newest step that a killed process had seen."""
-    reference.check_run(order["root"])
-    outcome = server.run(**order, steps=STEPS)
-    assert outcome.finished and not outcome.error and not outcome.warnings, outcome
-    assert outcome.resumed >= acknowledged
-    assert outcome.losses == reference.losses[outcome.resumed :]
-    assert reference.check_run(order["root"])[0] == STEPS
-
-
 def kill_at_random(server, reference, text, folder, rng, kills):
-    """``kills`` runs, each killed once in the time that a whole run takes, and resumed in another way. That time
-    is corrected after each, so that some four of five moments come before the end, whatever else the machine does.
-    """
-    number, killed, window = 0, 0, reference.seconds
-    while killed < kills:
-        number += 1
-        order = {"root": folder / f"run{number}", "text": text, **rng.choice(WAYS)}
-        outcome = server.run(**order, steps=STEPS, kill_after=rng.uniform(0, window))
-        assert outcome.killed or outcome.finished, outcome
-        killed += outcome.killed
-        window *= 1.05 if outcome.killed else 0.8
-        order = {"root": folder / f"run{number}", "text": text, **rng.choice(WAYS)}
-        resume(server, reference, order, outcome.durable)
-        assert number < 2 * kills + 30, "most kills came after the end"
+    """Each resumed in another way than it was made in."""
+
+    def orders(number):
+        order = {"root": folder / f"run{number}", "text": text}
+        return order | rng.choice(WAYS), order | rng.choice(WAYS)
+
+    kill_often(server, reference, orders, rng, kills, reference.seconds)
 
 
 def test_killed_at_a_few_random_moments(server, reference, text, tmp_path):
@@ -81,10 +64,10 @@ def test_killed_again_and_again_while_it_resumes(server, reference, text, tmp_pa
         window *= 0.9**came if came else 1.3
         reference.check_run(order["root"])
         if outcome.finished:
-            resume(server, reference, order, newest)
+            end(server, reference, order, newest)
             number, newest = number + 1, -1
             assert number < RESUMED, "the processes end before they are killed"
-    resume(server, reference, order, newest)
+    end(server, reference, order, newest)
 
 
 ARRIVALS = dict.fromkeys(failpoints.NAMES, (1, 2, 7)) | {
@@ -100,7 +83,7 @@ FEW = [("after_data_sync", 9), ("after_manifest_rename", 3), ("after_retire_unli
 def kill_at_failpoint(server, reference, order, failpoint, arrival):
     outcome = server.run(**order, steps=STEPS, failpoint=f"{failpoint}:{arrival}")
     assert outcome.killed, "the failpoint was never reached"
-    resume(server, reference, order, outcome.durable)
+    end(server, reference, order, outcome.durable)
 
 
 @pytest.mark.parametrize("failpoint, arrival", FEW)
@@ -134,7 +117,7 @@ def test_killed_at_each_failpoint_in_turn_of_one_run(server, reference, text, tm
         assert outcome.killed and (outcome.resumed is None or outcome.resumed >= newest)
         newest = max(newest, outcome.durable)
         reference.check_run(order["root"])
-    resume(server, reference, order, newest)
+    end(server, reference, order, newest)
 
 
 def test_a_skipped_step_is_counted_by_the_commit_that_it_ends_in(server, text, tmp_path):

@@ -41,7 +41,9 @@ def go_on_to_the_end(world, undisturbed, root, kind, said):
 @pytest.mark.parametrize(
     ("rank", "failpoint"),
     [(0, name) for name in (*failpoints.NAMES, *failpoints.JOURNAL)]
-    + [(1, name) for name in ("before_data_sync", "after_data_sync", *failpoints.JOURNAL[:-1])],
+    + [(1, name) for name in ("before_data_sync", "after_data_sync", *failpoints.JOURNAL[:-1])]
+    + [(rank, f"{name}:3") for rank in (0, 1) for name in failpoints.RECORDING]
+    + [(rank, name) for rank in (0, 1) for name in failpoints.RANKS],
 )
 def test_a_rank_is_killed_at_a_failpoint(world, undisturbed, tmp_path, failpoint, rank):
     kind = random.Random(f"{failpoint} {rank}").choice(["ddp", "fsdp"])

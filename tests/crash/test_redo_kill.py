@@ -11,7 +11,7 @@ import random
 
 import pytest
 
-from crash_run import ON_SSD, STEPS
+from crash_run import ON_SSD, STEPS, end, kill_often
 from holdfast import failpoints
 
 WAYS = [
@@ -25,28 +25,12 @@ SLOW = {"write_limit": 3 << 20}
 """What is written of a step takes longer than the next step's forward pass."""
 
 
-def resume(server, reference, order, acknowledged):
-    reference.check_run(order["root"])
-    outcome = server.run(**order, steps=STEPS)
-    assert outcome.finished and not outcome.error and not outcome.warnings, outcome
-    assert outcome.resumed >= acknowledged
-    assert outcome.losses == reference.losses[outcome.resumed :]
-    assert reference.check_run(order["root"])[0] == STEPS
-
-
 def kill_at_random(server, reference, text, folder, rng, kills):
-    number, killed, window = 0, 0, 3 * reference.seconds
-    while killed < kills:
-        number += 1
+    def orders(number):
         order = {"root": folder / f"run{number}", "text": text, "clipping": "speculate"}
-        outcome = server.run(
-            **order, **rng.choice(WAYS), **SLOW, steps=STEPS, kill_after=rng.uniform(0, window)
-        )
-        assert outcome.killed or outcome.finished, outcome
-        killed += outcome.killed
-        window *= 1.05 if outcome.killed else 0.8
-        resume(server, reference, order | rng.choice([{"clipping": "defer"}, *WAYS]), outcome.durable)
-        assert number < 2 * kills + 30, "most kills came after the end"
+        return order | rng.choice(WAYS) | SLOW, order | rng.choice([{"clipping": "defer"}, *WAYS])
+
+    kill_often(server, reference, orders, rng, kills, 3 * reference.seconds)
 
 
 def test_killed_at_a_few_random_moments_and_resumed_with_and_without_guesses(
@@ -64,7 +48,7 @@ def kill_at_failpoint(server, reference, text, folder, failpoint, arrival, way):
     order = {"root": folder / "run", "text": text, "clipping": "speculate"}
     outcome = server.run(**order, **way, **SLOW, steps=STEPS, failpoint=f"{failpoint}:{arrival}")
     assert outcome.killed, "the failpoint was never reached"
-    resume(server, reference, order, outcome.durable)
+    end(server, reference, order, outcome.durable)
 
 
 @pytest.mark.parametrize("failpoint", failpoints.REDO)

@@ -4,6 +4,7 @@ What goes on from there has the bits of a loop that was never killed."""
 from __future__ import annotations
 
 import random
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.delta import kept, tier
+from holdfast.delta.channel import Channel
 from holdfast.events import read_events
+from survive_run import kill_in_turn
 
 STEPS = 40
 TRAINERS = ["after_gradient_copied", "before_step_handed", "after_step_handed", "after_state_handed"]
@@ -36,7 +39,8 @@ def undisturbed(server, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def nothing_is_left_in_memory(tmp_path):
     yield
-    assert not tier.place_of(tmp_path, tier.MEMORY).exists()
+    for root in (tmp_path, *tmp_path.iterdir()):
+        assert not tier.place_of(root, tier.MEMORY).exists()
 
 
 def run(server, root, **options):
@@ -61,13 +65,15 @@ def resumed_from_memory(root):
 @pytest.mark.parametrize("seed", range(20))
 def test_the_trainer_is_killed_at_random_moments(server, undisturbed, tmp_path, seed):
     """Five times in turn: every step that was handed over is there, from memory."""
-    chance, acknowledged, options = random.Random(seed), -1, {"base_every": 3 + 5 * seed}
-    for _ in range(5):
-        outcome = run(server, tmp_path, kill_after=chance.uniform(0.0, 1.0), **options)
-        assert outcome.killed or outcome.finished, outcome.error
-        assert outcome.resumed is None or outcome.resumed >= acknowledged
-        acknowledged = max(acknowledged, outcome.durable)
-    go_on_to_the_end(server, undisturbed, tmp_path, acknowledged, **options)
+    chance, options = random.Random(seed), {"base_every": 3 + 5 * seed}
+    root, acknowledged = kill_in_turn(
+        lambda root, **kill: run(server, root, **options, **kill),
+        tmp_path,
+        5,
+        lambda: chance.uniform(0.0, 1.0),
+        undisturbed.digest,
+    )
+    go_on_to_the_end(server, undisturbed, root, acknowledged, **options)
 
 
 @pytest.mark.crash
@@ -208,6 +214,76 @@ def test_what_a_replica_has_when_the_disk_fails_beside_training_is_kept(server, 
     assert "no space left" in outcome.error
     last = go_on_to_the_end(server, undisturbed, tmp_path, 10)
     assert resumed_from_memory(tmp_path) == [last.resumed]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_trainer_that_resumes_from_memory_does_not_wait_for_the_disk(server, undisturbed, tmp_path, copies):
+    """A slow one, to which the dead trainer's replica began to write what it had kept."""
+    order = {"base_every": 1000, "dies_at": 25, "slow_when_kept": 16_000, "copies": copies}
+    outcome = run(server, tmp_path, **order)
+    assert outcome.killed and outcome.durable == 25, outcome
+    wait_for_event(tmp_path, "kept", 25)
+    last = go_on_to_the_end(server, undisturbed, tmp_path, 25, base_every=1000)
+    assert last.resumed == 25
+    found = [(event["event"], event.get("step")) for event in read_events(tmp_path / "events.jsonl")]
+    assert found.index(("resumed", 25)) < found.index(("base", 25))
+
+
+@pytest.mark.crash
+def test_one_that_said_it_takes_what_was_kept_and_was_killed_has_not_taken_it(server, undisturbed, tmp_path):
+    """It asked while the replica did what waits. The disk has the step all the same, and the replica goes on waiting
+    for somebody."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=25, slow_seconds=0.05)
+    assert outcome.killed and outcome.durable == 25, outcome
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.connect(str(tier.place_of(tmp_path, tier.MEMORY) / kept.SOCKET))
+        Channel(asking).send({"takes": True})
+    wait_for_event(tmp_path, "base", 25)
+    go_on_to_the_end(server, undisturbed, tmp_path, 25, base_every=1000)
+    assert resumed_from_memory(tmp_path) == [25]
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("end", ["killed", "refused"])
+def test_what_was_taken_by_one_that_never_began_is_on_the_disk(server, undisturbed, tmp_path, end):
+    """The replica that kept it has gone by then, so that of the one that took it persists it."""
+    outcome = run(server, tmp_path, base_every=1000, dies_at=25, slow_when_kept=16_000)
+    assert outcome.killed and outcome.durable == 25, outcome
+    wait_for_event(tmp_path, "kept", 25)
+    how = {"failpoint": "after_state_handed:1"} if end == "killed" else {"feature": ""}
+    second = run(server, tmp_path, base_every=1000, **how)
+    assert second.killed if end == "killed" else "RunMismatch" in second.error, second
+    wait_for_end(outcome.replica)
+    wait_for_event(tmp_path, "base", 25)
+    go_on_to_the_end(server, undisturbed, tmp_path, 25, base_every=1000)
+    assert resumed_from_memory(tmp_path) == ([25] if end == "killed" else [])
+
+
+@pytest.mark.crash
+def test_what_was_taken_by_one_that_never_began_stays_where_the_disk_has_no_room(
+    server, undisturbed, tmp_path
+):
+    outcome = run(server, tmp_path, base_every=1000, dies_at=25, slow_when_kept=16_000)
+    assert outcome.killed and outcome.durable == 25, outcome
+    wait_for_event(tmp_path, "kept", 25)
+    refused = run(server, tmp_path, base_every=1000, feature="", no_disk=True)
+    assert "RunMismatch" in refused.error, refused
+    wait_for_event(tmp_path, "not_persisted", None)
+    go_on_to_the_end(server, undisturbed, tmp_path, 25, base_every=1000)
+    assert resumed_from_memory(tmp_path) == [25]
+
+
+@pytest.mark.crash
+def test_who_resumes_an_earlier_step_leaves_what_was_kept_on_the_disk(server, undisturbed, tmp_path):
+    outcome = run(server, tmp_path, base_every=7, dies_at=25, slow_when_kept=16_000)
+    assert outcome.killed and outcome.durable == 25, outcome
+    wait_for_event(tmp_path, "kept", 25)
+    earlier = run(server, tmp_path, base_every=1000, keep_last=9, before=20, dies_at=22)
+    assert earlier.killed and earlier.resumed < 20, earlier
+    found = [(event["event"], event.get("step")) for event in read_events(tmp_path / "events.jsonl")]
+    assert ("base", 25) in found
+    go_on_to_the_end(server, undisturbed, tmp_path, 22, base_every=1000)
 
 
 @pytest.mark.crash

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from delta.loops import make
+from dist.test_ranks_storage import watched
 from holdfast.checkpointer import BOUND, Checkpointer
 from holdfast.io.queue import Throttle
 from holdfast.offload.process import process_bytes
 from holdfast.store.retention import Keep
 from survive_run import FEATURE, OPTIMIZER
 
-STEPS, BASE_EVERY, RETAIN = 10_000, 50, 2
+STEPS, BASE_EVERY, RETAIN, CAP = 10_000, 50, 2, 1_500_000
 
 
 def disk_bytes(root):
@@ -31,13 +32,22 @@ def disk_bytes(root):
 
 
 @pytest.mark.crash
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_nothing_grows_in_ten_thousand_steps(tmp_path):
+    """And the disk has no more of the run than its cap whenever one looks, which is too little for the cadence."""
     loop = make(OPTIMIZER, FEATURE)
     seen = []
-    with Checkpointer(
-        tmp_path, model=loop.model, optimizer=loop.optimizers, base_every=BASE_EVERY, keep=Keep(RETAIN)
-    ) as checkpointer:
+    with (
+        watched(tmp_path) as taken,
+        Checkpointer(
+            tmp_path,
+            model=loop.model,
+            optimizer=loop.optimizers,
+            base_every=BASE_EVERY,
+            keep=Keep(RETAIN),
+            storage=CAP,
+        ) as checkpointer,
+    ):
         checkpointer.resume()
         for i in range(STEPS):
             loop.iteration(i, checkpointer.step)
@@ -50,6 +60,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path):
     assert max(descriptors[1:]) <= descriptors[0] + 2  # a segment and a manifest that are just open
     assert max(memory[4:]) - memory[3] < 8 << 20
     assert max(disk) < 2 * disk[0]
+    assert CAP / 2 < max(taken) <= CAP and len(taken) > STEPS / 10
     names = [
         len(os.listdir(tmp_path / folder)) for folder in ("commits", "data", "index", "journal/rank-00000")
     ]
@@ -61,7 +72,7 @@ def test_nothing_grows_in_ten_thousand_steps(tmp_path):
 @pytest.mark.parametrize("base_every", [7, 1000])
 def test_memory_keeps_to_its_cap_on_a_disk_ten_times_too_slow(tmp_path, base_every):
     """And no step is further from the disk than was declared."""
-    cap, steps = 100 << 20, 60
+    cap, steps = 100 << 20, 40
     model = nn.Linear(1500, 1500)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
@@ -77,15 +88,17 @@ def test_memory_keeps_to_its_cap_on_a_disk_ten_times_too_slow(tmp_path, base_eve
         train()
     record_bytes = 1500 * 1501 * 4
     bytes_per_second = record_bytes * 10 / (time.perf_counter() - started)
-    before, seen = process_bytes(), []
+    before, seen, behind = process_bytes(), [], []
     with Checkpointer(
         tmp_path, model=model, optimizer=optimizer, memory=cap, base_every=base_every, direct=False
     ) as checkpointer:
         checkpointer.resume()
-        checkpointer._queue._throttles[True] = Throttle(max(bytes_per_second / 10, 10 * record_bytes))
+        checkpointer._queue._throttles[True] = Throttle(bytes_per_second / 10)
         for _ in range(steps):
             train()
             checkpointer.step()
             seen.append(process_bytes() - before)
-            assert 0 <= checkpointer.steps_done - checkpointer.durable_step <= BOUND
+            behind.append(checkpointer.steps_done - checkpointer.durable_step)
+        slots = len(checkpointer._survival.pool.slots)
+    assert min(behind) >= 0 and max(behind) == slots <= BOUND  # it was held up, and no later than it may
     assert max(seen) < cap + (16 << 20), f"{max(seen) >> 20} MiB"

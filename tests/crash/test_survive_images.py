@@ -13,12 +13,12 @@ import pytest
 from delta.loops import make
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases
-from holdfast.delta.ranks import Ranks
 from holdfast.delta.recovery import recover
 from holdfast.delta.script import Script
 from holdfast.errors import HoldfastError
 from holdfast.io.queue import IOQueue
 from holdfast.io.simdisk import SimDisk
+from holdfast.ranks import Ranks
 from holdfast.state.live import LiveState
 from holdfast.store import journal
 from holdfast.store.local import LocalStore

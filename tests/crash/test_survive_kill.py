@@ -13,8 +13,12 @@ from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.store.chain import chain_of, read_journal, verify_records
 from holdfast.store.local import LocalStore
+from survive_run import kill_in_turn
 
 STEPS, LONG = 40, 160
+EVERY = [*failpoints.NAMES, *failpoints.RECORDING, *failpoints.JOURNAL]
+RARE = ("before_retire", "after_retire_unlink", "after_retire_sync", "before_segment_unlink")
+"""At these a run of more steps arrives three times."""
 
 
 @pytest.fixture(scope="module")
@@ -52,30 +56,31 @@ def long(server, tmp_path_factory):
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", range(50))
 def test_killed_at_random_moments(server, long, tmp_path, seed):
-    """Ten kills each, a while after one another."""
-    chance, acknowledged, options = random.Random(seed), -1, {"steps": LONG, "base_every": 3 + seed}
-    for _ in range(10):
-        outcome = server.run(
-            survive=True, root=tmp_path, kill_after=chance.uniform(0.0, 0.3 * long.seconds), **options
-        )
-        assert outcome.killed or outcome.finished, outcome.error
-        assert outcome.resumed is None or outcome.resumed >= acknowledged
-        acknowledged = max(acknowledged, outcome.durable)
-    go_on_to_the_end(server, long, tmp_path, acknowledged, **options)
+    """Ten times each, a while after one another."""
+    chance, options = random.Random(seed), {"survive": True, "steps": LONG, "base_every": 3 + seed}
+    root, acknowledged = kill_in_turn(
+        lambda root, **kill: server.run(root=root, **options, **kill),
+        tmp_path,
+        10,
+        lambda: chance.uniform(0.0, 0.3 * long.seconds),
+        long.digest,
+    )
+    go_on_to_the_end(server, long, root, acknowledged, **options)
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint", [*failpoints.NAMES, *failpoints.JOURNAL])
+@pytest.mark.parametrize("failpoint", EVERY)
 @pytest.mark.parametrize("arrival", [1, 2, 3])
-def test_killed_at_a_failpoint(server, undisturbed, tmp_path, failpoint, arrival):
+def test_killed_at_a_failpoint(server, undisturbed, long, tmp_path, failpoint, arrival):
+    steps, whole = (LONG, long) if failpoint in RARE else (STEPS, undisturbed)
     if failpoint == "after_timeline_opened" and arrival > 1:
         server.run(survive=True, root=tmp_path, steps=7, base_every=3)
         arrival = 1
     outcome = server.run(
-        survive=True, root=tmp_path, steps=STEPS, base_every=3, failpoint=f"{failpoint}:{arrival}"
+        survive=True, root=tmp_path, steps=steps, base_every=3, failpoint=f"{failpoint}:{arrival}"
     )
-    assert outcome.killed or (arrival > 1 and outcome.finished), outcome
-    go_on_to_the_end(server, undisturbed, tmp_path, outcome.durable, steps=STEPS, base_every=3)
+    assert outcome.killed, outcome
+    go_on_to_the_end(server, whole, tmp_path, outcome.durable, steps=steps, base_every=3)
 
 
 SPARSE = {"survive": True, "top": 0.2, "steps": STEPS, "base_every": 3, "unit_bytes": 1500}
@@ -93,7 +98,7 @@ def newest_base(root):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint", [*failpoints.NAMES, *failpoints.JOURNAL])
+@pytest.mark.parametrize("failpoint", EVERY)
 @pytest.mark.parametrize("arrival", [1, 2, 3])
 def test_killed_at_a_failpoint_with_residuals(server, sparse, tmp_path, failpoint, arrival):
     root, copy = tmp_path / "run", tmp_path / "copy"
@@ -101,7 +106,7 @@ def test_killed_at_a_failpoint_with_residuals(server, sparse, tmp_path, failpoin
         server.run(root=root, **SPARSE | {"steps": 7})
         arrival = 1
     outcome = server.run(root=root, failpoint=f"{failpoint}:{arrival}", **SPARSE)
-    assert outcome.killed or (arrival == 3 and outcome.finished), outcome
+    assert outcome.killed, outcome
     shutil.copytree(root, copy)
     state = server.run(root=copy, **SPARSE)
     assert state.finished and state.resumed >= outcome.durable, state.error
@@ -112,10 +117,15 @@ def test_killed_at_a_failpoint_with_residuals(server, sparse, tmp_path, failpoin
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_at_random_moments_with_residuals(server, sparse, tmp_path, seed):
     chance, options = random.Random(seed), {**SPARSE, "exactness": "continuation"}
-    for _ in range(5):
-        outcome = server.run(root=tmp_path, kill_after=chance.uniform(0.0, sparse.seconds), **options)
-        assert outcome.killed or outcome.finished, outcome.error
-    go_on_to_the_end(server, sparse, tmp_path, newest_base(tmp_path), **options)
+    root, _ = kill_in_turn(
+        lambda root, **kill: server.run(root=root, **options, **kill),
+        tmp_path,
+        5,
+        lambda: chance.uniform(0.0, sparse.seconds),
+        sparse.digest,
+        goes_back=True,
+    )
+    go_on_to_the_end(server, sparse, root, newest_base(root), **options)
 
 
 # Compaction and pruning
@@ -138,6 +148,13 @@ def recoverable(root):
 
 
 COMPACTED = [*failpoints.NAMES[:-1], *failpoints.LIFECYCLE, "before_segment_unlink"]
+PRUNED = [
+    "before_retire",
+    "after_retire_unlink",
+    "after_retire_sync",
+    "before_retired_unlink",
+    "before_segment_unlink",
+]
 
 
 def finished(server, root, keep_last):
@@ -171,16 +188,7 @@ def test_killed_while_it_is_compacted(server, undisturbed, tmp_path, failpoint, 
 
 @pytest.mark.crash
 @pytest.mark.parametrize("arrival", [1, 2])
-@pytest.mark.parametrize(
-    "failpoint",
-    [
-        "before_retire",
-        "after_retire_unlink",
-        "after_retire_sync",
-        *failpoints.LIFECYCLE[1:],
-        "before_segment_unlink",
-    ],
-)
+@pytest.mark.parametrize("failpoint", PRUNED)
 def test_killed_while_it_is_pruned(server, undisturbed, tmp_path, failpoint, arrival):
     before = recoverable(finished(server, tmp_path, 9))
     with LocalStore.read(tmp_path) as reader:

@@ -1,13 +1,20 @@
-"""The power is cut while a loop with a checkpointer runs: at every failpoint, and right after an acknowledgement."""
+"""The power is cut while a loop with a checkpointer runs: at every failpoint, and right after an acknowledgement. Also
+while its run is compacted or pruned, and beside a replica, which the power takes as well."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 
 import pytest
 
+from crash.test_replica_kill import wait_for_end
+from crash.test_survive_kill import COMPACTED, PRUNED, finished, recoverable
 from fork_server import ForkServer
 from holdfast import failpoints
+from holdfast.delta import tier
+from holdfast.store.local import LocalStore
 from powercut import power_cut_disk
 
 pytestmark = [pytest.mark.root, pytest.mark.crash]
@@ -66,6 +73,7 @@ def test_power_cut_right_after_an_acknowledgement(server, undisturbed, disk, roo
 RARE = ("after_timeline_opened", "before_retire", "after_retire_unlink", "after_retire_sync")
 ARRIVALS = [(name, 1) for name in [*failpoints.NAMES, *failpoints.JOURNAL]]
 ARRIVALS += [(name, 2) for name, _ in ARRIVALS if name not in RARE]
+ARRIVALS += [(name, 9) for name in failpoints.RECORDING]
 
 
 @pytest.mark.parametrize("failpoint, arrival", ARRIVALS)
@@ -75,3 +83,68 @@ def test_power_cut_at_every_failpoint(server, undisturbed, disk, root, failpoint
         failpoint=f"{failpoint}:{arrival}",
     )  # fmt: skip
     check_goes_on(server, undisturbed, disk, root, outcome)
+
+
+def end_the_run(server, undisturbed, root):
+    """Train a run that has come to its end once more, and compare what it holds."""
+    last = server.run(survive=True, root=root, steps=STEPS, base_every=10)
+    assert last.finished and last.resumed == STEPS and last.digest == undisturbed.digest, last
+
+
+@pytest.mark.parametrize("failpoint", COMPACTED)
+def test_power_cut_while_it_is_compacted(server, undisturbed, disk, root, failpoint):
+    """What there was before a step that is compacted to may be gone, and nothing else."""
+    before = recoverable(finished(server, root, 1))
+    with LocalStore.read(root) as reader:
+        newest = reader.line()[0].step
+    to = max(before) - 1
+    outcome = server.run(verb="compact", root=root, to=to, failpoint=failpoint, cut=disk.mount)
+    assert outcome.killed, outcome
+    disk.reboot()
+    assert before - recoverable(root) <= set(range(newest, to))
+    again = server.run(verb="compact", root=root, to=to)
+    assert again.finished or f"step {to} is a base already" in again.error, again.error
+    assert to in recoverable(root)
+    end_the_run(server, undisturbed, root)
+
+
+@pytest.mark.parametrize("failpoint", PRUNED)
+def test_power_cut_while_it_is_pruned(server, undisturbed, disk, root, failpoint):
+    before = recoverable(finished(server, root, 9))
+    with LocalStore.read(root) as reader:
+        kept = [ref.step for ref in reader.line()[:2]]
+    outcome = server.run(verb="prune", root=root, keep=[2], failpoint=failpoint, cut=disk.mount)
+    assert outcome.killed, outcome
+    disk.reboot()
+    should = set(range(min(kept), max(before) + 1))
+    assert should <= recoverable(root)
+    again = server.run(verb="prune", root=root, keep=[2])
+    assert again.finished and should <= recoverable(root) <= before, again.error
+    end_the_run(server, undisturbed, root)
+
+
+REPLICAS = [f"{name}:2" for name in failpoints.NAMES if name != "after_timeline_opened"]
+"""Of the second base: each is one unit, and the trainer, which hands over a state in the same format, arrives once."""
+
+
+@pytest.mark.parametrize(
+    "failpoint", [*REPLICAS, "after_step_handed:20", "after_replica_update:20", "before_replica_kept"]
+)
+def test_power_cut_beside_a_replica(server, undisturbed, disk, root, failpoint):
+    """The disk has its step, and what was in memory is gone with both processes."""
+    order = {"replica": True, "base_every": 5, "unit_bytes": 1 << 20, "linger_seconds": 60.0}
+    dies_at = 25 if failpoint == "before_replica_kept" else None
+    outcome = server.run(
+        root=root, steps=STEPS, dies_at=dies_at, failpoint=failpoint, cut=disk.mount, **order
+    )
+    assert outcome.replica and not outcome.finished, outcome
+    if failpoint.startswith("after_step_handed"):  # which the replica outlives, but not the machine
+        os.kill(outcome.replica, signal.SIGKILL)
+    wait_for_end(outcome.replica)
+    tier.remove(tier.place_of(root, tier.MEMORY))
+    disk.reboot()
+    last = server.run(root=root, steps=STEPS, **order)
+    assert last.finished, last.error
+    assert last.resumed >= outcome.durable_step >= 0
+    assert last.losses == undisturbed.losses[last.resumed :] and last.digest == undisturbed.digest
+    assert not tier.place_of(root, tier.MEMORY).exists()

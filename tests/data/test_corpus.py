@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.data import corpus as corpora
 from holdfast.data.corpus import Corpus, find_files
-from holdfast.errors import BadInput, DiskFailed
+from holdfast.data.loader import step_loader
+from holdfast.errors import BadInput, DiskFailed, RunMismatch
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def test_a_file_and_a_glob_name_the_same_text(folder, monkeypatch):
     assert both.fingerprint == Corpus(str(folder), context=4).fingerprint
 
 
-def test_the_fingerprint_follows_names_and_sizes_not_the_place(folder, tmp_path_factory):
+def test_the_fingerprint_follows_names_sizes_and_content_not_the_place(folder, tmp_path_factory):
     first = Corpus(str(folder), context=4).fingerprint
     moved = tmp_path_factory.mktemp("elsewhere") / "text"
     os.rename(folder, moved)
@@ -102,6 +104,41 @@ def test_the_fingerprint_follows_names_and_sizes_not_the_place(folder, tmp_path_
     assert Corpus(str(moved), context=4).fingerprint["xxh3"] != first["xxh3"]
     (moved / "c.txt").write_bytes(bytes(99))
     assert Corpus(str(moved), context=4).fingerprint["bytes"] == 156
+
+
+def test_a_text_that_was_changed_in_place_is_another(folder):
+    state = step_loader(Corpus(str(folder), context=4), 2, 2).state_dict()
+    content = (folder / "a.txt").read_bytes()
+    (folder / "a.txt").write_bytes(content[::-1])
+    with pytest.raises(RunMismatch, match="the data is not what the run was trained on: content was"):
+        step_loader(Corpus(str(folder), context=4), 2, 2).load_state_dict(state)
+    (folder / "a.txt").write_bytes(content)
+    step_loader(Corpus(str(folder), context=4), 2, 2).load_state_dict(state)
+
+
+def test_a_state_of_before_content_was_looked_at_goes_on(folder):
+    state = step_loader(Corpus(str(folder), context=4), 2, 2).state_dict()
+    del state["fingerprint"]["content"]
+    step_loader(Corpus(str(folder), context=4), 2, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("most, noticed", [(1000, 157), (40, 40), (1, 10)])
+def test_of_a_large_text_pieces_all_over_it_are_looked_at(folder, monkeypatch, most, noticed):
+    monkeypatch.setattr(corpora, "HASHED_BYTES", most)
+    monkeypatch.setattr(corpora, "PIECE_BYTES", 10)
+
+    def content():
+        return Corpus(str(folder), context=4).fingerprint["content"]
+
+    before, changes = content(), []
+    for name in ("a.txt", "b/z.txt"):
+        text = (folder / name).read_bytes()
+        for place in range(len(text)):
+            (folder / name).write_bytes(text[:place] + b"\xff" + text[place + 1 :])
+            changes.append(content() != before)
+        (folder / name).write_bytes(text)
+    assert sum(changes) == noticed
+    assert any(changes[:40]) and (most == 1 or any(changes[-40:]))
 
 
 def test_the_standard_library_is_always_there_and_holds_nobody_elses_code():

@@ -87,7 +87,7 @@ class Loop:
 
 
 def make(optimizer: Callable[..., torch.optim.Optimizer], feature: str = "", seed: int = 0) -> Loop:
-    """A loop with one of the ``FEATURES``."""
+    """A loop with one of the ``FEATURES``, or "fused scaler": a fused optimizer unscales by itself."""
     torch.manual_seed(seed)
     model = Net(feature)
     if feature == "average":
@@ -107,7 +107,7 @@ def make(optimizer: Callable[..., torch.optim.Optimizer], feature: str = "", see
         schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizers[0], 20)]
         loop.things["scheduler"] = schedulers[0]
     scaler = (
-        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if feature == "scaler" else None
+        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3) if "scaler" in feature else None
     )
     if scaler is not None:
         loop.things["scaler"] = scaler
@@ -135,7 +135,7 @@ def make(optimizer: Callable[..., torch.optim.Optimizer], feature: str = "", see
         for number, each in enumerate(optimizers):
             if feature == "two" and number == 1 and i % 2:
                 continue
-            if scaler is not None:
+            if feature == "scaler":
                 scaler.unscale_(each)
             if feature in ("clip", "scaler"):
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)

@@ -6,8 +6,8 @@ import time
 from types import SimpleNamespace
 
 from holdfast.delta.agreement import Agreement
-from holdfast.delta.ranks import Ranks
 from holdfast.delta.together import Together
+from holdfast.ranks import Ranks
 
 
 class Board(dict):

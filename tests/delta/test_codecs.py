@@ -14,9 +14,9 @@ from delta.loops import cut_small, make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.codecs import ArrayReader, Exact
 from holdfast.delta.lossy import Int8, TopK
-from holdfast.delta.ranks import stream_of
 from holdfast.errors import BadInput, NoCommit, RunMismatch
 from holdfast.io.queue import Throttle
+from holdfast.ranks import stream_of
 from holdfast.store.chain import read_journal
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep

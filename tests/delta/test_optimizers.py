@@ -16,7 +16,7 @@ from holdfast.delta.compact import compact
 from holdfast.delta.lossy import TopK
 from holdfast.errors import BadInput
 from holdfast.events import read_events
-from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined, apollo_mini
+from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, apollo_mini
 from holdfast.store.retention import Keep
 from holdfast.update.kinds import is_elementwise
 from replica_run import Forked
@@ -33,6 +33,8 @@ OPTIMIZERS = {
     "adafactor": partial(torch.optim.Adafactor, lr=0.01),
     "apollo": partial(Apollo, lr=0.01, rank=3, update_gap=3),
     "apollo-mini": partial(apollo_mini, lr=0.01, update_gap=3),
+    "grass": partial(Grass, lr=0.01, rank=3, update_gap=3),
+    "grass by chance": partial(Grass, lr=0.01, rank=3, update_gap=3, sampled=True),
     "bf16": partial(AdamWBF16, lr=0.01),
     "8bit": partial(AdamW8bit, lr=0.01),
 }
@@ -58,7 +60,7 @@ def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature)
     assert all(base.oldest_step == base.step for base in manifests(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["apollo", "8bit"])
+@pytest.mark.parametrize("name", ["apollo", "grass", "8bit"])
 def test_lossy_gradients_come_back_too(tmp_path, small_units, name):
     states = trained(tmp_path, OPTIMIZERS[name], "", codec=TopK(0.3), base_every=9, keep=Keep(9))
     for step, state in states.items():
@@ -89,7 +91,7 @@ def forked(monkeypatch, tmp_path):
     monkeypatch.setattr(tier, "MEMORY", memory)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "apollo", "bf16", "8bit"])
+@pytest.mark.parametrize("name", ["adafactor", "apollo", "grass by chance", "bf16", "8bit"])
 def test_a_replica_has_the_bits_of_the_trainer(tmp_path, forked, name):
     loop = make(OPTIMIZERS[name], "")
     with Checkpointer(
@@ -121,7 +123,7 @@ def test_a_replica_takes_muon_and_adamw_as_a_list(tmp_path, forked):
     assert all(event["event"] != "drift" for event in read_events(tmp_path / "run" / "events.jsonl"))
 
 
-@pytest.mark.parametrize("name", ["adafactor", "apollo", "bf16", "8bit"])
+@pytest.mark.parametrize("name", ["adafactor", "apollo", "grass by chance", "bf16", "8bit"])
 def test_a_run_is_compacted_without_its_script(tmp_path, name):
     states = trained(tmp_path, OPTIMIZERS[name], "schedule", keep=Keep(9))
     compact(tmp_path, 6)
@@ -131,7 +133,11 @@ def test_a_run_is_compacted_without_its_script(tmp_path, name):
 
 
 def test_what_several_ranks_recorded_of_whole_tensors_is_not_replayed_without_the_script():
-    for kind in ("torch.optim.adafactor.Adafactor", "holdfast.update.apollo.Apollo"):
+    for kind in (
+        "torch.optim.adafactor.Adafactor",
+        "holdfast.update.apollo.Apollo",
+        "holdfast.update.grass.Grass",
+    ):
         with pytest.raises(
             BadInput, match=r"needs whole tensors, and 2 ranks recorded parts of them.* call save\(\)"
         ):

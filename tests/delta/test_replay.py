@@ -11,10 +11,11 @@ from delta.loops import FEATURES, cut_small, make, same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import Int8, TopK
-from holdfast.delta.ranks import Ranks
 from holdfast.delta.recovery import recover
 from holdfast.delta.script import Script
+from holdfast.ranks import Ranks
 from holdfast.state.live import LiveState
+from holdfast.store.chain import read_journal
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
 
@@ -33,6 +34,18 @@ OPTIMIZERS = {
     "amsgrad": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=True),
     "amsgrad-fused": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, fused=True),
 }
+
+OTHERS = {
+    "sgd-foreach": partial(torch.optim.SGD, lr=0.05, foreach=True),
+    "sgd-plain-fused": partial(torch.optim.SGD, lr=0.05, fused=True),
+    "nesterov-fused": partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True, fused=True),
+    "adamw-foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
+    "amsgrad-loop": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=False),
+}
+"""The rest of what torch has of these, with dense records alone."""
+
+EVERY = OPTIMIZERS | OTHERS
+FUSED = [name for name in EVERY if name.endswith("fused")]
 
 CODECS = {
     "exact": None,
@@ -78,15 +91,32 @@ def recovered(root, optimizer, feature, step):
     return loop.state()
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "name, codec", [(n, c) for c in CODECS for n in (EVERY if c == "exact" else OPTIMIZERS)]
+)
 @pytest.mark.parametrize("feature", ["", *FEATURES])
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_step_comes_back_bit_for_bit(tmp_path, small_units, name, feature, codec):
-    states = trained(tmp_path, OPTIMIZERS[name], feature, codec=CODECS[codec], base_every=4, keep=Keep(9))
+    states = trained(tmp_path, EVERY[name], feature, codec=CODECS[codec], base_every=4, keep=Keep(9))
     assert max(states) == STEPS
     for step, state in states.items():
-        found = recovered(tmp_path, OPTIMIZERS[name], feature, step)
+        found = recovered(tmp_path, EVERY[name], feature, step)
         assert same(found, state), (step, [key for key in state if not same(found[key], state[key])])
+
+
+@pytest.mark.parametrize("codec", ["exact", "compressed", "topk-lossy"])
+@pytest.mark.parametrize("name", FUSED)
+def test_what_a_fused_optimizer_unscales_by_itself_comes_back(tmp_path, small_units, name, codec):
+    """Steps that it leaves out, told by what it is handed, are among them."""
+    states = trained(tmp_path, EVERY[name], "fused scaler", codec=CODECS[codec], base_every=4, keep=Keep(9))
+    assert max(states) == STEPS and any(
+        same(states[i]["model"], states[i + 1]["model"]) for i in range(STEPS)
+    )
+    for step, state in states.items():
+        assert same(recovered(tmp_path, EVERY[name], "fused scaler", step), state), step
+    with LocalStore.read(tmp_path) as reader:
+        records = read_journal(reader, "rank-00000").records.values()
+    consumed = [update["consumed"] for record in records for update in record.about["updates"]]
+    assert {each["found_inf"] for each in consumed} == {0.0, 1.0} and len(consumed) == STEPS
 
 
 class KeepsGradients(torch.optim.SGD):

@@ -7,6 +7,7 @@ import signal
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,11 +15,12 @@ import torch
 from torch import nn
 
 from delta.loops import make, same
-from delta.test_replay import OPTIMIZERS, recovered
+from delta.test_replay import FUSED, OPTIMIZERS, recovered
 from holdfast.checkpointer import BOUND, Checkpointer
-from holdfast.delta import bases, helper, host, kept, layers, tier
+from holdfast.delta import bases, helper, host, kept, layers, replicating, tier
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
+from holdfast.io.queue import Throttle
 from holdfast.state.live import LiveState
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
@@ -88,6 +90,21 @@ def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
         assert same(found["model"], expected["model"]) and same(found["slots"], expected["slots"]), step
         plain = "" if feature == "clip_norm" else feature
         assert same(recovered(tmp_path / "run", OPTIMIZERS[name], plain, step), found), step
+
+
+@pytest.mark.parametrize("name", [name for name in FUSED if name in OPTIMIZERS])
+def test_the_replica_unscales_as_a_fused_optimizer_does_by_itself(tmp_path, name):
+    loop, checkpointer = start(tmp_path, "fused scaler", OPTIMIZERS[name], keep=Keep(99))
+    with checkpointer:
+        checkpointer.resume()
+        states = [loop.state()]
+        for i in range(STEPS):
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+            states.append(loop.state())
+    assert not events(tmp_path, "drift")
+    for step, state in enumerate(states):
+        assert same(recovered(tmp_path / "run", OPTIMIZERS[name], "fused scaler", step), state), step
 
 
 # Gradients are taken layer by layer, and what changes later is taken again
@@ -330,6 +347,55 @@ def test_a_replica_that_hangs_is_an_error_and_no_hang(tmp_path):
     with pytest.raises(WriterHung):
         checkpointer.close()
     assert time.monotonic() - started < 15
+
+
+@pytest.fixture
+def disk_of(monkeypatch):
+    """The replica's writes so many bytes a second."""
+
+    def arm(rate):
+        real = host.Host._take_place
+
+        def take_place(self):
+            real(self)
+            self._store.queue._throttles[True] = Throttle(rate, burst_bytes=1)
+
+        monkeypatch.setattr(host.Host, "_take_place", take_place)
+        monkeypatch.setattr(host, "BEAT_SECONDS", 0.1)  # the deadline is a second here
+
+    return arm
+
+
+def test_a_slow_disk_is_waited_for_by_who_waits_and_by_who_closes(tmp_path, disk_of):
+    """A base of copies takes longer than the deadline, and each of its units less."""
+    disk_of(12_000)
+    loop, checkpointer = start(tmp_path, "", deadline_seconds=1.0, direct=False)
+    began = time.monotonic()
+    checkpointer.resume()
+    assert time.monotonic() - began > 1.5
+    loop.iteration(0, checkpointer.step)
+    began = time.monotonic()
+    checkpointer.close(save=False)
+    assert time.monotonic() - began > 1.5
+    assert checkpointer.durable_step == 1
+
+
+def test_a_disk_that_takes_nothing_is_an_error(tmp_path, disk_of):
+    disk_of(100)
+    checkpointer = start(tmp_path, "", deadline_seconds=1.0)[1]
+    with pytest.raises(WriterHung, match="the replica has said nothing for 1 s"):
+        checkpointer.resume()
+
+
+@pytest.mark.parametrize("alone, target, takes", [(True, None, True), (True, 3, False), (False, None, False)])
+def test_what_was_kept_is_taken_by_one_rank_that_goes_on_from_its_end(monkeypatch, alone, target, takes):
+    """Who goes back, and several ranks, have it written first."""
+    said, ranks, store = [], SimpleNamespace(alone=alone), SimpleNamespace(commits=list)
+    monkeypatch.setattr(replicating, "see_alike", lambda *_: None)
+    replica = SimpleNamespace(start=lambda takes: said.append(takes))
+    of_them = SimpleNamespace(replica=replica, _loop=SimpleNamespace(ranks=ranks))
+    assert replicating.Replicating.enter(of_them, store, SimpleNamespace(target=target)) is None
+    assert said == [takes]
 
 
 def test_a_slow_replica_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypatch):

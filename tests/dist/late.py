@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holdfast import ranks
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import ranks
 
 
 def main(

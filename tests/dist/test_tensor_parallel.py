@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from typer.testing import CliRunner
 
 from dist.test_ranks import ended
 from dist.world import World
+from holdfast.cli.main import app
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import index_of_stream
 
@@ -69,6 +73,8 @@ def test_a_matrix_of_which_a_rank_holds_several_pieces_is_refused_with_the_way_o
 
 def test_what_several_ranks_hold_one_of_them_stores(world, tmp_path):
     ended(world.run(4, kind="fsdp_tp", root=tmp_path, steps=3, mlp=WIDTH))
+    shown = CliRunner().invoke(app, ["show", str(tmp_path)]).output
+    assert ", one of 4 ranks" in shown and re.search(r"first\.weight +10x7 +4 parts +F32 param", shown), shown
     with RunReader(tmp_path) as reader:
         manifest = reader.head()
         assert reader.verify(manifest) == []

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -149,6 +149,12 @@ def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp
         return fully_shard(
             model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s"))
         )
+    if kind.startswith("fsdp1"):
+        model.requires_grad_(True)
+        whole = FullyShardedDataParallel(
+            model, use_orig_params="flat" not in kind, device_id=torch.device("cpu")
+        )
+        return whole.module if kind.endswith("inside") else whole
     if kind in ("tp", "fsdp_tp"):
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
         odd = {
@@ -270,6 +276,7 @@ def train(
     slow_share: tuple[int, float, str] | None = None,
     deaf_replica: tuple[int, int] | None = None,
     orphan_fails: int | None = None,
+    accumulate: int = 1,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step."""
@@ -362,6 +369,10 @@ def train(
                 time.sleep(sleeps_at[2])
             if step == unfreeze_at:
                 plain.first.bias.requires_grad_(True)
+            for _ in range(accumulate - 1):
+                with model.no_sync():
+                    model(torch.randn(5, 7)).pow(2).mean().backward()
+                checkpointer.step()  # in mid-accumulation it does nothing
             loss = model(torch.randn(5, 7)).pow(2).mean()
             losses.append(float(loss.detach()))
             loss.backward()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny_folders  # noqa: E402
 from holdfast.folders.tokenizer import Tokenizer  # noqa: E402
-from tiny_folders import write_folder  # noqa: E402
+from tiny_folders import write_folder, write_tokenizer  # noqa: E402
 
 
 def begun(folder, run):
@@ -137,6 +137,16 @@ def test_a_tokenizer_knows_its_marks_and_is_known_again(tmp_path):
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(text + " ")
     assert Tokenizer(folder).digest != tokenizer.digest
+
+
+@pytest.mark.parametrize("first", ["<s>", "</s>"])
+def test_the_mark_that_begins_a_text_may_be_the_one_that_ends_it(tmp_path, first):
+    folder = write_folder(tmp_path / "folder")
+    write_tokenizer(folder, first)
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    number = {each["content"]: each["id"] for each in added}
+    tokenizer = Tokenizer(folder)
+    assert (tokenizer.begin, tokenizer.end) == ([number[first]], [number["</s>"]])
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):

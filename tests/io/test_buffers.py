@@ -86,3 +86,73 @@ def test_a_dropped_buffer_is_not_handed_out_again_and_holds_no_memory():
     assert pool.take(4096, "b") is not buffer
     with pytest.raises(ValueError, match="not in use"):
         pool.drop(buffer)
+
+
+def test_idle_memory_is_handed_back_when_it_is_asked_for():
+    pool = BufferPool()
+    used, idle = pool.take(4096, "a"), pool.take(8192, "a")
+    seen = memoryview(idle.view)
+    seen[:1] = used.view[:1] = b"x"
+    pool.give(idle)
+    pool.free_idle()
+    assert (pool.in_use_bytes, pool.idle_bytes) == (4096, 0)
+    assert (bytes(seen[:1]), bytes(used.view[:1])) == (bytes(1), b"x")
+    assert pool.take(8192, "a") is not idle
+
+
+# Pinned memory
+
+
+class Pins:
+    def __init__(self):
+        self.held, self.count = [], 0
+
+    def pin(self, view):
+        self.held.append(len(view))
+        self.count += 1
+        return lambda: self.held.remove(len(view))
+
+
+def test_memory_of_some_kinds_is_pinned_once_and_kept_apart():
+    pins = Pins()
+    pool = BufferPool(pins.pin, ["parameters"])
+    plain = pool.take(5000, "state")
+    pool.give(plain)
+    pinned = pool.take(5000, "parameters")
+    assert pinned is not plain and pins.held == [2 * PAGE] and pool.pinned_bytes == 2 * PAGE
+    pool.give(pinned)
+    assert pool.take(5000, "state") is plain and pool.take(5000, "parameters") is pinned
+    assert pins.count == 1
+
+
+def test_idle_memory_that_is_handed_back_is_not_pinned():
+    pins = Pins()
+    pool = BufferPool(pins.pin, ["parameters"])
+    pool.take(PAGE, "parameters")
+    for kind in ("parameters", "state"):
+        pool.give(pool.take(2 * PAGE, kind))
+    pool.free_idle()
+    assert pins.held == [PAGE] and pool.pinned_bytes == PAGE and pool.idle_bytes == 0
+
+
+@pytest.mark.parametrize("end", ["dropped", "idle", "in use"])
+def test_nothing_is_pinned_when_a_pool_is_closed(end):
+    pins = Pins()
+    pool = BufferPool(pins.pin, ["parameters"])
+    buffer = pool.take(PAGE, "parameters")
+    if end != "in use":
+        (pool.drop if end == "dropped" else pool.give)(buffer)
+    assert pool.pinned_bytes == (0 if end == "dropped" else PAGE)
+    pool.close()
+    assert pins.held == [] and pool.pinned_bytes == 0
+
+
+def test_memory_that_could_not_be_pinned_is_not_counted_and_taken_again():
+    pool = BufferPool(lambda view: None, ["parameters"])
+    buffer = pool.take(PAGE, "parameters")
+    pool.give(buffer)
+    assert pool.pinned_bytes == 0
+    assert pool.take(PAGE, "parameters") is buffer
+    pool.drop(buffer)
+    pool.close()
+    assert pool.pinned_bytes == 0

@@ -15,6 +15,9 @@ SIZES = {
 """The ranks of each topology, all of which are targets and sources."""
 ZERO = {f"zero{stage}x{ranks}": (stage, ranks) for stage in (1, 2, 3) for ranks in (2, 3, 4)}
 """DeepSpeed's, which are sources: stage and ranks."""
+ROUNDED = ("ddp4",)
+"""Topologies that go on from themselves within rounding and not to the last bit: DDP of more than two ranks forms its
+buckets anew after the first backward pass of a process."""
 TRAINED, BUFFERS, FAILED = "p", "b", "failed"
 
 

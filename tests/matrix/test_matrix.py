@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from dist.world import World
-from matrix.cells import SIZES, STEPS, WRITTEN, form_of, merged
+from matrix.cells import ROUNDED, SIZES, STEPS, WRITTEN, form_of, merged
 
 pytestmark = pytest.mark.matrix
 
@@ -34,14 +34,16 @@ def written(world, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def losses(world):
-    """Of a plain loop that was never interrupted."""
+def losses(world, tmp_path_factory):
+    """By rank, of a training that was never interrupted, from where the others are resumed."""
     made = {}
 
-    def of(form):
-        if form not in made:
-            made[form] = world.run(1, topology="plain", steps=STEPS, form=form)[0]["losses"]
-        return made[form]
+    def of(topology, form):
+        if (topology, form) not in made:
+            root = tmp_path_factory.mktemp(topology) if topology == "engine" else None
+            said = world.run(SIZES[topology], topology=topology, root=root, steps=STEPS, form=form)
+            made[topology, form] = [rank["losses"][WRITTEN:] for rank in said]
+        return made[topology, form]
 
     return of
 
@@ -59,6 +61,9 @@ def test_what_one_parallelism_wrote_any_other_resumes(world, written, losses, tm
     said = world.run(SIZES[target], **order)
     assert merged(said, WRITTEN) == expected
     assert ("scalar/exp_avg" in expected and "empty/exp_avg" in expected) == form[-1]
+    [expected_losses] = losses("plain", form)
     for rank in said:
         assert rank["resumed"] == WRITTEN
-        assert rank["losses"] == pytest.approx(losses(form)[WRITTEN:], rel=1e-6)
+        assert rank["losses"] == pytest.approx(expected_losses, rel=1e-6)
+    if source == target and source not in ROUNDED:
+        assert [rank["losses"] for rank in said] == losses(source, form)

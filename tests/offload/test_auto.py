@@ -2,7 +2,11 @@
 
 import json
 import math
+import re
+import shutil
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +15,18 @@ import holdfast
 from holdfast.errors import BadInput, DoesNotFit
 from holdfast.events import EventLog, read_events
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.offload import planning
+from holdfast.offload import correcting, planning
 from holdfast.offload.auto import with_times, within
 from holdfast.offload.blocks import find_blocks
-from holdfast.offload.correcting import correct, covered
+from holdfast.offload.correcting import correct, covered, ratios
 from holdfast.offload.device import open_device
+from holdfast.offload.executor import Span
 from holdfast.offload.times import Times, time_model
 from holdfast.profiles import load_machine, to_toml
 
 CONFIG = DecoderConfig(blocks=3, width=32, heads=2, kv_heads=2, context=16, dropout=0.0)
 TOKENS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+KEY: Any = None
 BATCH = {"tokens": TOKENS, "targets": TOKENS}
 
 
@@ -91,6 +97,7 @@ def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("holdfast.probe.cached.SECONDS", 0.2)
     monkeypatch.setattr("holdfast.probe.cached.FILE_BYTES", 128 * 2**20)
+    monkeypatch.setattr(correcting, "LEAST_PART", 0.0)  # so small a step may wait for the disk alone
     said = []
     engine(tmp_path / "one", budget="auto", say=said.append).close()
     assert said[0] == "measuring this machine for a few seconds, once: the SSD"
@@ -116,6 +123,21 @@ def test_a_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
     assert "corrected by measured steps" in kept.read_text()
 
 
+def test_a_disk_that_is_nearly_full_is_measured_by_a_small_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("HOLDFAST_MACHINE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("holdfast.probe.cached.SECONDS", 0.2)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100 * 2**20))
+    engine(tmp_path / "run", budget="auto").close()
+    (kept,) = (tmp_path / "cache" / "holdfast").iterdir()
+    assert re.search(r"file of (16|20|24)\.0 MiB", kept.read_text())
+    kept.unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=60 * 2**20))
+    with pytest.raises(BadInput, match=r"60.0 MiB are free, and 64.0 MiB are needed"):
+        engine(tmp_path / "other", budget="auto")
+
+
 def test_a_broken_profile_is_measured_again_and_a_named_one_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_MACHINE", str(tmp_path / "absent.toml"))
     with pytest.raises(BadInput, match=r"absent.toml cannot be read"):
@@ -128,6 +150,22 @@ def test_a_broken_profile_is_measured_again_and_a_named_one_is_refused(tmp_path,
     losses(tmp_path / "run", steps=10, budget="auto")
     assert mine.read_bytes() == before
     assert events_of(tmp_path / "run", "corrected") == []
+
+
+def test_what_nobody_waits_for_is_not_corrected():
+    """Half of the step's time bounds nothing, whatever longer it took beside the rest."""
+    servers = {"compute": "cores", "ssd_read": "ssd"}
+    prediction: Any = SimpleNamespace(
+        choice=SimpleNamespace(
+            step_seconds=1.0, simulation=SimpleNamespace(machine=SimpleNamespace(server=servers.get))
+        ),
+        busy_seconds={"cores": 0.9, "ssd": 0.4},
+        limited=False,
+    )
+    ops = [Span(KEY, "compute", 0.0, 1.35), Span(KEY, "ssd_read", 0.1, 1.4)]
+    assert ratios(prediction, ops, [(0.0, 1.5)]) == {"cores": pytest.approx(1.5)}
+    prediction.busy_seconds["ssd"] = 0.65
+    assert ratios(prediction, ops, [(0.0, 1.5)])["ssd"] == pytest.approx(2.0)
 
 
 def test_correcting_goes_half_way():

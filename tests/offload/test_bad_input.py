@@ -362,20 +362,27 @@ def test_a_budget_without_a_sample_to_hold_it_against_is_refused(tmp_path, optio
     offload(tmp_path, sample=batches(0, 1)[0], **options).close()
 
 
-def test_the_smallest_budget_has_room_for_evaluations(tmp_path, monkeypatch):
-    """An evaluation takes eight micro-batches at once, a step one."""
+def test_an_evaluation_takes_fewer_micro_batches_at_once_where_the_budget_is_small(tmp_path, monkeypatch):
     monkeypatch.setattr(planning, "process_bytes", lambda: 0)
     sizes = {"sample": batches(0, 1, rows=512)[0], "micro_batches": 1, "activations_on_host": 0.0}
     input_bytes = 512 * CONTEXT * 16 * 4
 
-    def smallest():
-        with pytest.raises(DoesNotFit) as caught:
-            offload(tmp_path, decoder(blocks=4), budget=holdfast.Budget(host=1), **sizes)
-        return parse_bytes(re.findall(r'Give it "(\d+MiB)"', str(caught.value))[0])
+    def evaluated(budget):
+        with offload(tmp_path / str(budget), decoder(blocks=4), budget=budget, **sizes) as engine:
+            loss = engine.evaluate(batches(1, 9, rows=512))
+            counts = [shape.micro_batches for kind, shape in engine.operations if kind == "evaluate"]
+            return counts, loss, engine.preflight.host_bytes_predicted
 
-    with_evaluations = smallest()
-    monkeypatch.setattr(planning, "EVALUATION_BATCHES", 1)
-    assert with_evaluations - smallest() > 4 * input_bytes
+    counts, loss, needed = evaluated(None)
+    assert counts == [8, 1]
+    fewer, same, enough = evaluated(holdfast.Budget(host=needed - 1))
+    assert fewer == [4, 1] and same == loss and enough < needed
+    least = needed - 7 * input_bytes
+    with pytest.raises(DoesNotFit) as caught:
+        evaluated(holdfast.Budget(host=1))
+    asked = parse_bytes(re.findall(r'Give it "(\d+MiB)"', str(caught.value))[0])
+    assert least < asked < least + 4 * MiB
+    assert evaluated(holdfast.Budget(host=asked))[1] == loss
 
 
 def test_a_sample_may_be_a_tuple_with_a_loss(tmp_path):

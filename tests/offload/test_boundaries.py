@@ -15,8 +15,10 @@ from torch import nn
 import holdfast
 from holdfast.errors import BlockInputChanged, ModelNotSupported
 from holdfast.io.buffers import BufferPool
+from holdfast.offload.lending import unpacked
 from holdfast.offload.residency import Residency
 from holdfast.offload.runtime import InputScratch
+from holdfast.offload.units import as_tensor
 from training import CONTEXT, VOCABULARY, batches, differing, state_of, stored
 
 WIDTH, STEPS = 16, 3
@@ -385,7 +387,8 @@ def test_a_packed_tensor_has_the_layout_of_a_clone(layout):
         tensor = tensor.permute(layout)
     residency = Residency(BufferPool(), [], SimpleNamespace(grad_bytes=0), torch.device("cpu"))
     half = torch.randn(3).bfloat16()
-    packed = residency.unpack_input(*residency.pack_input([half, tensor, half]))
+    buffer, forms = residency.pack_input([half, tensor, half])
+    packed = unpacked(as_tensor(buffer), forms)
     assert [t.stride() for t in packed] == [t.clone().stride() for t in (half, tensor, half)]
     assert all(map(torch.equal, packed, (half, tensor, half)))
 

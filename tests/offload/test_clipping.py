@@ -17,13 +17,13 @@ from holdfast.update.optimizer import HostOptimizer, ParameterState
 from plain_loops import (
     PLACEMENTS,
     STEPS,
-    Apart,
     by_tokens,
     check,
     model_with_a_frozen_parameter,
     plain_loop,
     ragged,
 )
+from streams import Apart
 from training import adamw, batches, differing, state_of, stored, warm_up
 
 SOME = {1: 1.2, 3: 0.85}

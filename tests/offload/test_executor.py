@@ -12,7 +12,18 @@ import holdfast
 from holdfast.errors import EngineFailed
 from holdfast.offload.executor import Executor, together
 from holdfast.offload.ops import KINDS as HANDLERS
-from holdfast.plan.ops import COMMIT, COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD, Key, Op
+from holdfast.plan.ops import (
+    COMMIT,
+    COMPUTE,
+    DOWNLOAD,
+    EXCHANGE,
+    SSD_READ,
+    SSD_WRITE,
+    UPDATE,
+    UPLOAD,
+    Key,
+    Op,
+)
 from holdfast.store.local import LocalStore
 from training import adamw, batches, decoder, differing, stored
 
@@ -172,6 +183,25 @@ def test_spans_say_when_every_operation_ran(executor, log):
     assert {(span.key.kind, span.lane) for span in executor.spans} == {("a", COMPUTE), ("update", UPDATE)}
     by_name = {span.key.kind: span for span in executor.spans}
     assert by_name["a"].start <= by_name["a"].end <= by_name["update"].start <= by_name["update"].end
+
+
+def test_exchanges_go_in_list_order_through_one_step_and_into_the_next(log):
+    executor = Executor(log, update_workers=1, prepare_worker=lambda: None, exchanges=True)
+    let_go = log.hold("slow")
+    listed = [
+        op("slow", UPDATE),
+        op("first", EXCHANGE, needs=["slow"]),
+        op("second", EXCHANGE),
+        op("compute"),
+    ]
+    executor.run(listed, STEP)
+    executor.run([op("third", EXCHANGE), op("another")], STEP)
+    time.sleep(0.02)
+    let_go()
+    executor.drain()
+    executor.close()
+    begun = [event.split()[0] for event in log.events if event.endswith("begins")]
+    assert [name for name in begun if name in ("first", "second", "third")] == ["first", "second", "third"]
 
 
 # Failures
@@ -435,3 +465,84 @@ def test_an_error_of_the_script_leaves_the_engine_closed_and_is_not_replaced(tmp
     assert not any(t.name.startswith("holdfast") for t in threading.enumerate())
     with pytest.raises(EngineFailed):
         engine.step(batches(0, 1))
+
+
+# A device that goes on by itself
+
+
+AHEAD = frozenset({(COMPUTE, COMPUTE), (UPLOAD, COMPUTE), (COMPUTE, DOWNLOAD)})
+
+
+@pytest.fixture
+def ahead(log):
+    made = Executor(log, 1, lambda: None, AHEAD)
+    yield made
+    for future in log.futures.values():
+        if not future.done():
+            future.set_result(None)
+    made.abort()
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "first, second, waits", [(UPLOAD, COMPUTE, False), (COMPUTE, DOWNLOAD, False), (DOWNLOAD, UPLOAD, True),
+                             (DOWNLOAD, UPDATE, True), (COMPUTE, UPLOAD, True), (SSD_READ, UPLOAD, True)]
+)  # fmt: skip
+def test_what_waits_on_the_device_begins_when_what_it_needs_has_begun(ahead, log, first, second, waits):
+    log.futures["first"] = Future()
+    listed = [op("first", first), op("second", second, needs=["first"]), op("end")]
+    runner = threading.Thread(target=ahead.run, args=(listed, STEP))
+    runner.start()
+    log.wait_for("first ends")
+    if waits:
+        time.sleep(0.02)
+        assert "second begins" not in log.events
+        log.futures["first"].set_result(None)
+    log.wait_for("second ends")
+    runner.join()
+
+
+def test_a_computation_follows_the_one_before_it_and_waits_for_room(ahead, log):
+    """What it needs besides is what another computation gives back: that has to be over."""
+    log.futures |= {name: Future() for name in "abc"}
+    listed = [op("a"), op("b", needs=["a"]), op("c", needs=["b", "a"])]
+    runner = threading.Thread(target=ahead.run, args=(listed, STEP))
+    runner.start()
+    log.wait_for("b ends")
+    time.sleep(0.02)
+    assert "c begins" not in log.events
+    log.futures["a"].set_result(None)
+    runner.join(10)
+    assert "c ends" in log.events and not log.futures["b"].done()
+
+
+def test_a_list_is_over_when_the_device_is(ahead, log):
+    log.futures["a"] = Future()
+    ahead.run([op("a"), op("update", UPDATE, needs=["a"])], STEP)
+    drained = threading.Thread(target=ahead.drain)
+    drained.start()
+    time.sleep(0.02)
+    assert drained.is_alive() and "update begins" not in log.events
+    log.futures["a"].set_result(None)
+    drained.join(10)
+    assert not drained.is_alive() and log.events[-1] == "update ends"
+
+
+def test_an_error_of_the_device_is_raised_at_the_next_computation(ahead, log):
+    log.futures["copy"] = Future()
+    log.futures["copy"].set_exception(Trouble("lost"))
+    with pytest.raises(Trouble, match="lost"):
+        ahead.run([op("copy", UPLOAD), op("a", needs=["copy"]), op("b", needs=["a"])], STEP)
+    assert "b begins" not in log.events
+
+
+def test_operations_of_a_device_lane_last_from_the_end_of_the_one_before(ahead, log):
+    log.futures |= {name: Future() for name in "ab"}
+    ahead.spans = []
+    ahead.run([op("a"), op("b", needs=["a"])], STEP)
+    time.sleep(0.01)
+    for name in "ab":
+        log.futures[name].set_result(None)
+    ahead.drain()
+    a, b = ahead.spans
+    assert b.start >= a.end > a.start

@@ -7,6 +7,10 @@ import torch
 
 import holdfast
 from holdfast.errors import ModelNotSupported
+from holdfast.offload.blocks import find_blocks
+from holdfast.offload.device import open_device
+from holdfast.offload.measure import measure
+from holdfast.offload.times import time_model
 from training import differing, state_of, stored
 
 transformers = pytest.importorskip("transformers")
@@ -129,3 +133,29 @@ def test_adapters_made_of_the_layers_values_are_refused_where_these_are_not_in_m
     model.peft_config["default"].init_lora_weights = "pissa"
     with pytest.raises(ModelNotSupported, match=r"init_lora_weights = 'pissa'"):
         holdfast.offload(model, adamw(model), tmp_path / "run", source=weights)
+
+
+def test_adapters_of_another_kind_are_refused_where_the_layers_are_not_in_memory(tmp_path):
+    model, weights = holdfast.pretrained(write_folder(tmp_path / "folder"))
+    config = peft.AdaLoraConfig(total_step=10, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    with pytest.raises(
+        ModelNotSupported, match=r"adapter 'default' is of the kind ADALORA, .* Use LoRA, or a"
+    ):
+        holdfast.offload(model, adamw(model), tmp_path / "run", source=weights)
+    assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] in ([], ["lock"])
+
+
+@pytest.mark.parametrize("layers", [None, [2]], ids=["all", "the last alone"])
+def test_a_model_with_adapters_is_measured_and_timed_with_inputs_that_need_gradients(layers):
+    """Nothing before the first block is trained, but what a block makes needs gradients in training."""
+    torch.manual_seed(0)
+    model = adapted(tiny_folders.llama(), layers_to_transform=layers)
+    sample, blocks = micro_batches(0)[0], find_blocks(model)
+    found = measure(model, blocks, sample, torch.float32)
+    whole = tiny_folders.llama()
+    usual = measure(whole, find_blocks(whole), sample, torch.float32)
+    assert found.input_bytes == usual.input_bytes == 2 * 10 * 16 * 4
+    assert found.block_flop == pytest.approx(usual.block_flop, rel=0.4)
+    times = time_model(model, blocks, sample, torch.float32, open_device("cpu"), seconds=0.1)
+    assert min(times.forward_seconds, times.backward_seconds, times.head_seconds) > 0

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import RunMismatch
-from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined, apollo_mini
+from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, apollo_mini
 from holdfast.store.local import LocalStore
 from plain_loops import PLACEMENTS
 from training import batches, decoder, differing, state_of, stored, warm_up
@@ -59,6 +59,8 @@ OPTIMIZERS = {
     "apollo": two_groups(Apollo, rank=4, update_gap=3),
     "apollo, embeddings of adamw": apollo_with_embeddings_of_adamw,
     "apollo-mini": two_groups(apollo_mini, update_gap=3),
+    "grass": two_groups(Grass, rank=4, update_gap=3),
+    "grass, rows by chance": two_groups(Grass, rank=4, update_gap=3, sampled=True, seed=7),
     "adamw in bf16": two_groups(AdamWBF16),
     "adamw in bytes": two_groups(AdamW8bit),
     "several": lambda model: Joined(
@@ -153,11 +155,17 @@ def test_a_run_of_other_bits_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "kind, each",
-    [(torch.optim.AdamW, 12), (AdamWBF16, 8), (AdamW8bit, 6 + 8 / 256), (Apollo, 4 + 8 * 4 / 256)],
+    [
+        (torch.optim.AdamW, 12),
+        (AdamWBF16, 8),
+        (AdamW8bit, 6 + 8 / 256),
+        (Apollo, 4 + 8 * 4 / 256),
+        (Grass, 4 + 8 * 4 / 256),
+    ],
 )
 def test_files_and_the_plan_count_what_an_element_takes(tmp_path, kind, each):
     model = decoder(blocks=2, width=256, hidden=1024)
-    options = {"rank": 4} if kind is Apollo else {}
+    options = {"rank": 4} if kind in (Apollo, Grass) else {}
     with holdfast.offload(model, kind(model.parameters(), **options), tmp_path) as engine:
         engine.step(batches(0, 1))
     elements = sum(p.numel() for p in model.blocks[0].parameters())
@@ -170,17 +178,38 @@ def test_files_and_the_plan_count_what_an_element_takes(tmp_path, kind, each):
 
 def test_the_plan_counts_what_updates_of_whole_tensors_take_besides(tmp_path):
     taken = {}
-    for name in ("muon and adamw", "apollo", "adamw in bytes"):
+    for name in ("muon and adamw", "apollo", "grass", "adamw in bytes"):
         model = decoder(blocks=2)
         with holdfast.offload(
             model, OPTIMIZERS[name](model), tmp_path / name, sample=batches(0, 1)[0]
         ) as engine:
             taken[name] = engine._plan.memory.at("host").get("updates", 0)
     largest = sorted(p.numel() for p in model.parameters())[-2:]
-    assert taken == {"muon and adamw": 13 * sum(largest), "apollo": 5 * sum(largest), "adamw in bytes": 0}
+    each = {"muon and adamw": 13, "apollo": 5, "grass": 5, "adamw in bytes": 0}
+    assert taken == {name: bytes_each * sum(largest) for name, bytes_each in each.items()}
 
 
-@pytest.mark.parametrize("name", ["apollo", "apollo-mini"])
+def test_the_plan_counts_copies_of_gradients_and_every_worker(tmp_path):
+    def taken(name, **options):
+        model = decoder(blocks=2)
+        sample = {"sample": batches(0, 1)[0], "clip_norm": 1.0}
+        with holdfast.offload(
+            model, OPTIMIZERS[name](model), tmp_path / f"{name} {options}", **sample, **options
+        ) as engine:
+            return engine._plan.memory.at("host").get("updates", 0)
+
+    model = decoder(blocks=2)
+    everywhere = sorted(p.numel() for p in model.parameters())
+    in_blocks = sorted(p.numel() for p in model.blocks.parameters())
+    outside = [p.numel() for name, p in model.named_parameters() if not name.startswith("blocks.")]
+    assert taken("apollo", update_workers=3) == 5 * sum(everywhere[-3:])
+    assert taken("apollo", update_workers=1) == 5 * everywhere[-1]
+    each = [9 * count for count in in_blocks] + [5 * count for count in outside]
+    assert taken("apollo", clipping="speculate") == sum(sorted(each)[-2:])
+    assert taken("adamw in bytes", clipping="speculate", update_workers=3) == 0
+
+
+@pytest.mark.parametrize("name", ["apollo", "apollo-mini", "grass, rows by chance"])
 def test_weights_alone_begin_with_the_optimizers_own_state(tmp_path, name):
     """Of which the seeds of the projections are part."""
     losses, states = plain_loop(OPTIMIZERS[name])

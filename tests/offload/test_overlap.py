@@ -10,7 +10,8 @@ import torch
 import holdfast
 from holdfast.errors import BadInput
 from holdfast.offload import entry
-from plain_loops import PLACEMENTS, STEPS, Apart, check, model_with_a_frozen_parameter, plain_loop
+from plain_loops import PLACEMENTS, STEPS, check, model_with_a_frozen_parameter, plain_loop
+from streams import Apart
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
 FRACTIONS = [0.25, 0.5, 1.0]
@@ -231,8 +232,8 @@ def test_a_commit_holds_every_update_of_its_step(tmp_path):
         seen = set()
         publish = engine._run.store.publish
 
-        def look(step, *rest):
-            publish(step, *rest)
+        def look(step, *rest, **options):
+            publish(step, *rest, **options)
             assert differing(stored(tmp_path), states[step - 1]) == []
             seen.add(step)
 

@@ -88,10 +88,9 @@ def test_a_setting_that_decides_about_numbers_and_changed_is_named(tmp_path, opt
 def test_a_run_that_does_not_say_its_settings_or_what_was_given_goes_on_in_silence(tmp_path, monkeypatch):
     publish = LocalStore.publish
 
-    def as_before(store, step, files, index, progress):
-        return publish(
-            store, step, files, index, {k: v for k, v in progress.items() if k not in ("settings", "given")}
-        )
+    def as_before(store, step, files, index, progress, **options):
+        less = {k: v for k, v in progress.items() if k not in ("settings", "given")}
+        return publish(store, step, files, index, less, **options)
 
     with monkeypatch.context() as earlier:
         earlier.setattr(LocalStore, "publish", as_before)

@@ -13,7 +13,8 @@ from holdfast import LossScale
 from holdfast.errors import BadInput
 from holdfast.offload import entry
 from holdfast.store.local import LocalStore
-from plain_loops import PLACEMENTS, STEPS, Apart, by_tokens, model_with_a_frozen_parameter, ragged
+from plain_loops import PLACEMENTS, STEPS, by_tokens, model_with_a_frozen_parameter, ragged
+from streams import Apart
 from training import batches, differing, stored, warm_up
 
 MOVING = {"scale": 2.0**22, "growth_interval": 3}

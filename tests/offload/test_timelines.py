@@ -31,7 +31,7 @@ def keys_of(event, step):
 
 
 def test_the_first_and_the_third_step_are_recorded_whole(tmp_path):
-    with offload(tmp_path) as engine:
+    with offload(tmp_path, write_limit=800_000) as engine:  # writes of a step go on beside the next
         for number in range(5):
             engine.step(batches(number, 2))
         [listed] = engine.operations.values()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -122,8 +124,20 @@ def test_a_model_that_does_not_say_how_it_counts_is_asked_for_a_function(tmp_pat
         engine.step(ROWS)
     with opened(tmp_path / "b", lambda batch: len(batch["x"])) as engine:
         found = engine.step(ROWS)
-        one, three = engine.evaluate(ROWS[:1]), engine.evaluate(ROWS[1:])
+        one, three, all_of_them = (engine.evaluate(rows) for rows in (ROWS[:1], ROWS[1:], ROWS))
     assert found == pytest.approx((one + 3 * three) / 4)
+    assert all_of_them == pytest.approx(found) and all_of_them != pytest.approx((one + three) / 2)
+
+
+def test_an_evaluation_leaves_out_what_counts_nothing(tmp_path):
+    nothing = {"x": torch.ones(0, 4), "labels": torch.ones(0)}
+    with opened(tmp_path, lambda batch: len(batch["x"])) as engine:
+        assert engine.evaluate([nothing, *ROWS]) == engine.evaluate(ROWS)
+        assert math.isnan(engine.evaluate([nothing]))
+    with opened(tmp_path / "same", "micro_batches") as engine:
+        one, three, all_of_them = (engine.evaluate(rows) for rows in (ROWS[:1], ROWS[1:], ROWS))
+        assert all_of_them == (one + three) / 2
+        assert math.isnan(engine.evaluate([nothing, *ROWS]))
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), "many"])

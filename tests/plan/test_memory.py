@@ -17,7 +17,7 @@ from holdfast.plan.ops import Hold, Key, Op
 from holdfast.plan.simulate import simulate
 from holdfast.plan.vertical import forward_only, vertical
 from holdfast.plan.work import Placement, StepShape
-from plan_steps import SCHEDULES, equal_blocks, machines, steps, uneven
+from plan_steps import LISTS, equal_blocks, machines, steps, uneven
 
 
 def worst(lists: Sequence[Sequence[Op]], kind: str) -> int:
@@ -53,10 +53,10 @@ def worst(lists: Sequence[Sequence[Op]], kind: str) -> int:
     return most
 
 
-@given(step=steps(), schedule=st.sampled_from(sorted(SCHEDULES)), machine=machines())
+@given(step=steps(), schedule=st.sampled_from(sorted(LISTS)), machine=machines())
 @settings(max_examples=60, deadline=None)
 def test_no_machine_holds_more_than_the_bound(step, schedule, machine):
-    made = SCHEDULES[schedule](*step)
+    made = LISTS[schedule](*step)
     found, bound = simulate([made] * 3, machine), buffers(made)
     assert set(found.peak_by_kind) == set(bound)
     for kind, most in found.peak_by_kind.items():
@@ -65,23 +65,23 @@ def test_no_machine_holds_more_than_the_bound(step, schedule, machine):
         assert most <= sum(size for (where, _), size in bound.items() if where == place)
 
 
-@given(step=steps(most_blocks=4), schedule=st.sampled_from(sorted(SCHEDULES)), data=st.data())
+@given(step=steps(most_blocks=4), schedule=st.sampled_from(sorted(LISTS)), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_no_executor_holds_more_than_the_bound(step, schedule, data):
-    made = SCHEDULES[schedule](*step)
+    made = LISTS[schedule](*step)
     bound = buffers(made)
     place, kind = data.draw(st.sampled_from(sorted(bound)))
     assert worst([made, made], kind) <= bound[place, kind]
 
 
-@given(step=steps(most_blocks=3), other=steps(), schedule=st.sampled_from(sorted(SCHEDULES)), data=st.data())
+@given(step=steps(most_blocks=3), other=steps(), schedule=st.sampled_from(sorted(LISTS)), data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_steps_of_different_shapes_hold_no_more_than_the_larger_bound(step, other, schedule, data):
     """Another number of micro-batches, a commit or none, and an evaluation between."""
     work, placement, shape = step
     commits = other[2].commit or shape.clipping == "speculate"
     changed = replace(shape, micro_batches=other[2].micro_batches, commit=commits)
-    lists = [SCHEDULES[schedule](work, placement, s) for s in (shape, changed, shape)]
+    lists = [LISTS[schedule](work, placement, s) for s in (shape, changed, shape)]
     lists.insert(1, forward_only(work, placement, shape))
     bounds = [buffers(made) for made in lists]
     place, kind = data.draw(st.sampled_from(sorted(set().union(*bounds))))
@@ -110,17 +110,15 @@ def test_the_bound_is_reached(clipping, unified):
         assert worst([made, made], kind) == size, kind
 
 
-@given(
-    step=steps(), schedule=st.sampled_from(sorted(SCHEDULES)), machine=machines(), at_once=st.integers(1, 20)
-)
+@given(step=steps(), schedule=st.sampled_from(sorted(LISTS)), machine=machines(), at_once=st.integers(1, 20))
 @settings(max_examples=60, deadline=None)
 def test_an_evaluation_between_steps_stays_within_the_prediction(step, schedule, machine, at_once):
     """It begins while the step before it still updates and writes."""
     work, placement, shape = replace(step[0], input_bytes=60_013), *step[1:]
-    made = SCHEDULES[schedule](work, placement, shape)
+    made = LISTS[schedule](work, placement, shape)
     evaluation = forward_only(work, placement, StepShape(micro_batches=at_once))
     found = simulate([made, evaluation, evaluation, made], machine)
-    predicted = predict(work, placement, shape, SCHEDULES[schedule], at_once)
+    predicted = predict(work, placement, shape, LISTS[schedule], at_once)
     for place in ("host", "device"):
         stays = sum(size for (where, _), size in resident(work, placement).items() if where == place)
         assert found.peak.get(place, 0) <= sum(predicted.at(place).values()) - stays

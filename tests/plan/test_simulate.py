@@ -13,7 +13,7 @@ from holdfast.plan.ops import Hold, Key, Op
 from holdfast.plan.simulate import Simulation, simulate
 from holdfast.plan.vertical import commit_only, vertical
 from holdfast.plan.work import Placement, StepShape
-from plan_steps import SCHEDULES, equal_blocks, machines, steps, uneven
+from plan_steps import LISTS, SCHEDULES, equal_blocks, machines, steps, uneven
 
 UNIT = Machine(
     ssd_read_bytes_per_second=1.0,
@@ -149,10 +149,10 @@ def test_buffers_are_counted_from_start_to_end_by_place_and_class():
     assert found.peak == {"host": 30, "device": 1}
 
 
-@given(step=steps(), machine=machines(), schedule=st.sampled_from(sorted(SCHEDULES)))
+@given(step=steps(), machine=machines(), schedule=st.sampled_from(sorted(LISTS)))
 @settings(max_examples=40, deadline=None)
 def test_no_lane_works_more_than_there_is_time_and_every_operation_runs_once(step, machine, schedule):
-    made = SCHEDULES[schedule](*step)
+    made = LISTS[schedule](*step)
     found = simulate([made] * 3, machine)
     assert len(found.spans) == 3 * len(made)
     end = max(span.end for span in found.spans)

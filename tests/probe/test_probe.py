@@ -14,7 +14,7 @@ from holdfast.probe.clock import median_seconds
 from holdfast.probe.copies import measure_copies
 from holdfast.probe.host import measure_update
 from holdfast.probe.machine import probe_machine
-from holdfast.probe.ssd import LEAST_BYTES, measure_ssd
+from holdfast.probe.ssd import LEAST_BYTES, _Sweep, measure_ssd
 from holdfast.profiles import load_machine, load_model, to_toml
 from holdfast.units import MiB
 
@@ -90,12 +90,31 @@ def test_threads_that_come_later_compute_with_as_many_as_before():
 
 
 def test_a_file_is_large_enough_however_little_time_there_is(tmp_path):
-    assert measure_ssd(tmp_path, 2 * LEAST_BYTES, 0.0).file_bytes == LEAST_BYTES
+    assert measure_ssd(tmp_path, 2 * 128 * MiB, 0.0).file_bytes == 128 * MiB
+
+
+@pytest.mark.parametrize("mib", [16, 20, 40, 127])
+def test_a_small_file_is_measured_by_in_smaller_parts(tmp_path, mib):
+    found = measure_ssd(tmp_path, mib * MiB, 0.1)
+    assert mib * MiB * 3 / 4 <= found.file_bytes <= mib * MiB
+    assert min(found.read, found.write, found.mixed) > 10**6
+
+
+def test_a_probe_that_is_killed_leaves_nothing(tmp_path, monkeypatch):
+    seen, rate = [], _Sweep.rate
+
+    def watched(self, *args):
+        seen.append((os.listdir(tmp_path), os.fstat(self.file.fd).st_size))
+        return rate(self, *args)
+
+    monkeypatch.setattr(_Sweep, "rate", watched)
+    measure_ssd(tmp_path, LEAST_BYTES, 0.0)
+    assert seen == [([], LEAST_BYTES)] * 3
 
 
 def test_a_file_too_small_to_measure_by_is_refused(tmp_path):
-    with pytest.raises(BadInput, match=r"16.0 MiB is too small to measure by; give 128.0 MiB"):
-        measure_ssd(tmp_path, 16 * MiB, 1.0)
+    with pytest.raises(BadInput, match=r"15.0 MiB is too small to measure by; give 16.0 MiB"):
+        measure_ssd(tmp_path, 15 * MiB, 1.0)
     assert os.listdir(tmp_path) == []
 
 

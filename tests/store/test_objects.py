@@ -397,6 +397,30 @@ def test_a_commit_that_is_retired_while_it_is_copied_gives_way_to_newer_ones(tmp
         assert pusher.push().durable_step == 5 == assert_whole(bucket)
 
 
+def test_a_commit_that_is_published_again_while_it_is_copied_is_copied_by_the_next_push(
+    tmp_path, bucket, monkeypatch
+):
+    root, put = tmp_path / "tiny", ObjectDisk.put
+    with TinyRun(root) as tiny:
+        first = tiny.take_step()
+
+        def meanwhile(self, path, data):
+            monkeypatch.setattr(ObjectDisk, "put", put)
+            files = dict(tiny.fixed)
+            for name, unit in tiny.units.items():
+                generation = unit.acquire()
+                files[name] = generation, tiny.write(unit, generation, tiny.timeline, 1)
+                (root / first.files[name].path).write_bytes(bytes(first.files[name].bytes))
+            tiny.store.publish(1, files, tiny.index, {}, again=True)
+            put(self, path, data)
+
+        monkeypatch.setattr(ObjectDisk, "put", meanwhile)
+        pusher = Pusher(root, bucket)
+        done = pusher.push()
+        assert [ref.step for ref in done.retired] == [1] and done.commits == done.damaged == []
+        assert pusher.push().durable_step == 1 == assert_whole(bucket)
+
+
 def test_a_commit_whose_records_go_with_it_while_it_is_copied_is_no_damage(long_run, bucket, monkeypatch):
     """Its parts are of several steps, so it is nothing without them; its payload is still there."""
     reader = RunReader(long_run)

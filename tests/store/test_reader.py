@@ -125,6 +125,53 @@ def test_beside_a_writer_at_work_a_commit_reads_whole_or_is_said_to_be_retired(r
         writer.join()
 
 
+def published_again(run, manifest):
+    """As MeZO does when its weights have caught up: the same step in other files, and its own are written over."""
+    files = dict(run.fixed)
+    for name, unit in run.units.items():
+        generation = unit.acquire()
+        files[name] = generation, run.write(unit, generation, run.timeline, run.step)
+    run.store.publish(manifest.step, files, run.index, manifest.progress, again=True)
+    for ref in (ref for name, ref in manifest.files.items() if name in run.units):
+        (run.store.root / ref.path).write_bytes(bytes(ref.bytes))
+
+
+def test_a_commit_that_is_published_again_while_it_is_read_is_no_damage(run):
+    run.take_step()
+    reader = LocalStore.read(run.store.root)
+    first = reader.head()
+    published_again(run, first)
+    again = reader.head()
+    assert again.ref == first.ref and not reader.is_listed(first) and reader.is_listed(again)
+    for read in (lambda: reader.verify(first), lambda: check_content(reader, first)):
+        with pytest.raises(CommitRetired, match=r"step 1 of .* was published again"):
+            read()
+    assert reader.verify(again) == []
+    check_content(reader, again)
+
+
+def test_the_newest_whole_commit_is_the_same_step_if_it_is_published_again_meanwhile(run, monkeypatch):
+    first = run.take_step()
+    reader, original, times = LocalStore.read(run.store.root), verifying._Scan.run, [1]
+
+    def overtaken(scan):
+        if times:
+            times.pop()
+            published_again(run, first)
+        return original(scan)
+
+    monkeypatch.setattr(verifying._Scan, "run", overtaken)
+    manifest, damaged = reader.newest_whole()
+    assert (manifest.step, damaged) == (1, []) and manifest != first
+
+
+def test_a_manifest_that_is_damaged_while_it_is_read_is_damage(run):
+    manifest = run.take_step()
+    reader = LocalStore.read(run.store.root)
+    (run.store.root / manifest.path).write_bytes(b"{")
+    assert [error.path for error in reader.verify(manifest)] == [manifest.path]
+
+
 def test_progress_of_a_verification_is_reported_in_bytes(run):
     manifest = run.take_step()
     reports = []

@@ -23,6 +23,7 @@ from holdfast.state.pieces import Pieces
 from holdfast.state.progress import decode
 from holdfast.universal import pickles
 from holdfast.universal.archives import Archive, piece_of
+from holdfast.universal.convert import open_source
 from holdfast.universal.load import Target, read_all
 from holdfast.universal.pickles import Record
 from holdfast.universal.plain import Plain
@@ -210,6 +211,24 @@ def test_a_storage_that_is_smaller_than_its_tensor_is_refused(tmp_path):
     wide = pickles.Tensor(tensor.storage, 0, (4, 2), (1, 1))
     with pytest.raises(Damaged, match="lies outside"):
         source.add(Stored(Atom("a", "param", (4, 2), "F32"), Pieces.of([piece_of(wide, part)], 2)))
+
+
+def test_a_tensor_that_was_expanded_very_far_says_how_it_is_saved(tmp_path):
+    torch.save({"mask": torch.ones(1, 1).expand(1 << 11, 1 << 10)}, tmp_path / "x.pt")
+    with pytest.raises(
+        Damaged, match=r"mask/param \[2048, 1024\] is 2097152 elements made of 1 .*\.contiguous"
+    ):
+        open_source(tmp_path / "x.pt")
+
+
+def test_a_pickle_without_a_checksum_says_how_it_was_made(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(4.0)}, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with pytest.raises(Damaged, match=r"fails its CRC-32.*set_crc32_options\(False\)"):
+        Archive(tmp_path / "x.pt")
 
 
 def test_an_archive_in_the_middle_of_a_file_is_read_there(tmp_path):

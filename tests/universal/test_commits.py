@@ -15,6 +15,7 @@ from holdfast.errors import BadInput, ChunkCorrupt, FileMissing
 from holdfast.state.boxes import Box
 from holdfast.store.layout import CHECKSUM_BLOCK
 from holdfast.store.reader import RunReader
+from holdfast.universal.convert.deepspeed import write_deepspeed
 from holdfast.universal.convert.holdfast import Commit
 from holdfast.universal.load import Target, read_all
 from test_checkpointer import go_on, start
@@ -98,6 +99,18 @@ def test_a_file_that_is_gone_is_named(run, tmp_path, commit):
     reader = RunReader(copy)
     with pytest.raises(FileMissing, match=commit.parts[0].path):
         Commit(reader, reader.at(2))
+
+
+def test_a_file_that_goes_while_the_commit_is_read_is_named_as_missing(run, tmp_path):
+    """And not as one that cannot be written, by who writes what is read."""
+    shutil.copytree(run, copy := tmp_path / "copy")
+    reader = RunReader(copy)
+    commit = Commit(reader, reader.at(2))
+    for path in {part.path for part in commit.parts}:
+        (copy / path).unlink()
+    for write in (lambda: write_deepspeed(commit, tmp_path / "out", 1), lambda: commit.check(0)):
+        with pytest.raises(FileMissing, match=commit.parts[0].path):
+            write()
 
 
 def test_a_base_whose_parts_are_of_several_steps_is_no_source(tmp_path, monkeypatch):

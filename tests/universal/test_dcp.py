@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import resource
 import shutil
 from collections import OrderedDict
@@ -22,9 +23,11 @@ from typer.testing import CliRunner
 
 from dist.saving import digest_of, made, state_of
 from dist.world import World
+from holdfast.adapters.dcp import StorageWriter
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
+from holdfast.sources import source_of
 from holdfast.state.boxes import Box
 from holdfast.state.progress import decode
 from holdfast.universal import pickles, small
@@ -237,6 +240,46 @@ def test_numbers_that_may_mean_other_parameters_are_not_guessed(tmp_path):
     del of_model["norm.bias"]
     source = save({"model": of_model, "optim": optimizer.state_dict()}, tmp_path / "x")
     assert "optim.state.0/exp_avg" in source.atoms and "a.weight/exp_avg" not in source.atoms
+
+
+def twins(tmp_path):
+    """What a training of two layers of one shape saved, the top layer's group first: a run, and a folder of torch."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in ((model[1], 0.2), (model[0], 0.1))]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(state, storage_writer=StorageWriter(tmp_path / "run"))
+    return source_of(str(tmp_path / "run")), save(state, tmp_path / "folder")
+
+
+def test_numbers_go_through_the_groups_and_not_through_the_model(tmp_path):
+    for source in twins(tmp_path):
+        assert {"0.weight/param", "1.weight/param", "optim.state.0/exp_avg"} <= source.atoms.keys()
+        assert "0.weight/exp_avg" not in source.atoms
+        assert source.progress["group_parameters"] == [["0"], ["1"]]
+
+
+def test_groups_that_shapes_tell_apart_have_their_names_in_a_run_and_in_a_folder(tmp_path):
+    model, _ = trained()
+    groups = [[p for p in model.parameters() if (p.dim() >= 2) is matrices] for matrices in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    named = save(dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True)), tmp_path / "a")
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(state, storage_writer=StorageWriter(tmp_path / "run"))
+    for source in (save(state, tmp_path / "b"), source_of(str(tmp_path / "run"))):
+        assert read(source) == read(named)
+        assert source.progress["group_parameters"] == named.progress["group_parameters"]
+
+
+@pytest.mark.parametrize("params", [[[1]], 3])
+def test_groups_of_no_sense_are_refused_by_the_folder(tmp_path, params):
+    groups = {"optim": {"state": {0: {"x": torch.ones(2)}}, "param_groups": [{"params": params}]}}
+    with pytest.raises(Damaged, match=r"x does not read as a state dict"):
+        save({"w": torch.ones(2), **groups}, tmp_path / "x")
 
 
 def test_a_second_optimizer_of_the_same_parameters_is_kept_apart(tmp_path):
@@ -498,6 +541,8 @@ def test_the_tools_know_folders(saved, tmp_path):
     folder, run = str(saved("fsdp2_tp", 4)[0]), CliRunner()
     shown = run.invoke(app, ["show", folder]).output
     assert "dcp" in shown and "exp_avg_sq" in shown and "in 4 files" in shown
+    assert "torch.distributed.checkpoint, files of 4 ranks" in shown, shown
+    assert re.search(r"first\.weight +8x6 +4 parts +F32", shown), shown
     assert "it agrees" in run.invoke(app, ["verify", folder]).output
     for to in ("dcp", "holdfast"):
         assert run.invoke(app, ["convert", folder, str(tmp_path / to), "--to", to]).exit_code == 0
@@ -541,6 +586,7 @@ def test_what_is_written_is_read_as_what_it_was_written_from(saved, tmp_path, mo
     write_dcp(source, tmp_path / "out", told=counted.append)
     again = DCP(tmp_path / "out")
     assert read(again) == read(source) and again.progress == source.progress
+    assert again.writer == "holdfast"
     assert sum(counted) == sum(stored.atom.nbytes for stored in source.atoms.values())
     assert len(again.atoms["first.weight/param"].pieces) == 8
     last = max(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -11,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from holdfast.errors import BadInput, Damaged
+from holdfast.errors import BadInput, ChunkCorrupt, Damaged
 from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
 from holdfast.state.capture import FROM_NAME
 from holdfast.universal.convert import huggingface
 from holdfast.universal.convert.huggingface import write_huggingface, write_single
-from holdfast.universal.convert.safetensors import INDEX, SafetensorsFiles, header_of
+from holdfast.universal.convert.safetensors import INDEX, SafetensorsFiles, digest_of, header_of
 from holdfast.universal.load import Target, read_all
 from holdfast.universal.restore import read_tensors
 
@@ -260,3 +261,90 @@ def test_tensors_of_every_type_that_torch_knows_too_are_what_they_were(tmp_path)
     wanted = [(each, Box.whole(each.atom.shape)) for each in source.atoms.values()]
     for stored, tensor in zip(source.atoms.values(), read_tensors(source, wanted), strict=True):
         assert bits(tensor) == bits(there[stored.atom.name]) and tensor.dtype == there[stored.atom.name].dtype
+
+
+def test_a_bit_that_is_flipped_anywhere_in_what_is_written_is_told(source, tmp_path, monkeypatch):
+    """But where blanks fill the header up, and in the name of the entry that has the checksums."""
+    monkeypatch.setattr(huggingface, "CHUNK", 100)
+    source.progress = {"step": 7}
+    path = write_single(source, tmp_path / "one.safetensors", dtype="BF16")
+    data, expected = path.read_bytes(), read(SafetensorsFiles(path))
+    assert all(part.has_checksum for part in SafetensorsFiles(path).parts)
+    name, silent = data.index(b"holdfast.xxh3"), 0
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            assert read(SafetensorsFiles(path)) == expected
+            assert name <= place < name + len("holdfast.xxh3") or data[place] == ord(" "), place
+            silent += 1
+        except Damaged:
+            continue
+    assert silent < 40
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_damage_of_what_is_written_names_the_tensor_and_the_place(source, tmp_path, monkeypatch, whole):
+    monkeypatch.setattr(huggingface, "CHUNK", 16 * 4 * 3)
+    [path] = write_huggingface(source, tmp_path / "out")
+    where = SafetensorsFiles(path)
+    part = where.parts[where.atoms["embed.weight/param"].pieces.part[0]]
+    assert part.sums.stretch == 192 and len(part.sums.digests) == 13
+    data = bytearray(path.read_bytes())
+    data[part.offset + 200] ^= 1
+    path.write_bytes(data)
+    again = SafetensorsFiles(path)
+    stored = again.atoms["embed.weight/param"]
+    rest = [(each, Box.whole(each.atom.shape)) for each in again.atoms.values() if each is not stored]
+    read_tensors(again, rest)
+    box = Box.whole((37, 16)) if whole else Box((30, 0), (37, 16))
+    text = (
+        rf"embed\.weight fails its checksum: .* at .*model\.safetensors offset {part.offset + 192}, 192 bytes"
+    )
+    with pytest.raises(ChunkCorrupt, match=text) as raised:
+        read_tensors(again, [(stored, box)])
+    assert raised.value.atoms == ("embed.weight",)
+
+
+@pytest.mark.parametrize(
+    "sums", ["{", "[]", "{}", '{"tensors": {"a": 1}}', '{"tensors": {"a": [0, ""]}}', '{"tensors": {"a": [4, "ab"]}}',
+             '{"tensors": {"a": [4, 7]}}', '{"tensors": {}}']
+)  # fmt: skip
+def test_checksums_in_a_header_that_are_none_are_refused(tmp_path, sums):
+    path = tmp_path / "a.safetensors"
+    metadata = {"holdfast.xxh3": sums}
+    if sums.startswith('{"t'):  # with the header's own, as it is
+        table = {"__metadata__": {}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+        said = json.loads(sums)
+        said["header"] = digest_of(table, said["tensors"])
+        metadata = {"holdfast.xxh3": json.dumps(said)}
+    save_file({"a": torch.ones(1)}, path, metadata=metadata)
+    with pytest.raises(Damaged, match=r"a\.safetensors: (holdfast\.xxh3|the header fails its checksum)"):
+        SafetensorsFiles(path)
+
+
+def test_metadata_of_another_file_says_how_it_is_left_out(source, tmp_path):
+    """As tools make it that copy what a file says and change its tensors."""
+    written = write_single(source, tmp_path / "a.safetensors")
+    _, metadata = header_of(written)
+    save_file({"other": torch.ones(2)}, tmp_path / "b.safetensors", metadata=metadata)
+    with pytest.raises(Damaged, match=r"b\.safetensors: the header .* without the holdfast\.xxh3"):
+        SafetensorsFiles(tmp_path / "b.safetensors")
+
+
+def test_checksums_that_are_nested_as_deep_as_can_be_read_are_refused(tmp_path):
+    path, limit = tmp_path / "a.safetensors", sys.getrecursionlimit()
+    for depth in range(limit - 150, limit):
+        save_file(
+            {"a": torch.ones(1)},
+            path,
+            metadata={"holdfast.xxh3": f'{{"tensors": {"[" * depth}{"]" * depth}}}'},
+        )
+        with pytest.raises(Damaged, match=r"a\.safetensors"):
+            SafetensorsFiles(path)
+
+
+def test_files_of_others_have_no_checksums_and_are_read(source):
+    assert not any(part.has_checksum for part in source.parts) and source.writer == ""
+    assert read(source)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from holdfast.optim import Apollo, apollo_mini
-from holdfast.update.apollo import _drawn, projection
+from holdfast.update.apollo import projection
+from holdfast.update.projected import drawn
 
 LR, BETAS, EPS, DECAY, GAP = 0.01, (0.9, 0.99), 1e-6, 0.1, 3
 
@@ -20,7 +21,7 @@ def published(weight, grads, rank, scale, channels, seed):
     for t, grad in enumerate(grads, 1):
         tall = grad.shape[0] > grad.shape[1]
         g = (grad.T if tall else grad).double()
-        y = projection(rank, len(g), _drawn(seed, (t - 1) // GAP)).double() @ g
+        y = projection(rank, len(g), drawn(seed, (t - 1) // GAP)).double() @ g
         m, v = moments or (torch.zeros_like(y), torch.zeros_like(y))
         m, v = BETAS[0] * m + (1 - BETAS[0]) * y, BETAS[1] * v + (1 - BETAS[1]) * y**2
         moments, scaled = (m, v), m / (v.sqrt() + EPS)
@@ -46,7 +47,7 @@ def test_it_is_the_published_update_rule(kind, shape, rank, scale):
     for grad in grads:
         param.grad = grad.clone()
         optimizer.step()
-    expected = published(start, grads, min(rank, *shape), scale, kind is Apollo, _drawn(5, 0))
+    expected = published(start, grads, min(rank, *shape), scale, kind is Apollo, drawn(5, 0))
     torch.testing.assert_close(param.detach().double(), expected, rtol=1e-5, atol=1e-6)
     assert (param.detach() - start).abs().max() > 1e-2
 
@@ -67,7 +68,7 @@ def test_every_matrix_has_a_seed_of_its_own_and_every_period_another_projection(
     assert len(set(seeds)) == 3
     again = Apollo([{"params": params[:2]}, {"params": params[2:]}], rank=2, seed=3)
     assert [int(again.state[p]["seed"]) for p in params] == seeds
-    assert not torch.equal(projection(2, 4, _drawn(seeds[0], 0)), projection(2, 4, _drawn(seeds[0], 1)))
+    assert not torch.equal(projection(2, 4, drawn(seeds[0], 0)), projection(2, 4, drawn(seeds[0], 1)))
 
 
 def test_projections_have_variance_one_over_rank():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import OptimizerNotSupported
-from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Joined
+from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined
 from holdfast.update import optimizer as host
 from holdfast.update.forms import STEP, Form, Slots
 from holdfast.update.kinds import ELEMENTWISE, REFUSED, WHOLE, kind_of
@@ -67,7 +67,7 @@ def test_tiles_have_the_bits_of_the_whole_at_all_sizes(monkeypatch, kind, elemen
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.optim.Adafactor, torch.optim.Muon, Apollo], ids=lambda kind: kind.__name__
+    "kind", [torch.optim.Adafactor, torch.optim.Muon, Apollo, Grass], ids=lambda kind: kind.__name__
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_whole_tensor_is_updated_at_once(monkeypatch, kind, shape):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from ..delta.ranks import stream_of
 from ..errors import BadInput
+from ..ranks import stream_of
 from ..state.boxes import Box
 from ..state.capture import TO_NAME
 from ..state.progress import encode

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..delta.image import METADATA, Image
-from ..delta.ranks import stream_of
 from ..errors import BadInput, Damaged, RunMismatch
+from ..ranks import stream_of
 from ..state.atoms import Atom
 from ..store.layout import Layout
 from ..store.local import LocalStore
@@ -72,7 +72,7 @@ class StorageWriter(OfRun, dcp.StorageWriter):
         there = {item.index.fqn for item in items}
         self._paths = {key: path for key, path in paths.items() if key in there}
         names = name_all(
-            {i.index.fqn: kind_of(i) for i in items if i.tensor_data is not None}, self._paths
+            {i.index.fqn: kind_of(i) for i in items if i.tensor_data is not None}, self._paths, {}
         ).tensors
         self._first = opened = _Opened(self)
         told = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
@@ -14,7 +15,7 @@ from ..store.target import Target
 from ..units import counted, format_bytes
 from ..universal.checking import unequal_copies
 from ..universal.convert.holdfast import Commit
-from ..universal.source import Source
+from ..universal.source import Source, Stored
 from .inspect import atom_table
 from .output import console, print_facts, print_json, print_table, progress
 from .runs import label, open_run, summary
@@ -48,6 +49,7 @@ def about(source: Source) -> dict[str, Any]:
     return {
         "path": source.path,
         "format": source.format,
+        "writer": source.writer,
         "step": source.progress.get("step"),
         "bytes": nbytes,
     }
@@ -56,8 +58,10 @@ def about(source: Source) -> dict[str, Any]:
 def show(source: Source, *, as_json: bool) -> None:
     """Print what a state of another library holds."""
     atoms = [stored.atom for stored in source.atoms.values()]
-    rows = [{"name": a.name, "slot": a.slot, "shape": list(a.shape), "dtype": a.dtype} for a in atoms]
+    rows = [_row(stored) for stored in source.atoms.values()]
     if as_json:
+        for row, stored in zip(rows, source.atoms.values(), strict=True):
+            row["cuts"] = _cuts_of(stored)
         print_json(
             {**about(source), "aliases": dict(source.aliases), "progress": source.progress, "atoms": rows}
         )
@@ -66,6 +70,8 @@ def show(source: Source, *, as_json: bool) -> None:
     files = {part.path for part in source.parts}
     nbytes = sum(atom.nbytes for atom in atoms)
     facts = {"format": source.format, "size": f"{format_bytes(nbytes)} in {counted(len(files), 'file')}"}
+    if source.writer:
+        facts["written by"] = source.writer
     if source.progress.get("step") is not None:
         facts = {"step": f"{source.progress['step']:,}", **facts}
     facts["parameters"] = f"{sum(sizes):,} in {counted(len(sizes), 'tensor')}"
@@ -77,10 +83,29 @@ def show(source: Source, *, as_json: bool) -> None:
     print_table(out, atom_table(rows))
 
 
+def _row(stored: Stored) -> dict[str, Any]:
+    """A tensor: ``parts`` are how many stored arrays it lies in, ``copies`` how often it is there."""
+    atom = stored.atom
+    return {
+        "name": atom.name,
+        "slot": atom.slot,
+        "shape": list(atom.shape),
+        "dtype": atom.dtype,
+        "parts": len(np.unique(stored.pieces.part)),
+        "copies": 1 + len(stored.copies),
+    }
+
+
+def _cuts_of(stored: Stored) -> list[list[list[int]]]:
+    """The regions of a tensor that are stored, by their starts and stops. There may be millions."""
+    pieces = stored.pieces
+    return [list(box) for box in zip(pieces.start.tolist(), pieces.stop.tolist(), strict=True)]
+
+
 def verify(source: Source, *, as_json: bool) -> bool:
     """Print whether a state of another library is whole, as far as that can be told; the same as the return value."""
     damaged = _damaged(source, quiet=as_json)
-    checked = sum(part.crc32 is not None for part in source.parts)
+    checked = sum(part.has_checksum for part in source.parts)
     if as_json:
         texts = [{"path": error.path, "text": str(error)} for error in damaged]
         print_json({**about(source), "whole": not damaged, "with_checksum": checked, "damaged": texts})

@@ -72,7 +72,13 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
         units = {name: manifest.step if f.step is None else f.step for name, f in manifest.files.items()}
         print_json(
             summary(manifest)
-            | {"writer": manifest.writer, "progress": manifest.progress, "units": units, "atoms": atoms}
+            | {
+                "writer": manifest.writer,
+                "ranks": len(manifest.streams),
+                "progress": manifest.progress,
+                "units": units,
+                "atoms": atoms,
+            }
         )
         return
     out = console()
@@ -147,7 +153,8 @@ def _facts(manifest: Manifest, atoms: list[dict[str, Any]]) -> dict[str, str]:
     facts = {
         "step": f"{manifest.step:,}",
         "timeline": f"{manifest.timeline}, from {fork}",
-        "written": f"{local_time(manifest.created)} by process {writer.get('pid')} on {writer.get('host')}",
+        "written": f"{local_time(manifest.created)} by process {writer.get('pid')} on {writer.get('host')}"
+        + (f", one of {len(manifest.streams)} ranks" if len(manifest.streams) > 1 else ""),
         "size": _size(manifest),
         "parameters": f"{sum(sizes):,} in {counted(len(sizes), 'tensor')}",
     }
@@ -190,16 +197,25 @@ def _row(entry: dict[str, Any], *, newest: bool) -> tuple[str, ...]:
 
 
 def atom_table(atoms: list[dict[str, Any]]) -> Table:
-    """One row for each tensor's name, with all its slots."""
-    table = plain_table("tensor", ">shape", "slots")
+    """One row for each tensor's name, with all its slots; how it is cut where any is."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     for atom in sorted(atoms, key=lambda atom: atom["slot"] != "param"):
         by_name.setdefault(atom["name"], []).append(atom)
+    cuts = {name: _cut_of(slots[0]) for name, slots in by_name.items()}
+    shown = ["cut"] if any(cuts.values()) else []
+    table = plain_table("tensor", ">shape", *shown, "slots")
     for name, slots in by_name.items():
         dtypes = dict.fromkeys(atom["dtype"] for atom in slots)
         held = (f"{kind} " + " ".join(a["slot"] for a in slots if a["dtype"] == kind) for kind in dtypes)
-        table.add_row(escape(name), "x".join(map(str, slots[0]["shape"])) or "scalar", ", ".join(held))
+        shape = "x".join(map(str, slots[0]["shape"])) or "scalar"
+        table.add_row(escape(name), shape, *(cuts[name] for _ in shown), ", ".join(held))
     return table
+
+
+def _cut_of(atom: dict[str, Any]) -> str:
+    """In how many parts a tensor is stored, and how often; nothing of one that is stored whole, once."""
+    parts, copies = atom.get("parts") or len(atom.get("fragments", ())), atom.get("copies", 1)
+    return ", ".join([f"{parts:,} parts"] * (parts > 1) + [f"{copies:,} copies"] * (copies > 1))
 
 
 def _verify_showing_progress(reader: RunReader, manifest: Manifest, *, quiet: bool) -> list[Damaged]:

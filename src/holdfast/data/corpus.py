@@ -13,6 +13,7 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,17 +23,20 @@ import xxhash
 from torch import Tensor
 
 from ..errors import BadInput, DiskFailed
-from ..units import counted
+from ..units import MiB, counted
 
 NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 """Folders below the standard library that are other people's code, or tests."""
+
+HASHED_BYTES, PIECE_BYTES = 1024 * MiB, MiB
+"""Of a text, what its fingerprint is made of at most, and in which pieces. It is read at every start."""
 
 
 class Corpus:
     """The bytes of ``text``: "stdlib" (Python's own source), a file, a folder or a glob.
 
     ``training`` and ``validation`` are map-style datasets of ``{"tokens", "targets"}``, int64[context].
-    ``fingerprint`` tells one text from another by the names and sizes of its files.
+    ``fingerprint`` tells one text from another by the names, sizes and content of its files.
 
     >>> corpus = Corpus("stdlib", context=64)
     >>> corpus.training[0]["tokens"].shape
@@ -51,7 +55,7 @@ class Corpus:
         self.paths = [path for path, size in sized if size]
         self._ends = list(accumulate(size for _, size in sized if size))
         self.num_bytes = self._ends[-1] if self._ends else 0
-        self.fingerprint = self._fingerprint(root)
+        self._names = self._named(root)
         needed = context * (2 if validation_fraction else 1) + 1
         if self.num_bytes < needed:
             raise BadInput(
@@ -82,11 +86,25 @@ class Corpus:
             number += 1
         return found
 
-    def _fingerprint(self, root: Path) -> dict[str, Any]:
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Made when it is first asked for, since it reads the text."""
+        names = {"files": len(self.paths), "bytes": self.num_bytes, "xxh3": self._names}
+        return names | {"content": self._content()}
+
+    def _named(self, root: Path) -> str:
         digest = xxhash.xxh3_64()
         for path, end in zip(self.paths, self._ends, strict=True):
             digest.update(os.fsencode(path.relative_to(root).as_posix()) + b"\0%d\0" % end)
-        return {"files": len(self.paths), "bytes": self.num_bytes, "xxh3": digest.hexdigest()}
+        return digest.hexdigest()
+
+    def _content(self) -> str:
+        """Of all of the text, or of pieces that are spread evenly over it."""
+        digest, count = xxhash.xxh3_128(), -(-min(self.num_bytes, HASHED_BYTES) // PIECE_BYTES)
+        for number in range(count):
+            start, stop = (self.num_bytes * each // count for each in (number, number + 1))
+            digest.update(self.read(start, min(stop - start, PIECE_BYTES)))
+        return digest.hexdigest()
 
 
 class Windowed(Protocol):
@@ -95,10 +113,11 @@ class Windowed(Protocol):
     paths: list[Path]
     num_bytes: int
     context: int
-    fingerprint: dict[str, Any]
     training: Windows
     validation: Windows
 
+    @property
+    def fingerprint(self) -> dict[str, Any]: ...
     @property
     def num_windows(self) -> int: ...
     def window(self, index: int) -> dict[str, Tensor]: ...

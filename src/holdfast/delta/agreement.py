@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import RankFailed
+from ..ranks import Ranks
 from .alike import Alike
-from .ranks import Ranks
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.2
 """Between two looks at the board, while something is expected and otherwise."""

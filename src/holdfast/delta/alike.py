@@ -17,11 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
+from ..ranks import Ranks
 from ..state.cuts import Copied
 from ..state.live import LiveState
 from ..units import MiB, packed
 from .drift import digests
-from .ranks import Ranks
 
 BYTES_PER_STEP = 16 * MiB
 """Of parameters, digested with their optimizer state at the end of one step."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from ..errors import DoesNotFit
 from ..plan.cadence import STORAGE_FULLS
+from ..ranks import Ranks
 from ..store.local import LocalStore
 from ..units import PAGE, GiB, format_bytes
-from .ranks import Ranks
 from .recorder import Recorder
 
 LEAST_STORAGE = GiB

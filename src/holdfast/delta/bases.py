@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import xxhash
 
+from holdfast import failpoints
+
 from ..errors import DoesNotFit
 from ..io.buffers import Buffer
 from ..state.atoms import Atom
@@ -146,6 +148,7 @@ class BaseMaker:
                 write_tensor(buffer.view, unit.layout, key, tensor)
             self._staged.append(staged := _Staged(unit, step))
             self._recorder.put(Task(partial(self._write, staged, buffer), at_once=True))
+            failpoints.reach("after_unit_staged")
         return True
 
     def write_next(self, step: int) -> None:
@@ -170,7 +173,9 @@ class BaseMaker:
 
     def share(self, progress: dict[str, Any]) -> Share:
         """Instead of ``publish``, this rank's part of a commit of all ranks. Durable when this returns."""
-        return self._store.share(self._staged[-1].step, *self._all_written(progress))
+        share = self._store.share(self._staged[-1].step, *self._all_written(progress))
+        failpoints.reach("after_share_written")
+        return share
 
     def published(self) -> None:
         """The first rank has made the base, whose part was shared, a commit."""

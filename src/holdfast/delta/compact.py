@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import failpoints
 from ..errors import BadInput, Damaged, NoCommit
+from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
@@ -21,7 +22,6 @@ from .bases import divided, of_one_base, owned_by
 from .holder import rebuilt
 from .image import Image
 from .line import Differs, Line
-from .ranks import Ranks
 from .recovery import recover
 from .script import NoScript
 from .watching import Recovery

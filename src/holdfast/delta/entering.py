@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from ..errors import RunMismatch
+from ..ranks import Ranks
 from ..state.boxes import Box
 from ..state.cuts import copies, owners
 from ..state.live import LiveState
+from ..store.entering import see_alike
 from ..store.local import LocalStore
-from ..store.manifest import Point, Timeline
-from .ranks import Ranks
 
 
 def look(
@@ -57,30 +55,3 @@ def enter(store: LocalStore, ranks: Ranks) -> None:
 
     ranks.first_does(store.enter)
     see_alike(store, ranks)
-
-
-def see_alike(store: LocalStore, ranks: Ranks) -> None:
-    """Raise ``RunMismatch`` unless all ranks see the directory that has been entered for the first one. Called on all
-    ranks."""
-
-    def see() -> None:
-        if store.writer() != writer:
-            raise RunMismatch(
-                f"{store.root} as rank {ranks.rank} sees it on {socket.gethostname()} is not the directory that rank 0"
-                f" has entered ({writer.strip()}). Give all ranks one directory on a file system that they share."
-            )
-
-    writer = ranks.first_does(store.writer)
-    ranks.all_do(see)
-
-
-def begin(store: LocalStore, ranks: Ranks, point: Point | None) -> None:
-    """Open the timeline that continues ``point``, on the first rank; the others join it. Called on all ranks."""
-
-    def opened() -> Timeline:
-        store.begin(point)
-        return store.opened
-
-    store.is_mine = ranks.is_mine
-    timeline = ranks.first_does(opened)
-    ranks.all_do(lambda: store.join(timeline, ranks.rank) if ranks.rank else None)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from ..ranks import Ranks
 from ..state.boxes import Box
 from ..state.live import LiveState
 from ..units import packed
 from .bases import UNIT_BYTES
 from .image import image_of
-from .ranks import Ranks
 from .slots import tensors_of
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ranks import Ranks
 from .codecs import Codec
 from .comm_hook import HookState, hooked
 from .lossy import Sparse, TopK
 from .powersgd import LowRank, PowerSGD, PowerState, approximated
-from .ranks import Ranks
 
 Hook = HookState | PowerState
 

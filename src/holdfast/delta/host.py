@@ -2,9 +2,10 @@
 outlives the trainer.
 
 It alone writes to the run's directory. When the trainer dies it does what was handed over to the end, keeps the state
-in the tier, whole and verified by its checksums, persists it, lets go of the run, and waits for another trainer before
-it cleans up. Its state proper is memory of its own: if it is killed as well, nothing that it held can be mistaken for
-whole. Started by ``replica.start_process``.
+in the tier, whole and verified by its checksums, and persists it, unless another trainer takes it meanwhile; then it
+lets go of the run, and waits for another trainer before it cleans up. One whose trainer ends before it has handed over
+a state persists what an earlier one kept. Its state proper is memory of its own: if it is killed as well, nothing that
+it held can be mistaken for whole. Started by ``helper.start_process``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from holdfast import failpoints
 
 from ..errors import HoldfastError, RunLocked
 from ..events import EventLog
+from ..ranks import Ranks
 from ..state.live import LiveState
 from ..state.progress import decode
 from ..store.local import LOCK, LocalStore
@@ -34,7 +36,6 @@ from . import drift, kept, tier
 from .bases import BaseMaker
 from .channel import Channel, Gone, Inbox, Message
 from .helper import LAST_WORD
-from .ranks import Ranks
 from .rebuild import adopt, rebuild
 from .recorder import Inline
 from .recovery import recover
@@ -75,7 +76,7 @@ class Host:
         self._equal = False
         """Whether the state is whole, and every comparison since it was handed over found it equal."""
         self._begun = self._closing = self._kept = False
-        self._beaten = 0.0
+        self._beaten, self._unwritten = 0.0, 0
         self._prefix = ""
         """Of the names of units."""
 
@@ -246,11 +247,13 @@ class Host:
             self._bases.stage(self._step, self._bases.left_bytes)
             return
         while not self._bases.all_staged:
+            if self._is_taken():
+                return
             self._bases.write_next(self._step)
         self._publish()
 
     def _go_on_with_base(self) -> None:
-        if self._bases is not None and self._base_under_way and not self._bases.memory_bytes:
+        if self._base_under_way and not self._copies_left():
             self._publish()
 
     def _publish(self) -> None:
@@ -261,6 +264,14 @@ class Host:
             kept.drop(self._place)
         self._events.emit("base", step=self._base_step, durable_step=self._base_step)
         self._say(base=self._base_step)
+
+    def _copies_left(self) -> int:
+        """What copies for a base are still to be written. A disk that takes some is slow, and does not hang."""
+        left = 0 if self._bases is None else self._bases.memory_bytes
+        if left < self._unwritten:
+            self._beat()
+        self._unwritten = left
+        return left
 
     def _beat(self) -> None:
         """Tell the trainer that a base goes on being written, once in a while."""
@@ -276,20 +287,41 @@ class Host:
     # The end
 
     def _finish(self) -> None:
-        """The trainer closes, or is gone: what it handed over is done."""
-        try:
-            if self._base_under_way:
-                self._publish()
-        finally:  # whatever the disk says
-            if self._begun and self._equal and not self._closing:
-                self._keep()
-        if self._begun and self._equal:
-            if self._base_step < self._step:
-                self._begin_base()
-            if self._base_under_way:
-                self._publish()
+        """The trainer closes, or is gone: what it handed over is done. What is kept then is made a base as well, unless
+        another trainer takes it meanwhile, of which the next base is."""
+        if not self._begun:
+            self._persist_what_was_left()
+        if self._begun and self._equal and not self._closing:  # first, whatever the disk says
+            self._keep()
+        self._publish_unless_taken()
+        if self._begun and self._equal and self._base_step < self._step and not self._is_taken():
+            self._begin_base()
+            self._publish_unless_taken()
         if self._closing:
             self._say(word=LAST_WORD)
+
+    def _persist_what_was_left(self) -> None:
+        """The trainer has not handed over a state: what it was to go on from is made a base, unless the next takes
+        it, since nobody waits beside it any more."""
+        assert self._door is not None
+        try:
+            step = kept.persist(self._place, self._store, self._beat, self._door.is_taken)
+        except (HoldfastError, OSError) as error:
+            return self._events.emit("not_persisted", why=str(error))
+        if step is not None:
+            tier.remove(self._place)
+            self._events.emit("base", step=step, durable_step=step)
+
+    def _publish_unless_taken(self) -> None:
+        """The base that is under way, when it is written."""
+        while self._copies_left() and not self._is_taken():
+            time.sleep(0.01)
+        if self._base_under_way and not self._is_taken():
+            self._publish()
+
+    def _is_taken(self) -> bool:
+        """Whether the state is kept, and another trainer waits to go on from there."""
+        return self._kept and self._door is not None and self._door.is_taken()
 
     def _take_what_waits(self) -> None:
         """Do the steps that were handed over before the trainer could hear of a failure."""

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..errors import HoldfastError
+from ..ranks import Ranks, stream_of
 from ..store.journal import Record
 from ..store.local import LocalStore
 from ..store.manifest import Timeline
@@ -23,7 +24,6 @@ from .channel import Channel, Message
 from .helper import LAST_WORD
 from .host import Host, clip_as_told
 from .orphans import HERE, KEPT, Notes
-from .ranks import Ranks, stream_of
 from .replica import Terms
 
 HERE_SECONDS, WORK_SECONDS = 10.0, 600.0

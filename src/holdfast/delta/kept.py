@@ -12,19 +12,24 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import BadInput, Damaged, RunLocked
+from ..io.buffers import Buffer
 from ..state.live import LiveState
 from ..store.journal import Record
 from ..store.local import LocalStore
 from ..store.lock import own_text
+from ..store.manifest import ALONE, FileRef
+from ..store.reading import index_of_stream, read_file
 from ..store.retention import ancestry
 from . import tier
+from .bases import of_one_base
 from .channel import Channel, Gone
 from .line import Line
 
@@ -149,6 +154,49 @@ def leading_to(step: int, own: Sequence[Kept]) -> Kept | None:
     return next((each for each in own if each.first <= step <= each.last), None)
 
 
+def persist(place: Path, store: LocalStore, beat: Callable[[], None], stop: Callable[[], bool]) -> int | None:
+    """Make what one replica kept in ``place`` a base, file by file, where the disk has nothing as new: for who does
+    not know the model. Its step, which is durable then; None if there was nothing to do, or it was to ``stop``."""
+    own = next((each for each in look(place, store) if each.folder == KEPT), None)
+    if own is None or own.last <= newest(store, None) or stop():
+        return None
+    with tier.opened(place / KEPT) as memory:
+        base = memory.load(memory.line()[0])
+        store.begin(Fork(own.last, own.timeline, own.key))
+        files = {}
+        for name, ref in base.files.items():
+            if stop():
+                return None
+            files[name] = _copied(memory, name, ref, store, beat)
+        index = of_one_base(index_of_stream(memory.disk, base, ALONE), store.timeline, base.step)
+        progress = {name: value for name, value in base.progress.items() if name not in mark([], "")}
+        store.publish(base.step, files, store.put_index(index), progress)
+        store.prune_journal()
+    drop(place)
+    return base.step
+
+
+def _copied(
+    memory: LocalStore, name: str, ref: FileRef, store: LocalStore, beat: Callable[[], None]
+) -> tuple[int, tuple[str, ...]]:
+    """Write the file ``ref`` of ``memory``, verified, as one of the unit ``name`` of ``store``."""
+    unit = store.unit(name, memory.layout(ref), copies=min(store.retain, 2) + 1)
+    unit.create()
+    buffer = Buffer(ref.bytes, "base")
+    try:
+        read_file(memory.disk, memory.queue, ref, buffer.view, direct=False).result()
+        generation = store.free_generation(unit)
+
+        def fill(view: memoryview, start: int) -> None:
+            view[:] = buffer.view[start : start + len(view)]
+
+        return generation, unit.write_through(
+            generation, fill, kind="state", phase="base", priority=2, beat=beat
+        )
+    finally:
+        buffer.free()
+
+
 def newest(store: LocalStore, target: int | None) -> int:
     """The newest step, at most ``target``, that bases and records in ``store`` lead to, as far as headers say."""
     for ref in store.line():
@@ -159,7 +207,7 @@ def newest(store: LocalStore, target: int | None) -> int:
 
 
 class Door:
-    """Where the next trainer asks. Opened with the run's lock."""
+    """Where the next trainer asks, and says whether it takes what was kept. Opened with the run's lock."""
 
     def __init__(self, place: Path) -> None:
         self._path = place / SOCKET
@@ -169,28 +217,65 @@ class Door:
         with _address(place) as address:
             self._listener.bind(address)
         self._listener.listen()
+        self._asking: Channel | None = None
+        self._takes: bool | None = None
+        """What who asks has said; None if nothing yet."""
 
     def knocked(self, timeout: float = 0.0) -> bool:
-        return bool(select.select([self._listener], [], [], timeout)[0])
+        """Whether somebody asks, at the latest in ``timeout`` seconds. Looked at anew each time: one that was killed
+        since asks no more."""
+        until = time.monotonic() + timeout
+        self._hear()
+        while self._asking is None:
+            left = max(until - time.monotonic(), 0.0)
+            if not select.select([self._listener], [], [], left)[0]:
+                return False
+            self._asking = Channel(self._listener.accept()[0], 1.0)
+            self._hear()
+        return True
+
+    def is_taken(self) -> bool:
+        """Whether who asks takes what was kept, so that the disk need not have it first."""
+        if self.knocked() and self._takes is None:
+            self._hear(1.0)
+        return bool(self._takes)
 
     def say_busy(self, trainer: int) -> None:
         """To who asks: a trainer lives."""
-        asking = Channel(self._listener.accept()[0], 1.0)
+        asking = self._let_go()
         with suppress(OSError):
             asking.send({"busy": trainer})
         asking.close()
 
     def leave(self) -> None:
-        """Close, and let go whoever asks: nothing is touched here any more."""
-        asking = Channel(self._listener.accept()[0], 1.0)
+        """Close, and let go who asks: nothing is touched here any more."""
+        asking = self._let_go()
         self.close()
         with suppress(OSError):
             asking.send({"leaving": True})
         asking.close()
 
+    def _hear(self, timeout: float = 0.0) -> None:
+        """What who asks has said, within ``timeout`` seconds; who has gone is forgotten."""
+        if self._asking is None:
+            return
+        try:
+            while (word := self._asking.receive(timeout)) is not None:
+                self._takes, timeout = word.about.get("takes", False), 0.0
+        except Gone:
+            self._let_go().close()
+
+    def _let_go(self) -> Channel:
+        """Who asks, to be answered and forgotten."""
+        assert self._asking is not None
+        asking, self._asking, self._takes = self._asking, None, None
+        return asking
+
     def close(self) -> None:
         """Called with the run's lock, or before who asks is let go: the next one has the same name."""
         self._listener.close()
+        if self._asking is not None:
+            self._asking.close()
         with suppress(FileNotFoundError):
             self._path.unlink()
 
@@ -205,17 +290,20 @@ def _address(place: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def make_earlier_one_leave(place: Path, run: str, deadline_seconds: float) -> None:
-    """Return when no replica of ``run`` is there any more; one whose trainer has died finishes first. Raises
-    ``RunLocked`` if its trainer lives."""
+def make_earlier_one_leave(place: Path, run: str, deadline_seconds: float, takes: bool) -> None:
+    """Return when no replica of ``run`` is there any more; one whose trainer died finishes first, but need not write
+    what it kept if who asks ``takes`` that. Raises ``RunLocked`` if its trainer lives."""
     with socket.socket(socket.AF_UNIX) as sock:
         try:
             with _address(place) as address:
                 sock.connect(address)
         except OSError:  # nobody is there
             return
+        channel = Channel(sock)
+        with suppress(OSError):  # it may have answered and gone
+            channel.send({"takes": takes})
         with suppress(Gone):
-            answer = Channel(sock).receive(deadline_seconds)
+            answer = channel.receive(deadline_seconds)
             if answer is not None and answer.about.get("busy") == os.getpid():
                 raise RunLocked(own_text(run))
             if answer is not None and "busy" in answer.about:

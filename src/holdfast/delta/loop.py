@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..ranks import Ranks
 from ..state.live import LiveState
 from ..update.kinds import is_elementwise
 from .codecs import Codec
@@ -19,9 +20,9 @@ from .holder import replay_info
 from .hooks import Hook, with_hook
 from .options import optimizers_of, refuse_renormalised, refuse_taken
 from .powersgd import PowerState
-from .ranks import Ranks
 from .recovery import Recovered
 from .script import Script
+from .unseen import changes_of
 
 Averages = nn.Module | Mapping[str, nn.Module] | None
 
@@ -99,21 +100,7 @@ class Loop:
                 " iteration, groups that change, or parameters that the script changes after the step.",
                 stacklevel=5,
             )
-        came, went = (
-            sorted(a - b) for a, b in ((self._buffers_at_look, before), (before, self._buffers_at_look))
-        )
-        if went:
-            warnings.warn(
-                f"{', '.join(went)} went after the run began. A resume refuses a model that has them: leave them out"
-                " from the beginning, or register them with persistent=False.",
-                stacklevel=5,
-            )
-        if came:
-            warnings.warn(
-                f"{', '.join(came)} came into being after the run began. A resume can put them back only where they"
-                " are there before it: register them with their shapes, or run a forward pass before Checkpointer().",
-                stacklevel=5,
-            )
+        _tell_of_buffers(before, self._buffers_at_look)
 
     def look(self) -> None:
         """See what there is now. Called on all ranks."""
@@ -219,7 +206,23 @@ class Loop:
         if not self.codec.error_feedback:
             return []
         tensors = [tensor for _, tensor in self.state.buffers().values()]
-        return [(id(tensor), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
+        return [(id(tensor), changes_of(tensor)) for tensor in tensors]
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0
+
+
+def _tell_of_buffers(before: set[str], now: set[str]) -> None:
+    """Warn of those that came or went, by name."""
+    if went := sorted(before - now):
+        warnings.warn(
+            f"{', '.join(went)} went after the run began. A resume refuses a model that has them: leave them out"
+            " from the beginning, or register them with persistent=False.",
+            stacklevel=6,
+        )
+    if came := sorted(now - before):
+        warnings.warn(
+            f"{', '.join(came)} came into being after the run began. A resume can put them back only where they"
+            " are there before it: register them with their shapes, or run a forward pass before Checkpointer().",
+            stacklevel=6,
+        )

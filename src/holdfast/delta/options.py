@@ -12,12 +12,12 @@ from torch import nn
 
 from ..errors import BadInput
 from ..plan.cadence import Limits
+from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.retention import Keep
 from ..units import parse_bytes
 from .codecs import Codec
 from .pace import POLICIES
-from .ranks import Ranks
 from .slots import slots_that_fit
 
 

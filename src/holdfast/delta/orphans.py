@@ -14,9 +14,9 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import HoldfastError
+from ..ranks import Ranks
 from ..store.files import AnyDisk, write_durably
 from ..store.lock import lock_of
-from .ranks import Ranks
 
 LOOK_SECONDS = 0.02
 

@@ -18,13 +18,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ..errors import BadInput
+from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.layout import Layout
 from ..units import KiB
 from .codecs import ArrayReader, Codec, Trained, array_key, expand
 from .lossy import Lossy, Sizes
 from .lowrank import factor_between, narrow, same_bits, times, whole
-from .ranks import Ranks
 from .slots import Slot
 from .sparse import Arrays
 

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from holdfast import failpoints
+
 from ..errors import BadInput, WriterHung
 from ..store.journal import JournalWriter, Record
 from ..units import PAGE
+from ..update.threads import keep_torch_threads, one_torch_thread
 from .slots import Slot, SlotPool
 
 T = TypeVar("T")
@@ -110,6 +113,7 @@ class Recorder:
         self._busy_since: float | None = None
         self._failure: BaseException | None = None
         self._closing = False
+        keep_torch_threads()
         self._thread = threading.Thread(target=self._work, name="holdfast-recorder", daemon=True)
         self._thread.start()
 
@@ -262,6 +266,7 @@ class Recorder:
             raise self._failure
 
     def _work(self) -> None:
+        one_torch_thread()
         while True:
             with self._changed:
                 group = self._next_group()
@@ -311,6 +316,7 @@ class Recorder:
             records = [
                 Record(sealed.step, sealed.about, self._pack(sealed.about, sealed.parts)) for sealed in steps
             ]
+            failpoints.reach("before_records_write")
             self.header_bytes = self._journal.append(records, self.beat)
         self._pool.give([slot for sealed in steps for slot in sealed.slots])
         with self._changed:  # whoever finds nothing waiting any more may free the slots

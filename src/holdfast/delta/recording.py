@@ -8,7 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from holdfast import failpoints
+
 from ..events import EventLog
+from ..store import entering as opening
 from ..store.local import LocalStore
 from . import entering, kept
 from .agreement import Agreement
@@ -104,7 +107,7 @@ class Recording(Survival):
         return found
 
     def begin(self, found: Recovered | None) -> None:
-        entering.begin(self._store, self._loop.ranks, None if found is None else found.point)
+        opening.begin(self._store, self._loop.ranks, None if found is None else found.point)
         self._pool = self._slot_pool()
         self._recorder = self._make_recorder(self._pool)
         self.begun = True
@@ -172,15 +175,21 @@ class Recording(Survival):
         return self.recorder.take_slot(wait=self._options.when_behind == "block")
 
     def record(self, updates: Sequence[Update]) -> None:
-        if not self.pace.recording or any(update.slot is None for update in updates):
+        slots = [update.slot for update in updates]
+        if not updates and self.pace.recording:
+            slots.append(self.take_slot())  # skipped by the loss scaler, and on its way as any other
+        if not self.pace.recording or None in slots:
             self.give_back(updates)
             self.pace.lose(self._loop.steps_done)
             return
         sealed = self._seal(updates)
+        sealed.slots = sealed.slots or tuple(slot for slot in slots if slot is not None)
+        failpoints.reach("after_step_sealed")
         if self.pace.fits(sealed.nbytes):
             self.recorder.put(sealed)
+            failpoints.reach("after_step_put")
         else:
-            self.give_back(updates)
+            self.pool.give(sealed.slots)
             self.pace.go_without_room(self._loop.steps_done)
 
     def lose(self, updates: Sequence[Update], why: str) -> None:

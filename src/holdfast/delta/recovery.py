@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import Damaged, NoCommit
+from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.chain import left_behind, tip_with
 from ..store.journal import streams
@@ -18,7 +19,6 @@ from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Point
 from ..store.pruning import in_spans
 from .line import Differs, Line
-from .ranks import Ranks
 from .script import Script
 from .watching import Recovery
 
@@ -87,9 +87,8 @@ def recover(
                 f" {odd[-1] if odd else _nothing_after(store, line.step)}"
             )
         if target is None and not continuing:
-            if streams(
-                store.disk
-            ):  # a replica's run has none, and forks from steps that were in memory alone
+            # without a journal it is a replica's, whose forks are from steps that were in memory alone
+            if streams(store.disk):
                 durable_step = max(durable_step, line.acknowledged)
             _tell_lost(line, durable_step, odd)
         same_cut = len(line.chains) == ranks.world_size and all(
@@ -117,8 +116,8 @@ def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
     if not odd and not any(chain.records for chain in line.chains.values()):
         raise Damaged(
             f"{root} has no record after step {step}, and step {durable_step} was durable: files of journal/ were"
-            f" removed or not restored. Nothing was changed: put them back, or call resume(step={step}) to go on from"
-            " there without them.",
+            f" removed or not restored. Nothing on the disk was changed: put them back, or call resume(step={step}) to"
+            " go on from there without them.",
             path="journal",
         )
     several = f"Steps {step + 1} to {durable_step} had been durable, and are lost."

@@ -20,6 +20,7 @@ from holdfast import failpoints
 
 from ..errors import BadInput, Damaged
 from ..events import EventLog
+from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.files import Disk
 from ..store.local import LocalStore
@@ -30,7 +31,6 @@ from . import drift, kept, tier
 from .agreement import Agreement
 from .codecs import Codec, Exact
 from .helper import Helper
-from .ranks import Ranks
 from .rebuild import describe, refuse_what_cannot_be_rebuilt
 from .recorder import Sealed
 from .recovery import Recovered, recover
@@ -155,16 +155,18 @@ class Replica:
 
     # Beginning
 
-    def start(self) -> None:
+    def start(self, takes: bool) -> None:
         """Start the process. When this returns it has the run's lock, and what was there of an earlier replica is
-        finished. Raises ``RunLocked`` if the run has another writer."""
-        self._make_earlier_ones_leave()
+        finished, unless training ``takes`` what it kept. Raises ``RunLocked`` if the run has another writer."""
+        self._make_earlier_ones_leave(takes)
         self._start()
 
-    def _make_earlier_ones_leave(self) -> None:
+    def _make_earlier_ones_leave(self, takes: bool) -> None:
         """Also those of another number of ranks, which bring to the disk what they can."""
         for place in self._places():
-            kept.make_earlier_one_leave(place, self._terms.run, self._deadline)
+            kept.make_earlier_one_leave(
+                place, self._terms.run, self._deadline, takes and place == self._place
+            )
 
     def _places(self) -> list[Path]:
         """The tiers of the run on this host, whoever left them."""

@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 
 from ..errors import BadInput, Damaged, NoCommit
+from ..ranks import Ranks, stream_of
 from ..state.live import LiveState
 from ..store.files import Disk
 from ..store.local import LocalStore
@@ -25,7 +26,6 @@ from .exchange import give_to_others
 from .ghost import pour
 from .orphans import Locks, has_kept, is_orphan
 from .others import Others
-from .ranks import Ranks, stream_of
 from .rebuild import describe, rebuild
 from .recorder import Sealed
 from .recovery import Recovered, recover
@@ -71,13 +71,13 @@ class Replicas(Replica):
 
     # Beginning
 
-    def start(self) -> None:
+    def start(self, takes: bool) -> None:
         ranks = self._ranks
         if len(asked := set(ranks.everyone(self._base_every))) > 1:
             raise BadInput(
                 f"base_every is not the same on all ranks ({', '.join(map(str, sorted(asked)))}): give all the same"
             )
-        ranks.all_do(self._make_earlier_ones_leave)
+        ranks.all_do(lambda: self._make_earlier_ones_leave(takes))
         ranks.first_does(self._start)  # it enters the run
         ranks.all_do(lambda: self._start() if ranks.rank else None)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..events import EventLog
+from ..store.entering import see_alike
 from ..store.local import LocalStore
-from .entering import see_alike
 from .layers import LayerTap
 from .loop import Loop
 from .options import Options
@@ -66,8 +66,9 @@ class Replicating(Survival):
     # Beginning
 
     def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
-        """As ever; with a replica there are no residuals, so training goes on from every step as it did."""
-        self.replica.start()
+        """As ever; with a replica there are no residuals, so training goes on from every step as it did. What was kept
+        several ranks cannot take by themselves: whether all have their parts shows when all have looked."""
+        self.replica.start(takes=self._loop.ranks.alone and asked.target is None)
         see_alike(store, self._loop.ranks)
         if not store.commits():
             return None

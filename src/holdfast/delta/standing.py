@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..errors import BadInput
+from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.chain import tip_with
 from ..store.local import LocalStore
 from ..store.target import Url
 from .holder import rebuilt
-from .ranks import Ranks
 from .recovery import recover
 from .script import NoScript
 

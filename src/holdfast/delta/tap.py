@@ -15,6 +15,8 @@ from typing import Any, cast
 
 import torch
 
+from holdfast import failpoints
+
 from ..errors import BadInput
 from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
@@ -140,7 +142,7 @@ class Tap:
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise BadInput(
                 "an optimizer step with a closure computes several gradients, of which only the last could be recorded."
-                " Call closure() yourself and then optimizer.step()."
+                " Call closure() yourself and then optimizer.step(). MeZO, which needs it, is durable out of core."
             )
         optimizer = self._state.optimizers[index]
         if self._open[index]:  # a subclass calls the step() it overrides: part of the update that is open
@@ -169,6 +171,7 @@ class Tap:
         except BaseException:  # what it has changed by then is in no record
             self.changed = True
             raise
+        failpoints.reach("after_gradients_copied")
         self._open[index] += 1
         if slot is not None and update.part is None:
             self.changed = True

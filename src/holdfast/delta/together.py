@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..ranks import Ranks, stream_of
 from ..store.local import LocalStore
 from ..store.manifest import Share
 from .agreement import Agreement
 from .alike import Alike
 from .allotment import Allotment
 from .bases import BaseMaker
-from .ranks import Ranks, stream_of
 
 
 class Together:

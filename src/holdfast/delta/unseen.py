@@ -28,9 +28,8 @@ class Unseen:
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
         self._state = state
-        places = enumerate(state.parameters)
         self._of: list[list[int]] = [[] for _ in state.optimizers]
-        for place, parameter in places:
+        for place, parameter in enumerate(state.parameters):
             index = state.optimizer_of(parameter)
             if index is not None:
                 self._of[index].append(place)
@@ -38,12 +37,12 @@ class Unseen:
 
     def settle(self) -> None:
         """What parameters are now is known."""
-        self._counts = [_count(p.parameter) for p in self._state.parameters]
+        self._counts = [changes_of(p.parameter) for p in self._state.parameters]
 
     def stepped(self, index: int) -> None:
         """What optimizer ``index`` has done is known."""
         for place in self._of[index]:
-            self._counts[place] = _count(self._state.parameters[place].parameter)
+            self._counts[place] = changes_of(self._state.parameters[place].parameter)
 
     def found(self, updated: bool) -> bool:
         """Whether parameters were changed otherwise, with a warning at the first time.
@@ -52,7 +51,7 @@ class Unseen:
         of the run would be recorded.
         """
         both = zip(self._state.parameters, self._counts, strict=True)
-        names = [p.name for p, count in both if _count(p.parameter) != count]
+        names = [p.name for p, count in both if changes_of(p.parameter) != count]
         self._strange = self._strange + 1 if names and not updated else 0
         if not names:
             return False
@@ -75,5 +74,6 @@ class Unseen:
         return True
 
 
-def _count(parameter: torch.Tensor) -> int:
-    return 0 if parameter.is_inference() else parameter._version
+def changes_of(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; of a tensor of inference mode nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version

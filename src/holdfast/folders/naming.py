@@ -25,7 +25,7 @@ from ..state.capture import FROM_NAME, TO_NAME
 from ..state.pieces import Pieces, dense
 from ..universal.load import read_flat
 from ..universal.restore import read_tensors
-from ..universal.source import Part, Source, Stored
+from ..universal.source import Part, Source, Stored, places_of
 
 KEPT_GROUPS = 2
 """Whose converted tensors stay in memory; tensors of one are asked for one after the other."""
@@ -40,6 +40,17 @@ class Group:
     converter: Any = None
     members: list[tuple[str, str]] = field(default_factory=list)
     """The pattern that each matched, and its name."""
+
+    def identity(self) -> list[Any]:
+        """What is made of what, as JSON."""
+        steps = [
+            [
+                type(each).__name__,
+                {k: v for k, v in sorted(vars(each).items()) if isinstance(v, int | float | str)},
+            ]
+            for each in getattr(self.converter, "operations", ())
+        ]
+        return [self.first, self.members, steps]
 
     def convert(self, tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
         """What ``tensors``, by name, become."""
@@ -94,9 +105,10 @@ class Converted(Source):
         self._source, self._model, self._renamings = source, model, renamings
         self._by_name = {each.atom.name: each for each in source.atoms.values() if _is_weight(each)}
         self._of_part: list[tuple[Group, str]] = []
+        self._groups = list(groups)
         self._made: OrderedDict[int, dict[str, torch.Tensor]] = OrderedDict()
         self._lock = threading.Lock()
-        for group in groups:
+        for group in self._groups:
             self._add_group(group)
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -119,10 +131,21 @@ class Converted(Source):
         into[:] = tensor.reshape(-1).view(torch.uint8)[offset : offset + len(into)].numpy().tobytes()
 
     def check(self, part: int) -> None:
-        group, _ = self._of_part[part]
-        for _, name in group.members:
-            for number in sorted(set(self._by_name[name].pieces.part.tolist())):
-                self._source.check(number)
+        for number in sorted(self._within([part])):
+            self._source.check(number)
+
+    def trust(self, parts: Iterable[int]) -> None:
+        super().trust(parts)
+        self._source.trust(self._within(self.checked))
+
+    def identity(self) -> list[Any]:
+        groups = [group.identity() for group in self._groups]
+        return [self.progress, groups, places_of(self._by_name.values()), self._source.identity()]
+
+    def _within(self, parts: Iterable[int]) -> set[int]:
+        """The parts of the source that ``parts`` are made of."""
+        names = [name for part in parts for _, name in self._of_part[part][0].members]
+        return {number for name in names for number in self._by_name[name].pieces.part.tolist()}
 
     def _add_group(self, group: Group) -> None:
         slot = self._by_name[group.members[0][1]].atom.slot

@@ -34,7 +34,7 @@ class Tokenizer:
                 " (tokenizer.json, tokenizer_config.json) beside the weights."
             ) from error
         last = self._own.eos_token_id
-        self.begin = [each for each in self._own("")["input_ids"] if each != last]
+        self.begin = self._before_text(last)
         self.end = [] if last is None else [last]
         if last is None:
             warnings.warn(
@@ -47,6 +47,15 @@ class Tokenizer:
 
     def __len__(self) -> int:
         return len(self._own)
+
+    def _before_text(self, last: int | None) -> list[int]:
+        """What comes before a letter, which tells the mark that begins a text from the one that ends it where both are
+        the same; where the letter is not found, what is around nothing but for the latter."""
+        found, bare = (self._own("a", add_special_tokens=marks)["input_ids"] for marks in (True, False))
+        for place in range(len(found) if bare else 0):
+            if found[place : place + len(bare)] == bare:
+                return found[:place]
+        return [each for each in self._own("")["input_ids"] if each != last]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Their ids, with nothing around them."""

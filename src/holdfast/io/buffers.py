@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Callable, Collection
 
 from holdfast.units import MiB, round_up
 
@@ -19,7 +20,7 @@ HUGE_PAGE = 2 * MiB
 class Buffer:
     """Page-aligned memory. ``view`` is writable, one byte per item; ``kind`` is what it is used for now."""
 
-    __slots__ = ("_memory", "kind", "nbytes", "view")
+    __slots__ = ("_memory", "kind", "nbytes", "unpin", "view")
 
     def __init__(self, nbytes: int, kind: str) -> None:
         self.nbytes = nbytes
@@ -28,6 +29,7 @@ class Buffer:
         if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._memory)
+        self.unpin: Callable[[], object] | None = None
 
     def free(self) -> None:
         """Hand the memory back to the system, even if somebody still looks at it (and then sees zeros)."""
@@ -42,26 +44,39 @@ class Buffer:
 class BufferPool:
     """Hands out buffers of exact sizes. Safe to use from several threads; ``take`` never waits."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        pin: Callable[[memoryview], Callable[[], object] | None] | None = None,
+        pinned_kinds: Collection[str] = (),
+    ) -> None:
+        """Memory for ``pinned_kinds`` is pinned by ``pin``, once, until what that returns is called; None says that it
+        could not be."""
+        self._pin, self._pinned_kinds = pin, frozenset(pinned_kinds if pin else ())
+        self._pinned: list[Buffer] = []
+        self.pinned_bytes = 0
         self.in_use_bytes = 0
         self.idle_bytes = 0
         self.most_by_kind: dict[str, int] = {}
         """What was in use at once at most, by what for."""
         self._by_kind: Counter[str] = Counter()
-        self._idle: dict[int, list[Buffer]] = defaultdict(list)
+        self._idle: dict[tuple[bool, int], list[Buffer]] = defaultdict(list)
+        """By whether they are for ``pinned_kinds``, and their size."""
         self._in_use: set[int] = set()
         self._lock = threading.Lock()
 
     def take(self, nbytes: int, kind: str) -> Buffer:
         """A buffer of ``nbytes`` rounded up to whole pages. Its content is whatever was there before."""
-        size = round_up(max(nbytes, 1))
+        size, pinned = round_up(max(nbytes, 1)), kind in self._pinned_kinds
         with self._lock:
-            buffer = self._idle[size].pop() if self._idle.get(size) else None
+            idle = self._idle.get((pinned, size))
+            buffer = idle.pop() if idle else None
             if buffer is not None:
                 self.idle_bytes -= size
                 buffer.kind = kind
             else:
                 buffer = Buffer(size, kind)
+                if pinned:
+                    self._pin_it(buffer)
             self.in_use_bytes += size
             self._by_kind[kind] += size
             self.most_by_kind[kind] = max(self.most_by_kind.get(kind, 0), self._by_kind[kind])
@@ -72,14 +87,28 @@ class BufferPool:
         """Give ``buffer`` back. Nobody may read or write it afterwards, no transfer may be under way."""
         with self._lock:
             self._returned(buffer)
-            self._idle[buffer.nbytes].append(buffer)
+            self._idle[buffer.kind in self._pinned_kinds, buffer.nbytes].append(buffer)
             self.idle_bytes += buffer.nbytes
 
     def drop(self, buffer: Buffer) -> None:
         """Give ``buffer`` back, and its memory to the system: the next to need it is not this pool."""
         with self._lock:
             self._returned(buffer)
+            self._unpin_it(buffer)
         buffer.free()
+
+    def _pin_it(self, buffer: Buffer) -> None:
+        assert self._pin is not None
+        buffer.unpin = self._pin(buffer.view)
+        if buffer.unpin is not None:
+            self._pinned.append(buffer)
+            self.pinned_bytes += buffer.nbytes
+
+    def _unpin_it(self, buffer: Buffer) -> None:
+        if buffer.unpin is not None:
+            buffer.unpin()
+            self._pinned.remove(buffer)
+            self.pinned_bytes -= buffer.nbytes
 
     def _returned(self, buffer: Buffer) -> None:
         if id(buffer) not in self._in_use:
@@ -91,10 +120,19 @@ class BufferPool:
         self._by_kind[buffer.kind] -= buffer.nbytes
 
     def close(self) -> None:
-        """Free the idle buffers. Those in use are freed when their holders let go of them."""
+        """Free the idle buffers. Those in use are freed when their holders let go of them; nothing is pinned any more,
+        so no transfer of a device may be under way."""
         with self._lock:
-            for buffers in self._idle.values():
-                for buffer in buffers:
-                    buffer.free()
+            for buffer in list(self._pinned):
+                self._unpin_it(buffer)
+        self.free_idle()
+
+    def free_idle(self) -> None:
+        """Hand the memory of idle buffers back to the system: what comes next takes other sizes."""
+        with self._lock:
+            for buffer in (buffer for buffers in self._idle.values() for buffer in buffers):
+                if buffer in self._pinned:
+                    self._unpin_it(buffer)
+                buffer.free()
             self._idle.clear()
             self.idle_bytes = 0

@@ -107,8 +107,10 @@ class IOQueue:
         read_limit: int | None = None,
         write_limit: int | None = None,
         total_limit: int | None = None,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Limits are bytes per second; ``total_limit`` is shared by reads and writes, as a device's are."""
+        """Limits are bytes per second; ``total_limit`` is shared by reads and writes, as a device's are. Each thread
+        calls ``prepare`` first."""
         if threads < 1:
             raise ValueError(f"an I/O queue needs at least one thread, got {threads}")
         self._lanes = {False: _Lane(), True: _Lane()}
@@ -119,6 +121,7 @@ class IOQueue:
         self._wake = threading.Condition()
         self._arrivals = self._idle = 0
         self._closed = False
+        self._prepare = prepare
         self._threads = [
             threading.Thread(target=self._work, name=f"holdfast-io-{index}", daemon=True)
             for index in range(threads)
@@ -186,6 +189,7 @@ class IOQueue:
 
     def _work(self) -> None:
         """A thread: take the most urgent request that may run, move it, end its group if it was the last."""
+        self._prepare()
         while True:
             with self._wake:
                 while (taken := self._take()) is None:

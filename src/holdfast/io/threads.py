@@ -146,8 +146,8 @@ def disk_full(path: Path, nbytes: int, error: OSError) -> DiskFull:
     return DiskFull(
         f"no space left in {path.parent}: {nbytes} bytes ({format_bytes(nbytes)}) are needed for {path.name},"
         f" {free} ({format_bytes(free)}) are free ({error.strerror}). Nothing that was acknowledged is lost:"
-        f" make room, or have fewer bases kept (keep= of a Checkpointer, durability.retain of `holdfast train`), and"
-        f" run again to resume."
+        f" make room (where it is a run, by fewer bases that are kept: keep= of a Checkpointer, durability.retain of"
+        f" `holdfast train`), and run again to resume."
     )
 
 

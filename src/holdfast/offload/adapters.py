@@ -30,6 +30,7 @@ def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
     told: dict[str, Any] = next((each for each in configs if isinstance(each, dict)), {})
     for layer in layers:
         for name in layer.r:
+            _refuse_other_kinds(name, told.get(name))
             how = told[name].init_lora_weights if name in told else True
             if how not in DRAWN or name in layer.lora_variant:
                 raise ModelNotSupported(
@@ -38,3 +39,13 @@ def initialise(model: nn.Module, layers: Iterable[Any]) -> None:
                     "True, or a model in memory."
                 )
             layer.reset_lora_parameters(name, how)
+
+
+def _refuse_other_kinds(name: str, config: Any) -> None:
+    """AdaLoRA is built like LoRA and begins otherwise."""
+    kind = getattr(config, "peft_type", "LORA")
+    if kind != "LORA":
+        raise ModelNotSupported(
+            f"adapter {name!r} is of the kind {getattr(kind, 'value', kind)}, and it is on meta: only LoRA's values are"
+            " made here. Use LoRA, or a model in memory."
+        )

@@ -1,4 +1,8 @@
-"""Beginning: a state from elsewhere that a fresh run begins from, unit by unit, never whole in memory."""
+"""Beginning: a state from elsewhere that a fresh run begins from, read tensor by tensor.
+
+Only what the source itself keeps is whole in memory: nothing of files and commits, all of a state that records lead to,
+which ``sources`` replays before.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,10 @@ class Beginning(Protocol):
 
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]: ...
     def check(self) -> None: ...
+    def identity(self) -> list[Any]:
+        """What it is, as JSON; another state, and the same one written again, have another."""
+        ...
+
     def parameter(self, name: str) -> torch.Tensor | None: ...
     def state(self, name: str) -> dict[str, torch.Tensor]: ...
     def buffer(self, name: str) -> torch.Tensor | None: ...
@@ -49,7 +57,7 @@ def prepare(source: Opens, parts: Parts, user: UserState) -> tuple[Beginning, li
     Raises ``RunMismatch`` or ``Damaged``, with nothing changed.
     """
     beginning = source.open()
-    user.check_place(beginning.progress)
+    user.check_source(beginning.progress)
     told = beginning.match(parts.captured, user.optimizer)
     for unit in parts.all_units:
         for member in unit.trained:

@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import BlockInputChanged, ModelNotSupported
 from .changes import fingerprint, hidden_gradient
+from .lending import Form
 from .microbatches import Autocast, BlockCall
-from .residency import Form
 
 Seed = tuple[torch.Tensor, torch.Tensor]
 """A tensor, and the gradient that it has before a backward."""

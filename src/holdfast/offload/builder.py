@@ -7,6 +7,7 @@ from itertools import accumulate, count
 import torch
 
 from ..io.buffers import Buffer, BufferPool
+from ..plan.memory import buffers
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
@@ -15,57 +16,89 @@ from . import rng
 from .beginning import Beginning
 from .blocks import Patch
 from .device import Device
+from .fellows import Fellows
 from .initial import Init, initial_values
+from .lending import CROSSING
 from .microbatches import hand_over
 from .parts import Parts
 from .planning import Plan
+from .recut import Recut
 from .residency import Residency
 from .resume import other_layout
 from .runtime import InputScratch, Runtime, Stored
 from .units import Unit, as_tensor
+from .zeroth import Zeroth
 
 
 def stored_units(parts: Parts, store: LocalStore) -> dict[str, Generations]:
     """The files of every unit, by the name under which a commit refers to them. Nothing is written yet."""
     found = {}
     for unit in parts.all_units:
-        found[unit.name] = store.unit(unit.name, unit.layout, store.retain + store.spare)
+        found[unit.file_name] = store.unit(unit.file_name, unit.layout, store.retain + store.spare)
         if unit.frozen:
             found[unit.frozen_name] = store.unit(unit.frozen_name, unit.frozen_layout, 1)
     return found
 
 
 def build(
-    parts: Parts, plan: Plan, store: LocalStore, stored: dict[str, Generations], device: Device, seed: int
+    parts: Parts,
+    plan: Plan,
+    store: LocalStore,
+    stored: dict[str, Generations],
+    device: Device,
+    fellows: Fellows,
+    seed: int,
 ) -> Runtime:
     """The runtime, with all its files and resident memory, not yet filled."""
-    pool, resident, extents = BufferPool(), parts.resident, count()
+    pool = BufferPool() if device.unified else BufferPool(device.pin, CROSSING)
+    try:
+        return _built(parts, plan, store, stored, device, fellows, seed, pool)
+    except BaseException:
+        pool.close()
+        raise
+
+
+def _built(
+    parts: Parts,
+    plan: Plan,
+    store: LocalStore,
+    stored: dict[str, Generations],
+    device: Device,
+    fellows: Fellows,
+    seed: int,
+    pool: BufferPool,
+) -> Runtime:
+    resident, extents = parts.resident, count()
+    kept = 0 if device.unified else buffers(plan.operations).get(("host", "kept_inputs"), 0)
     for files in stored.values():
         files.create()
     params, grads = plan.param_scratch_bytes, plan.grad_scratch_bytes
+    mine = "" if fellows.alone else f"-{fellows.control.stream}"
     return Runtime(
         model=parts.model,
         device=device,
+        fellows=fellows,
         seed=seed,
         blocks=parts.units,
         resident=resident,
         placement=plan.placement,
         optimizer=parts.optimizer,
-        residency=Residency(pool, parts.units, resident, device.torch_device),
+        residency=Residency(pool, parts.units, resident, device.torch_device, kept),
         store=store,
         patch=Patch(parts.blocks, hand_over(parts.blocks)),
         stored=stored,
         index=store.put_index(parts.index()),
-        param_scratch=store.scratch("params", params) if params else None,
-        param_offsets=_offsets([unit.copy_bytes for unit in parts.units]),
-        grad_scratch=store.scratch("gradients", grads) if grads else None,
-        grad_offsets=_offsets([unit.grad_bytes for unit in parts.units]),
+        param_scratch=store.scratch(f"params{mine}", params) if params else None,
+        param_offsets=_offsets([unit.share_copy_bytes for unit in parts.units]),
+        grad_scratch=store.scratch(f"gradients{mine}", grads) if grads else None,
+        grad_offsets=_offsets([unit.share_grad_bytes for unit in parts.units]),
         input_scratch=InputScratch(
-            lambda nbytes: store.scratch(f"inputs-{next(extents)}", nbytes), store.remove_scratch
+            lambda nbytes: store.scratch(f"inputs-{next(extents)}{mine}", nbytes), store.remove_scratch
         ),
         resident_buffer=pool.take(resident.layout.file_bytes, "resident state"),
         resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
         parameter_order=[parameter.name for parameter in parts.captured.parameters],
+        zeroth=None if parts.optimizer.takes_gradients else Zeroth(),
     )
 
 
@@ -83,23 +116,25 @@ def fill(run: Runtime, found: Manifest | None, init: Init | None, beginning: Beg
 
 
 def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) -> None:
-    """Initial values of every unit: written to its first generation, and its working copy derived."""
+    """Initial values of every unit, those of the first rank: written to its first generation, and its working copy
+    derived."""
+    run.agreed_buffers()
     with rng.own_generators(torch.device("cpu")):
         for block, unit in enumerate(run.units):
             values = _values(run, unit, init, beginning)
             state, frozen = _images(run, block)
             unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
-            for member in unit.trained:
-                held = run.optimizer.state_of(member.owned.captured.parameter)
+            for piece in unit.pieces:
+                held = run.optimizer.state_of(piece.member.owned.captured.parameter)
                 made = {slot: v for slot, v in held.items() if not getattr(v, "is_meta", False)}
                 if (
                     beginning is not None
                 ):  # one without leaves what a fresh optimizer begins with, such as seeds
                     is_fresh = not float(made.get(STEP, 0))
-                    made = beginning.state(member.name) or (made if is_fresh else {})
-                unit.write_state(member, as_tensor(state), made)
+                    made = beginning.state(piece.name) or (made if is_fresh else {})
+                unit.write_state(piece, as_tensor(state), made)
             del values
-            _write(run, unit.name, state)
+            _write(run, unit.file_name, state)
             if frozen is not None:
                 _write(run, unit.frozen_name, frozen)
             _derive(run, block, state, frozen)
@@ -108,7 +143,21 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) ->
 def _values(
     run: Runtime, unit: Unit, init: Init | None, beginning: Beginning | None
 ) -> dict[str, torch.Tensor]:
-    """Of a unit's parameters."""
+    """Of a unit's parameters, as the first rank has them."""
+    if run.fellows.rank == 0:
+        values = _own_values(run, unit, init, beginning)
+    else:
+        values = {m.name: torch.empty(m.shape, dtype=torch.float32) for m in unit.members}
+    if run.fellows.alone:
+        return values
+    values = {member.name: values[member.name].to("cpu", torch.float32) for member in unit.members}
+    run.fellows.from_first(list(values.values()))
+    return values
+
+
+def _own_values(
+    run: Runtime, unit: Unit, init: Init | None, beginning: Beginning | None
+) -> dict[str, torch.Tensor]:
     if beginning is None:
         return initial_values(run.model, unit, init, run.seed)
     there = {member.name: beginning.parameter(member.name) for member in unit.members}
@@ -119,14 +168,30 @@ def _values(
 
 
 def _fill_from(run: Runtime, manifest: Manifest) -> None:
-    """Every unit as ``manifest`` has it, each byte verified as it is read."""
+    """Every unit as ``manifest`` has it, each byte verified as it is read. What it has in other files, of another
+    number of ranks, is written to this rank's own."""
+    recut = Recut(run.store, manifest)
     for block, unit in enumerate(run.units):
         state, frozen = _images(run, block)
-        _read(run, manifest, unit.name, state)
+        _fill_image(run, recut, unit, unit.file_name, state)
         if frozen is not None:
-            _read(run, manifest, unit.frozen_name, frozen)
+            _fill_image(run, recut, unit, unit.frozen_name, frozen)
         _derive(run, block, state, frozen)
     run.resident.read_buffers(as_tensor(run.resident_buffer))
+
+
+def _fill_image(run: Runtime, recut: Recut, unit: Unit, name: str, image: Buffer) -> None:
+    """One image, from the file of this very name or from others."""
+    ref, files = recut.file(name, never_changes=name == unit.frozen_name), run.stored[name]
+    if ref is None:
+        recut.fill(image.view, files.layout, unit.places)
+        _write(run, name, image)
+        return
+    generation = files.generation_of(ref.path)
+    files.read(generation, image.view, ref.checksums, kind="state", phase="setup", priority=0).result()
+    if bytes(image.view[: len(files.layout.header)]) != files.layout.header:
+        raise other_layout(ref.path)
+    run.newest[name] = Stored(generation, ref.checksums)
 
 
 def _images(run: Runtime, block: int) -> tuple[Buffer, Buffer | None]:
@@ -147,24 +212,15 @@ def _write(run: Runtime, name: str, image: Buffer) -> None:
     run.newest[name] = Stored(generation, tuple(checksums))
 
 
-def _read(run: Runtime, manifest: Manifest, name: str, image: Buffer) -> None:
-    """Read into ``image`` the generation of a file that ``manifest`` names."""
-    ref, files = manifest.files[name], run.stored[name]
-    generation = files.generation_of(ref.path)
-    files.read(generation, image.view, ref.checksums, kind="state", phase="setup", priority=0).result()
-    if bytes(image.view[: len(files.layout.header)]) != files.layout.header:
-        raise other_layout(ref.path)
-    run.newest[name] = Stored(generation, ref.checksums)
-
-
 def _derive(run: Runtime, block: int, state: Buffer, frozen: Buffer | None) -> None:
     """The working copy, to where the device will read it; and let go of images that do not stay."""
     unit, residency = run.units[block], run.residency
     images = as_tensor(state), None if frozen is None else as_tensor(frozen)
     if unit is run.resident:
-        unit.write_copy(*images, run.resident_copy)
+        unit.write_copy(*images, run.resident_copy, whole=True)
+        run.fellows.gather_copy(unit, run.resident_copy)
     else:
-        copy = residency.pool.take(unit.copy_bytes, "parameters")
+        copy = residency.pool.take(unit.share_copy_bytes, "parameters")
         unit.write_copy(*images, as_tensor(copy))
         _place_copy(run, block, unit, copy)
         if not run.placement.optimizer[block]:
@@ -177,10 +233,12 @@ def _place_copy(run: Runtime, block: int, unit: Unit, copy: Buffer) -> None:
     if run.placement.params[block]:
         run.residency.copies[block] = copy
         return
-    assert run.param_scratch is not None
     offset = run.param_offsets[block]
-    for start, stop in unit.copy_parts:
+    for part in unit.copy_parts:
+        if part.start == part.stop:
+            continue
+        assert run.param_scratch is not None  # there is none where this rank has nothing of any block
         run.param_scratch.write(
-            offset + start, copy.view[start:stop], kind="params", phase="setup", priority=0
+            offset + part.at, copy.view[part.at : part.end], kind="params", phase="setup", priority=0
         ).result()
     run.residency.pool.give(copy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..errors import BadInput, ModelNotSupported
 from ..plan.orders import ORDERS
 from ..plan.work import CLIPPING
+from ..update.mezo import epsilon_of
 from .blocks import Blocks
 from .planning import SCHEDULES, Budget
 from .scaling import LossScale
@@ -143,3 +144,38 @@ def check_sample(sample: Any) -> None:
             f"sample is a {type(sample).__name__}, not a micro-batch as engine.step takes it: a dict of the model's "
             "keyword arguments, or a tuple of its positional ones."
         )
+
+
+def check_zeroth(
+    groups: Sequence[Mapping[str, Any]],
+    schedule: str,
+    order: str,
+    delayed_fraction: Any,
+    clip_norm: Any,
+    clipping: str,
+    dtype: str,
+    fractions: Mapping[str, Any],
+    budget: Budget | str | None,
+) -> None:
+    """What says something of gradients, of a backward pass or of moments is not of MeZO, which has none."""
+    for name, given, usual, why in (
+        ("schedule", schedule, "vertical", "it has a schedule of its own, of forward passes alone"),
+        ("order", order, "plain", "nothing flows back through the blocks"),
+        ("delayed_fraction", delayed_fraction, None, "every update waits for the next step's forward pass"),
+        ("clip_norm", clip_norm, None, "there is no gradient whose norm could be taken"),
+        ("clipping", clipping, "defer", "there is no gradient whose norm could be taken"),
+    ):
+        if given != usual:
+            raise BadInput(f"{name} = {given!r} is not of MeZO: {why}. Leave it out.")
+    if dtype == "fp16":
+        raise BadInput("dtype='fp16' is not of MeZO: losses are not scaled. Use dtype='bf16' or 'fp32'.")
+    auto = [f"{name}_on_host" for name, share in fractions.items() if share == "auto"]
+    if auto or budget == "auto":
+        raise BadInput(
+            f"{auto[0] if auto else 'budget'}='auto' cannot be planned for MeZO. Give fractions, such as"
+            " optimizer_on_host=0.5, and budget=holdfast.Budget(host=...) to have them checked."
+        )
+    try:
+        epsilon_of(groups)
+    except ValueError as error:
+        raise BadInput(f"{error}. Give all groups of MeZO the same.") from None

@@ -4,8 +4,8 @@ The rule: the fifth to the ninth step of a sitting are recorded; those of the pl
 Of what serves the lanes (the SSD, the bus, the cores, the commit) the time in which it had work is compared with what
 was predicted for a step; the ratio is the median over these steps. The profile's rates of it are divided by the root of
 that ratio, taken to lie between a half and two: half way to what was measured, on a logarithmic scale, so that a
-disturbed step moves little, and a few runs arrive. What is predicted or measured to work for less than a fiftieth of a
-step says nothing, and an SSD that was given a limit neither.
+disturbed step moves little, and a few runs arrive. What is predicted or measured to work for less than half of a step
+says nothing: its operations have time, and wait for the cores in it. Nor does an SSD that was given a limit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST, LAST = 5, 9
 MOST = 2.0
 """That a ratio counts at most."""
 
-LEAST_PART = 0.02
+LEAST_PART = 0.5
 """Of a step, that something must work for."""
 
 

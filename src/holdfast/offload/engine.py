@@ -8,9 +8,10 @@ are gone, the model is left unpatched, and the run resumes from its newest commi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from ..errors import BadInput, EngineFailed
 from ..events import EventLog
 from ..plan.ops import Op
 from ..state.capture import Captured
-from ..state.progress import decode, restore_random_state
+from ..state.progress import decode, hyper_parameters, restore_random_state
 from ..store.manifest import Manifest
 from ..update.threads import one_torch_thread
 from . import rng
+from .alike import digest, hyper_parameters_by_key, refuse_unlike
 from .beginning import Beginning
 from .blocks import install
 from .correcting import Corrections
@@ -33,15 +35,19 @@ from .interrupts import deferred
 from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, module_call
 from .ops import handlers
 from .ops.commit import publish
-from .planning import EVALUATION_BATCHES, Plan
+from .planning import Plan
 from .preflight import Preflight
 from .progress import UserState
-from .reports import Traffic, by_lane, difference, engine_event, step_event, traffic
+from .reports import Traffic, by_lane, count_tokens, difference, engine_event, step_event, traffic
 from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .steps import Rules, StepMaker
 from .takeover import MARK, Taken, Watched, give_back, let_go, refuse_use
 from .timelines import Timelines
+from .weights import mean_of
+
+POSITIONS = ("random", "loader")
+"""Of the progress, what moves when a batch is fetched."""
 
 
 class Engine:
@@ -72,10 +78,11 @@ class Engine:
         self.preflight = preflight
         self._told: Traffic = {}
         """What had moved up to the last step that the log tells of, evaluations included."""
-        self._executor = Executor(handlers(run), update_workers, one_torch_thread)
+        self._executor = Executor(
+            handlers(run), update_workers, one_torch_thread, run.device.ahead, exchanges=not run.fellows.alone
+        )
         self._timelines = Timelines(self._executor, events)
         self._corrections = Corrections(self._executor, plan.prediction, events)
-        torch.set_num_threads(torch.get_num_threads())  # what threads that come later start with
         self._closed = False
         self.steps_done = 0
         """Optimizer steps done, skipped ones included."""
@@ -100,23 +107,18 @@ class Engine:
         one step is on its way. A loss that is not finite skips the update, and ``last["skipped"]`` says so.
         """
         self._check_usable()
-        micro_batches = checked_batches(micro_batches, loss_fn)
-        if self._watched is not None:
-            self._watched.refuse_changes()
-        if not micro_batches:
-            raise BadInput("a step needs at least one micro-batch")
-        if not torch.is_grad_enabled():
-            raise BadInput(
-                "a step needs gradients: call engine.step outside torch.no_grad() and inference_mode()"
-            )
-        weights = self._steps.weights(micro_batches)
+        what = f"step {self.steps_done + 1}"
+        micro_batches, told = self._call_with(what, micro_batches, loss_fn, self._checked)
+        self._refuse_unlike_rates(what, [rates for _, _, rates in told])
+        weights = self._steps.weights([counts for counts, _, _ in told], len(micro_batches))
+        tokens = sum(count for _, count, _ in told)
         with self._closing_on_error():
             started = time.perf_counter()
             step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn)
             self._user.step_scheduler()  # the hyper-parameters were taken: from here on it is the next step's
             step.progress = self._progress()
-            self._positions = {k: step.progress[k] for k in ("random", "loader") if k in step.progress}
-            with self._running(step):
+            self._positions = {k: step.progress[k] for k in POSITIONS if k in step.progress}
+            with self._running(step), torch.set_grad_enabled(self._run.zeroth is None):
                 step.resident_grads = self._run.residency.start_resident_grads()
                 self._timelines.begins(step, self._rules.schedule)
                 self._corrections.begins(step)
@@ -129,18 +131,41 @@ class Engine:
             seconds = time.perf_counter() - started
             before, self._told = self._told, traffic(self._run)
             moved = difference(self._told, before)
-            self.last = step_event(self._run, step, self.steps_done, micro_batches, seconds, moved)
+            self.last = step_event(self._run, step, self.steps_done, tokens, seconds, moved)
             self._events.emit("step", **self.last)
             return self.last["loss"]
 
-    def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
-        """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded."""
-        micro_batches = checked_batches(micro_batches, loss_fn)
+    def _checked(self, micro_batches: Sequence[Any]) -> tuple[list[float], int, str]:
+        """Of a step that can be done: what each micro-batch counts, their tokens, and what tells this rank's
+        hyper-parameters from those of others."""
+        if self._watched is not None:
+            self._watched.refuse_changes()
         if not micro_batches:
-            raise BadInput("an evaluation needs at least one micro-batch")
+            raise BadInput("a step needs at least one micro-batch")
+        if not torch.is_grad_enabled() and self._run.zeroth is None:
+            raise BadInput(
+                "a step needs gradients: call engine.step outside torch.no_grad() and inference_mode()"
+            )
+        return self._steps.counts(micro_batches), count_tokens(micro_batches), digest(self._rates())
+
+    def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
+        """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded. Each counts
+        what ``normalize`` says: all the same, whatever their sizes, unless it says otherwise. NaN where none counts. Of
+        several ranks each has its own micro-batches, as many as the others, and the mean is over all."""
+
+        def counted(micro_batches: Sequence[Any]) -> list[float]:
+            if not micro_batches:
+                raise BadInput("an evaluation needs at least one micro-batch")
+            return self._steps.counts(micro_batches)
+
+        self._check_usable()
+        micro_batches, counts = self._call_with("an evaluation", micro_batches, loss_fn, counted)
+        weights = self._steps.weights(counts, len(micro_batches))
         calls = [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in micro_batches]
         losses = self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
-        return sum(losses) / len(losses)
+        told = self._call("the end of an evaluation", lambda: list(zip(losses, weights, strict=True)))
+        losses, weights = zip(*(pair for each in told for pair in each), strict=True)
+        return mean_of(losses, weights) if any(weight != 0 for weight in weights) else math.nan
 
     def generate(
         self,
@@ -166,14 +191,11 @@ class Engine:
     def save(self) -> None:
         """Make the present state a commit. It is durable when this returns."""
         self._check_usable()
-        if self.durable_step == self.steps_done:
+        if self.durable_step == self.steps_done and not self._is_behind:
             return
         self.wait()
-        if self.durable_step < self.steps_done:
-            step = self._steps.saving(self.steps_done - 1, self._progress() | self._positions)
-            with self._closing_on_error(), self._running(step):
-                self._executor.run(step.operations, step)
-                self._executor.drain()
+        if self.durable_step < self.steps_done or self._is_behind:
+            self._save(commit=True)
 
     def wait(self) -> None:
         """Wait until everything under way is over: updates done, and the commit, where one was due, durable."""
@@ -184,8 +206,15 @@ class Engine:
     def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory; only what is
         ``trained``, such as an adapter, without reading the rest."""
+        self._catch_up()
         self.wait()
-        return trained_values(self._run, self._captured) if trained else state_dict(self._run, self._captured)
+        self._call("state_dict")
+        with nullcontext() if self._run.fellows.alone else self._closing_on_error():
+            return (
+                trained_values(self._run, self._captured)
+                if trained
+                else state_dict(self._run, self._captured)
+            )
 
     def close(self) -> None:
         """Finish and commit what is under way, give the model back, and let go of the run directory.
@@ -205,7 +234,9 @@ class Engine:
             self._timelines.end()
             if self._rules.commit_every:
                 self.save()
-            trained = self.state_dict() if self._were_real else {}
+            real = any(self._call("close", lambda: bool(self._were_real)))
+            trained = self.state_dict() if real else {}
+            self._call("the end of close")  # nobody leaves before all have what they wanted
         self._shut_down()
         give_back(self._captured, {name: trained[name] for name in self._were_real})
         self._owed = False
@@ -247,14 +278,35 @@ class Engine:
 
     # Steps
 
+    @property
+    def _is_behind(self) -> bool:
+        """Do weights lack the last step (of MeZO), which the next one would have brought?"""
+        return self._run.zeroth is not None and self._run.zeroth.is_behind
+
+    def _catch_up(self) -> None:
+        """From here on all weights are those of the last step."""
+        self._check_usable()
+        if self._is_behind:
+            self.wait()
+            self._save(commit=self._rules.commit_every > 0)
+
+    def _save(self, commit: bool) -> None:
+        step = self._steps.saving(self.steps_done - 1, self._progress() | self._positions, commit)
+        with self._other_sizes(), self._closing_on_error(), self._running(step):
+            self._call(f"save after step {self.steps_done}")
+            self._executor.run(step.operations, step)
+            self._executor.drain()
+
     def _forward(self, calls: list[Callable[[], Any]]) -> list[Any]:
         """What the model returns for each call, in evaluation mode and without gradients."""
         self._check_usable()
+        self._catch_up()
+        self._call(f"a forward pass of {len(calls)} micro-batches")
         results: list[Any] = []
-        before = traffic(self._run)
-        with evaluating(self._run.model):
-            for start in range(0, len(calls), EVALUATION_BATCHES):
-                step = self._steps.evaluation(calls[start : start + EVALUATION_BATCHES])
+        before, together = traffic(self._run), self._plan.evaluation_batches
+        with evaluating(self._run.model), self._other_sizes():
+            for start in range(0, len(calls), together):
+                step = self._steps.evaluation(calls[start : start + together])
                 with self._only_losing(), torch.no_grad(), self._running(step):
                     self._executor.run(step.operations, step)
                 results += [batch.result for batch in step.micro_batches]
@@ -268,6 +320,7 @@ class Engine:
         device = self._run.device.torch_device
         with deferred() as safe_point, rng.own_generators(device, safe_point):
             self._executor.safe_point = safe_point
+            self._run.device.begins()
             self._busy = True
             try:
                 coroutines = [batch.coroutine for batch in step.micro_batches]
@@ -278,6 +331,19 @@ class Engine:
                 torch.set_grad_enabled(grad)  # a key press may have left it otherwise
 
     @contextmanager
+    def _other_sizes(self) -> Iterator[None]:
+        """What a step of MeZO takes is of other sizes than what catching up and evaluations take, and memory is planned
+        for one of them at a time."""
+        self._free_idle()
+        yield
+        self._free_idle()
+
+    def _free_idle(self) -> None:
+        if self._run.zeroth is not None:
+            self.wait()
+            self._run.residency.pool.free_idle()
+
+    @contextmanager
     def _only_losing(self) -> Iterator[None]:
         """An error of the model in an evaluation ends the evaluation; any other closes the engine."""
         with self._closing_on_error():
@@ -285,6 +351,8 @@ class Engine:
                 yield
                 return
             except Exception as error:
+                if not self._run.fellows.alone:  # the others go on with it
+                    raise
                 self._executor.go_on()  # raises what failed, unless it was a computation
                 self._run.residency.drop_pass("evaluate")
                 failed = error
@@ -303,9 +371,11 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        self._run.fellows.close()
         for hook in self._hooks:
             hook.remove()
         self._executor.close()
+        self._run.device.close()
         for unit in self._run.units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
@@ -313,10 +383,55 @@ class Engine:
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
         self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a circle that no one collects
+        if self._run.zeroth is not None:
+            self._run.zeroth.let_go()
         self._run.residency.let_go()
         moved = by_lane(traffic(self._run))
         self._events.emit("closed", step=self.steps_done, durable_step=self.durable_step, moved=moved)
         self._events.close()
+
+    def _call(
+        self, what: str, check: Callable[[], Any] = lambda: None, how: Callable[[], str] = lambda: ""
+    ) -> list[Any]:
+        """What ``check`` returns on each rank, all of which call ``what`` now. ``BadInput`` is that of all ranks, and
+        all of them stay usable; after anything else of several ranks none is."""
+        try:
+            return self._run.fellows.call(what, check, how)
+        except BadInput:
+            raise
+        except Exception:
+            if not self._run.fellows.alone:
+                self.give_up()
+            raise
+
+    def _call_with(
+        self,
+        what: str,
+        micro_batches: Sequence[Any],
+        loss_fn: Callable[..., Any] | None,
+        check: Callable[[Sequence[Any]], Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """The micro-batches of this rank, checked, and what ``check`` says of those of each."""
+        batches: list[Any] = []
+
+        def checked() -> Any:
+            batches.extend(checked_batches(micro_batches, loss_fn))
+            return check(batches)
+
+        told = self._call(what, checked, lambda: f" with {len(batches)} micro-batches")
+        return batches, told
+
+    def _rates(self) -> dict[str, Any]:
+        """The hyper-parameters of a step, of which several ranks need the same; nothing in a process by itself."""
+        if self._run.fellows.alone:
+            return {}
+        return hyper_parameters_by_key(hyper_parameters(self._user.optimizer.param_groups))
+
+    def _refuse_unlike_rates(self, what: str, digests: Sequence[str]) -> None:
+        """Raise ``BadInput`` on all ranks unless they have the same hyper-parameters, by their ``digests``."""
+        if len(set(digests)) > 1:
+            told = self._call(f"{what}, whose hyper-parameters differ", self._rates)
+            refuse_unlike(told, "hyper-parameters", "Set the same on all ranks before a step")
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -347,7 +462,11 @@ class Engine:
             self.steps_done = self._run.durable_step = self.resumed_from = found.step
             self.skipped_steps = found.progress.get("skipped_steps", 0)
             restore_random_state(decode(found.progress["random"]))
+            self._positions = {k: found.progress[k] for k in POSITIONS if k in found.progress}
             self._steps.resume(found.progress)
+            if self._run.zeroth is not None:
+                self._run.zeroth.resume(found.progress, self._run.units)
+        self._free_idle()
         self._told = traffic(self._run)
         about = engine_event(self._run, self._plan, self.preflight, self.steps_done)
         self._events.emit("engine", **about)
@@ -355,5 +474,5 @@ class Engine:
             self._events.emit("plan", **self._plan.prediction.event())
 
     def _progress(self) -> dict[str, Any]:
-        """What resuming needs besides tensors, as it is when the step under way is over."""
+        """What resuming needs besides tensors, as it is when the step under way is over. Each rank has its own."""
         return {**self._user.now(), **self._steps.progress(), "skipped_steps": self.skipped_steps}

@@ -20,11 +20,16 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..io.queue import IOQueue
 from ..plan.work import Clipping
+from ..ranks import Ranks
 from ..state.progress import hyper_parameters
+from ..store.entering import begin, see_alike
 from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
+from ..update.mezo import MeZO
+from ..update.threads import keep_torch_threads, one_torch_thread
+from .alike import agree_on_choices, agree_on_source
 from .auto import Planner
 from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
@@ -37,15 +42,17 @@ from .checks import (
     check_recorded,
     check_sample,
     check_stateful,
+    check_zeroth,
 )
 from .device import open_device
 from .engine import Engine
+from .fellows import Fellows, refuse_alone_only
 from .parts import Parts
-from .planning import AUTO, Budget, Plan, Wanted, make_plan
+from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
 from .progress import UserState
-from .resume import newest_commit, same_files
+from .resume import newest_commit, progress_here, same_files
 from .scaling import LossScale
 from .steps import Rules
 from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
@@ -86,6 +93,7 @@ def offload(
     write_limit: int | None = None,
     total_limit: int | None = None,
     update_workers: int = 2,
+    deadline_seconds: float = 300.0,
     events: EventLog | None = None,
     confirm: Callable[[Preflight], None] | None = None,
     say: Callable[[str], object] | None = None,
@@ -94,14 +102,15 @@ def offload(
     """Train ``model`` with its state in the directory ``ssd``.
 
     ``optimizer`` is one of ``torch.optim`` or ``holdfast.optim`` over the model's parameters, which may be on ``meta``;
-    it is read, never stepped. What needs whole matrices (Muon, APOLLO, Adafactor) is computed by one thread, so the
-    bits are those of a loop with one. ``scheduler`` is stepped by the engine after each step, and its state and the
-    ``loader``'s are part of every commit. If the directory holds a run of this model, it is resumed
-    from its newest whole commit; scheduler, loader, random generators and the hyper-parameters in ``optimizer``'s
-    groups are restored: a learning rate is changed after this call. All else may change from one resume to the
-    next; a ``seed``, ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is warned of, since the numbers are
-    not those of an uninterrupted run any more, as is a change to or from ``clipping="per_block"``. A
-    hyper-parameter that was changed before this call is warned of too, since the run's own is kept.
+    it is read, never stepped. What needs whole matrices (Muon, APOLLO, Grass, Adafactor) is computed by one thread, so
+    the bits are those of a loop with one. ``holdfast.optim.MeZO`` has steps of forward passes alone. ``scheduler`` is
+    stepped by the engine after each step, and its state and the ``loader``'s are part of every commit. If the directory
+    holds a run of this model, it is resumed from its newest whole commit; scheduler, loader, random generators and the
+    hyper-parameters in ``optimizer``'s groups are restored: a learning rate is changed after this call. All else may
+    change from one resume to the next; a ``seed``, ``dtype``, ``clip_norm``, ``order`` or ``normalize`` that does is
+    warned of, since the numbers are not those of an uninterrupted run any more, as is a change to or from
+    ``clipping="per_block"``. A hyper-parameter that was changed before this call is warned of too, since the run's own
+    is kept.
 
     ``blocks`` are streamed, one at a time; without it they are the longest ``nn.ModuleList`` of one class. A list of
     modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
@@ -155,92 +164,133 @@ def offload(
     the preflight before anything is written and may raise. ``events`` is where the run says what happens:
     ``events.jsonl`` in its directory unless told otherwise, nowhere with ``EventLog(None)``.
 
+    Where torch.distributed is in use, all ranks call this, each with its own micro-batches, as many as the others: it
+    is data-parallel training. Each rank keeps, reads, updates and writes its share of every block; working copies are
+    gathered for each pass, and gradients are summed, first over a rank's micro-batches and then in the order of the
+    ranks. All ranks need one directory, and see the loss over all micro-batches. ``deadline_seconds`` is how long one
+    waits for another. A run goes on with any number of ranks.
+
     Every value goes through a block's arguments and its return value. What modules hand on in attributes is seen
     in the first step of one and of several micro-batches, if it is a tensor, and refused; numbers and other
     objects in attributes, and tensors that a block keeps detached, are not seen: do not compute with them. Tensors
     on the way from block to block, changed by way of ``.data`` or NumPy, are not seen either.
 
     Raises ``BadInput`` and its kin (``ModelNotSupported``, ``OptimizerNotSupported``, ``DoesNotFit``,
-    ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole.
+    ``RunMismatch``, ``RunLocked``) with nothing written, ``Damaged`` if no commit of the run is whole, ``RankFailed``
+    if another rank fails or does not come. Of several ranks, what fails once files are made (``init``, a full disk)
+    leaves them behind, without a commit: remove the directory.
     """
-    check_choices(schedule, order, delayed_fraction, normalize)
-    check_clipping(clipping, clip_norm, schedule, commit_every, dtype, loss_scale)
-    check_counts(
-        {"commit_every": (commit_every, 0), "retain": (retain, 1), "micro_batches": (micro_batches, 1),
-         "io_threads": (io_threads, 1), "update_workers": (update_workers, 1)},
-        {"read_limit": read_limit, "write_limit": write_limit, "total_limit": total_limit},
-    )  # fmt: skip
-    check_stateful(scheduler, loader)
-    check_budget(budget)
-    check_sample(sample)
-    check_recorded(model)
-    if disk is None:
-        check_place(ssd)
-    refuse_open(model)
-    parts = Parts.of(model, optimizer, dtype, blocks)
-    check_compiled(model, parts.blocks)
-    rules = Rules(
-        schedule=schedule, order=order, delayed_fraction=0.0,
-        clip_norm=clip_norm, clipping=clipping,
-        loss_scale=(loss_scale or LossScale()) if dtype == "fp16" else None,
-        commit_every=commit_every, normalize=normalize,
-    )  # fmt: skip
-    refuse_held(parts.captured)
-    settings = {
-        "seed": seed,
-        "dtype": dtype,
-        "clip_norm": clip_norm,
-        "clipping": "per_block" if clipping == "per_block" else "global",
-        "normalize": rules.normalize_name,
-        "order": order,
-    }
-    wanted = Wanted.of(
-        budget == "auto", delayed_fraction,
-        params=params_on_host, optimizer=optimizer_on_host, activations=activations_on_host,
-    )  # fmt: skip
-    given = hyper_parameters(optimizer.param_groups)
-    user = UserState(parts.captured, optimizer, scheduler, loader, settings, given)
-    target = open_device(device)
-    budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target)
-    plan = make_plan(
-        parts,
-        target,
-        schedule,
-        rules.shape(micro_batches, commit_every > 0),
-        budget,
-        sample,
-        loss_fn,
-        wanted,
-        Planner(ssd, commit_every, (read_limit, write_limit, total_limit), say),
-    )
-    rules = replace(rules, delayed_fraction=plan.delayed_fraction)
-    queue = IOQueue(io_threads, read_limit, write_limit, total_limit)
-    store = engine = None
+    fellows = Fellows.here(deadline_seconds)
+    queue = store = run = engine = None
     before: set[str] | None = None
     try:
+        with fellows.control.agreeing():
+            check_choices(schedule, order, delayed_fraction, normalize)
+            check_clipping(clipping, clip_norm, schedule, commit_every, dtype, loss_scale)
+            check_counts(
+                {"commit_every": (commit_every, 0), "retain": (retain, 1), "micro_batches": (micro_batches, 1),
+                 "io_threads": (io_threads, 1), "update_workers": (update_workers, 1)},
+                {"read_limit": read_limit, "write_limit": write_limit, "total_limit": total_limit},
+            )  # fmt: skip
+            check_stateful(scheduler, loader)
+            check_budget(budget)
+            on_host = {
+                "params": params_on_host,
+                "optimizer": optimizer_on_host,
+                "activations": activations_on_host,
+            }
+            if isinstance(optimizer, MeZO):
+                groups = optimizer.param_groups
+                check_zeroth(
+                    groups, schedule, order, delayed_fraction, clip_norm, clipping, dtype, on_host, budget
+                )
+                schedule = ZEROTH
+            refuse_alone_only(fellows, schedule, budget, (*on_host.values(), delayed_fraction))
+            check_sample(sample)
+            check_recorded(model)
+            if disk is None:
+                check_place(ssd)
+            refuse_open(model)
+            parts = Parts.of(model, optimizer, dtype, blocks, fellows.control)
+            check_compiled(model, parts.blocks)
+            rules = Rules(
+                schedule=schedule, order=order, delayed_fraction=0.0,
+                clip_norm=clip_norm, clipping=clipping,
+                loss_scale=(loss_scale or LossScale()) if dtype == "fp16" else None,
+                commit_every=commit_every, normalize=normalize,
+            )  # fmt: skip
+            refuse_held(parts.captured)
+            settings = {
+                "seed": seed,
+                "dtype": dtype,
+                "clip_norm": clip_norm,
+                "clipping": "per_block" if clipping == "per_block" else "global",
+                "normalize": rules.normalize_name,
+                "order": order,
+            }
+            wanted = Wanted.of(
+                budget == "auto", delayed_fraction,
+                params=params_on_host, optimizer=optimizer_on_host, activations=activations_on_host,
+            )  # fmt: skip
+            given = hyper_parameters(optimizer.param_groups)
+            user = UserState(
+                parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
+            )
+            target = open_device(device)
+            budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target)
+            plan = make_plan(
+                parts,
+                target,
+                schedule,
+                rules.shape(micro_batches, commit_every > 0),
+                budget,
+                sample,
+                loss_fn,
+                wanted,
+                Planner(ssd, commit_every, (read_limit, write_limit, total_limit), say),
+                update_workers,
+            )
+            rules = replace(rules, delayed_fraction=plan.delayed_fraction)
+        choices = {
+            **settings, "retain": retain, "delayed_fraction": delayed_fraction, "source": source is not None, **on_host,
+        }  # fmt: skip
+        agree_on_choices(fellows.control, parts, optimizer, rules, choices, given)
+        keep_torch_threads()
+        queue = IOQueue(io_threads, read_limit, write_limit, total_limit, prepare=one_torch_thread)
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
-        found, beginning, stored, preflight = _ready(store, parts, user, plan, budget, confirm, source)
-        before = store.names() if found is None else None
+        found = _found(store, parts, fellows.control)
+        beginning, stored, preflight = _ready(
+            store, parts, user, plan, budget, confirm, source, found, fellows.control
+        )
+        before = store.names() if found is None and fellows.alone else None
         switch_off_cache(model)
         share_heaps()
-        store.begin(found)
-        run = build(parts, plan, store, stored, target, seed)
+        begin(store, fellows.control, found)
+        with fellows.control.agreeing():
+            run = build(parts, plan, store, stored, target, fellows, seed)
         fill(run, found, init, beginning)
-        refuse_held(parts.captured)  # by what ran since; from here on there is a commit
+        with fellows.control.agreeing():
+            refuse_held(parts.captured)  # by what ran since; from here on there is a commit
+        told = disk is None and fellows.rank == 0
         engine = Engine(
             run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
-            events=events or EventLog(Path(ssd) / "events.jsonl" if disk is None else None),
+            events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
             update_workers=update_workers,
         )  # fmt: skip
         engine.begin(found, beginning)
-        take_over(run, parts.captured, engine.taken)
+        with fellows.control.agreeing():
+            take_over(run, parts.captured, engine.taken)
         engine.guard()
         return engine
     except BaseException as error:
+        fellows.close()  # who waits for this rank need not
         if engine is not None:
             engine.give_up()
-        queue.close()  # nothing is under way any more when the lock goes
+        if queue is not None:
+            queue.close()  # nothing is under way any more when the lock goes
+        if run is not None and engine is None:
+            run.residency.let_go()
         refusal = isinstance(error, BadInput) or not isinstance(error, HoldfastError)
         try:
             if store is not None and before is not None and engine is None and refusal:
@@ -260,33 +310,60 @@ def _ready(
     budget: Budget,
     confirm: Callable[[Preflight], None] | None,
     source: Opens | None,
-) -> tuple[Manifest | None, Beginning | None, dict[str, Generations], Preflight]:
-    """The commit or the state to continue, if any, and the files of every unit. All has been checked, and ``store`` is
-    entered: until then a directory that was not there is not there."""
-    fresh = not store.commits()
-    if fresh:
-        refuse_emptied(parts.captured)
-    else:
-        store.enter()
-    found = None if fresh else newest_commit(store, parts)
-    stored = stored_units(parts, store)
-    if found is not None:
-        same_files(stored, store, found)
-    preflight = preflight_of(parts, plan, budget, store, stored)
-    preflight.check()
-    if confirm is not None:
-        confirm(preflight)
-    beginning = None
+    found: Manifest | None,
+    ranks: Ranks,
+) -> tuple[Beginning | None, dict[str, Generations], Preflight]:
+    """The state to begin from where nothing was ``found`` to continue, if any, and the files of every unit. All has
+    been checked, and ``store`` is entered: until then a directory that was not there is not there."""
+    with ranks.agreeing():
+        if found is None:
+            refuse_emptied(parts.captured)
+        stored = stored_units(parts, store)
+        if found is not None and ranks.alone and not found.shares:
+            same_files(stored, store, found)
+        preflight = preflight_of(parts, plan, budget, store, stored)
+    needed = sum(ranks.everyone(preflight.needed_bytes))
+    beginning, prepared = None, None
+    with ranks.agreeing():
+        preflight = replace(preflight, needed_bytes=needed)
+        preflight.check()
+        if confirm is not None and ranks.rank == 0:
+            confirm(preflight)
+        if found is not None:
+            user.restore(found.progress)
+        else:
+            prepared = None if source is None else prepare(source, parts, user)
+            user.now()  # whatever cannot be stored is refused now
+    if prepared is not None:
+        agree_on_source(ranks, prepared[0])
     if found is None:
-        prepared = None if source is None else prepare(source, parts, user)
-        user.now()  # whatever cannot be stored is refused now
-        _enter_fresh(store)
+        with ranks.agreeing():
+            if ranks.rank == 0:
+                _enter_fresh(store)
         if prepared is not None:
             beginning = prepared[0]
             take_up(*prepared, parts.captured, user)
-    else:
-        user.restore(found.progress)
-    return found, beginning, stored, preflight
+    if not ranks.alone:
+        see_alike(store, ranks)
+    return beginning, stored, preflight
+
+
+def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
+    """The commit to continue, with the progress of this rank; None in a fresh directory. The first rank finds it."""
+
+    def newest() -> Manifest | None:
+        if not store.commits():
+            return None
+        store.enter()
+        return newest_commit(store, parts.whole())
+
+    with ranks.agreeing():
+        found = ranks.first_takes_its_time(newest)  # every byte of the commit is read
+    ref = ranks.everyone(None if found is None else found.ref)[0]
+    if ref is None:
+        return None
+    with ranks.agreeing():
+        return progress_here(found or store.load(ref), ranks)
 
 
 def _enter_fresh(store: LocalStore) -> None:

@@ -5,6 +5,14 @@ they need is over, each on its lane's own threads; of several that are ready, th
 priority. ``run`` returns when the last computation is over; updates, writes and the commit go on beside the
 next step, whose operations wait for exactly those they need.
 
+On a separate device an operation of the pairs of lanes in ``ahead`` is begun as soon as what it needs has been begun,
+since it waits for that on the device. All others wait until what they need is over. A computation needs the one before
+it first, a download the computation whose result it brings; what they need besides is room, which is there when its
+holder is over. ``run`` returns when the last computation has been begun.
+
+What ranks exchange runs in list order, too, on a thread of its own: of a step, and then of the next. All ranks run the
+same lists, so all come to the same exchange, and the first operation that is not over anywhere can always go on.
+
 After a failure nothing new starts, and the error is raised in the caller's thread. An error of a computation
 is the model's: its step is given up, and what earlier steps still have to write is finished.
 """
@@ -20,7 +28,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from ..plan.ops import COMMIT, COMPUTE, UPDATE, Key, Op
+from ..plan.ops import COMMIT, COMPUTE, EXCHANGE, UPDATE, Key, Op
 
 Handler = Callable[[Op, Any], "Future | None"]
 """Runs one operation of a step; returns a future if it goes on after the handler has returned."""
@@ -34,12 +42,16 @@ class Task:
     step: Any
     priority: int
     missing: int = 0
+    begun: bool = False
+    """It goes on, and the handler has returned."""
     over: bool = False
     dropped: bool = False
     """Its step was given up: it will not start any more."""
     thread: int | None = None
     """The thread that runs the handler, until the handler has returned."""
     dependents: list[Task] = field(default_factory=list)
+    followers: list[Task] = field(default_factory=list)
+    """Of those that need it, the ones that wait for it on the device."""
     started: float = 0.0
 
 
@@ -59,12 +71,25 @@ class Span:
 class Executor:
     """Runs operation lists with one handler per kind of operation."""
 
-    def __init__(self, handlers: dict[str, Handler], update_workers: int, prepare_worker: Callable[[], None]):
-        self._handlers = handlers
+    def __init__(
+        self,
+        handlers: dict[str, Handler],
+        update_workers: int,
+        prepare_worker: Callable[[], None],
+        ahead: frozenset[tuple[str, str]] = frozenset(),
+        exchanges: bool = False,
+    ) -> None:
+        """``exchanges`` is whether there are other ranks."""
+        self._handlers, self._ahead = handlers, ahead
+        self._on_device = {lane for pair in ahead for lane in pair}
+        self._last_end: dict[str, float] = {}
+        """Of the operations of a lane of the device, which are done one after another."""
         self._lanes = {
-            UPDATE: _Lane(update_workers, "holdfast-update", prepare_worker),
-            COMMIT: _Lane(1, "holdfast-commit", lambda: None),
+            UPDATE: Lane(update_workers, "holdfast-update", prepare_worker),
+            COMMIT: Lane(1, "holdfast-commit", prepare_worker),
+            EXCHANGE: Lane(1 if exchanges else 0, "holdfast-exchange", prepare_worker),
         }
+        self._exchanged: Task | None = None
         self._changed = threading.Condition()
         self._latest: dict[Key, Task] = {}
         self._running: set[Task] = set()  # asynchronous operations under way
@@ -127,15 +152,25 @@ class Executor:
                 task = mine[op.key] = Task(op, step, priority)
                 needed = [mine[key] for key in op.needs]
                 needed += [earlier[key] for key in op.needs_previous if key in earlier]
+                if op.lane == EXCHANGE:
+                    needed += [] if self._exchanged is None else [self._exchanged]
+                    self._exchanged = task
                 for other in needed:
-                    if not other.over:
-                        other.dependents.append(task)
+                    follows = self._follows(task, other)
+                    if not (other.over or (follows and other.begun)):
+                        (other.followers if follows else other.dependents).append(task)
                         task.missing += 1
             self._latest = {**earlier, **mine}
             self._left.update(mine.values())
             ready = [task for task in mine.values() if task.missing == 0 and task.op.lane != COMPUTE]
         self._dispatch(ready)
         return list(mine.values())
+
+    def _follows(self, task: Task, other: Task) -> bool:
+        """Does ``task`` wait on the device for ``other``, which it needs?"""
+        first = task.op.needs[0] if task.op.needs else None
+        in_order = other.op.lane != COMPUTE or other.op.key == first
+        return in_order and (other.op.lane, task.op.lane) in self._ahead
 
     def _dispatch(self, ready: list[Task]) -> None:
         """Start asynchronous operations: on their lane's threads, or on this one, whose handlers only submit."""
@@ -159,8 +194,7 @@ class Executor:
                 self._running.add(task)
             future = self._handlers[task.op.key.kind](task.op, task.step)
             if future is not None:
-                future.add_done_callback(lambda done: self._finish(task, done.exception()))
-                task.thread = None
+                self._goes_on(task, future)
                 return
         except BaseException as error:
             self._finish(task, error)
@@ -170,8 +204,36 @@ class Executor:
     def _execute(self, task: Task) -> None:
         """Run a computation on the calling thread."""
         task.started = time.perf_counter()
-        self._handlers[task.op.key.kind](task.op, task.step)
-        self._finish(task, None)
+        future = self._handlers[task.op.key.kind](task.op, task.step)
+        if future is None:
+            self._finish(task, None)
+            return
+        with self._changed:
+            self._running.add(task)
+        self._goes_on(task, future)
+
+    def _goes_on(self, task: Task, future: Future) -> None:
+        """The handler has returned, and the operation is over when ``future`` is done."""
+        ready: list[Task] = []
+        if task.op.lane in self._on_device:
+            with self._changed:
+                task.begun = True
+                ready = self._released(task.followers)
+                self._changed.notify_all()
+        future.add_done_callback(lambda done: self._finish(task, done.exception()))
+        task.thread = None
+        self._dispatch(ready)
+
+    def _released(self, waiting: list[Task]) -> list[Task]:
+        """One thing less is missing to those that are ``waiting``, who are told once. Those that can start now, but for
+        computations."""
+        ready = []
+        for other in waiting:
+            other.missing -= 1
+            if other.missing == 0 and other.op.lane != COMPUTE:
+                ready.append(other)
+        waiting.clear()
+        return sorted(ready, key=lambda task: task.priority)
 
     def _drop(self, tasks: list[Task]) -> None:
         """A computation failed: nothing more of its step starts."""
@@ -182,12 +244,16 @@ class Executor:
                 task.dropped = True
 
     def _finish(self, task: Task, error: BaseException | None) -> None:
+        started, ended = task.started, time.perf_counter()
+        if task.begun:  # its turn came when the one before was over
+            started = max(started, self._last_end.get(task.op.lane, 0.0))
+            self._last_end[task.op.lane] = ended
         spans = self.spans  # which may be taken away meanwhile
         if spans is not None:
             number = getattr(task.step, "number", -1)
             idle = task.op.redo and not task.step.redone
             moved = 0 if idle else task.op.nbytes
-            spans.append(Span(task.op.key, task.op.lane, task.started, time.perf_counter(), moved, number))
+            spans.append(Span(task.op.key, task.op.lane, started, ended, moved, number))
         with self._changed:
             ready = []
             if error is not None:
@@ -195,15 +261,12 @@ class Executor:
             else:
                 task.over = True
                 self._left.discard(task)
-                for other in task.dependents:
-                    other.missing -= 1
-                    if other.missing == 0 and other.op.lane != COMPUTE:
-                        ready.append(other)
-            task.dependents = []
+                ready = self._released([*task.followers, *task.dependents])
+            task.followers, task.dependents = [], []
             task.step = None
             self._running.discard(task)
             self._changed.notify_all()
-        self._dispatch(sorted(ready, key=lambda task: task.priority))
+        self._dispatch(ready)
 
     def _wait_for(self, task: Task) -> None:
         """Wait until nothing that ``task`` needs is missing."""
@@ -219,11 +282,11 @@ class Executor:
             raise self._failure
 
 
-class _Lane:
+class Lane:
     """Threads that do what is put, in order. A pool of the standard library would start them late and wait on
     locks in Python, both of which a key press can break off half way."""
 
-    def __init__(self, workers: int, name: str, prepare: Callable[[], None]) -> None:
+    def __init__(self, workers: int, name: str, prepare: Callable[[], None] = lambda: None) -> None:
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.put = self._todo.put
         self._threads = [

@@ -1,4 +1,4 @@
-"""Export: the trained values out of core, as a ``state_dict`` holds them."""
+"""Export: the trained values out of core, as a ``state_dict`` holds them. Of several ranks all get all of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import torch
 from ..io.buffers import Buffer
 from ..state.capture import Captured, buffer_at, join, plain_paths
 from ..store.local import LocalStore
+from ..update.forms import STEP
+from ..update.mezo import SEED, pending_of
+from .pieces import Piece
 from .runtime import Runtime
-from .units import as_tensor
+from .units import Member, Unit, as_tensor
 
 
 def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
@@ -44,21 +47,27 @@ def newest_values(run: Runtime, names: set[str]) -> dict[str, torch.Tensor]:
     """Those of the parameters of a run's newest whole commit that ``names`` has."""
     with LocalStore.read(run.store.root, disk=run.store.disk, direct=run.store.direct) as reader:
         manifest, _ = reader.newest_whole()
-        atoms = {a["name"]: a for a in reader.atoms(manifest).values() if a["slot"] == "param"}
-        return {
-            name: torch.frombuffer(reader.read_atom(manifest, atoms[name]), dtype=torch.float32).view(
-                atoms[name]["shape"]
-            )
-            for name in names
-        }
+        atoms, (delta, groups) = reader.atoms(manifest), pending_of(manifest.progress)
+
+        def value(name: str, slot: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            atom = atoms[f"{name}/{slot}"]
+            return torch.frombuffer(reader.read_atom(manifest, atom), dtype=dtype).view(atom["shape"])
+
+        found = {name: value(name, "param") for name in names}
+        for name in groups.keys() & names:  # of MeZO: the last step is not in the files yet
+            assert delta is not None
+            seed, step = value(name, SEED, torch.int64), value(name, STEP)
+            delta.apply(found[name], seed, step, groups[name])
+        return found
 
 
 def _trained(run: Runtime, block: int) -> dict[str, torch.Tensor]:
     """Master parameters of a unit, from memory if its state stays there."""
     unit = run.units[block]
     kept = run.resident_buffer if unit is run.resident else run.residency.images.get(block)
-    image = kept or _read(run, unit.name)
-    values = {m.name: unit.state_view(as_tensor(image), m.name, "param").clone() for m in unit.trained}
+    image = kept or _read(run, unit.file_name)
+    views = {p: unit.state_view(as_tensor(image), p.name, "param") for p in unit.pieces}
+    values = _whole(run, unit, unit.trained, views)
     if kept is None:
         run.residency.pool.give(image)
     return values
@@ -69,8 +78,21 @@ def _frozen(run: Runtime, block: int) -> dict[str, torch.Tensor]:
     if not unit.frozen:
         return {}
     image = _read(run, unit.frozen_name)
-    values = {m.name: unit.frozen_view(as_tensor(image), m.name).clone() for m in unit.frozen}
+    views = {p: unit.frozen_view(as_tensor(image), p.name) for p in unit.frozen_pieces}
+    values = _whole(run, unit, unit.frozen, views)
     run.residency.pool.give(image)
+    return values
+
+
+def _whole(
+    run: Runtime, unit: Unit, members: list[Member], views: dict[Piece, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The values of ``members``, of which this rank has the pieces in ``views``."""
+    values = {m.name: torch.empty(m.shape, dtype=torch.float32) for m in members}
+    for piece, view in views.items():
+        piece.of(values[piece.name]).copy_(view)
+    for name, value in values.items():
+        run.fellows.gather_value(unit, name, value)
     return values
 
 

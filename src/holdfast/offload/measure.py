@@ -82,35 +82,41 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *rest: Any, **options: Any) ->
 
 
 class _Probe:
-    """Stands in for the blocks' forwards: measures the first, passes the others, keeps the last's graph."""
+    """Stands in for the blocks' forwards: measures the first whose inputs need gradients, passes the others, keeps the
+    last's graph."""
 
-    def __init__(self, blocks: Blocks, bytes_: _LiveBytes, flop: FlopCounterMode) -> None:
-        self.bytes, self.flop = bytes_, flop
+    def __init__(self, blocks: Blocks, bytes_: _LiveBytes, flop: FlopCounterMode, backward: bool) -> None:
+        self.bytes, self.flop, self.backward = bytes_, flop, backward
         self.patch = Patch(blocks, self.call)
         self.input_bytes = self.block_bytes = self.last_start = 0
+        self.measured = False
         self.block_flop = self.blocks_flop = 0.0
 
     def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         forward, last = self.patch.forwards[index], index == len(self.patch.forwards) - 1
         args, kwargs = detached((args, kwargs))
         before = self.flop.get_total_flops()
-        if index == 0:
-            self.input_bytes = _moving_bytes((args, kwargs))
+        nbytes = _moving_bytes((args, kwargs))
+        first = not self.measured and bool(nbytes or last)
+        if first:
+            self.measured, self.input_bytes = True, nbytes
             self._measure(forward, args, kwargs)
-            self.block_flop = (self.flop.get_total_flops() - before) / 3
+            self.block_flop = (self.flop.get_total_flops() - before) / (3 if self.backward else 1)
         if last:
             self.blocks_flop = self.flop.get_total_flops()
             self.last_start, self.bytes.peak = self.bytes.live, self.bytes.live
-            return forward(*args, **kwargs)
+            with torch.set_grad_enabled(self.backward):
+                return forward(*args, **kwargs)
         with torch.no_grad():
             output = forward(*args, **kwargs)
         self.blocks_flop = self.flop.get_total_flops()
-        return detached(output)
+        return detached(output) if self.measured else moving(output, (args, kwargs))
 
     def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Peak bytes of a forward and a backward."""
         start = self.bytes.peak = self.bytes.live
-        output = forward(*args, **kwargs)
+        with torch.set_grad_enabled(self.backward):
+            output = forward(*args, **kwargs)
         roots = [t for t in pytree.tree_leaves(output) if moves(t)]
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
@@ -119,6 +125,18 @@ class _Probe:
 
 def moves(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
+
+
+def moving(output: Any, inputs: Any) -> Any:
+    """A block's output as the next one gets it in training: what it has computed needs gradients."""
+    constants = {id(leaf) for leaf in pytree.tree_leaves(inputs)}
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) in constants or not leaf.is_floating_point():
+            return leaf
+        return leaf.detach().requires_grad_()
+
+    return pytree.tree_map(moved, output)
 
 
 def detached(tree: Any) -> Any:
@@ -130,29 +148,37 @@ def _moving_bytes(tree: Any) -> int:
 
 
 def measure(
-    model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any = None
+    model: nn.Module,
+    blocks: Blocks,
+    sample: Any,
+    dtype: torch.dtype,
+    loss_fn: Any = None,
+    backward: bool = True,
 ) -> Measured:
-    """Trace one micro-batch. Raises ``ModelNotSupported`` if the model cannot be traced this way; training
-    may still work, only the prediction is missing."""
+    """Trace one micro-batch, forward and, unless told otherwise, ``backward``. Raises ``ModelNotSupported`` if the
+    model cannot be traced this way; training may still work, only the prediction is missing."""
     try:
-        return _trace(model, blocks, sample, dtype, loss_fn)
+        return _trace(model, blocks, sample, dtype, loss_fn, backward)
     except Exception as error:
         raise ModelNotSupported(
             f"{type(model).__name__} cannot be traced with fake tensors: {error}"
         ) from error
 
 
-def _trace(model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any) -> Measured:
+def _trace(
+    model: nn.Module, blocks: Blocks, sample: Any, dtype: torch.dtype, loss_fn: Any, backward: bool
+) -> Measured:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
-    probe = _Probe(blocks, bytes_, flop)
+    probe = _Probe(blocks, bytes_, flop, backward)
     with fake, restored(model), _fake_parameters(model, fake, dtype), probe.patch.applied():
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
         inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, inputs)
         with flop, bytes_, torch.enable_grad():
             loss = extract_loss(module_call(model, inputs, loss_fn)())
             after = flop.get_total_flops()
-            loss.backward()
+            if backward:
+                loss.backward()
     head_forward = after - probe.blocks_flop - probe.block_flop
     return Measured(
         input_bytes=probe.input_bytes,

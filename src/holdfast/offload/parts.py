@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ..plan.work import BlockWork, Work
+from ..ranks import Ranks, stream_of
 from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.capture import Captured, capture
@@ -20,9 +21,6 @@ from ..update.optimizer import HostOptimizer
 from .blocks import Blocks, find_blocks, owned_parameters
 from .measure import Measured
 from .units import Unit
-
-UPDATES_AT_ONCE = 2
-"""By as many workers, unless told otherwise."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,6 +35,8 @@ class Parts:
     resident: Unit
     optimizer: HostOptimizer
     captured: Captured
+    rank: int = 0
+    world_size: int = 1
 
     @classmethod
     def of(
@@ -45,8 +45,10 @@ class Parts:
         optimizer: torch.optim.Optimizer,
         dtype: str,
         chosen: Sequence[nn.Module] | nn.ModuleList | None,
+        ranks: Ranks | None = None,
     ) -> Parts:
-        """Describe ``model``. Raises ``ModelNotSupported``, ``OptimizerNotSupported`` or ``BadInput``."""
+        """Describe ``model``, of which one of several ``ranks`` has its share. Raises ``ModelNotSupported``,
+        ``OptimizerNotSupported`` or ``BadInput``."""
         if dtype not in DTYPES:
             raise BadInput(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         blocks = find_blocks(model, chosen)
@@ -55,32 +57,49 @@ class Parts:
         captured = capture(model, optimizer)
         _check_parameters(captured)
         by_block, resident = owned_parameters(model, captured, blocks)
-        host = HostOptimizer(optimizer)
+        host, ranks = HostOptimizer(optimizer), ranks or Ranks()
+        place: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size, "prefix": ranks.prefix}
         units = [
-            Unit(name, owned, host, DTYPES[dtype]) for name, owned in zip(blocks.names, by_block, strict=True)
+            Unit(name, owned, host, DTYPES[dtype], **place)
+            for name, owned in zip(blocks.names, by_block, strict=True)
         ]
         for unit in units:
             if not unit.members:
                 raise ModelNotSupported(
                     f"{unit.name} has no parameters of its own, so there is nothing to stream."
                 )
-        rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers, captured.absent)
-        return cls(model, blocks, units, rest, host, captured)
+        rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers, captured.absent, **place)
+        return cls(model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size)
+
+    def whole(self) -> Parts:
+        """The same as one process would have all of it."""
+        if self.world_size == 1:
+            return self
+        units = [
+            Unit(u.name, [m.owned for m in u.members], self.optimizer, u.dtype, u.buffers)
+            for u in self.all_units
+        ]
+        return replace(self, units=units[:-1], resident=units[-1], rank=0, world_size=1)
 
     @property
     def all_units(self) -> list[Unit]:
         return [*self.units, self.resident]
 
-    def work(self, measured: Measured | None, unified: bool) -> Work:
-        """The model's sizes, for the planner; block inputs count as nothing where they were not measured."""
+    def work(self, measured: Measured | None, unified: bool, *, update_workers: int, guesses: bool) -> Work:
+        """The model's sizes, for the planner; block inputs count as nothing where they were not measured. ``guesses``:
+        updates of blocks leave their gradients as they are, and work on copies."""
         return Work(
             blocks=tuple(
                 BlockWork(
-                    elements=unit.elements,
+                    elements=sum(piece.elements for piece in unit.pieces),
                     param_bytes=unit.copy_bytes,
-                    trained_param_bytes=unit.trained_copy_bytes,
+                    param_share_bytes=unit.share_copy_bytes,
+                    param_gather_bytes=unit.gathered_bytes,
+                    trained_param_bytes=unit.share_trained_copy_bytes,
                     state_bytes=unit.layout.file_bytes,
                     grad_bytes=unit.grad_bytes,
+                    grad_share_bytes=unit.share_grad_bytes,
+                    grad_reduce_bytes=unit.reduced_bytes,
                     forward_flop=measured.block_flop if measured else 0.0,
                 )
                 for unit in self.units
@@ -88,37 +107,51 @@ class Parts:
             input_bytes=round_up(measured.input_bytes) if measured else 0,
             resident_state_bytes=self.resident.layout.file_bytes,
             resident_param_bytes=self.resident.copy_bytes,
-            resident_elements=self.resident.elements,
+            resident_trained_param_bytes=self.resident.trained_copy_bytes,
+            resident_elements=sum(piece.elements for piece in self.resident.pieces),
             resident_grad_bytes=self.resident.grad_bytes,
+            resident_grad_share_bytes=self.resident.share_grad_bytes,
+            resident_gather_bytes=self.resident.gathered_bytes,
+            resident_reduce_bytes=self.resident.reduced_bytes,
+            ranks=self.world_size,
             workspace_bytes=max(measured.block_bytes, measured.last_bytes) if measured else 0,
-            update_bytes=self._update_bytes(),
+            update_bytes=self._update_bytes(update_workers, guesses),
             head_flop=measured.head_flop if measured else 0.0,
             unified=unified,
         )
 
-    def _update_bytes(self) -> int:
+    def _update_bytes(self, workers: int, guesses: bool) -> int:
         """Of the parameters whose updates take most besides, as many as there are updated at once."""
-        trained = [member for unit in self.all_units for member in unit.trained]
-        sizes = [self.optimizer.temporary_bytes(member.group, member.elements) for member in trained]
-        return sum(sorted(sizes)[-UPDATES_AT_ONCE:])
+        sizes = [
+            self.optimizer.temporary_bytes(
+                member.group, member.elements, guesses and unit is not self.resident
+            )
+            for unit in self.all_units
+            for member in unit.trained
+        ]
+        return sum(sorted(sizes)[-workers:])
 
     def index(self) -> dict[str, Any]:
-        """The index that every manifest of the run refers to: where each atom lies."""
+        """The index that every manifest of the run refers to: where each atom lies. Of several ranks each has
+        its own."""
         atoms: dict[str, Any] = {}
         for unit in self.all_units:
-            for name, found in ((unit.name, unit.state_atoms), (unit.frozen_name, unit.frozen_atoms)):
-                atoms.update({atom.key: _describe(atom, name) for atom in found})
+            for name, found in ((unit.file_name, unit.state_atoms), (unit.frozen_name, unit.frozen_atoms)):
+                atoms.update({atom.key: _describe(atom, name, *unit.places[atom.key]) for atom in found})
+        if self.world_size > 1:  # no two ranks have one file, not even those that have nothing
+            return {"version": 1, "prefix": stream_of(self.rank), "atoms": atoms}
         return {"version": 1, "atoms": atoms}
 
 
-def _describe(atom: Atom, unit: str) -> dict[str, Any]:
-    whole = Box.whole(atom.shape).to_json()
+def _describe(atom: Atom, unit: str, shape: tuple[int, ...], box: Box) -> dict[str, Any]:
+    """``atom`` as it lies in ``unit``: the region ``box`` of one of ``shape``."""
+    local = Box.whole(atom.shape).to_json()
     return {
         "name": atom.name,
         "slot": atom.slot,
-        "shape": list(atom.shape),
+        "shape": list(shape),
         "dtype": atom.dtype,
-        "fragments": [{"unit": unit, "key": atom.key, "global": whole, "local": whole}],
+        "fragments": [{"unit": unit, "key": atom.key, "global": box.to_json(), "local": local}],
     }
 
 

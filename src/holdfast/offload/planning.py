@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import Fraction
-from ..errors import BadInput, ModelNotSupported
+from ..errors import BadInput, DoesNotFit, ModelNotSupported
 from ..plan.auto import Question
 from ..plan.horizontal import horizontal
-from ..plan.memory import Memory, predict
+from ..plan.memory import MakesOps, Memory, predict
 from ..plan.ops import Op
 from ..plan.placement import choose
 from ..plan.vertical import vertical
 from ..plan.work import Placement, StepShape, Work
+from ..plan.zeroth import zeroth
 from ..probe.memory import free_host_bytes
 from ..profiles import MachineProfile
 from ..units import MiB, parse_bytes
@@ -30,8 +32,13 @@ from .process import process_bytes
 
 SCHEDULES = {"vertical": vertical, "horizontal": horizontal}
 
+ZEROTH = "zeroth"
+"""The schedule of MeZO, instead of either."""
+
+LISTS = {**SCHEDULES, ZEROTH: zeroth}
+
 EVALUATION_BATCHES = 8
-"""Micro-batches that an evaluation takes through the blocks together."""
+"""Micro-batches that an evaluation takes through the blocks together, where the budget leaves room for them."""
 
 NOT_GIVEN: dict[str, Fraction] = {"params": 0.0, "optimizer": 0.0, "activations": 1.0, "delayed": 0.0}
 """Fractions that nobody gave, where nothing is planned."""
@@ -93,20 +100,22 @@ class Plan:
     memory: Memory | None
     """The most that the run takes; None if it was not measured."""
     delayed_fraction: float = 0.0
+    evaluation_batches: int = EVALUATION_BATCHES
+    """Micro-batches that an evaluation takes through the blocks together."""
     prediction: Prediction | None = None
     """Of the machine's rates, if it was asked for."""
 
     @property
     def param_scratch_bytes(self) -> int:
         """The SSD's room for working copies; 0 if none is read from there."""
-        loads = any(op.key.kind == "load_params" for op in self.operations)
-        return sum(block.param_bytes for block in self.work.blocks) if loads else 0
+        loads = not all(self.placement.params)
+        return sum(block.kept_param_bytes for block in self.work.blocks) if loads else 0
 
     @property
     def grad_scratch_bytes(self) -> int:
         """The SSD's room for gradients that wait; 0 if none do."""
         stores = any(op.key.kind == "store_grads" for op in self.operations)
-        return sum(block.grad_bytes for block in self.work.blocks) if stores else 0
+        return sum(block.kept_grad_bytes for block in self.work.blocks) if stores else 0
 
     @property
     def scratch_bytes(self) -> int:
@@ -161,6 +170,7 @@ def make_plan(
     loss_fn: Callable[..., Any] | None,
     wanted: Wanted,
     planner: Planner,
+    update_workers: int,
 ) -> Plan:
     """Choose what stays on the host within the budget; by what the ``planner`` finds out if that is wanted.
 
@@ -173,35 +183,40 @@ def make_plan(
     checked = None if measured is None else budget.host_bytes()  # a part of what is needed says nothing
     if sample is not None and measured is None and budget.host_bytes() is not None:
         _refuse_auto(on_host)
-    work = parts.work(measured, device.unified)
-    order, held = SCHEDULES[schedule], process_bytes() + KERNEL_BYTES
+    work = parts.work(
+        measured, device.unified, update_workers=update_workers, guesses=shape.clipping == "speculate"
+    )
+    order, held = LISTS[schedule], process_bytes() + KERNEL_BYTES
     prediction, delayed = None, 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
+    together, usual = EVALUATION_BATCHES, replace(shape, delayed_fraction=delayed)
     if wanted.planned and measured is not None:
 
         def ask(machine: MachineProfile, work: Work) -> Question:
-            nonlocal held
+            nonlocal held, together
             held = process_bytes() + KERNEL_BYTES  # timing the model leaves some
+            together = _together(work, usual, checked, order, held, on_host)
             return Question(
                 work=work, shape=shape, machine=machine, schedule=order, host_budget=checked,
                 held_bytes=held,
-                evaluation_batches=EVALUATION_BATCHES, asked=on_host, delayed_fraction=wanted.delayed_fraction,
+                evaluation_batches=together, asked=on_host, delayed_fraction=wanted.delayed_fraction,
             )  # fmt: skip
 
         prediction = planner.predict(ask, work, parts, device, sample, loss_fn)
     if prediction is not None:
         placement, delayed = prediction.choice.placement, prediction.choice.delayed_fraction
     else:
+        together = _together(work, usual, checked, order, held, on_host)
         placement = choose(
             work,
-            replace(shape, delayed_fraction=delayed),
+            usual,
             checked,
             schedule=order,
-            evaluation_batches=EVALUATION_BATCHES,
+            evaluation_batches=together,
             held_bytes=held,
             **on_host,
         )
     shape = replace(shape, delayed_fraction=delayed)
-    memory = predict(work, placement, shape, order, EVALUATION_BATCHES)
+    memory = predict(work, placement, shape, order, together)
     return Plan(
         work=work,
         placement=placement,
@@ -209,8 +224,23 @@ def make_plan(
         held_bytes=held,
         memory=None if measured is None else memory,
         delayed_fraction=delayed,
+        evaluation_batches=together,
         prediction=prediction,
     )
+
+
+def _together(
+    work: Work, shape: StepShape, budget: int | None, order: MakesOps, held: int, on_host: dict[str, Fraction]
+) -> int:
+    """How many micro-batches an evaluation may take through the blocks together: fewer than usual where the run would
+    not fit otherwise."""
+    count = EVALUATION_BATCHES
+    while count > 1 and budget is not None:
+        with suppress(DoesNotFit):
+            choose(work, shape, budget, schedule=order, evaluation_batches=count, held_bytes=held, **on_host)
+            break
+        count //= 2
+    return count
 
 
 def _refuse_unmeasured(budget: Budget, device: Device, on_host: dict[str, Fraction]) -> None:
@@ -238,7 +268,9 @@ def _refuse_auto(on_host: dict[str, Fraction]) -> None:
 def _measured(parts: Parts, sample: Any, loss_fn: Callable[..., Any] | None) -> Measured | None:
     """What a micro-batch takes; None, with a warning, where the model cannot be traced."""
     try:
-        return measure(parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn)
+        return measure(
+            parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn, parts.optimizer.takes_gradients
+        )
     except ModelNotSupported as error:
         warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=4)
         return None

@@ -17,6 +17,7 @@ from ..state.progress import (
     hyper_parameters,
     random_state,
     refuse_other_ranks,
+    refuse_place_of_first,
     told_of_kept,
 )
 from ..update.joined import kind_name
@@ -34,6 +35,7 @@ class UserState:
     """What of the run's choices decides about its numbers, by name; as JSON."""
     given: list[dict[str, Any]] = field(default_factory=list)
     """The ``hyper_parameters`` as the script had them, before a resume puts the run's in their place."""
+    ranks: int = 1
 
     def now(self) -> dict[str, Any]:
         """Random generators, hyper-parameters, schedule and data position, as JSON. Raises ``BadInput`` naming
@@ -46,6 +48,8 @@ class UserState:
             "group_parameters": self.group_parameters(),
             "settings": self.settings,
         }
+        if self.ranks > 1:
+            progress["ranks"] = self.ranks
         for name, thing in self._stateful():
             progress[name] = encode(thing.state_dict(), name)
         return progress
@@ -54,6 +58,7 @@ class UserState:
         """Put hyper-parameters, scheduler and loader where a commit had them. Raises ``RunMismatch``; warns of what
         the run did not have, or had otherwise."""
         self._refuse_another(progress)
+        self.check_place(progress)
         self._warn_of_changes(progress)
         for group, saved in zip(self.optimizer.param_groups, progress["groups"], strict=True):
             group.update({key: decode(value) for key, value in saved.items()})
@@ -62,8 +67,13 @@ class UserState:
                 thing.load_state_dict(decode(progress[name]))
 
     def check_place(self, progress: dict[str, Any]) -> None:
-        """Raise ``RunMismatch`` if the loader cannot go on from the progress of some other run in one process."""
-        refuse_other_ranks(self.loader, progress, 1)
+        """Raise ``RunMismatch`` if the loader cannot go on from a progress that as many ranks as here did not write."""
+        refuse_other_ranks(self.loader, progress, self.ranks)
+
+    def check_source(self, progress: dict[str, Any]) -> None:
+        """Raise ``RunMismatch`` if the loader cannot begin from the progress of a state that several ranks wrote."""
+        self.check_place(progress)
+        refuse_place_of_first(self.loader, progress)
 
     def adopt(self, progress: dict[str, Any]) -> list[str]:
         """Put scheduler and loader where the progress of some other run has them. Names those that it does not have."""

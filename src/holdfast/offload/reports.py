@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from operator import mul
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from .planning import Plan
 from .preflight import Preflight
 from .process import process_bytes
 from .runtime import Runtime, Step
+from .weights import mean_of
 
 Traffic = dict[tuple[str, str], int]
 """Bytes moved, by (lane, kind of operation)."""
@@ -46,10 +46,11 @@ def by_lane(moved: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
 
 
 def mean_loss(step: Step) -> float:
-    """The step's loss, as its micro-batches are weighted."""
-    losses = [batch.loss or 0.0 for batch in step.micro_batches]
-    weights = [batch.weight for batch in step.micro_batches if batch.weight is not None]
-    return sum(map(mul, losses, weights)) if weights else sum(losses) / len(losses)
+    """The step's loss, as the micro-batches of all ranks are weighted; of a zeroth-order one, the mean of both of its
+    streams."""
+    if step.delta is not None:
+        return sum(step.mean_losses()) / 2
+    return mean_of([loss for loss, _ in step.losses], [weight for _, weight in step.losses])
 
 
 def engine_event(run: Runtime, plan: Plan, preflight: Preflight, first_step: int) -> dict[str, Any]:
@@ -75,15 +76,16 @@ def engine_event(run: Runtime, plan: Plan, preflight: Preflight, first_step: int
 
 
 def step_event(
-    run: Runtime, step: Step, steps_done: int, micro_batches: Sequence[Any], seconds: float, moved: Traffic
+    run: Runtime, step: Step, steps_done: int, tokens: int, seconds: float, moved: Traffic
 ) -> dict[str, Any]:
-    """What an event says of a step that is over; ``moved`` is the traffic since the step before it was."""
+    """What an event says of a step that is over, of ``tokens`` on all ranks; ``moved`` is this one's traffic since the
+    step before it was."""
     event = {
         "step": steps_done,
         "loss": mean_loss(step),
         "grad_norm": step.total_norm,
         "seconds": seconds,
-        "tokens": sum(map(_count_tokens, micro_batches)),
+        "tokens": tokens,
         "learning_rate": [group["lr"] for group in step.hyper.groups] if step.hyper else [],
         "durable_step": run.durable_step,
         "read_bytes": sum(n for (lane, _), n in moved.items() if lane == "ssd_read"),
@@ -99,10 +101,15 @@ def step_event(
     }
     if run.device.torch_device.type == "cuda":
         event["device_bytes"] = torch.cuda.max_memory_allocated(run.device.torch_device)
+        event["pinned_bytes"] = run.residency.pool.pinned_bytes
     return event
 
 
+def count_tokens(micro_batches: Sequence[Any]) -> int:
+    """Elements of the first integer tensor of each micro-batch."""
+    return sum(map(_count_tokens, micro_batches))
+
+
 def _count_tokens(batch: Any) -> int:
-    """Elements of a micro-batch's first integer tensor."""
     values = batch.values() if isinstance(batch, dict) else batch
     return next((v.numel() for v in values if isinstance(v, torch.Tensor) and not v.is_floating_point()), 0)

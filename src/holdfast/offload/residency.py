@@ -13,16 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from ..io.buffers import Buffer, BufferPool
-from ..units import round_up
-from .units import ALIGN, Member, Unit, as_tensor
+from .lending import Form, Lending, forms_of, packed_bytes, unpacked
+from .units import Member, Unit, as_tensor
 
 SUMMED_AT_ONCE = 1 << 20
 """Elements. torch adds a bf16 tensor to an fp32 one by way of an fp32 copy of it, and the memory of a large copy
 comes from the system anew every time: eight times slower on 8 M elements."""
-
-
-Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
-"""What a packed tensor is: dtype, shape and strides. Kernels, and so the last bits, depend on strides."""
 
 
 @dataclass
@@ -38,8 +34,12 @@ class Gradients:
 class Residency:
     """The places of one engine's bytes. Handlers of different lanes touch different keys."""
 
-    def __init__(self, pool: BufferPool, blocks: list[Unit], resident: Unit, device: torch.device) -> None:
+    def __init__(
+        self, pool: BufferPool, blocks: list[Unit], resident: Unit, device: torch.device, kept_bytes: int = 0
+    ) -> None:
         self.pool, self.blocks = pool, blocks
+        self._lending = Lending(pool, kept_bytes)
+        self.lend, self.lender = self._lending.lend, self._lending.lender
         self.copies: dict[int, Buffer] = {}
         """Working copies that stay on the host."""
         self.images: dict[int, Buffer] = {}
@@ -63,12 +63,12 @@ class Residency:
 
     # Gradients
 
-    def start_grads(self, block: int, device: torch.device) -> Gradients:
-        """Gradients of ``block`` on the device; their buffer is taken the first time in a step."""
+    def start_grads(self, block: int, device: torch.device | None) -> Gradients:
+        """Gradients of ``block`` on a separate device, or in a buffer if there is none; taken once in a step."""
         held = self.grads.get(block)
         if held is None:
             unit = self.blocks[block]
-            if device.type == "cpu":
+            if device is None:
                 buffer = self.pool.take(unit.grad_bytes, "gradients")
                 held = Gradients(as_tensor(buffer), buffer, set())
             else:
@@ -121,21 +121,11 @@ class Residency:
 
     def pack_input(self, tensors: list[torch.Tensor]) -> tuple[Buffer, list[Form]]:
         """A buffer with the bytes of ``tensors`` one after another, and what is needed to unpack it."""
-        forms = [(tensor.dtype, tensor.shape, _dense_strides(tensor)) for tensor in tensors]
+        forms = forms_of(tensors)
         buffer = self.pool.take(packed_bytes(forms), "block inputs")
-        for packed, tensor in zip(self.unpack_input(buffer, forms), tensors, strict=True):
+        for packed, tensor in zip(unpacked(as_tensor(buffer), forms), tensors, strict=True):
             packed.copy_(tensor)
         return buffer, forms
-
-    @staticmethod
-    def unpack_input(buffer: Buffer, forms: list[Form]) -> list[torch.Tensor]:
-        """The tensors that ``pack_input`` packed, as views of the buffer."""
-        flat, offset, tensors = as_tensor(buffer), 0, []
-        for dtype, shape, strides in forms:
-            end = offset + shape.numel() * dtype.itemsize
-            tensors.append(flat[offset:end].view(dtype).as_strided(shape, strides))
-            offset = round_up(end, ALIGN)
-        return tensors
 
     def drop_pass(self, phase: str) -> None:
         """Give back what a pass that was broken off has loaded."""
@@ -153,21 +143,13 @@ class Residency:
         self.on_device.clear()
         self.grads.clear()
         self.resident_grads, self._resident_sums = None, torch.empty(0)
+        self._lending.close()
         self.pool.close()
 
 
 def add_in_parts(total: torch.Tensor, grad: torch.Tensor) -> None:
     """Add ``grad`` to the fp32 sum ``total``, which is contiguous."""
     total, grad = total.flatten(), grad.flatten()
-    for start in range(0, total.numel(), SUMMED_AT_ONCE):
-        total[start : start + SUMMED_AT_ONCE].add_(grad[start : start + SUMMED_AT_ONCE])
-
-
-def packed_bytes(forms: list[Form]) -> int:
-    """Bytes of a packed input, whole pages."""
-    return round_up(sum(round_up(shape.numel() * dtype.itemsize, ALIGN) for dtype, shape, _ in forms))
-
-
-def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor``, or, where it has gaps or overlaps, those of a clone of it."""
-    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
+    at_once = SUMMED_AT_ONCE if total.device.type == "cpu" else max(total.numel(), 1)
+    for start in range(0, total.numel(), at_once):
+        total[start : start + at_once].add_(grad[start : start + at_once])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ..errors import Damaged, NoCommit, RunMismatch
+from ..ranks import Ranks
 from ..store.generations import Generations
 from ..store.housekeeping import restore_index
 from ..store.local import LocalStore
@@ -20,13 +22,13 @@ def newest_commit(store: LocalStore, parts: Parts) -> Manifest:
     Raises ``RunMismatch`` if it is another model's, ``Damaged`` if none is whole.
     """
     for problem in restore_index(store, parts.index()):
-        warnings.warn(f"the model says the same, so it was written anew: {problem}", stacklevel=4)
+        warnings.warn(f"the model says the same, so it was written anew: {problem}", stacklevel=6)
     readable = _newest_readable(store)
     if readable is not None:
         _same_model(parts, store, readable)
     manifest, damaged = store.newest_whole()
     for problem in dict.fromkeys(map(str, damaged)):
-        warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=4)
+        warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=6)
     _same_model(parts, store, manifest)
     return manifest
 
@@ -93,3 +95,10 @@ def other_layout(path: str) -> RunMismatch:
         f"{path} holds its tensors in another order than this model has them. Build the model with the code that the "
         "run was made with, or give this one its own directory."
     )
+
+
+def progress_here(manifest: Manifest, ranks: Ranks) -> Manifest:
+    """``manifest`` with the progress that this rank goes on from: its own, or where it has none that of the first."""
+    streams = [ranks.stream, *manifest.streams]
+    stream = next(each for each in streams if each in manifest.streams)
+    return replace(manifest, progress=manifest.progress_of(stream))

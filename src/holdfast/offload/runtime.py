@@ -18,18 +18,23 @@ from torch import nn
 from ..io.buffers import Buffer
 from ..plan.ops import Op
 from ..plan.work import Placement, StepShape
+from ..state.capture import buffer_at
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.scratch import Scratch
+from ..update.mezo import Delta
 from ..update.optimizer import HostOptimizer, HyperParameters
 from .attributes import Attributes
 from .blocks import Patch
 from .boundaries import Boundary, Delivery, Tracker
 from .device import Device
+from .fellows import Fellows
 from .microbatches import Coroutine
 from .residency import Gradients, Residency
 from .scaling import LossScale
 from .units import Unit
+from .weights import mean_of
+from .zeroth import Zeroth
 
 
 @dataclass
@@ -46,6 +51,7 @@ class Runtime:
 
     model: nn.Module
     device: Device
+    fellows: Fellows
     seed: int
     blocks: list[Unit]
     resident: Unit
@@ -76,6 +82,8 @@ class Runtime:
     """The newest step that survives power loss; -1 before the first commit."""
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes handed between host and device, by (lane, kind of operation)."""
+    zeroth: Zeroth | None = None
+    """Of a run of MeZO."""
 
     def __post_init__(self) -> None:
         self.attributes = Attributes(self.model, self.patch.blocks)
@@ -84,6 +92,18 @@ class Runtime:
     def units(self) -> list[Unit]:
         """Every unit; the resident one is the last."""
         return [*self.blocks, self.resident]
+
+    def agreed_buffers(self) -> dict[str, torch.Tensor]:
+        """The model's persistent buffers as they are now on the first rank, which all others take. By name."""
+        here = self.resident.buffer_values()
+        if self.fellows.alone:
+            return self.device.leave(here)
+        values = {name: self.device.fetch(tensor) for name, tensor in here.items()}  # they are sent at once
+        self.fellows.from_first(list(values.values()))
+        if self.fellows.rank:
+            for name, place in self.resident.buffers.items():
+                buffer_at(place).copy_(values[name])
+        return values
 
     def share(self, unit: Unit) -> float:
         """The part of all trained elements that ``unit`` has."""
@@ -136,7 +156,8 @@ class MicroBatch:
     boundaries: dict[int, Boundary] = field(default_factory=dict)
     deliveries: dict[int, Delivery] = field(default_factory=dict)
     """By the block that made it."""
-    loss: float | None = None
+    loss: float | torch.Tensor | None = None
+    """A number once all losses have been checked."""
     result: Any = None
 
 
@@ -156,6 +177,8 @@ class Step:
     loss_scale: LossScale | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     resident_grads: Gradients | None = None
+    losses: list[tuple[float, float | None]] = field(default_factory=list)
+    """Of the micro-batches of all ranks, with what each was multiplied by; None is a plain mean."""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """The model's persistent buffers, as the last computation has left them."""
     skipped: bool = False
@@ -175,14 +198,26 @@ class Step:
     """The norm is not what was guessed: what was updated before it was known is updated again."""
     touched: dict[int, set[str]] = field(default_factory=dict)
     """By block: which of the gradients that wait on the SSD there are."""
+    delta: Delta | None = None
+    """How far a zeroth-order step moves the weights, once that is known."""
+
+    def mean_losses(self) -> list[float]:
+        """The loss, as micro-batches are weighted; of a zeroth-order step, that of each of its two streams."""
+        count, batches = self.shape.micro_batches, self.micro_batches
+        return [_mean_loss(batches[start : start + count]) for start in range(0, len(batches), count)]
 
     def leaves(self, unit: Unit) -> bool:
-        """Is ``unit`` left as it is?"""
-        return self.skipped or unit.name in self.left_out
+        """Is ``unit`` left as it is? One that a zeroth-order step has brought was moved by the step before."""
+        return (self.skipped and self.delta is None) or unit.name in self.left_out
 
     def factor(self, unit: Unit) -> torch.Tensor | None:
         """What the gradients of ``unit`` are multiplied by."""
         return self.scales.get(unit.name, self.scale)
+
+
+def _mean_loss(micro_batches: list[MicroBatch]) -> float:
+    losses = [float(batch.loss or 0.0) for batch in micro_batches]
+    return mean_of(losses, [batch.weight for batch in micro_batches])
 
 
 def of(op: Op) -> dict[str, Any]:

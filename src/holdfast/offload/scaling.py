@@ -59,7 +59,7 @@ class LossScale:
 
     def enlarge(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss``, scaled."""
-        return loss * torch.tensor(self.scale, dtype=torch.float32, device=loss.device)
+        return loss * torch.full((), self.scale, dtype=torch.float32, device=loss.device)
 
     def reduce(self, grad: torch.Tensor) -> None:
         """Bring the sum of scaled gradients, in fp32, back to size."""

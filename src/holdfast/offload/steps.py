@@ -10,8 +10,9 @@ from typing import Any
 from ..plan.ops import Op
 from ..plan.vertical import commit_only, forward_only
 from ..plan.work import Clipping, StepShape
+from ..plan.zeroth import STREAMS, catch_up
 from .microbatches import Coroutine, module_call
-from .planning import SCHEDULES, Plan
+from .planning import LISTS, Plan
 from .runtime import MicroBatch, Runtime, Step
 from .scaling import LossScale
 from .weights import shares, shifts_labels, target_tokens
@@ -53,16 +54,24 @@ class StepMaker:
         self._run, self._plan, self._rules = run, plan, rules
         self.loss_scale = rules.loss_scale
         """Of the next step."""
+        self._streams = 1 if run.zeroth is None else STREAMS
         self.lists: dict[tuple[str, StepShape], list[Op]] = {}
         """The operation lists made so far, by schedule and shape."""
 
-    def weights(self, micro_batches: Sequence[Any]) -> list[float | None]:
-        """What each loss is multiplied by; None for a plain mean."""
+    def counts(self, micro_batches: Sequence[Any]) -> list[float]:
+        """What each micro-batch counts; nothing where all count the same."""
         rule = self._rules.normalize
         if rule == "micro_batches":
-            return [None] * len(micro_batches)
+            return []
         count = rule if callable(rule) else partial(target_tokens, shifts_labels(self._run.model))
-        return shares([count(batch) for batch in micro_batches])
+        return [count(batch) for batch in micro_batches]
+
+    def weights(self, counts: Sequence[Sequence[float]], num_micro_batches: int) -> list[float | None]:
+        """What each loss of this rank is multiplied by, given the ``counts`` of all; None for a plain mean."""
+        if self._rules.normalize == "micro_batches":
+            return [None] * num_micro_batches
+        first = self._run.fellows.rank * num_micro_batches
+        return shares([count for each in counts for count in each])[first : first + num_micro_batches]
 
     def training(
         self, number: int, micro_batches: Sequence[Any], weights: list[float | None], loss_fn: Any
@@ -74,14 +83,16 @@ class StepMaker:
         calls = [
             module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)
             for batch in micro_batches
-        ]
+        ] * self._streams
         return Step(
             number=number,
             shape=shape,
             training=True,
             operations=self._listed(rules.schedule, shape),
             horizontal=rules.schedule == "horizontal",
-            micro_batches=[MicroBatch(Coroutine(c), w) for c, w in zip(calls, weights, strict=True)],
+            micro_batches=[
+                MicroBatch(Coroutine(c), w) for c, w in zip(calls, weights * self._streams, strict=True)
+            ],
             hyper=self._run.optimizer.snapshot(),
             clip_norm=rules.clip_norm,
             loss_scale=self.loss_scale,
@@ -108,15 +119,17 @@ class StepMaker:
         operations = self._listed("evaluate", shape)
         return Step(number=-1, shape=shape, training=False, operations=operations, micro_batches=batches)
 
-    def saving(self, number: int, progress: dict[str, Any]) -> Step:
-        """What makes the state after step ``number`` a commit."""
-        operations = commit_only(self._plan.work, self._plan.placement)
+    def saving(self, number: int, progress: dict[str, Any], commit: bool = True) -> Step:
+        """What makes the state after step ``number`` a commit, if it is to; all of it, where units are behind."""
+        work, placement = self._plan.work, self._plan.placement
+        behind = self._run.zeroth is not None and self._run.zeroth.is_behind
+        operations = catch_up(work, placement, commit) if behind else commit_only(work, placement)
         return Step(number=number, shape=StepShape(micro_batches=0), operations=operations, progress=progress)
 
     def _listed(self, schedule: str, shape: StepShape) -> list[Op]:
         """The operation list for one shape of step, made once."""
         found = self.lists.get((schedule, shape))
         if found is None:
-            make = SCHEDULES.get(schedule, forward_only)
+            make = LISTS.get(schedule, forward_only)
             found = self.lists[schedule, shape] = make(self._plan.work, self._plan.placement, shape)
         return found

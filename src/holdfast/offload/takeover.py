@@ -137,7 +137,7 @@ def take_over(run: Runtime, model: Captured, taken: Taken) -> None:
 def _install_resident(run: Runtime, taken: Taken) -> None:
     """Give the prologue and epilogue parameters to compute with, whose gradients are summed in fp32."""
     for member in run.resident.members:
-        view = run.device.upload(run.resident.copy_view(run.resident_copy, member))
+        view = run.device.bring(run.resident.copy_view(run.resident_copy, member))
         parameter = run.residency.leaf(run.resident, member, view, lambda: run.residency.resident_grads)
         setattr(parameter, MARK, taken)
         run.resident_leaves[member.name] = parameter

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ModelNotSupported
 from .blocks import Blocks, Patch
 from .device import Device
-from .measure import detached, moves, restored
+from .measure import detached, moves, moving, restored
 from .microbatches import extract_loss, module_call
 from .residency import add_in_parts
 
@@ -74,6 +74,7 @@ class _Timing:
     def __post_init__(self) -> None:
         self.patch = Patch(self.blocks, self.call)
         self.output: Any = None
+        self.timed = False
         self.outside = 0.0
         """Of the head, until the mark."""
         self.mark = 0.0
@@ -106,12 +107,21 @@ class _Timing:
     def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Stands in for the blocks."""
         self.outside += self.now() - self.mark
-        if index == 0:
-            self.output = self.block(args, kwargs)
         last = index == len(self.patch.forwards) - 1
+        if index == 0:
+            self.timed = False
+        if not self.timed:
+            self.timed = last or any(moves(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+            self.output = (self.block if self.timed else self.begin)(args, kwargs)
         output = detached(self.output) if last or index == 0 else self.output
         self.mark = self.now()
         return output
+
+    def begin(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What the next block is called with where nothing before the first one is trained: in training its inputs need
+        gradients nonetheless, so it is timed with those."""
+        with torch.no_grad():
+            return moving(self.patch.forwards[0](*args, **kwargs), (args, kwargs))
 
     def block(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Time the first block, and the backward of what is before it."""

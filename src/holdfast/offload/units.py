@@ -4,25 +4,33 @@ A unit has a *state image* (fp32 master, optimizer state and counters of its tra
 bytes of its generation file), a *frozen image* (parameters that never change), a *working copy* (every
 parameter in the compute dtype: what the device reads) and *gradients* (fp32). All four are flat, with fixed
 offsets; tensors are views. A change of micro-batches, fractions or schedule changes none of them.
+
+Of several ranks each has its ``pieces`` of a unit: its images hold these alone, while a working copy that computes and
+gradients that are being summed are those of the whole unit on every rank.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from ..errors import ModelNotSupported
 from ..io.buffers import Buffer
 from ..state.atoms import Atom
+from ..state.boxes import Box
 from ..state.capture import FROM_NAME, TO_NAME, BufferPlace, buffer_at
 from ..store.layout import Layout
 from ..units import round_up
 from ..update.forms import STEP, Form, Slots
 from ..update.optimizer import HostOptimizer, ParameterState
 from .blocks import Owned
+from .pieces import Piece, copy_parts, range_of
+from .shares import divided
 
 ALIGN = 64
 """Bytes. Tensors in working copies, gradients and packed inputs start at multiples of it."""
@@ -74,7 +82,12 @@ class Unit:
         dtype: torch.dtype,
         buffers: dict[str, BufferPlace] | None = None,
         absent: dict[str, BufferPlace] | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        prefix: str = "",
     ) -> None:
+        """``prefix`` is of the names of this rank's files."""
         self.name, self.dtype, self._optimizer = name, dtype, optimizer
         self.buffers, self._absent = buffers or {}, absent or {}
         self.members: list[Member] = []
@@ -91,52 +104,115 @@ class Unit:
             if trained:
                 self.trained_copy_bytes = copy_end
         self.copy_bytes = copy_end
-        self.grad_bytes = round_up(grad_end)
+        self.grad_bytes = round_up(grad_end) if optimizer.takes_gradients else 0
         self.trained = [m for m in self.members if m.trained]
         self.frozen = [m for m in self.members if not m.trained]
+        self._divide(rank, world_size)
+        self.places: dict[str, tuple[tuple[int, ...], Box]] = {}
+        """By key of an atom that is stored here: the shape of the whole atom, and which region of it this is."""
         self.state_atoms = self._state_atoms()
-        self.frozen_atoms = [Atom(m.name, "param", m.shape, "F32") for m in self.frozen]
+        self.frozen_atoms = [
+            self._placed(Atom(p.name, "param", p.shape, "F32"), p.member.shape, p.box)
+            for p in self.frozen_pieces
+        ]
         self.layout = _layout(self.state_atoms)
         self.frozen_layout = _layout(self.frozen_atoms)
-
-    @property
-    def frozen_name(self) -> str:
+        self.file_name = self._file_name(prefix, name, self.layout)
+        """Of its state, as a commit calls it."""
+        self.frozen_name = self._file_name(prefix, f"{name}.frozen", self.frozen_layout)
         """The name of the file that holds the parameters which never change."""
-        return f"{self.name}.frozen"
+
+    def _divide(self, rank: int, world_size: int) -> None:
+        """Which part of the unit is whose."""
+        trained = divided([(m.shape, self._optimizer.cuts(m.group)) for m in self.trained], world_size)
+        frozen = divided([(m.shape, True) for m in self.frozen], world_size)
+        self.owners: dict[str, list[tuple[int, int]]] = {m.name: [(0, 0)] * world_size for m in self.members}
+        """By parameter: the elements that each rank has of it."""
+        for members, divisions in ((self.trained, trained), (self.frozen, frozen)):
+            for owner, parts in enumerate(divisions):
+                for index, start, stop in parts:
+                    self.owners[members[index].name][owner] = start, stop
+        self.copy_ranges = [
+            [
+                range_of(self.trained, t, lambda m: m.copy_offset, self.dtype.itemsize),
+                range_of(self.frozen, f, lambda m: m.copy_offset, self.dtype.itemsize),
+            ]
+            for t, f in zip(trained, frozen, strict=True)
+        ]
+        """By rank, its bytes of the working copy: trained and frozen ones."""
+        self.grad_ranges = [range_of(self.trained, t, lambda m: m.grad_offset, 4) for t in trained]
+        self.copy_parts = copy_parts(self.copy_ranges[rank])
+        """This rank's share of the working copy: its trained and its frozen part."""
+        first = self.grad_ranges[rank][0]
+        shifts = [part.start - part.at for part in self.copy_parts]
+        size = self.dtype.itemsize
+        self.pieces = [
+            Piece(m, start, stop, m.copy_offset + start * size - shifts[0], m.grad_offset + start * 4 - first)
+            for m, start, stop in ((self.trained[i], start, stop) for i, start, stop in trained[rank])
+        ]
+        self.frozen_pieces = [
+            Piece(m, start, stop, m.copy_offset + start * size - shifts[1], -1)
+            for m, start, stop in ((self.frozen[i], start, stop) for i, start, stop in frozen[rank])
+        ]
+        self.share_copy_bytes = self.copy_parts[-1].end
+        self.share_trained_copy_bytes = self.copy_parts[0].end
+        start, stop = self.grad_ranges[rank]
+        self.share_grad_bytes = round_up(stop - start)
+        self.gathered_bytes = sum(b - a for ranges in self.copy_ranges for a, b in ranges)
+        self.gathered_bytes -= sum(b - a for a, b in self.copy_ranges[rank])
+        """Of a working copy, what other ranks send."""
+        self.reduced_bytes = (stop - start) * (world_size - 1)
+        """The same of gradients."""
 
     @property
     def elements(self) -> int:
         """Trained elements."""
         return sum(m.elements for m in self.trained)
 
-    @property
-    def copy_parts(self) -> list[tuple[int, int]]:
-        """The working copy's trained and frozen part, as they are moved: those of (start, stop) that hold bytes."""
-        parts = ((0, self.trained_copy_bytes), (self.trained_copy_bytes, self.copy_bytes))
-        return [(start, stop) for start, stop in parts if stop > start]
-
-    def kept(self, member: Member) -> Slots:
-        """What the optimizer keeps for a parameter."""
+    def kept(self, member: Member | Piece) -> Slots:
+        """What the optimizer keeps for a parameter, or for a piece of one."""
         return self._optimizer.slots(member.group, member.shape)
 
-    def member_slots(self, member: Member) -> Slots:
+    def member_slots(self, member: Member | Piece) -> Slots:
         """The same, and how often it was updated."""
         slots = self.kept(member)
         return Slots(slots.tensors, {**slots.scalars, STEP: torch.float32})
 
     def _state_atoms(self) -> list[Atom]:
         """Parameters first, then slot after slot, then the small counters and buffers."""
-        atoms = [Atom(m.name, "param", m.shape, "F32") for m in self.trained]
-        slots = [(m, self.member_slots(m)) for m in self.trained]
-        names = dict.fromkeys(name for _, s in slots for name in s.tensors)
-        atoms += [_atom(m, name, s.tensors[name]) for name in names for m, s in slots if name in s.tensors]
+        placed = self._placed
+        atoms = [placed(Atom(p.name, "param", p.shape, "F32"), p.member.shape, p.box) for p in self.pieces]
+        slots = [(p, self.member_slots(p), self.member_slots(p.member)) for p in self.pieces]
+        names = dict.fromkeys(name for _, here, _ in slots for name in here.tensors)
+        for name in names:
+            for p, here, whole in slots:
+                if name in here.tensors:
+                    form = whole.tensors[name]
+                    atoms.append(
+                        placed(_atom(p, name, here.tensors[name]), tuple(form.shape), p.box_in(form))
+                    )
         atoms += [
-            Atom(m.name, name, (), TO_NAME[dtype]) for m, s in slots for name, dtype in s.scalars.items()
+            placed(Atom(p.name, name, (), TO_NAME[dtype]))
+            for p, here, _ in slots
+            for name, dtype in here.scalars.items()
         ]
         for name, place in self.buffers.items():
             buffer = buffer_at(place)
-            atoms.append(Atom(name, "buffer", tuple(buffer.shape), TO_NAME[buffer.dtype]))
+            atoms.append(placed(Atom(name, "buffer", tuple(buffer.shape), TO_NAME[buffer.dtype])))
         return atoms
+
+    def _placed(self, atom: Atom, shape: tuple[int, ...] | None = None, box: Box | None = None) -> Atom:
+        """Note of which region of an atom of ``shape`` an atom of this rank is; all of it unless told."""
+        self.places[atom.key] = shape or atom.shape, box or Box.whole(atom.shape)
+        return atom
+
+    def _file_name(self, prefix: str, name: str, layout: Layout) -> str:
+        """The name of a file in which a rank keeps what it has of a unit. It says what that is, since a file is of one
+        size for ever, and of how many ranks there are depends what each has."""
+        if not prefix:
+            return name
+        boxes = [self.places[entry.key][1].to_json() for entry in layout.entries]
+        return f"{prefix}{name}-{xxhash.xxh3_64_hexdigest(layout.header + json.dumps(boxes).encode())[:8]}"
 
     # Views
 
@@ -157,59 +233,82 @@ class Unit:
         end = member.grad_offset + member.elements * 4
         return grads[member.grad_offset : end].view(torch.float32).view(member.shape)
 
+    def piece_of_copy(self, copy: torch.Tensor, piece: Piece, whole: bool = False) -> torch.Tensor:
+        """A piece inside this rank's share of a working copy, or inside a ``whole`` one."""
+        size = self.dtype.itemsize
+        start = piece.member.copy_offset + piece.start * size if whole else piece.copy_at
+        return copy[start : start + piece.elements * size].view(self.dtype).view(piece.shape)
+
+    def piece_of_grads(self, grads: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """A piece inside this rank's share of the gradients."""
+        end = piece.grad_at + piece.elements * 4
+        return grads[piece.grad_at : end].view(torch.float32).view(piece.shape)
+
     def parameter_state(
-        self, member: Member, image: torch.Tensor, grads: torch.Tensor, copy: torch.Tensor | None
+        self,
+        piece: Piece,
+        image: torch.Tensor,
+        grads: torch.Tensor,
+        copy: torch.Tensor | None,
+        whole_copy: bool = False,
     ) -> ParameterState:
-        """What the host optimizer needs of one parameter: views."""
-        slots = self.member_slots(member)
+        """What the host optimizer needs of one parameter, or of this rank's piece of it: views."""
+        slots = self.member_slots(piece)
 
         def view(slot: str) -> torch.Tensor:
-            return self.state_view(image, member.name, slot)
+            return self.state_view(image, piece.name, slot)
 
         return ParameterState(
             param=view("param"),
-            grad=self.grad_view(grads, member),
+            grad=self.piece_of_grads(grads, piece),
             tensors={slot: view(slot) for slot in slots.tensors},
             scalars={slot: view(slot) for slot in slots.scalars},
-            copy=None if copy is None else self.copy_view(copy, member),
-            group=member.group,
+            copy=None if copy is None else self.piece_of_copy(copy, piece, whole_copy),
+            group=piece.group,
         )
 
     # Whole-unit conversions, used when a run begins or resumes
 
-    def write_copy(self, state: torch.Tensor, frozen: torch.Tensor | None, copy: torch.Tensor) -> None:
-        """Derive the working copy from the images."""
-        self.write_trained_copy(state, copy)
-        for member in self.frozen:
+    def write_copy(
+        self, state: torch.Tensor, frozen: torch.Tensor | None, copy: torch.Tensor, whole: bool = False
+    ) -> None:
+        """Derive this rank's share of the working copy from its images: into a share, or into a ``whole`` one."""
+        self.write_trained_copy(state, copy, whole)
+        for piece in self.frozen_pieces:
             assert frozen is not None
-            self.copy_view(copy, member).copy_(self.frozen_view(frozen, member.name))
+            self.piece_of_copy(copy, piece, whole).copy_(self.frozen_view(frozen, piece.name))
 
-    def write_trained_copy(self, state: torch.Tensor, copy: torch.Tensor) -> None:
+    def write_trained_copy(self, state: torch.Tensor, copy: torch.Tensor, whole: bool = False) -> None:
         """Derive its trained part."""
-        for member in self.trained:
-            self.copy_view(copy, member).copy_(self.state_view(state, member.name, "param"))
+        for piece in self.pieces:
+            self.piece_of_copy(copy, piece, whole).copy_(self.state_view(state, piece.name, "param"))
 
     def write_images(
         self, values: dict[str, torch.Tensor], state: torch.Tensor, frozen: torch.Tensor | None
     ) -> None:
         """Fill fresh images: parameters from ``values`` by name, everything else zero."""
         state.zero_()
-        for member in self.trained:
-            self.state_view(state, member.name, "param").copy_(values[member.name])
+        for piece in self.pieces:
+            self.state_view(state, piece.name, "param").copy_(piece.of(values[piece.name]))
         if frozen is not None:
             frozen.zero_()
-            for member in self.frozen:
-                self.frozen_view(frozen, member.name).copy_(values[member.name])
+            for piece in self.frozen_pieces:
+                self.frozen_view(frozen, piece.name).copy_(piece.of(values[piece.name]))
         self.write_buffers(state, self.buffer_values())
 
-    def write_state(self, member: Member, image: torch.Tensor, state: dict[str, Any]) -> None:
+    def write_state(self, piece: Piece, image: torch.Tensor, state: dict[str, Any]) -> None:
         """Take over what the user's optimizer holds for a parameter already, if it holds anything."""
-        slots = self.member_slots(member)
-        for slot in (*slots.tensors, *slots.scalars):
+        slots = self.member_slots(piece.member)
+        for slot, form in slots.tensors.items():
             if slot in state:
-                self.state_view(image, member.name, slot).copy_(torch.as_tensor(state[slot]))
+                held = torch.as_tensor(state[slot])
+                part = held if piece.is_whole else held[piece.box_in(form).slices]
+                self.state_view(image, piece.name, slot).copy_(part)
+        for slot in slots.scalars:
+            if slot in state:
+                self.state_view(image, piece.name, slot).copy_(torch.as_tensor(state[slot]))
         if state and STEP not in state:
-            self.state_view(image, member.name, STEP).fill_(1)
+            self.state_view(image, piece.name, STEP).fill_(1)
 
     def buffer_values(self) -> dict[str, torch.Tensor]:
         """The model's persistent buffers as they are now, by name."""
@@ -238,8 +337,8 @@ class Unit:
             buffer_at(place).copy_(self.state_view(state, name, "buffer"))
 
 
-def _atom(member: Member, slot: str, form: Form) -> Atom:
-    return Atom(member.name, slot, form.shape, TO_NAME[form.dtype])
+def _atom(piece: Piece, slot: str, form: Form) -> Atom:
+    return Atom(piece.name, slot, form.shape, TO_NAME[form.dtype])
 
 
 def _layout(atoms: Sequence[Atom]) -> Layout:

@@ -36,6 +36,14 @@ def shares(counts: Sequence[float]) -> list[float | None]:
     return [count / (sum(counts) or 1) for count in counts]
 
 
+def mean_of(losses: Sequence[float], weights: Sequence[float | None]) -> float:
+    """The mean loss of micro-batches that count what ``weights`` say; None is all the same. Those that count nothing
+    are left out, whatever their loss."""
+    if all(weight is None for weight in weights):
+        return sum(losses) / len(losses)
+    return sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+
+
 def target_tokens(shifts: bool | None, batch: Any) -> int:
     """Target tokens of a micro-batch; ``shifts`` is what is known of its model."""
     if isinstance(batch, dict) and "targets" in batch:

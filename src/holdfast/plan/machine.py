@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from math import inf
 
-from .ops import COMMIT, COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD, Op
+from .ops import COMMIT, COMPUTE, DOWNLOAD, EXCHANGE, SSD_READ, SSD_WRITE, UPDATE, UPLOAD, Op
 
 SSD, BUS, CORES = "ssd", "bus", "cores"
 """What serves two lanes where they compete."""
@@ -57,6 +57,7 @@ class Machine:
             DOWNLOAD: self.download_bytes_per_second,
             COMPUTE: self.compute_flop_per_second,
             UPDATE: self.update_elements_per_second,
+            EXCHANGE: inf,
         }
 
     def seconds(self, op: Op) -> float:

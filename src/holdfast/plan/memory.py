@@ -19,6 +19,19 @@ MakesOps = Callable[[Work, Placement, StepShape], list[Op]]
 """A schedule."""
 Parts = dict[tuple[str, str], int]
 """Bytes by (place, class of buffer)."""
+CROSSING = (
+    "params",
+    "params_on_host",
+    "displaced_resident",
+    "grads",
+    "kept_grads",
+    "inputs",
+    "kept_inputs",
+    "input_grads",
+    "resident_grads",
+    "resident_params",
+)
+"""Classes of buffers in host memory that a separate device copies from or to."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,11 @@ class Memory:
     @property
     def device_bytes(self) -> int:
         return sum(self.at("device").values())
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Of the host's: what a separate device copies from or to, which is pinned."""
+        return sum(size for what, size in self.at("host").items() if what in CROSSING)
 
 
 def predict(
@@ -110,7 +128,7 @@ def resident(work: Work, placement: Placement) -> Parts:
     return {
         ("host", "updates"): work.update_bytes,
         ("host", "resident_state"): work.resident_state_bytes,
-        ("host", "params_on_host"): chosen(placement.params, "param_bytes"),
+        ("host", "params_on_host"): chosen(placement.params, "kept_param_bytes"),
         ("host", "optimizer_on_host"): chosen(placement.optimizer, "state_bytes"),
         (device, "resident_working_copy"): work.resident_param_bytes,
         (device, "resident_sums"): work.resident_grad_bytes,

@@ -9,6 +9,9 @@ then those of the earlier step, then the earlier in the list.
 Computations run one after another, in list order: each needs the one before it. So sums are added in one
 order whatever arrives first, and an operation that waits for a computation waits for all before it.
 
+What ranks exchange goes one after another in list order, too, through one step and into the next: all of them have the
+same list, so none waits for what another will not do.
+
 Bytes are exact. ``takes`` and ``gives`` say which buffers live from where to where, so memory is counted
 and bounded from the same list (``slots.py``, ``memory.py``).
 """
@@ -23,7 +26,8 @@ from typing import NamedTuple
 COMPUTE, SSD_READ, SSD_WRITE = "compute", "ssd_read", "ssd_write"
 UPLOAD, DOWNLOAD = "upload", "download"  # host to device, device to host
 UPDATE, COMMIT = "update", "commit"
-LANES = (COMPUTE, SSD_READ, SSD_WRITE, UPLOAD, DOWNLOAD, UPDATE, COMMIT)
+EXCHANGE = "exchange"  # between ranks
+LANES = (COMPUTE, SSD_READ, SSD_WRITE, UPLOAD, DOWNLOAD, UPDATE, COMMIT, EXCHANGE)
 """What an operation occupies. Lanes run side by side."""
 
 NOW, SOON, LATER = 0, 1, 2

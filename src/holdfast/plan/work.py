@@ -20,19 +20,37 @@ class BlockWork:
     """One block of the model."""
 
     elements: int
-    """Trained parameters."""
+    """Trained parameters that this process updates."""
     param_bytes: int
     """The whole working copy in the compute dtype: what a forward or backward pass reads."""
     trained_param_bytes: int
-    """The part of it that an update rewrites."""
+    """The part of it that an update rewrites, by this process."""
     state_bytes: int
     """Master parameters and optimizer state: the whole file, and the buffer that holds it."""
     grad_bytes: int
-    """Accumulated gradients, fp32."""
+    """Accumulated gradients, fp32, of the whole block."""
+    param_share_bytes: int | None = None
+    """Of several ranks, what this one keeps and reads of the working copy; None is all of it."""
+    param_gather_bytes: int = 0
+    """What the others send of it."""
+    grad_share_bytes: int | None = None
+    """The part of the gradients that this rank updates with; None is all of them."""
+    grad_reduce_bytes: int = 0
+    """What the others send of theirs."""
     forward_flop: float = 0.0
     """Floating-point operations of one forward pass of one micro-batch."""
     backward_flop: float | None = None
     """Of a backward pass with its recomputation; None is three times as many."""
+
+    @property
+    def kept_param_bytes(self) -> int:
+        """What this process keeps and reads of the working copy."""
+        return self.param_bytes if self.param_share_bytes is None else self.param_share_bytes
+
+    @property
+    def kept_grad_bytes(self) -> int:
+        """What this process updates with."""
+        return self.grad_bytes if self.grad_share_bytes is None else self.grad_share_bytes
 
     @property
     def backward_work(self) -> float:
@@ -54,10 +72,21 @@ class Work:
     resident_elements: int
     unified: bool
     """The device computes in host memory (a CPU): moves between the two hand a buffer over."""
+    ranks: int = 1
+    """Processes that train together, each with its share of all state: working copies are gathered for every pass, and
+    gradients are summed over them."""
     head_flop: float = 0.0
     """Prologue, epilogue and loss of one micro-batch, forward and backward."""
     resident_grad_bytes: int = 0
     """Accumulated gradients of the prologue and epilogue, on the device."""
+    resident_grad_share_bytes: int = 0
+    """Of several ranks, what this one updates with."""
+    resident_gather_bytes: int = 0
+    """What the others send of the resident working copy, and ..."""
+    resident_reduce_bytes: int = 0
+    """... of its gradients."""
+    resident_trained_param_bytes: int = 0
+    """The part of their working copy that an update rewrites; matters only to the zeroth-order step."""
     update_bytes: int = 0
     """What updates take besides state, gradients and copies, in host memory: of optimizers that need whole tensors."""
     workspace_bytes: int = 0

@@ -22,7 +22,7 @@ import xxhash
 from ..errors import ConfigError, HoldfastError
 from ..profiles import MachineProfile, load_machine, to_toml
 from ..store.files import Disk, write_durably
-from ..units import MiB
+from ..units import MiB, format_bytes
 from .machine import MOST_OF_DISK, BlockTimes, probe_machine
 from .memory import free_host_bytes
 from .ssd import LEAST_BYTES
@@ -69,9 +69,11 @@ def machine_at(
     path = _path(directory, device)
     with suppress(ConfigError):
         return Known(_now(load_machine(str(path)), directory), path, str(path), False)
-    if shutil.disk_usage(directory).free // MOST_OF_DISK < LEAST_BYTES:
+    free = shutil.disk_usage(directory).free
+    if free // MOST_OF_DISK < LEAST_BYTES:
         raise ConfigError(
-            f"there is too little room in {directory} to measure its SSD. Name a profile of the machine in the "
+            f"there is too little room in {directory} to measure its SSD: {format_bytes(free)} are free, and "
+            f"{format_bytes(MOST_OF_DISK * LEAST_BYTES)} are needed. Name a profile of the machine in the "
             f"environment, {VARIABLE}=cpu-2-core or a file of `holdfast probe`, or give all fractions yourself."
         )
     found = probe_machine(

@@ -11,7 +11,7 @@ from torch import nn
 from ..units import MiB
 from ..update.forms import STEP
 from ..update.optimizer import HostOptimizer, ParameterState
-from ..update.threads import one_torch_thread
+from ..update.threads import keep_torch_threads, one_torch_thread
 from .clock import median_seconds
 
 WORKERS = 2
@@ -28,6 +28,7 @@ def measure_update(seconds: float, elements: int = ELEMENTS) -> float:
     torch_optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
     optimizer = HostOptimizer(torch_optimizer)
     hyper, states = optimizer.snapshot(), [_state(elements, optimizer) for _ in range(WORKERS)]
+    keep_torch_threads()
     with ThreadPoolExecutor(WORKERS, initializer=one_torch_thread) as pool:
         each = median_seconds(
             lambda: list(pool.map(lambda state: optimizer.update(state, hyper), states)), seconds

@@ -6,7 +6,7 @@ the drive and may lie in a faster cache of it: only a file of many gigabytes sho
 
 from __future__ import annotations
 
-import tempfile
+import secrets
 import time
 from collections import deque
 from concurrent.futures import Future
@@ -24,9 +24,12 @@ from .clock import median_seconds
 
 THREADS = 4
 GROUP_REQUESTS = 8
-"""Of one transfer, as large as a small block's state."""
+"""Of one transfer, as large as a small block's state; fewer where the file is small."""
 
-LEAST_BYTES = 4 * GROUP_REQUESTS * REQUEST_BYTES
+REQUESTS_AT_ONCE = 2 * GROUP_REQUESTS
+"""Of each region."""
+
+LEAST_BYTES = 4 * REQUEST_BYTES
 """Of the file: two regions of two transfers."""
 
 
@@ -46,51 +49,60 @@ class Ssd:
 
 
 def measure_ssd(directory: Path, file_bytes: int, seconds: float) -> Ssd:
-    """Measure the file system of ``directory`` for about ``seconds``, with a file of ``file_bytes`` at most, which is
-    gone afterwards. Raises ``BadInput`` if that is too little, and ``DiskFull``."""
+    """Measure the file system of ``directory`` for about ``seconds``, with a file of ``file_bytes`` at most, of which
+    nothing is left even where the process is killed. Raises ``BadInput`` if that is too little, and ``DiskFull``."""
     if file_bytes < LEAST_BYTES:
         raise BadInput(
             f"a file of {format_bytes(file_bytes)} is too small to measure by; give {format_bytes(LEAST_BYTES)}"
         )
-    with tempfile.TemporaryDirectory(prefix="holdfast-probe-", dir=directory) as folder:
-        file, queue = open_file(Path(folder, "probe"), write=True, create=True), IOQueue(THREADS)
-        try:
-            sweep = _Sweep(file, queue)
-            filled = sweep.fill(file_bytes, seconds / 4)
-            half, part = filled // 2, seconds / 4
-            read = sweep.rate([(False, 0, filled)], part)
-            write = sweep.rate([(True, 0, filled)], part)
-            mixed = sweep.rate([(False, 0, half), (True, half, filled)], part)
-            sync = median_seconds(lambda: _sync(Disk(folder), file), seconds / 20)
-            return Ssd(read, write, mixed, sync, file.direct, filled)
-        finally:
-            queue.close()
-            file.close()
+    file, queue = _nameless(directory), IOQueue(THREADS)
+    try:
+        sweep = _Sweep(file, queue, file_bytes)
+        filled = sweep.fill(file_bytes, seconds / 4)
+        half, part = filled // 2, seconds / 4
+        read = sweep.rate([(False, 0, filled)], part)
+        write = sweep.rate([(True, 0, filled)], part)
+        mixed = sweep.rate([(False, 0, half), (True, half, filled)], part)
+        sync = median_seconds(lambda: _sync(Disk(directory), file), seconds / 20)
+        return Ssd(read, write, mixed, sync, file.direct, filled)
+    finally:
+        queue.close()
+        file.close()
+
+
+def _nameless(directory: Path) -> File:
+    """A new file that is gone when it is closed, however that comes about."""
+    name = f"holdfast-probe-{secrets.token_hex(8)}"
+    file = open_file(directory / name, write=True, create=True)
+    Disk(directory).unlink(name)
+    return file
 
 
 class _Sweep:
-    """Groups of requests over regions of a file, two per region under way."""
+    """Groups of requests over regions of a file, some per region under way."""
 
-    def __init__(self, file: File, queue: IOQueue) -> None:
+    def __init__(self, file: File, queue: IOQueue, file_bytes: int) -> None:
         self.file, self.queue, self.pool = file, queue, BufferPool()
-        self.group_bytes = GROUP_REQUESTS * REQUEST_BYTES
+        requests = max(1, min(GROUP_REQUESTS, file_bytes // LEAST_BYTES))
+        self.group_bytes, self.groups_at_once = requests * REQUEST_BYTES, REQUESTS_AT_ONCE // requests
+        self.least_bytes = 4 * self.group_bytes
 
     def fill(self, nbytes: int, seconds: float) -> int:
         """Write the file, as much of it as ``seconds`` allow; returns that."""
         done, ends, most = 0, time.perf_counter() + seconds, nbytes - nbytes % self.group_bytes
-        while done < most and (done < LEAST_BYTES or time.perf_counter() < ends):
+        while done < most and (done < self.least_bytes or time.perf_counter() < ends):
             self._group(True, done).result()
             done += self.group_bytes
         return done
 
     def rate(self, regions: list[tuple[bool, int, int]], seconds: float) -> float:
         """Bytes per second over ``regions`` (write, start, stop), as much of one as of the other."""
-        turns = cycle(regions)
+        turns, at_once = cycle(regions), sum(self._at_once(stop - begin) for _, begin, stop in regions)
         offsets = {region: region[1] for region in regions}
         pending: deque[Future] = deque()
         moved, start = 0, time.perf_counter()
         while not moved or time.perf_counter() - start < seconds:
-            while len(pending) < 2 * len(regions):
+            while len(pending) < at_once:
                 region = next(turns)
                 write, begin, stop = region
                 pending.append(self._group(write, offsets[region]))
@@ -102,6 +114,10 @@ class _Sweep:
         for future in pending:
             future.result()
         return moved / elapsed
+
+    def _at_once(self, nbytes: int) -> int:
+        """Groups under way in a region: no part of it twice."""
+        return max(1, min(self.groups_at_once, nbytes // self.group_bytes))
 
     def _group(self, write: bool, offset: int) -> Future:
         buffer = self.pool.take(self.group_bytes, "probe")

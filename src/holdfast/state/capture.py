@@ -93,6 +93,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     ``ModelNotSupported`` for what cannot be stored by name and value.
     """
     _refuse_extra_state(model)
+    _refuse_flattened(model)
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     names: dict[int, list[str]] = {}
@@ -169,6 +170,21 @@ def _refuse_extra_state(model: nn.Module) -> None:
             raise ModelNotSupported(
                 f"{path or 'the model'} ({type(module).__name__}) keeps state by get_extra_state(), which commits do "
                 "not hold. Keep it in buffers: self.register_buffer(name, tensor)."
+            )
+
+
+def _refuse_flattened(model: nn.Module) -> None:
+    """Under FSDP1 a parameter is a stretch of a flattened one, which looks like a whole tensor of another shape. A
+    module inside of the wrapper shows it by its parameters alone."""
+    for path, module in model.named_modules():
+        flattened = [name for name, p in module._parameters.items() if getattr(p, "_fsdp_flattened", False)]
+        if "_fsdp_wrapped_module" in module._modules or flattened:
+            where = join(path, flattened[0]) if flattened else path or "the model"
+            raise ModelNotSupported(
+                f"{where} is of FullyShardedDataParallel (FSDP1), which holds stretches of flattened parameters: a rank"
+                " cannot tell by them which part of which tensor it has. Use fully_shard (FSDP2), or save with"
+                " torch.distributed.checkpoint, by itself or through holdfast.adapters.dcp: resume(source=) reads what"
+                " FSDP1 saved so, under any parallelism."
             )
 
 

@@ -62,7 +62,7 @@ class LiveState:
             captured = capture(module)
             self.parameters += tuple(_named(p, prefix) for p in captured.parameters)
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
-        self._had_buffers = {id(module): names for module in self._modules if (names := _persistent(module))}
+        self._had_buffers = self._buffer_names()
         self._optimizer_of: dict[str, int] = {}
         for index, captured in enumerate(captures):
             for parameter in captured.parameters:
@@ -129,8 +129,15 @@ class LiveState:
 
     def has_other_buffers(self) -> bool:
         """Whether a persistent buffer has come or gone since this was made."""
-        here = {id(module): names for module in self._modules if (names := _persistent(module))}
-        return here != self._had_buffers
+        return self._buffer_names() != self._had_buffers
+
+    def _buffer_names(self) -> list[tuple[int, list[str]]]:
+        """By module the names of the persistent buffers that it has now."""
+        return [
+            (number, names)
+            for number, module in enumerate(self._modules)
+            if module._buffers and (names := _persistent(module))
+        ]
 
     def values(self) -> dict[str, dict[str, Any]]:
         """What optimizers hold for stored parameters that is no tensor, by parameter and slot, as JSON."""

@@ -187,6 +187,20 @@ def refuse_other_ranks(loader: Any, progress: Mapping[str, Any], here: int) -> N
     )
 
 
+def refuse_place_of_first(loader: Any, progress: Mapping[str, Any]) -> None:
+    """Raise ``RunMismatch`` if ``progress``, of a state to begin from, has of several ranks' places in the data that of
+    the first alone, and the ``loader`` does not say by ``elastic = True`` that it means the same to any."""
+    wrote = progress.get("ranks", 1)
+    there = "loader" in progress.get("things", progress)
+    if loader is not None and there and wrote > 1 and not getattr(loader, "elastic", False):
+        raise RunMismatch(
+            f"the place in the data that {type(loader).__name__} keeps is each rank's own: {wrote} ranks wrote the"
+            " state to begin from, and it is read with the place of the first. Go on in the run's own directory, or"
+            " begin with a loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and"
+            " one of your own that does says so by an attribute elastic = True."
+        )
+
+
 def random_state() -> dict[str, Any]:
     """The states of Python's, NumPy's and torch's global generators (and of every CUDA device in use)."""
     version, words, gauss = random.getstate()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from holdfast.errors import BadInput, DiskFailed, RunLocked
 from holdfast.io.threads import NO_SPACE, File, disk_full, open_file
@@ -167,6 +167,13 @@ class Disk:
                 if directory in missing:
                     raise
 
+    def mkdir(self, path: str) -> None:
+        """Make the directory ``path``, if it is not there. Its name is not durable until that above it is synced."""
+        try:
+            (self.root / path).mkdir(exist_ok=True)
+        except OSError as error:
+            raise _failure("make", self.root / path, error, 0) from error
+
     def listdir(self, path: str) -> list[str]:
         """The names in ``path``, sorted; none if it is absent."""
         try:
@@ -204,6 +211,18 @@ class Disk:
             (self.root / path).write_bytes(data)
         except OSError as error:
             raise _failure("write", self.root / path, error, len(data)) from error
+
+    @contextmanager
+    def made(self, path: str, nbytes: int) -> Iterator[BinaryIO]:
+        """The file ``path`` to write ``nbytes`` into, in order; what was there is gone. Not durable until it is synced.
+
+        Raises ``DiskFull`` and ``DiskFailed`` for what the system refuses.
+        """
+        try:
+            with open(self.root / path, "wb") as file:
+                yield file
+        except OSError as error:
+            raise _failure("write", self.root / path, error, nbytes) from error
 
     def free_bytes(self) -> int:
         """Bytes that this process may still write to the file system of the root."""

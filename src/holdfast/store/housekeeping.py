@@ -21,7 +21,9 @@ from holdfast.store.reading import encode_index, index_of
 if TYPE_CHECKING:
     from holdfast.store.local import LocalStore
 
-_SCRATCH_NAME = re.compile(r"(params|gradients|inputs-\d+)\.bin|note-[a-z]+-t\d{4,}-rank-\d{5}\.json(\.tmp)?")
+_SCRATCH_NAME = re.compile(
+    r"(params|gradients|inputs-\d+)(-rank-\d{5})?\.bin|note-[a-z]+-t\d{4,}-rank-\d{5}\.json(\.tmp)?"
+)
 
 
 def sweep(disk: AnyDisk) -> None:

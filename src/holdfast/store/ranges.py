@@ -7,7 +7,6 @@ few of those are kept: the next range most often begins where this one ended.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from contextlib import closing
@@ -60,7 +59,8 @@ class VerifiedFiles:
         return data.view(f"V{DTYPE_BYTES[entry.dtype]}").reshape(entry.shape)
 
     def read(self, ref: FileRef, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes from ``offset`` on. Raises ``Damaged``, by then with any bytes in it."""
+        """Fill ``into`` with the bytes from ``offset`` on. Raises ``Damaged``, by then with any bytes in it;
+        ``FileMissing`` if the file is gone."""
         stop = offset + len(into)
         if not 0 <= offset <= stop <= ref.bytes:
             raise FileMissing(
@@ -69,7 +69,7 @@ class VerifiedFiles:
             )
         if not into:
             return
-        with closing(self._disk.open(ref.path, write=False, direct=False)) as file:
+        with closing(self._open(ref)) as file:
             for block in range(offset // CHECKSUM_BLOCK, -(-stop // CHECKSUM_BLOCK)):
                 start, end = _span(ref, block)
                 first, last = max(start, offset), min(end, stop)
@@ -78,6 +78,14 @@ class VerifiedFiles:
                     self._read(file, ref, block, piece)
                 else:
                     piece[:] = self._block(file, ref, block)[first - start : last - start]
+
+    def _open(self, ref: FileRef) -> OpenFile:
+        try:
+            return self._disk.open(ref.path, write=False, direct=False)
+        except FileNotFoundError:
+            raise FileMissing(
+                f"{ref.path} ({ref.bytes} bytes) is missing. {INSPECT}", path=ref.path
+            ) from None
 
     def _block(self, file: OpenFile, ref: FileRef, block: int) -> memoryview:
         """A whole block, read by one thread for all that want it."""
@@ -110,7 +118,7 @@ class VerifiedFiles:
     def _header(self, ref: FileRef) -> bytearray:
         """The first blocks of the file, as many as the header needs: nearly always one."""
         header = bytearray()
-        with closing(self._disk.open(ref.path, write=False, direct=False)) as file:
+        with closing(self._open(ref)) as file:
             for block in range(len(ref.checksums)):
                 header += self._block(file, ref, block)
                 if 8 + int.from_bytes(header[:8], "little") <= len(header):
@@ -120,21 +128,35 @@ class VerifiedFiles:
 
 def read_atom(disk: AnyDisk, manifest: Manifest, atom: dict[str, Any]) -> bytearray:
     """The bytes of one atom of the index in C order, joined from its fragments."""
-    shape, itemsize = tuple(atom["shape"]), DTYPE_BYTES[atom["dtype"]]
-    result = bytearray(math.prod(shape) * itemsize)
-    target = np.frombuffer(result, dtype=f"V{itemsize}").reshape(shape)
-    files, covered = VerifiedFiles(disk), 0
+    return read_box(VerifiedFiles(disk), manifest, atom, Box.whole(tuple(atom["shape"])))
+
+
+def read_box(files: VerifiedFiles, manifest: Manifest, atom: dict[str, Any], box: Box) -> bytearray:
+    """The same of the region ``box`` of it."""
+    itemsize = DTYPE_BYTES[atom["dtype"]]
+    result = bytearray(box.elements * itemsize)
+    target = np.frombuffer(result, dtype=f"V{itemsize}").reshape(box.shape)
+    covered = 0
     for fragment in atom["fragments"]:
+        there, local = Box.from_json(fragment["global"]), Box.from_json(fragment["local"])
+        common = there.intersect(box)
+        if common is None:
+            continue
         stored = files.tensor(manifest.files[fragment["unit"]], fragment["key"])
-        part = stored[Box.from_json(fragment["local"]).slices]
-        target[Box.from_json(fragment["global"]).slices] = part
+        part = stored[_within(common, there).moved(local.start).slices]
+        target[_within(common, box).slices] = part
         covered += part.size
-    if covered != math.prod(shape):
+    if covered != box.elements:
         raise Damaged(
             f"atom '{atom['name']}/{atom['slot']}' of step {manifest.step}: its fragments cover {covered} elements"
-            f" of {shape}"
+            f" of {box.shape}"
         )
     return result
+
+
+def _within(box: Box, other: Box) -> Box:
+    """``box``, which lies in ``other``, counted from where that begins."""
+    return box.moved(tuple(-start for start in other.start))
 
 
 def _span(ref: FileRef, block: int) -> tuple[int, int]:

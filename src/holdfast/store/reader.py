@@ -1,8 +1,9 @@
 """RunReader: what a run directory holds, for whoever wants to look. Takes no lock, writes nothing.
 
 A directory may be read while its writer goes on: commits come and go, so everything is asked of the disk
-each time, by names alone where that is enough. The writer unlinks a manifest before it uses its files again;
-so whoever finds bytes changed looks again whether the commit is still listed, and if not, it was retired.
+each time, by names alone where that is enough. The writer unlinks a manifest before it uses its files again, or has
+put another one of the same step in its place; so whoever finds bytes changed looks again whether the commit is still
+listed, and if not, it was retired.
 """
 
 from __future__ import annotations
@@ -181,8 +182,14 @@ class RunReader:
         )
 
     def is_listed(self, manifest: Manifest) -> bool:
-        """Whether the commit is still there. Its files are its own as long as it is."""
-        return self.disk.exists(manifest.path)
+        """Whether the commit is still there, and was not published again. Its files are its own as long as it is."""
+        try:
+            there = Manifest.decode(self.disk.read_bytes(manifest.path), manifest.path)
+        except FileNotFoundError:
+            return False
+        except ManifestCorrupt:  # which no writer makes of it
+            return True
+        return (there.key, there.created) == (manifest.key, manifest.created)
 
     @contextmanager
     def listed(self, manifest: Manifest) -> Iterator[None]:
@@ -195,6 +202,10 @@ class RunReader:
             raise self.retired(manifest.ref) from error
 
     def retired(self, ref: CommitRef) -> CommitRetired:
+        if self.disk.exists(ref.path):
+            return CommitRetired(
+                f"step {ref.step} of {self.root} was published again by its writer while it was read. Read it again."
+            )
         return CommitRetired(
             f"step {ref.step} of {self.root} was retired by its writer while it was read. Take one that is there"
             f" (`holdfast ls {self.root}`), or let the writer keep more: durability.retain."

@@ -58,16 +58,18 @@ class WrittenCommits(RetainedCommits):
         index: dict[str, Any],
         progress: dict[str, Any],
         steps: Mapping[str, int] | None = None,
+        again: bool = False,
     ) -> Manifest:
         """Make ``step`` a commit: ``files`` gives the generation and the checksums of each unit, ``steps`` the step of
-        its content for those of an earlier one, of which the records must be durable.
+        its content for those of an earlier one, of which the records must be durable. One of this step that
+        was made already gives way if it is to be made ``again``.
 
         When this returns, the step survives power loss, and commits beyond ``retain`` are retired.
         Raises ``StaleCommit`` if another writer has opened a newer timeline, or the directory or its lock is
         not the one that was opened.
         """
         self._check_writer()
-        manifest = self._manifest(step, files, index, progress, steps or {})
+        manifest = self._manifest(step, files, index, progress, steps or {}, again)
         return self._publish(manifest, files)
 
     def insert(

@@ -11,6 +11,7 @@ import struct
 import zipfile
 import zlib
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,8 @@ from .source import Part
 
 PICKLE_BYTES = 1 << 30
 """More than any pickle beside tensors has."""
+MOST_EXPANDED = 1 << 20
+"""Elements at most of a tensor that has more of them than are stored."""
 
 
 class Stretch(io.RawIOBase):
@@ -92,7 +95,11 @@ class Archive:
                 path=str(path),
             ) from error
         if zlib.crc32(data) != entry.crc32:
-            raise Damaged(f"{path}: the pickle of the archive fails its CRC-32", path=str(path))
+            raise Damaged(
+                f"{path}: the pickle of the archive fails its CRC-32. Take another copy of it; or, if it was saved"
+                " under torch.serialization.set_crc32_options(False), load it with torch and save it without that.",
+                path=str(path),
+            )
         if order not in (None, b"little"):
             raise Damaged(
                 f"{path} was written on a big-endian machine, which is not supported", path=str(path)
@@ -121,12 +128,14 @@ class Archive:
                 self.name, _, name = info.filename.partition("/")
                 if info.compress_type != zipfile.ZIP_STORED:
                     raise ValueError(f"{info.filename} is compressed")
+                if info.header_offset < 0:
+                    raise ValueError(f"{info.filename} lies before it")
                 file.seek(start + info.header_offset)
                 local = file.read(30)
                 if local[:4] != b"PK\x03\x04":
                     raise ValueError(f"{info.filename} has no header")
                 offset = info.header_offset + 30 + sum(struct.unpack("<HH", local[26:30]))
-                outside = info.header_offset < 0 or offset + info.file_size > nbytes
+                outside = offset + info.file_size > nbytes
                 if outside or name in self._entries:
                     raise ValueError(f"{info.filename} lies outside of it, or is there twice")
                 self._entries[name] = Entry(start + offset, info.file_size, info.CRC)
@@ -142,3 +151,21 @@ class Archive:
 def piece_of(tensor: pickles.Tensor, part: int) -> Piece:
     """Where the elements of a tensor of a pickle are in the part that its storage is."""
     return Piece(Box.whole(tensor.shape), part, tensor.offset, tensor.strides)
+
+
+def check_inside(name: str, tensor: pickles.Tensor, part: Part) -> None:
+    """Raise ``Damaged`` if elements of ``tensor``, called ``name``, lie outside of ``part``, or if it has very many
+    more of them than are stored."""
+    elements, stored = prod(tensor.shape), part.nbytes // part.itemsize
+    spans = zip(tensor.shape, tensor.strides, strict=True)
+    last = tensor.offset + sum((n - 1) * stride for n, stride in spans)
+    if elements and not 0 <= last < stored:
+        raise Damaged(
+            f"{part.path}: {name} {list(tensor.shape)} lies outside of what is stored", path=part.path
+        )
+    if elements > max(stored, MOST_EXPANDED):
+        raise Damaged(
+            f"{part.path}: {name} {list(tensor.shape)} is {elements} elements made of {stored} that are stored, which"
+            f" is not read of more than {MOST_EXPANDED}. Save it with .contiguous().",
+            path=part.path,
+        )

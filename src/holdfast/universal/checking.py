@@ -13,9 +13,12 @@ CHUNK = 1 << 22
 
 
 def refuse_unequal(source: Source, wanted: Iterable[Stored]) -> None:
-    """Raise ``Damaged`` if copies of one of those that are ``wanted`` differ and should be equal."""
-    for error in unequal_copies(source, wanted):
+    """Raise ``Damaged`` if copies of one of those that are ``wanted`` differ and should be equal. Those that were found
+    equal before are not looked at again."""
+    left = [stored for stored in wanted if stored.atom.key not in source.compared]
+    for error in unequal_copies(source, left):
         raise error
+    source.compared.update(stored.atom.key for stored in left)
 
 
 def unequal_copies(source: Source, among: Iterable[Stored]) -> Iterator[Damaged]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -22,7 +22,7 @@ from .told import told_progress
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict", "model_state", "net")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "masked_bias")
 """What names of buffers end with."""
-STEPS = ("step", "global_step", "train_step", "iteration")
+STEPS = ("step", "global_step", "train_step", "iteration", "iter_num")
 SCHEDULERS = ("scheduler", "lr_scheduler", "sched", "lr_schedulers", "schedulers")
 INTEGERS = ("I64", "I32", "I16")
 EXTRA = "extra"
@@ -70,9 +70,10 @@ def canonical(name: str) -> str:
     return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts)
 
 
-def name_all(tensors: Mapping[str, Kind], paths: Mapping[str, Path]) -> Named:
+def name_all(tensors: Mapping[str, Kind], paths: Mapping[str, Path], values: Mapping[str, Any]) -> Named:
     """What ``tensors`` are, by key. ``paths`` are those of all entries, tensors or not, in the writer's order, where it
-    kept them; else one name each, the key."""
+    kept them; else one name each, the key. ``values`` are those of entries that are no tensors: what of them says which
+    numbers are in which group is needed to name parameters that an optimizer knows by number."""
     optimizers = sorted({key[: found.end()] for key in paths for found in [_GROUPS.search(key)] if found})
     states = {key: found for key in tensors if (found := _state_of(key, paths[key], optimizers)) is not None}
     rest = [key for key in paths if key in tensors and key not in states and not _inside(key, optimizers)]
@@ -82,7 +83,9 @@ def name_all(tensors: Mapping[str, Kind], paths: Mapping[str, Path]) -> Named:
     in_model = [key for key in rest if key.startswith(model) and _is_direct(key, paths[key], model)]
     plain = {key: canonical(key.removeprefix(model)) for key in in_model}
     named = Named({}, model, optimizers)
-    named.numbers = _numbered(states, [(plain[key], tensors[key]) for key in in_model], tensors)
+    named.numbers = _numbered(
+        states, [(plain[key], tensors[key]) for key in in_model], tensors, _groups_in(paths, values)
+    )
     known |= set(named.numbers.values())
     for key, kind in tensors.items():
         if key in states:
@@ -179,21 +182,40 @@ def slot_of(name: str, kind: Kind) -> str:
     return "param" if number and name.rpartition(".")[2] not in BUFFERS else "buffer"
 
 
+def _groups_in(paths: Mapping[str, Path], values: Mapping[str, Any]) -> list[list[Any]]:
+    """Of the parameter groups of all optimizers, in order, what they call their parameters."""
+    return [
+        values[key] for key, way in paths.items() if in_list(way) and way[-1] == "params" and key in values
+    ]
+
+
 def _numbered(
-    states: Mapping[str, tuple[str, str]], model: list[tuple[str, Kind]], tensors: Mapping[str, Kind]
+    states: Mapping[str, tuple[str, str]],
+    model: list[tuple[str, Kind]],
+    tensors: Mapping[str, Kind],
+    groups: Sequence[Sequence[Any]],
 ) -> dict[str, str]:
     """The names of parameters that the optimizer knows by number: the model's tensors in order, if they are as many and
-    of the shapes of what the optimizer has for them; else none is named."""
+    of the shapes of what the optimizer has for them. Each group is taken to have its own in that order, which shapes
+    cannot show where neighbours of one group have the same; if the next of two groups could be the next of the model,
+    or none can, nothing is named."""
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for key, (name, slot) in states.items():
         if name.isdecimal() and slot != "step":
             shapes.setdefault(int(name), set()).add(tensors[key].shape)
     trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]
-    if sorted(shapes) != list(range(len(trained))):
+    left = [deque(group) for group in groups]
+    if {n for group in left for n in group} != set(range(len(trained))) or sum(map(len, left)) != len(
+        trained
+    ):
         return {}
-    if any(shapes[i] - {kind.shape} for i, (_, kind) in enumerate(trained)):
-        return {}
-    return {str(i): name for i, (name, _) in enumerate(trained)}
+    found = {}
+    for name, kind in trained:
+        fitting = [group for group in left if group and shapes.get(group[0], {kind.shape}) == {kind.shape}]
+        if len(fitting) != 1:
+            return {}
+        found[str(fitting[0].popleft())] = name
+    return found
 
 
 def _numbered_name(key: str, name: str) -> str:
@@ -237,8 +259,8 @@ def _step_in(key: str, value: Any) -> int | None:
     if key.rpartition(".")[2] not in STEPS:
         return None
     if isinstance(value, dict) and value.get("shape") in ([], [1]) and value["__tensor__"] in INTEGERS:
-        return int.from_bytes(base64.b64decode(value["bytes"]), "little", signed=True)
-    return value if type(value) is int else None
+        value = int.from_bytes(base64.b64decode(value["bytes"]), "little", signed=True)
+    return value if type(value) is int and value >= 0 else None
 
 
 class _Nested(dict[Any, Any]):

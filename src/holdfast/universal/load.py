@@ -62,6 +62,22 @@ def read_all(source: Source, targets: list[Target], told: Callable[[int], None] 
     in_threads((partial(read, run) for run in plan(source, targets)), told or (lambda nbytes: None))
 
 
+def check_all(source: Source, parts: Iterable[int]) -> None:
+    """Check ``parts`` that are not known to be whole, several at once. Raises ``Damaged`` for the first that is not."""
+    in_threads(checks(source, parts), lambda _: None)
+
+
+def checks(source: Source, parts: Iterable[int]) -> Iterator[Callable[[], int]]:
+    """Jobs for ``in_threads`` that check ``parts``, but for those that are known to be whole."""
+
+    def check(part: int) -> int:
+        source.check(part)
+        source.checked.add(part)
+        return 0
+
+    return (partial(check, part) for part in parts if part not in source.checked)
+
+
 def read(source: Source, targets: list[Target]) -> None:
     """As ``read_all``, with this thread alone."""
     for run in plan(source, targets):

@@ -12,13 +12,11 @@ import numpy as np
 
 from ..errors import Damaged
 from ..units import MiB
-from .archives import Archive
+from .archives import MOST_EXPANDED, Archive
 from .pickles import Record, Tensor
 from .small import tensor_json
 from .source import check_sum
 
-MOST_EXPANDED = 1 << 20
-"""Elements at most of a tensor that has more of them than are stored."""
 MOST_BEYOND = 16 * MiB
 """Bytes of tensors, written out each time that they are held, beyond those of the archive."""
 

@@ -20,7 +20,7 @@ from ..state.live import LiveState
 from ..units import MiB
 from .checking import refuse_unequal
 from .hyper import kept_by, set_hyper_parameters
-from .load import Target, mean, read_all
+from .load import Target, check_all, mean, read_all
 from .matching import Allowed, Form, Match, groups_of, match
 from .source import Source, Stored
 
@@ -37,12 +37,12 @@ class _Wanted:
     box: Box
 
 
-def check(state: LiveState, source: Source, allowed: Allowed) -> None:
-    """Raise what ``restore`` would, having read all that it will: for several ranks, none of which is to be changed if
-    another cannot be."""
+def needs_of(state: LiveState, source: Source, allowed: Allowed) -> tuple[set[int], list[Stored]]:
+    """The parts that ``restore`` will read, and what it will take something of. Raises what it would for anything but
+    damage: for several ranks, none of which is to be changed if another cannot be."""
     live, slots = _wanted(state, _match(state, source, allowed))
-    for part in sorted({n for each in live + slots for n in _parts_of(each)}):
-        source.check(part)
+    wanted = live + slots
+    return {number for each in wanted for number in _parts_of(each)}, [each.stored for each in wanted]
 
 
 def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, bool]:
@@ -55,8 +55,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     groups_of(source.progress)  # what cannot be told is told now
     live, slots = _wanted(state, found)
     refuse_unequal(source, (each.stored for each in live + slots))
-    for part in sorted({n for each in live for n in _parts_of(each)}):
-        source.check(part)
+    check_all(source, sorted({number for each in live for number in _parts_of(each)}))
     before, residuals = [dict(optimizer.state) for optimizer in state.optimizers], dict(state.residuals)
     state.forget_optimizer_state()
     try:

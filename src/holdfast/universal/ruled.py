@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ..state.rules import Rules
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from .load import read_flat
-from .source import Part, Source, Stored
+from .source import Part, Source, Stored, places_of
 
 
 def infer(reader: RunReader, manifest: Manifest) -> str:
@@ -98,8 +98,19 @@ class UnderRules(Source):
         np.frombuffer(into, dtype=np.uint8)[:] = values.view(np.uint8)
 
     def check(self, part: int) -> None:
-        for number in sorted(set(self._stored[part].pieces.part.tolist())):
+        for number in sorted(self._within([part])):
             self._source.check(number)
+
+    def trust(self, parts: Iterable[int]) -> None:
+        super().trust(parts)
+        self._source.trust(self._within(self.checked))
+
+    def identity(self) -> list[Any]:
+        return [self.progress, places_of(self._stored), self._source.identity()]
+
+    def _within(self, parts: Iterable[int]) -> set[int]:
+        """The parts of the source that ``parts`` are made of."""
+        return {number for part in parts for number in self._stored[part].pieces.part.tolist()}
 
 
 def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:

@@ -7,35 +7,57 @@ against the sizes of its files.
 
 from __future__ import annotations
 
+import json
+import os
 import struct
 import threading
 import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from ..errors import ChunkCorrupt, Damaged, FileMissing
-from ..io.threads import open_file
+from ..io.threads import File, open_file
 from ..state.atoms import DTYPE_BYTES, Atom
 from ..state.pieces import Pieces
 from ..units import MiB
 
+PIECE = 4 * MiB
+"""Bytes that are read at once to be verified."""
 NUM_LOCKS = 16
 """Parts that are looked into at once, about; two that share a lock wait for one another."""
+NAMED = 3
+"""Atoms that an error names, of those that damage is in."""
+
+
+class Sums(NamedTuple):
+    """Of the tensor ``key`` the xxh3 of 64 bits, in hexadecimal, of every ``stretch`` bytes of it."""
+
+    key: str
+    stretch: int
+    digests: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Part:
     """One stored array: ``nbytes`` bytes of the file ``path`` from ``offset`` on, of elements of ``dtype`` (a name of
-    safetensors). ``crc32`` is what its writer says that its bytes have, where it says so."""
+    safetensors). ``crc32`` or ``sums`` are what its writer says that its bytes have, where it says so."""
 
     path: str
     offset: int
     nbytes: int
     dtype: str
     crc32: int | None = None
+    sums: Sums | None = None
+
+    @property
+    def has_checksum(self) -> bool:
+        return self.crc32 is not None or self.sums is not None
 
     @property
     def itemsize(self) -> int:
@@ -71,6 +93,12 @@ class Source:
     aliases: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     """What rules may name of the configuration of its model, called as in config.json."""
+    checked: set[int] = field(default_factory=set, repr=False, compare=False)
+    """Parts that are known to be as they were written."""
+    compared: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Keys of atoms whose copies are known to be equal."""
+    writer: str = ""
+    """For a person: what wrote it, as far as that is known."""
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a part from ``offset`` on. Raises ``Damaged``, also where the format has a
@@ -80,6 +108,19 @@ class Source:
     def check(self, part: int) -> None:
         """Raise ``Damaged`` if a part is not as it was written, as far as its format can tell."""
         raise NotImplementedError
+
+    def trust(self, parts: Iterable[int]) -> None:
+        """Another process of this machine has checked ``parts`` of these files."""
+        self.checked.update(parts)
+
+    def identity(self) -> list[Any]:
+        """What it is, as JSON: another source, and the same files written again, have another. No content is read."""
+        files = []
+        for path in sorted({part.path for part in self.parts if part.path}):
+            with suppress(FileNotFoundError):
+                status = os.stat(path)
+                files.append([path, status.st_size, status.st_mtime_ns])
+        return [self.path, self.progress, files]
 
     def add_part(self, part: Part) -> int:
         """Its number."""
@@ -131,7 +172,6 @@ class Files(Source):
     """A source whose parts are stretches of files as they are. Of a part with a checksum nothing is given before all of
     it was verified."""
 
-    _verified: set[int] = field(default_factory=set, repr=False)
     _locks: list[threading.RLock] = field(
         default_factory=lambda: [threading.RLock() for _ in range(NUM_LOCKS)], repr=False
     )
@@ -144,24 +184,33 @@ class Files(Source):
             )
         if len(into) < where.nbytes:
             self.check(part)
-        _read(where, offset, into)
-        if where.crc32 is not None and len(into) == where.nbytes:
-            check_sum(where, zlib.crc32(into))
+        with _opened(where) as file:
+            file.read(into, where.offset + offset)
+        if len(into) == where.nbytes:
+            _check_all(where, lambda start, nbytes: into[start : start + nbytes], self._lying_in(part))
 
     def check(self, part: int) -> None:
         """Raise ``Damaged`` if a part is not as it was written, as far as its format can tell."""
         where = self.parts[part]
-        if where.crc32 is None:
+        if not where.has_checksum:
             return
         with self._locks[part % NUM_LOCKS]:
-            if part not in self._verified:
-                found, buffer = 0, memoryview(bytearray(min(where.nbytes, 4 * MiB)))
-                for start in range(0, where.nbytes, 4 * MiB):
-                    piece = buffer[: min(4 * MiB, where.nbytes - start)]
-                    _read(where, start, piece)
-                    found = zlib.crc32(piece, found)
-                check_sum(where, found)
-                self._verified.add(part)
+            if part not in self.checked:
+                buffer = memoryview(bytearray(min(where.nbytes, PIECE)))
+                with _opened(where) as file:
+
+                    def read(start: int, nbytes: int) -> memoryview:
+                        file.read(buffer[:nbytes], where.offset + start)
+                        return buffer[:nbytes]
+
+                    _check_all(where, read, self._lying_in(part))
+                self.checked.add(part)
+
+    def _lying_in(self, part: int) -> Iterator[str]:
+        """Keys of the atoms that a part has something of."""
+        for key, stored in self.atoms.items():
+            if any((pieces.part == part).any() for pieces in (stored.pieces, *stored.copies)):
+                yield key
 
 
 @dataclass
@@ -183,21 +232,64 @@ class WithNumbers(Files):
             super().read(part, offset, into)
 
 
-def _read(part: Part, offset: int, into: memoryview) -> None:
+def _opened(part: Part) -> File:
     try:
-        with open_file(Path(part.path), write=False, create=False, direct=False) as file:
-            file.read(into, part.offset + offset)
+        return open_file(Path(part.path), write=False, create=False, direct=False)
     except FileNotFoundError:
         raise FileMissing(f"{part.path} is missing", path=part.path) from None
 
 
-def check_sum(part: Part, found: int) -> None:
-    """Raise ``ChunkCorrupt`` if ``found`` is not the CRC-32 of ``part``."""
+def _check_all(part: Part, bytes_at: Callable[[int, int], memoryview], lying_in: Iterable[str]) -> None:
+    """Raise ``ChunkCorrupt`` if the bytes of ``part``, which ``bytes_at`` gives by start and number, are not those
+    that its checksums are of. ``lying_in`` are the keys of the atoms that it has something of."""
+    if part.crc32 is not None:
+        found = 0
+        for start in range(0, part.nbytes, PIECE):
+            found = zlib.crc32(bytes_at(start, min(PIECE, part.nbytes - start)), found)
+        check_sum(part, found, lying_in)
+    if part.sums is not None:
+        for number in range(len(part.sums.digests)):
+            _check_stretch(part, part.sums, number, bytes_at)
+
+
+def _check_stretch(part: Part, sums: Sums, number: int, bytes_at: Callable[[int, int], memoryview]) -> None:
+    begin, end = (min(place * sums.stretch, part.nbytes) for place in (number, number + 1))
+    digest = xxhash.xxh3_64()
+    for start in range(begin, end, PIECE):
+        digest.update(bytes_at(start, min(PIECE, end - start)))
+    if digest.hexdigest() != sums.digests[number]:
+        raise ChunkCorrupt(
+            f"{sums.key} fails its checksum: expected xxh3:{sums.digests[number]}, read xxh3:{digest.hexdigest()} at"
+            f" {part.path} offset {part.offset + begin}, {end - begin} bytes. The file is damaged: take another"
+            " copy of it. If it was changed on purpose, save it without the holdfast.xxh3 in its metadata.",
+            path=part.path, offset=part.offset + begin, nbytes=end - begin, atoms=(sums.key,),
+        )  # fmt: skip
+
+
+def check_sum(part: Part, found: int, lying_in: Iterable[str] = ()) -> None:
+    """Raise ``ChunkCorrupt`` if ``found`` is not the CRC-32 of ``part``. ``lying_in``, the keys of atoms that it has
+    something of, is gone through only then."""
     if found != part.crc32:
+        atoms = tuple(lying_in)
+        more = f" and {len(atoms) - NAMED} more" if len(atoms) > NAMED else ""
+        held = f" It holds {', '.join(atoms[:NAMED])}{more}." if atoms else ""
         raise ChunkCorrupt(
             f"{part.path} at offset {part.offset}, {part.nbytes} bytes, fails its CRC-32: expected {part.crc32:08x},"
-            f" read {found:08x}. The file is damaged; take another copy of it.",
+            f" read {found:08x}.{held} The file is damaged; take another copy of it.",
             path=part.path,
             offset=part.offset,
             nbytes=part.nbytes,
+            atoms=atoms,
         )
+
+
+def places_of(atoms: Iterable[Stored]) -> str:
+    """A digest of what ``atoms`` are and where their elements lie."""
+    digest = xxhash.xxh3_128()
+    for stored in atoms:
+        atom, each = stored.atom, (stored.pieces, *stored.copies)
+        digest.update(json.dumps([atom.key, atom.dtype, atom.shape, stored.average, len(each)]).encode())
+        for pieces in each:
+            for column in (pieces.start, pieces.stop, pieces.offset, pieces.strides, pieces.part):
+                digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import Damaged
+from ..errors import Damaged, HoldfastError
 from ..state.progress import decode
 from .matching import groups_of
 
@@ -29,8 +31,7 @@ def told_progress(text: str | None, what: str, path: str) -> dict[str, Any]:
     """As ``told``, where what means the same in all formats (see ``Source``) is of the form that it has."""
     progress = told(text, what, path)
     try:
-        decode(progress)
-        _check(progress)
+        check_progress(progress)
         if "random" in progress:
             _check_random(decode(progress["random"]))
     except Exception as error:  # of any kind: it may say anything
@@ -38,7 +39,9 @@ def told_progress(text: str | None, what: str, path: str) -> dict[str, Any]:
     return progress
 
 
-def _check(progress: dict[str, Any]) -> None:
+def check_progress(progress: dict[str, Any]) -> None:
+    """Raise something, of any kind, if what means the same in all formats is not of the form that it has."""
+    decode(progress)
     step, groups = progress.get("step"), groups_of(progress)
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"{step!r} is no step")
@@ -49,6 +52,19 @@ def _check(progress: dict[str, Any]) -> None:
     _need("a name of a parameter", [name for _, names in groups for name in names], list, str)
     _need("optimizers", progress.get("optimizers", []), list, str)
     _need("values", [*progress.get("values", {}).values()], list, dict)
+
+
+@contextmanager
+def state_dict_of(path: str) -> Iterator[None]:
+    """While what ``path`` holds is gone through as a state dict: what goes wrong is ``Damaged``, and names it."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError) as error:
+        raise Damaged(
+            f"{path} does not read as a state dict ({type(error).__name__}: {error})", path=path
+        ) from error
 
 
 def _need(what: str, value: Any, kind: type, of: type | None = None) -> None:

@@ -22,6 +22,7 @@ from ..errors import BadInput
 from ..state.atoms import DTYPE_BYTES
 from ..state.capture import FROM_NAME, TO_NAME
 from ..state.pieces import row_major
+from ..store.files import Disk
 from ..units import MiB
 from .load import read_flat
 from .pickles import STORAGES
@@ -62,28 +63,23 @@ def streamed(source: Source, stored: Stored, cast: str | None = None) -> Streame
     return Streamed(cast or atom.dtype, atom.shape, chunks)
 
 
-def write_torch(file: IO[bytes], name: str, content: Any) -> None:
-    """Put ``content`` into ``file``: dictionaries, lists and numbers, with tensors and ``Streamed`` ones in them.
-    ``name`` is that of the file, without its ending. Raises ``BadInput`` for what is none of these."""
-    buffer = io.BytesIO()
+def save_torch(disk: Disk, path: str, content: Any) -> None:
+    """Make ``path`` such a file of ``content``, whatever was there: dictionaries, lists and numbers, with tensors and
+    ``Streamed`` ones in them. Not durable until it is synced. Raises ``BadInput`` for what is none of these,
+    ``DiskFull`` and ``DiskFailed``."""
+    name, buffer = Path(path).stem, io.BytesIO()
     pickler = _Pickler(buffer)
     try:
         pickler.dump(content)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise BadInput(f"{name}.pt would hold what is no data: {error}") from error
-    with zipfile.ZipFile(file, "w") as archive:
+    nbytes = buffer.tell() + sum(tensor.nbytes for tensor in pickler.tensors)
+    with disk.made(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive:
         _put(archive, f"{name}/data.pkl", [buffer.getvalue()], buffer.tell())
         _put(archive, f"{name}/byteorder", [b"little"], 6)
         for number, tensor in enumerate(pickler.tensors):
             _put(archive, f"{name}/data/{number}", tensor.chunks(), tensor.nbytes)
         _put(archive, f"{name}/version", [b"3\n"], 2)
-
-
-def save_torch(path: Path, content: Any) -> int:
-    """Make ``path`` such a file, whatever was there. Not durable until it is synced. Returns its bytes."""
-    with open(path, "wb") as file:
-        write_torch(file, path.stem, content)
-        return file.tell()
 
 
 class _Place:

@@ -7,22 +7,21 @@ kept: ``2 rank n`` numbers for a matrix of ``m x n`` instead of ``2 m n``. It ne
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from .adamw import adamw_, check_adam
-from .formed import FormedOptimizer
+from .adamw import adamw_
 from .forms import STEP, Form, Slots
+from .projected import ProjectedOptimizer, drawn, is_projected, rows_of
 
 NORM_GROWTH = 1.01
 """The most by which the norm of an update may grow from one step to the next; gamma of the paper."""
 
 
-class Apollo(FormedOptimizer):
+class Apollo(ProjectedOptimizer):
     """APOLLO. For a matrix whose gradient ``G`` has no more rows than columns (else all of it transposed), in step t:
 
     * ``Y = R G``, where ``R`` has ``rank`` rows of normal numbers of variance ``1 / rank``, new every ``update_gap``;
@@ -43,8 +42,6 @@ class Apollo(FormedOptimizer):
     torch.Size([2, 6])
     """
 
-    cut = False
-
     def __init__(
         self,
         params: Any,
@@ -58,30 +55,18 @@ class Apollo(FormedOptimizer):
         update_gap: int = 200,
         seed: int = 0,
     ) -> None:
-        check_adam(lr, betas, eps, weight_decay)
-        if (rank is not None and rank < 1) or update_gap < 1 or scale <= 0:
-            raise ValueError(f"rank = {rank}, update_gap = {update_gap} and scale = {scale} must be positive")
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rank": rank, "scale": scale,
             "channels": channels, "update_gap": update_gap, "seed": seed,
         }  # fmt: skip
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give each matrix of the group a seed of its own."""
-        place = sum(len(group["params"]) for group in self.param_groups)
-        super().add_param_group(param_group)
-        for number, param in enumerate(param_group["params"], place):
-            if "seed" in self.forms(param_group, tuple(param.shape)).scalars:
-                seed = torch.tensor(_drawn(param_group["seed"], number))
-                self.state[param] = {STEP: torch.tensor(0.0), "seed": seed}
-
     @staticmethod
     def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
-        if len(shape) != 2 or group["rank"] is None:
+        if not is_projected(group, shape):
             moment, scalars = Form(shape), {STEP: torch.float32}
         else:
-            moment = Form((min(group["rank"], *shape), max(shape)))
+            moment = Form((rows_of(group, shape), max(shape)))
             scalars = {STEP: torch.float32, "seed": torch.int64, "norm": torch.float32}
         return Slots({"exp_avg": moment, "exp_avg_sq": moment}, scalars)
 
@@ -112,7 +97,7 @@ class Apollo(FormedOptimizer):
         """What the gradient's columns, or all of it, are multiplied by. Moves the moments on."""
         (beta1, beta2), first, second = group["betas"], state["exp_avg"], state["exp_avg_sq"]
         period = (int(state[STEP]) - 1) // group["update_gap"]
-        low = projection(len(first), len(wide), _drawn(int(state["seed"]), period)).to(wide.device) @ wide
+        low = projection(len(first), len(wide), drawn(int(state["seed"]), period)).to(wide.device) @ wide
         first.lerp_(low, 1 - beta1)
         second.mul_(beta2).addcmul_(low, low, value=1 - beta2)
         scaled = first / (second.sqrt() + group["eps"])
@@ -141,9 +126,3 @@ def _limit(update: torch.Tensor, norm: torch.Tensor) -> None:
     growth = max(now / (before + 1e-8) / NORM_GROWTH, 1.0) if before else 1.0
     norm.fill_(now / growth)
     update.div_(growth)
-
-
-def _drawn(seed: int, number: int) -> int:
-    """A seed, other ones for other pairs."""
-    made = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(made, "little") >> 1

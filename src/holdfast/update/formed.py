@@ -13,6 +13,14 @@ from ..state.cuts import is_distributed
 from .forms import Slots
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What an optimizer's ``step`` returns: what ``closure`` gives, with gradients."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class FormedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state begins as zeros of known ``forms``, which ``update`` changes in place.
 
@@ -40,10 +48,7 @@ class FormedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import OptimizerNotSupported
+from .formed import loss_of
+from .mezo import MeZO
 
 
 class Joined(torch.optim.Optimizer):
@@ -23,6 +25,8 @@ class Joined(torch.optim.Optimizer):
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         if not optimizers or any(isinstance(optimizer, Joined) for optimizer in optimizers):
             raise ValueError("Joined() takes one optimizer or more, none of which is joined itself")
+        if any(isinstance(optimizer, MeZO) for optimizer in optimizers):
+            raise ValueError("MeZO takes no gradients, so it cannot be joined with optimizers that do")
         self.members = optimizers
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         state = {param: held for optimizer in optimizers for param, held in optimizer.state.items()}
@@ -38,10 +42,7 @@ class Joined(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of each."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for optimizer in self.members:
             optimizer.step()
         return loss

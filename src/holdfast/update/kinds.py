@@ -21,6 +21,8 @@ from .adamw import AdamW8bit, AdamWBF16
 from .apollo import Apollo
 from .formed import FormedOptimizer
 from .forms import Form, Slots
+from .grass import Grass
+from .mezo import MeZO
 
 ELEMENTWISE = (
     "Adadelta",
@@ -58,7 +60,7 @@ REFUSED = {
 }
 """Of ``torch.optim``: why not, and what instead."""
 
-FORMED = (AdamW8bit, AdamWBF16, Apollo)
+FORMED = (AdamW8bit, AdamWBF16, Apollo, Grass)
 """Of this library."""
 
 IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "maximize"}
@@ -82,7 +84,7 @@ class Kind:
     @property
     def temporary_bytes(self) -> int:
         """What an update takes besides, of each element of a tensor that is not cut. Measured: up to 12.7 of Muon, 5.0
-        of APOLLO, 4.0 of Adafactor."""
+        of APOLLO, 4.0 of Adafactor, 4.0 of Grass."""
         return 0 if self.cut else 13 if self.of is torch.optim.Muon else 5
 
 
@@ -99,6 +101,8 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
     cls = type(optimizer)
     name = _of_torch(cls)
     arguments = arguments_of(cls)
+    if isinstance(optimizer, MeZO):  # it has no update by a gradient that could be tried
+        return Kind(cls, arguments, True, False, lambda shape: optimizer.forms(group, shape))
     if isinstance(optimizer, FormedOptimizer):
         kind = Kind(cls, arguments, optimizer.cut, False, lambda shape: optimizer.forms(group, shape))
     elif name in WHOLE:

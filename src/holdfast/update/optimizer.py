@@ -20,9 +20,13 @@ from torch import nn
 from .forms import STEP, Slots
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
+from .mezo import MeZO
 
 TILE_ELEMENTS = 256 * 1024
 """Elements of one tile; a multiple of 4096."""
+
+GRAD_BYTES = 4
+"""Of an element of a gradient: fp32."""
 
 
 @dataclass
@@ -74,13 +78,24 @@ class HostOptimizer:
         groups = self.snapshot().groups
         self._kinds = [kind_of(member_of(optimizer, number), group) for number, group in enumerate(groups)]
 
+    @property
+    def takes_gradients(self) -> bool:
+        """False of one that needs the losses of two forward passes instead."""
+        return not isinstance(self._optimizer, MeZO)
+
     def slots(self, group: int, shape: tuple[int, ...]) -> Slots:
         """What is kept for a parameter of ``shape`` in ``group``."""
         return self._kinds[group].slots(shape)
 
-    def temporary_bytes(self, group: int, elements: int) -> int:
-        """What an update of a parameter takes besides its state; next to nothing where it is cut."""
-        return self._kinds[group].temporary_bytes * elements
+    def cuts(self, group: int) -> bool:
+        """Whether the update of a part of a parameter in ``group`` is that part of its update."""
+        return self._kinds[group].cut
+
+    def temporary_bytes(self, group: int, elements: int, keep_grad: bool = False) -> int:
+        """What an update of a parameter takes besides its state, and a copy of its gradient with ``keep_grad``; next to
+        nothing where it is cut."""
+        kind = self._kinds[group]
+        return (kind.temporary_bytes + (0 if kind.cut or not keep_grad else GRAD_BYTES)) * elements
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """What the user's optimizer holds for ``parameter`` already, by slot; empty for a fresh one."""

@@ -1,14 +1,31 @@
-"""Threads that step the optimizer: each computes by itself."""
+"""Threads that work beside the model's computations: each computes by itself."""
 
 from __future__ import annotations
 
+import threading
+
 import torch
+
+_setting = threading.Lock()
+
+
+def keep_torch_threads() -> None:
+    """Let the calling thread have what torch has now, whatever threads that it begins set for themselves: one that asks
+    for the first time, in the moment in which another sets its own, would keep 1."""
+    with _setting:
+        torch.get_num_threads()
 
 
 def one_torch_thread() -> None:
-    """Let torch compute on this thread alone, in a thread that works beside the model's computations.
+    """Let torch compute on this thread alone; other threads, and those to come, are as they would be without. Who
+    begins such threads calls ``keep_torch_threads`` before.
 
-    torch reads the process's count at a thread's first computation, whatever was set before: hence the first line.
+    libgomp keeps helpers for every thread that has computed with several. With more of them than cores it lets all
+    sleep at the end of every parallel loop, the model's among them.
     """
-    torch.get_num_threads()
-    torch.set_num_threads(1)
+    with _setting:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # and so would threads begin that have not computed yet
+        other = threading.Thread(target=torch.set_num_threads, args=(before,))
+        other.start()
+        other.join()

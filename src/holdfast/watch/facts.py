@@ -27,8 +27,12 @@ CLASSES = {
     "updated parameters": ("updated_params",),
     "gradients": ("grads", "kept_grads"),
     "resident state": ("resident_state",),
-    "resident parameters": ("resident_working_copy",),
+    "resident parameters": ("resident_working_copy", "resident_params"),
     "block inputs": ("staged_inputs",),
+    "inputs": ("inputs",),
+    "kept inputs": ("kept_inputs",),
+    "input gradients": ("input_grads",),
+    "resident gradients": ("resident_grads",),
 }
 """What buffers of the engine are used for, and the classes by which they were predicted."""
 

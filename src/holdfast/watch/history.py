@@ -18,7 +18,7 @@ from .lanes import Timeline
 
 TOLD = (
     "began_from", "recovered", "resumed", "gap", "storage", "cadence", "base", "kept", "not_kept", "not_taken",
-    "drift", "replica_failed", "pushed", "push_failed", "stopped", "failed", "finished", "run",
+    "not_persisted", "drift", "replica_failed", "pushed", "push_failed", "stopped", "failed", "finished", "run",
 )  # fmt: skip
 """Events that are kept as they are."""
 

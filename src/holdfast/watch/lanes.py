@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ..plan.ops import COMMIT, COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD
+from ..plan.ops import COMMIT, COMPUTE, DOWNLOAD, EXCHANGE, SSD_READ, SSD_WRITE, UPDATE, UPLOAD
 
 NAMES = {
     COMPUTE: "computing", SSD_READ: "SSD reads", SSD_WRITE: "SSD writes", UPLOAD: "copies to the device",
     DOWNLOAD: "copies from the device", UPDATE: "the optimizer", COMMIT: "commits",
+    EXCHANGE: "the exchange between ranks",
 }  # fmt: skip
 """Of lanes, for people."""
 

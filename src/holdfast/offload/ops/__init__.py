@@ -9,10 +9,11 @@ from typing import Any
 
 from ...plan.ops import Op
 from ..runtime import Runtime, Step
-from . import commit, compute, gradients, inputs, params, redo, state
+from . import commit, compute, gradients, inputs, params, redo, state, zeroth
 
 KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "load_params": params.load,
+    "gather_params": params.gather,
     "upload_params": params.upload,
     "store_params": params.store,
     "forward": compute.forward,
@@ -27,6 +28,7 @@ KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "upload_input_grad": inputs.upload_grad,
     "download_grads": gradients.download,
     "upload_grads": gradients.upload,
+    "reduce_grads": gradients.reduce,
     "store_grads": gradients.store,
     "load_grads": gradients.load,
     "norm_block": gradients.norm_block,
@@ -35,9 +37,19 @@ KINDS: dict[str, Callable[[Runtime, Op, Step], Future | None]] = {
     "update": state.update,
     "store_state": state.store,
     "download_resident_grads": state.download_resident_grads,
+    "reduce_resident": gradients.reduce_resident,
     "update_resident": state.update_resident,
+    "gather_resident": params.gather_resident,
     "upload_resident": state.upload_resident,
     "store_resident": state.store_resident,
+    "load_frozen": zeroth.load_frozen,
+    "displace": zeroth.displace,
+    "displace_resident": zeroth.displace_resident,
+    "upload_displaced_resident": zeroth.upload_displaced_resident,
+    "displaced": compute.displaced,
+    "measure_slope": zeroth.measure_slope,
+    "catch_up": zeroth.catch_up,
+    "catch_up_resident": zeroth.catch_up_resident,
     "commit": commit.commit,
 }
 
@@ -58,4 +70,6 @@ def handlers(runtime: Runtime) -> dict[str, Callable[[Op, Any], Future | None]]:
 def _handle(
     run: Runtime, function: Callable[[Runtime, Op, Step], Future | None], op: Op, step: Step
 ) -> Future | None:
-    return (REDO.get(op.key.kind, function) if op.redo else function)(run, op, step)
+    with run.device.lane(op):
+        future = (REDO.get(op.key.kind, function) if op.redo else function)(run, op, step)
+    return future or run.device.ended(op)

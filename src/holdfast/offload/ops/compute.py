@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ...errors import ModelNotSupported
 from ...plan.ops import Op
 from ...plan.orders import input_stays, micro_batches
+from ...plan.zeroth import DISPLACED
 from .. import rng
 from ..blocks import install
 from ..boundaries import Boundary, Delivery, refuse_hidden
@@ -58,11 +59,31 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
         batch.result = _finish(run, step, m)
 
 
+def displaced(run: Runtime, op: Op, step: Step) -> None:
+    """Run a block for one micro-batch with displaced parameters; after the last block also epilogue and loss."""
+    block, m = op.key.block, op.key.micro_batch
+    batch = step.micro_batches[m]
+    with _displaced(run, block, m // step.shape.micro_batches):
+        boundary = _reach(run, step, m, block)
+        del batch.boundaries[block]
+        args, kwargs, _ = boundary.inputs()
+        _enter(run, step, m, rng.inside(block))
+        with autocast_as(boundary.autocast):
+            output = run.patch.forwards[block](*args, **kwargs)
+        _deliver(run, step, m, boundary, output)
+        if block == len(run.blocks) - 1:
+            loss = extract_loss(_finish(run, step, m))
+            batch.loss = 0.0 if batch.weight == 0.0 else float(loss)
+            batch.deliveries.pop(block).device = None
+    if m == len(step.micro_batches) - 1:
+        params.release(run, DISPLACED, block, -1)
+
+
 def backward(run: Runtime, op: Op, step: Step) -> None:
     """Run a block again, with a graph, and its backward; for the last block, epilogue and loss between."""
     block, m = op.key.block, op.key.micro_batch
     batch, is_last = step.micro_batches[m], block == len(run.blocks) - 1
-    grads = run.residency.start_grads(block, run.device.torch_device)
+    grads = run.residency.start_grads(block, None if run.device.unified else run.device.torch_device)
     with _installed(run, op, step, grads), torch.enable_grad():
         boundary = _reach(run, step, m, block) if is_last else batch.boundaries[block]
         if not is_last:
@@ -86,15 +107,28 @@ def backward(run: Runtime, op: Op, step: Step) -> None:
     del leaves, batch.boundaries[block], boundary
     inputs.used(run, block, m)
     if block == 0 and m == len(step.micro_batches) - 1:
-        step.buffers = run.resident.buffer_values()
+        step.buffers = run.agreed_buffers()
 
 
 def check_losses(run: Runtime, op: Op, step: Step) -> None:
-    """Skip the step if a loss is not finite: no update has started yet."""
-    bad = [m for m, batch in enumerate(step.micro_batches) if not math.isfinite(batch.loss or 0.0)]
+    """Skip the step if a loss is not finite, on any rank: no update has started yet."""
+    for batch in step.micro_batches:
+        if isinstance(batch.loss, torch.Tensor):
+            batch.loss = float(run.device.fetch(batch.loss))
+    here = [(float(batch.loss or 0.0), batch.weight) for batch in step.micro_batches]
+    told = run.fellows.control.everyone(here)
+    step.losses = [each for losses in told for each in losses]
+    bad = [
+        (rank, m)
+        for rank, losses in enumerate(told)
+        for m, (loss, _) in enumerate(losses)
+        if not math.isfinite(loss)
+    ]
     if bad:
+        rank, m = bad[0]
+        of = "" if run.fellows.alone else f" of rank {rank}"
         step.skipped = True
-        step.reason = f"the loss of micro-batch {bad[0]} is {step.micro_batches[bad[0]].loss}"
+        step.reason = f"the loss of micro-batch {m % step.shape.micro_batches}{of} is {told[rank][m][0]}"
 
 
 def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
@@ -141,7 +175,8 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
 def _deliver(run: Runtime, step: Step, m: int, boundary: Boundary, output: Any) -> None:
     """Keep a block's output for the thread, which gets it when the next block's turn comes."""
     batch = step.micro_batches[m]
-    needs_grad = step.training and bool(run.blocks[boundary.block].trained or boundary.moving)
+    moves = bool(run.blocks[boundary.block].trained or boundary.moving)
+    needs_grad = step.training and torch.is_grad_enabled() and moves
     delivery = Delivery(output, boundary.constants, needs_grad)
     batch.deliveries[boundary.block] = delivery
     batch.tracker.delivered(delivery)
@@ -164,8 +199,9 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
     if batch.weight == 0.0:  # no target tokens: its mean loss is not a number, and it has no share
         batch.loss = 0.0
         return
-    batch.loss = float(loss.detach())
-    scaled = loss / len(step.micro_batches) if batch.weight is None else loss * batch.weight
+    batch.loss = loss.detach().clone()  # read when all are there
+    count = run.fellows.world_size * len(step.micro_batches)
+    scaled = loss / count if batch.weight is None else loss * batch.weight
     if step.loss_scale is not None:
         scaled = step.loss_scale.enlarge(scaled)
     scaled.backward(retain_graph=True)  # the prologue's graph is still needed; the rest goes with its tensors
@@ -173,7 +209,9 @@ def _loss_and_backward(run: Runtime, step: Step, m: int) -> None:
 
 def _enter(run: Runtime, step: Step, m: int, place: str) -> None:
     if step.training:
-        rng.seed_generators(rng.key_seed(run.seed, step.number, m, place), run.device.torch_device)
+        count = step.shape.micro_batches  # a zeroth-order step has each twice, with the same random numbers
+        number = run.fellows.rank * count + m % count
+        rng.seed_generators(rng.key_seed(run.seed, step.number, number, place), run.device.torch_device)
 
 
 @contextmanager
@@ -207,3 +245,30 @@ def _leaves(run: Runtime, place: tuple, unit: Unit, grads: Gradients | None) -> 
             run.residency.leaf(unit, member, unit.copy_view(copy, member), held) for member in unit.members
         ]
     return leaves
+
+
+@contextmanager
+def _displaced(run: Runtime, block: int, stream: int) -> Iterator[None]:
+    """A block's parameters, and those of the prologue and epilogue, displaced one way, in their places."""
+    unit, place = run.blocks[block], (DISPLACED, block, -1)
+    if place not in run.residency.leaves:
+        both = run.residency.on_device[place]
+        run.residency.leaves[place] = [
+            run.residency.leaf(unit, member, unit.copy_view(copy if member.trained else both, member), None)
+            for copy in (both, both[unit.copy_bytes :])
+            for member in unit.members
+        ]
+    assert run.zeroth is not None
+    leaves, resident = run.residency.leaves[place], run.zeroth.leaves[stream]
+    try:
+        for number, member in enumerate(unit.members, stream * len(unit.members)):
+            install(member.owned, leaves[number])
+        for member in run.resident.trained:
+            install(member.owned, resident[member.name])
+        yield
+    finally:
+        for member in unit.members:
+            install(member.owned, member.owned.captured.parameter)
+        for member in run.resident.trained:
+            install(member.owned, run.resident_leaves[member.name])
+        torch.clear_autocast_cache()  # which would hold every parameter of every block

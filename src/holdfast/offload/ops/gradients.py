@@ -19,10 +19,24 @@ def download(run: Runtime, op: Op, step: Step) -> None:
     block = op.key.block
     held = run.residency.grads[block]
     if not run.device.unified:
-        buffer = held.buffer or run.residency.pool.take(held.flat.nbytes, "gradients")
-        as_tensor(buffer)[: held.flat.numel()].copy_(held.flat)
-        run.residency.grads[block] = Gradients(as_tensor(buffer), buffer, held.touched)
+        run.residency.grads[block] = _on_host(run, op, held)
     run.moved[op.lane, op.key.kind] += run.blocks[block].grad_bytes
+
+
+def _on_host(run: Runtime, op: Op, held: Gradients) -> Gradients:
+    """The gradients that a download brings: in their own buffer, or where block inputs were."""
+    residency = run.residency
+    if _lent(op):
+        (flat,) = run.device.download([held.flat], residency.lender("kept inputs", from_top=True))
+        return Gradients(flat, None, held.touched)
+    buffer = held.buffer or residency.pool.take(held.flat.nbytes, "gradients")
+    (flat,) = run.device.download([held.flat], lambda _: [as_tensor(buffer)[: held.flat.nbytes]])
+    return Gradients(flat, buffer, held.touched)
+
+
+def _lent(op: Op) -> bool:
+    """Do the gradients that ``op`` makes lie where block inputs were?"""
+    return any(hold.kind == "kept_inputs" for hold in op.takes)
 
 
 def upload(run: Runtime, op: Op, step: Step) -> None:
@@ -30,8 +44,42 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
     block = op.key.block
     held = run.residency.grads[block]
     if not run.device.unified:
-        run.residency.grads[block] = Gradients(run.device.upload(held.flat), held.buffer, held.touched)
+        (flat,) = run.device.upload([held.flat])
+        run.residency.grads[block] = Gradients(flat, held.buffer, held.touched)
     run.moved[op.lane, op.key.kind] += run.blocks[block].grad_bytes
+
+
+def reduce(run: Runtime, op: Op, step: Step) -> None:
+    """Sum a block's gradients over the ranks, and keep this rank's share, measured if it will be clipped."""
+    block, pool = op.key.block, run.residency.pool
+    unit, summed = run.blocks[block], run.residency.grads[block]
+    buffer = None
+    if _lent(op) and not run.device.unified:
+        flat, _ = run.residency.lend(unit.share_grad_bytes, "kept inputs", from_top=True)
+    else:
+        buffer = pool.take(unit.share_grad_bytes, "gradients")
+        flat = as_tensor(buffer)
+    held = run.fellows.reduce(unit, summed, flat[: unit.share_grad_bytes])
+    run.residency.grads[block] = Gradients(held.flat, buffer, held.touched)
+    assert summed.buffer is not None
+    pool.give(summed.buffer)
+    _reduced(run, op, step, unit, run.residency.grads[block])
+
+
+def reduce_resident(run: Runtime, op: Op, step: Step) -> None:
+    """The same of the prologue and epilogue."""
+    unit, summed = run.resident, step.resident_grads
+    assert summed is not None
+    step.resident_grads = run.fellows.reduce(
+        unit, summed, torch.empty(unit.share_grad_bytes, dtype=torch.uint8)
+    )
+    _reduced(run, op, step, unit, step.resident_grads)
+
+
+def _reduced(run: Runtime, op: Op, step: Step, unit: Unit, held: Gradients) -> None:
+    run.moved[op.lane, op.key.kind] += op.nbytes
+    if step.shape.clipping != "none":
+        _measure(run, unit, held, step)
 
 
 def store(run: Runtime, op: Op, step: Step) -> Future:
@@ -40,7 +88,7 @@ def store(run: Runtime, op: Op, step: Step) -> Future:
     held = run.residency.grads.pop(block)
     assert held.buffer is not None and run.grad_scratch is not None
     step.touched[block] = held.touched
-    view = held.buffer.view[: run.blocks[block].grad_bytes]  # none, if nothing of the block is trained
+    view = held.buffer.view[: run.blocks[block].share_grad_bytes]  # none, if nothing of the block is trained
     future = run.grad_scratch.write(run.grad_offsets[block], view, **of(op))
     buffer = held.buffer
     future.add_done_callback(lambda _: run.residency.pool.give(buffer))
@@ -50,10 +98,10 @@ def store(run: Runtime, op: Op, step: Step) -> Future:
 def load(run: Runtime, op: Op, step: Step) -> Future:
     """Read spilled gradients back."""
     block = op.key.block
-    buffer = run.residency.pool.take(run.blocks[block].grad_bytes, "gradients")
+    buffer = run.residency.pool.take(run.blocks[block].share_grad_bytes, "gradients")
     run.residency.grads[block] = Gradients(as_tensor(buffer), buffer, step.touched[block])
     assert run.grad_scratch is not None
-    view = buffer.view[: run.blocks[block].grad_bytes]
+    view = buffer.view[: run.blocks[block].share_grad_bytes]
     return run.grad_scratch.read(run.grad_offsets[block], view, **of(op))
 
 
@@ -67,8 +115,10 @@ def norm(run: Runtime, op: Op, step: Step) -> None:
     """The global norm, in the order of the model's parameters, and the factor that clips to it. A norm that
     is not finite skips the step."""
     assert step.resident_grads is not None
-    _measure(run, run.resident, step.resident_grads, step)
-    total = _joined(step, run.parameter_order)
+    if run.fellows.alone:
+        _measure(run, run.resident, step.resident_grads, step)
+    step.norms = run.fellows.joined_norms(run.fellows.control, step.norms)
+    total = run.device.fetch(_joined(step.norms, run.parameter_order))
     step.total_norm = float(total)
     if step.shape.clipping == "per_block" or step.skipped:
         return
@@ -81,29 +131,32 @@ def norm(run: Runtime, op: Op, step: Step) -> None:
 
 def _measure(run: Runtime, unit: Unit, held: Gradients, step: Step) -> None:
     """Norms of a unit's gradients and, where it is clipped by itself, the factor that does."""
-    for member in unit.trained:
-        if member.name in held.touched:
-            grad = unit.grad_view(held.flat, member)
+    norms: dict[str, torch.Tensor] = {}
+    for piece in unit.pieces:
+        if piece.name in held.touched:
+            grad = unit.piece_of_grads(held.flat, piece)
             if step.loss_scale is not None:
                 step.loss_scale.reduce(grad)
-            step.norms[member.name] = torch.linalg.vector_norm(grad)
+            norms[piece.name] = torch.linalg.vector_norm(grad)
+    step.norms |= norms
     if step.shape.clipping != "per_block":
         return
     assert step.clip_norm is not None
-    total = _joined(step, [member.name for member in unit.trained])
+    norms = run.fellows.joined_norms(run.fellows.exchange, norms)
+    total = run.device.fetch(_joined(norms, [member.name for member in unit.trained]))
     if not math.isfinite(float(total)):
         step.left_out.add(unit.name)
     elif (scale := _scale(total, step.clip_norm * math.sqrt(run.share(unit)))) is not None:
         step.scales[unit.name] = scale
 
 
-def _joined(step: Step, names: list[str]) -> torch.Tensor:
+def _joined(norms: dict[str, torch.Tensor], names: list[str]) -> torch.Tensor:
     """The norm over the gradients of all of ``names`` that have one."""
-    norms = [step.norms[name] for name in names if name in step.norms]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    found = [norms[name] for name in names if name in norms]
+    return torch.linalg.vector_norm(torch.stack(found)) if found else torch.zeros(())
 
 
 def _scale(total: torch.Tensor, bound: float) -> torch.Tensor | None:
-    """What brings the norm ``total`` down to ``bound``; None if it is not above it."""
+    """What brings the norm ``total``, in host memory, down to ``bound``; None if it is not above it."""
     scale = torch.clamp(bound / (total + 1e-6), max=1.0)
-    return scale.cpu() if float(scale) != 1.0 else None
+    return scale if float(scale) != 1.0 else None

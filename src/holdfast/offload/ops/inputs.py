@@ -6,6 +6,7 @@ A block's output is a ``Delivery`` until the model's thread has received it, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
@@ -13,8 +14,9 @@ import torch
 from ...plan.ops import Op
 from ...plan.orders import input_stays
 from ..boundaries import Boundary, Delivery
-from ..residency import packed_bytes
+from ..lending import packed_bytes, unpacked
 from ..runtime import Runtime, Step, of
+from ..units import as_tensor
 
 
 def download(run: Runtime, op: Op, step: Step) -> None:
@@ -24,7 +26,9 @@ def download(run: Runtime, op: Op, step: Step) -> None:
     used = block == 0 or input_stays(step.shape, block, m)
     held: Boundary | Delivery = batch.boundaries[block] if used else batch.deliveries[block - 1]
     assert held.device is not None
-    held.host = [run.device.download(tensor) for tensor in held.device]
+    kept = step.training and (run.placement.activations[block] or block == len(run.blocks) - 1)
+    lender = run.residency.lender("kept inputs" if kept else "inputs")
+    held.host = run.device.download(held.device, lender)
     if block == 0 or not step.horizontal:
         held.device = None
     _count(run, op, held.host)
@@ -35,7 +39,7 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
     block, batch = op.key.block, step.micro_batches[op.key.micro_batch]
     held = batch.boundaries.get(block) or batch.deliveries[block - 1]
     assert held.host is not None
-    held.device = [run.device.upload(tensor) for tensor in held.host]
+    held.device = run.device.upload(held.host)
     _count(run, op, held.device)
 
 
@@ -49,7 +53,7 @@ def hand_on(run: Runtime, delivery: Delivery, boundary: Boundary) -> None:
             if source.delivery is delivery:
                 boundary.host.append(delivery.host[source.index])
             else:
-                boundary.host.append(run.device.download(tensor))
+                boundary.host += run.device.download([tensor], run.residency.lender("inputs"))
                 run.moved["download", "between"] += tensor.nbytes
     delivery.host = delivery.device = None
 
@@ -73,11 +77,14 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     place = (op.key.block, op.key.micro_batch)
     boundary = step.micro_batches[op.key.micro_batch].boundaries[op.key.block]
     nbytes = packed_bytes(boundary.forms)
-    buffer = run.residency.pool.take(nbytes, "block inputs")
-    run.residency.inputs[place] = buffer
-    boundary.host = run.residency.unpack_input(buffer, boundary.forms)
+    if run.device.unified:
+        buffer = run.residency.inputs[place] = run.residency.pool.take(nbytes, "block inputs")
+        flat, view = as_tensor(buffer), buffer.view
+    else:
+        flat, view = run.residency.lend(nbytes, "inputs")
+    boundary.host = unpacked(flat, boundary.forms)
     scratch, offset = run.input_scratch.slot(place, nbytes)
-    return scratch.read(offset, buffer.view, **of(op))
+    return scratch.read(offset, view, **of(op))
 
 
 def used(run: Runtime, block: int, micro_batch: int) -> None:
@@ -89,7 +96,8 @@ def used(run: Runtime, block: int, micro_batch: int) -> None:
 
 def download_grad(run: Runtime, op: Op, step: Step) -> None:
     """Keep the gradient of a block's input on the host until the block before it runs backward."""
-    _move_grads(run, op, step, run.device.download)
+    lender = run.residency.lender("input gradients")
+    _move_grads(run, op, step, lambda grads: run.device.download(grads, lender))
 
 
 def upload_grad(run: Runtime, op: Op, step: Step) -> None:
@@ -97,10 +105,14 @@ def upload_grad(run: Runtime, op: Op, step: Step) -> None:
     _move_grads(run, op, step, run.device.upload)
 
 
-def _move_grads(run: Runtime, op: Op, step: Step, move) -> None:
+def _move_grads(
+    run: Runtime, op: Op, step: Step, move: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+) -> None:
     delivery = step.micro_batches[op.key.micro_batch].deliveries[op.key.block - 1]
-    delivery.grads = [grad if grad is None else move(grad) for grad in delivery.grads]
-    _count(run, op, [grad for grad in delivery.grads if grad is not None])
+    moved = move([grad for grad in delivery.grads if grad is not None])
+    left = iter(moved)
+    delivery.grads = [grad if grad is None else next(left) for grad in delivery.grads]
+    _count(run, op, moved)
 
 
 def _count(run: Runtime, op: Op, tensors: list[torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 
 from ...plan.ops import Op
 from ..executor import together
@@ -11,16 +12,36 @@ from ..units import as_tensor
 
 
 def load(run: Runtime, op: Op, step: Step) -> Future:
-    """Read a working copy from the SSD into a buffer."""
+    """Read this process's part of a working copy from the SSD into a buffer for all of it."""
     block = op.key.block
     unit = run.blocks[block]
     buffer = run.residency.pool.take(unit.copy_bytes, "parameters")
     run.residency.loaded[op.key.phase, block, op.key.micro_batch] = buffer
-    scratch, offset = run.param_scratch, run.param_offsets[block]
-    assert scratch is not None
-    return together(
-        [scratch.read(offset + start, buffer.view[start:stop], **of(op)) for start, stop in unit.copy_parts]
-    )
+    offset, reads = run.param_offsets[block], []
+    for at, start, stop in unit.copy_parts:
+        if start < stop:
+            assert run.param_scratch is not None  # there is none where this rank has nothing of any block
+            reads.append(run.param_scratch.read(offset + at, buffer.view[start:stop], **of(op)))
+    return together(reads)
+
+
+def gather(run: Runtime, op: Op, step: Step) -> None:
+    """Let all ranks have the whole working copy, of which each has read its share or keeps it on the host."""
+    block, place = op.key.block, (op.key.phase, op.key.block, op.key.micro_batch)
+    unit, buffer = run.blocks[block], run.residency.loaded.get(place)
+    if buffer is None:
+        buffer = run.residency.loaded[place] = run.residency.pool.take(unit.copy_bytes, "parameters")
+        share = run.residency.copies[block].view
+        for part in unit.copy_parts:
+            buffer.view[part.start : part.stop] = share[part.at : part.end]
+    run.fellows.gather_copy(unit, as_tensor(buffer))
+    run.moved[op.lane, op.key.kind] += op.nbytes
+
+
+def gather_resident(run: Runtime, op: Op, step: Step) -> None:
+    """The same of the resident working copy, of which each rank has updated its share."""
+    run.fellows.gather_copy(run.resident, run.resident_copy)
+    run.moved[op.lane, op.key.kind] += op.nbytes
 
 
 def upload(run: Runtime, op: Op, step: Step) -> None:
@@ -28,10 +49,11 @@ def upload(run: Runtime, op: Op, step: Step) -> None:
     block, place = op.key.block, (op.key.phase, op.key.block, op.key.micro_batch)
     residency = run.residency
     buffer = residency.loaded.get(place) or residency.copies[block]
-    residency.on_device[place] = run.device.upload(as_tensor(buffer))
+    copied = None
+    if not run.device.unified and residency.loaded.pop(place, None) is not None:
+        copied = partial(residency.pool.give, buffer)
+    (residency.on_device[place],) = run.device.upload([as_tensor(buffer)], copied)
     run.moved[op.lane, op.key.kind] += buffer.nbytes
-    if not run.device.unified and place in residency.loaded:
-        residency.pool.give(residency.loaded.pop(place))
 
 
 def release(run: Runtime, phase: str, block: int, micro_batch: int) -> None:

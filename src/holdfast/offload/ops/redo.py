@@ -24,7 +24,7 @@ def load(run: Runtime, op: Op, step: Step) -> Future | None:
     block = op.key.block
     unit, before = run.blocks[block], step.before[block]
     buffer = run.residency.redone[block] = run.residency.pool.take(unit.layout.file_bytes, "redone state")
-    return run.stored[unit.name].read(before.generation, buffer.view, before.checksums, **of(op))
+    return run.stored[unit.file_name].read(before.generation, buffer.view, before.checksums, **of(op))
 
 
 def load_grads(run: Runtime, op: Op, step: Step) -> Future | None:
@@ -55,14 +55,14 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     failpoints.reach("before_redone_write")
     block, pool = op.key.block, run.residency.pool
     unit, before, image = run.blocks[block], step.before[block], run.residency.redone.pop(block)
-    if run.newest[unit.name] is not before:
-        run.stored[unit.name].release(run.newest[unit.name].generation)
-        run.newest[unit.name] = before
+    if run.newest[unit.file_name] is not before:
+        run.stored[unit.file_name].release(run.newest[unit.file_name].generation)
+        run.newest[unit.file_name] = before
     if run.placement.optimizer[block]:
         run.residency.images[block].view[:] = image.view
     if step.skipped:
         pool.give(image)
         return None
-    future = state.write_image(run, op, unit.name, image.view)
+    future = state.write_image(run, op, unit.file_name, image.view)
     future.add_done_callback(lambda _: pool.give(image))
     return future

@@ -18,8 +18,8 @@ def load(run: Runtime, op: Op, step: Step) -> Future:
     unit = run.blocks[block]
     buffer = run.residency.pool.take(unit.layout.file_bytes, "optimizer state")
     run.residency.images[block] = buffer
-    newest = run.newest[unit.name]
-    return run.stored[unit.name].read(newest.generation, buffer.view, newest.checksums, **of(op))
+    newest = run.newest[unit.file_name]
+    return run.stored[unit.file_name].read(newest.generation, buffer.view, newest.checksums, **of(op))
 
 
 def update(run: Runtime, op: Op, step: Step) -> None:
@@ -27,7 +27,7 @@ def update(run: Runtime, op: Op, step: Step) -> None:
     block, guess = op.key.block, op.key.phase == GUESS
     unit = run.blocks[block]
     if guess:
-        step.before[block] = run.newest[unit.name]
+        step.before[block] = run.newest[unit.file_name]
     if not step.leaves(unit):
         image = as_tensor(run.residency.images[block])
         apply(run, step, unit, image, run.residency.grads[block], copy_to_update(run, block), guess)
@@ -40,10 +40,10 @@ def copy_to_update(run: Runtime, block: int) -> torch.Tensor | None:
     unit = run.blocks[block]
     if run.placement.params[block]:
         return as_tensor(run.residency.copies[block])
-    if not unit.trained_copy_bytes:
+    if not unit.share_trained_copy_bytes:
         return None
     buffer = run.residency.outgoing[block] = run.residency.pool.take(
-        unit.trained_copy_bytes, "updated parameters"
+        unit.share_trained_copy_bytes, "updated parameters"
     )
     return as_tensor(buffer)
 
@@ -60,9 +60,9 @@ def apply(
     """One optimizer step of every parameter that has a gradient. A guess takes the gradients as they are."""
     assert step.hyper is not None
     scale = None if guess else step.factor(unit)
-    for member in unit.trained:
-        state = unit.parameter_state(member, image, grads.flat, copy)
-        if member.name in grads.touched:
+    for piece in unit.pieces:
+        state = unit.parameter_state(piece, image, grads.flat, copy, whole_copy=unit is run.resident)
+        if piece.name in grads.touched:
             run.optimizer.update(state, step.hyper, scale, keep_grad=guess)
         elif state.copy is not None:
             state.copy.copy_(state.param)
@@ -76,7 +76,7 @@ def store(run: Runtime, op: Op, step: Step) -> Future | None:
     if step.leaves(run.blocks[block]) and not stays:  # what stays may have changed since it was last written
         run.residency.pool.give(buffer)
         return None
-    future = write_image(run, op, run.blocks[block].name, buffer.view)
+    future = write_image(run, op, run.blocks[block].file_name, buffer.view)
     if not stays:
         future.add_done_callback(lambda _: run.residency.pool.give(buffer))
     return future
@@ -107,14 +107,16 @@ def download_resident_grads(run: Runtime, op: Op, step: Step) -> None:
     """Bring the gradients of the prologue and epilogue from a separate device."""
     held = step.resident_grads
     assert held is not None
-    step.resident_grads = Gradients(run.device.download(held.flat), None, held.touched)
+    (flat,) = run.device.download([held.flat], run.residency.lender("resident gradients"))
+    step.resident_grads = Gradients(flat, None, held.touched)
     run.moved[op.lane, op.key.kind] += held.flat.nbytes
 
 
 def upload_resident(run: Runtime, op: Op, step: Step) -> None:
     """Refresh what a separate device computes with."""
     for member in run.resident.trained:
-        run.resident_leaves[member.name].data.copy_(run.resident.copy_view(run.resident_copy, member))
+        source = run.resident.copy_view(run.resident_copy, member)
+        run.device.refresh(run.resident_leaves[member.name].data, source)
     run.moved[op.lane, op.key.kind] += run.resident.copy_bytes
 
 
@@ -130,4 +132,4 @@ def update_resident(run: Runtime, op: Op, step: Step) -> None:
 
 def store_resident(run: Runtime, op: Op, step: Step) -> Future:
     """Write the resident state image."""
-    return write_image(run, op, run.resident.name, run.resident_buffer.view)
+    return write_image(run, op, run.resident.file_name, run.resident_buffer.view)

@@ -4,6 +4,9 @@ On the host they are those that stay until the end of the backward pass (``kept_
 goes from block to block (``grads``). Delayed ones stay where block inputs were kept that the backward pass has
 used, as far as there are enough of them (``kept_inputs``): such buffers are dead until the next forward pass, so
 that delaying takes no memory. Where the device is host memory, they are summed in that buffer.
+
+Of several ranks each sums over its own micro-batches, in a buffer that goes from block to block (``sums``). Then they
+sum over the ranks, and what waits to be consumed is the share that the rank updates with.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ def spilled(s: Schedule, block: int) -> bool:
 
 def begin(s: Schedule, block: int) -> tuple[Hold, ...]:
     """The buffer in which the first backward computation begins the sum."""
-    return _host(s, block) if s.work.unified else _device(s, block)
+    return _summing(s, block) if s.work.unified else _device(s, block)
 
 
 def download(s: Schedule, block: int, micro_batch: int, after: Key, into: tuple[Hold, ...]) -> Key:
@@ -51,17 +54,38 @@ def upload(s: Schedule, block: int, micro_batch: int) -> Key:
 
 def host_buffer(s: Schedule, block: int) -> tuple[Hold, ...]:
     """The buffer that a first download fills."""
-    return () if s.work.unified else _host(s, block)
+    return () if s.work.unified else _summing(s, block)
 
 
 def hand_over(s: Schedule, block: int, after: Key, into: tuple[Hold, ...]) -> None:
     """All micro-batches are summed: measure the gradients where they are, if they will be clipped, and bring
     them to where they wait to be consumed. A guess uses them before they go to the SSD."""
-    if s.shape.clipping != "none":
+    if s.shape.clipping != "none" and s.work.ranks == 1:
         after = s.compute(Key("norm_block", block), needs=(after,))
     done = download(s, block, s.shape.micro_batches - 1, after, into)
+    if s.work.ranks > 1:
+        done = _reduce(s, block, done)
     if spilled(s, block) and not s.guesses(block):
         store(s, block, s.shape.micro_batches - 1, done)
+
+
+def _reduce(s: Schedule, block: int, after: Key) -> Key:
+    """Sum over the ranks: of what each has summed remains its share. It is measured then, if it will be clipped."""
+    return s.add(
+        Key("reduce_grads", block),
+        ops.EXCHANGE,
+        nbytes=s.work.blocks[block].grad_reduce_bytes,
+        needs=(after,),
+        takes=_host(s, block),
+        gives=(("sums", block),),
+    )
+
+
+def summed(s: Schedule, block: int) -> Key:
+    """The operation after which the block's gradients are those of the step."""
+    if s.work.ranks > 1:
+        return Key("reduce_grads", block)
+    return Key("download_grads", block, s.shape.micro_batches - 1)
 
 
 def store(s: Schedule, block: int, micro_batch: int, after: Key) -> None:
@@ -69,7 +93,7 @@ def store(s: Schedule, block: int, micro_batch: int, after: Key) -> None:
     s.add(
         Key("store_grads", block, micro_batch),
         ops.SSD_WRITE,
-        nbytes=s.work.blocks[block].grad_bytes,
+        nbytes=s.work.blocks[block].kept_grad_bytes,
         needs=(after,),
         gives=_names(s, block),
     )
@@ -80,7 +104,7 @@ def load(s: Schedule, block: int, micro_batch: int, *after: Key, redo: bool = Fa
     return s.add(
         Key("load_grads", block, micro_batch),
         ops.SSD_READ,
-        nbytes=s.work.blocks[block].grad_bytes,
+        nbytes=s.work.blocks[block].kept_grad_bytes,
         needs=(*after, Key("store_grads", block, micro_batch)),
         takes=_host(s, block),
         redo=redo,
@@ -93,14 +117,19 @@ def consume(
     """What an update waits for to have the block's gradients, and the buffers that it gives back. Spilled ones are
     read ``after`` what is given."""
     final = s.shape.micro_batches - 1
-    ready = (
-        load(s, block, final, *after, redo=redo) if spilled(s, block) else Key("download_grads", block, final)
-    )
+    ready = load(s, block, final, *after, redo=redo) if spilled(s, block) else summed(s, block)
     return (ready,), _names(s, block)
 
 
+def _summing(s: Schedule, block: int) -> tuple[Hold, ...]:
+    """Where the sum over the micro-batches is in host memory."""
+    if s.work.ranks == 1:
+        return _host(s, block)
+    return (Hold(("sums", block), s.work.blocks[block].grad_bytes, slots=GRAD_SLOTS),)
+
+
 def _host(s: Schedule, block: int) -> tuple[Hold, ...]:
-    size = s.work.blocks[block].grad_bytes
+    size = s.work.blocks[block].kept_grad_bytes
     if lent := s.lent(block):
         names = [("kept_inputs", "grads", block, index) for index in range(lent)]
         return tuple(Hold(name, s.work.input_bytes, slots=s.kept_slots) for name in names)

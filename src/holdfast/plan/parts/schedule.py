@@ -78,7 +78,7 @@ class Schedule:
         """How many buffers of used block inputs hold the delayed gradients of ``block``; 0 if they have their own."""
         if not self.delayed[block] or not self.placement.gradients[block] or not self.work.input_bytes:
             return 0
-        count = -(-self.work.blocks[block].grad_bytes // self.work.input_bytes)
+        count = -(-self.work.blocks[block].kept_grad_bytes // self.work.input_bytes)
         return count if count <= self.kept_inputs else 0
 
     @cached_property

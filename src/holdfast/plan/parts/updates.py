@@ -15,9 +15,12 @@ def check_losses(s: Schedule) -> Key:
 
 
 def end_of_backward(s: Schedule) -> Key:
-    """The last computation of a step: with clipping, the norm of all gradients."""
+    """The last computation of a step: with clipping, the norm of all gradients, which several ranks have summed."""
+    reduced: tuple[Key, ...] = ()
+    if s.work.ranks > 1:
+        reduced = (*(Key("reduce_grads", block) for block in range(s.count)), _reduce_resident(s))
     if s.shape.clipping != "none":
-        s.compute(Key("norm"))
+        s.compute(Key("norm"), needs=reduced)
     assert s.computed is not None
     return s.computed
 
@@ -61,7 +64,7 @@ def redo_block(s: Schedule, block: int, end: Key) -> None:
         redo=True,
     )
     if to_ssd:
-        _store_params(s, block, updated, redo=True)
+        store_params(s, block, updated, redo=True)
     store_state(s, block, updated, Key("store_state", block, phase=GUESS), gives=(image,), redo=True)
 
 
@@ -81,7 +84,7 @@ def _update(s: Schedule, block: int, after: tuple[Key, ...] = (), phase: str = "
         )
         needs, previous = (*needs, load), ()
     if phase == GUESS:
-        ready, used = (Key("download_grads", block, s.shape.micro_batches - 1),), ()
+        ready, used = (gradients.summed(s, block),), ()
     else:
         ready, used = gradients.consume(s, block)
     to_ssd = not s.placement.params[block]
@@ -96,7 +99,7 @@ def _update(s: Schedule, block: int, after: tuple[Key, ...] = (), phase: str = "
         gives=used,
     )
     if to_ssd:
-        _store_params(s, block, updated, phase)
+        store_params(s, block, updated, phase)
     if not on_host:
         store_state(s, block, updated, gives=(image,), phase=phase)
     elif s.shape.commit:
@@ -104,7 +107,7 @@ def _update(s: Schedule, block: int, after: tuple[Key, ...] = (), phase: str = "
     return updated
 
 
-def _store_params(s: Schedule, block: int, updated: Key, phase: str = "", redo: bool = False) -> None:
+def store_params(s: Schedule, block: int, updated: Key, phase: str = "", redo: bool = False) -> None:
     """Write a block's working copy to the SSD."""
     s.add(
         Key("store_params", block, phase=phase),
@@ -141,16 +144,13 @@ def store_state(
 def update_resident(s: Schedule, *after: Key) -> None:
     """Update the prologue and epilogue after ``after``. On a separate device their gradients come from there,
     and their working copy goes back."""
-    work, grads, copy = s.work, ("resident_grads",), ("resident_params",)
-    if not work.unified:
-        download = s.add(
-            Key("download_resident_grads"),
-            ops.DOWNLOAD,
-            nbytes=work.resident_grad_bytes,
-            needs=after,
-            takes=(Hold(grads, work.resident_grad_bytes, slots=1),),
-        )
-        after = (*after, download)
+    work, copy = s.work, ("resident_params",)
+    if work.ranks > 1:
+        after, grads = (*after, Key("reduce_resident")), (("resident_share",),)
+    elif not work.unified:
+        after, grads = (*after, _download_resident_grads(s, *after)), (("resident_grads",),)
+    else:
+        grads = ()
     updated = s.add(
         Key("update_resident"),
         ops.UPDATE,
@@ -158,18 +158,51 @@ def update_resident(s: Schedule, *after: Key) -> None:
         needs=after,
         needs_previous=(Key("store_resident"),),
         takes=() if work.unified else (Hold(copy, work.resident_param_bytes, slots=1),),
-        gives=s.off_device(grads),
+        gives=grads,
     )
+    ready = updated
+    if work.ranks > 1:
+        ready = s.add(
+            Key("gather_resident"), ops.EXCHANGE, nbytes=work.resident_gather_bytes, needs=(updated,)
+        )
     if not work.unified:
         s.add(
             Key("upload_resident"),
             ops.UPLOAD,
             nbytes=work.resident_param_bytes,
-            needs=(updated,),
+            needs=(ready,),
             gives=(copy,),
         )
     if s.shape.commit:
         store_resident(s, updated)
+
+
+def _download_resident_grads(s: Schedule, *after: Key) -> Key:
+    """Bring the gradients of the prologue and epilogue from a separate device."""
+    size = s.work.resident_grad_bytes
+    return s.add(
+        Key("download_resident_grads"),
+        ops.DOWNLOAD,
+        nbytes=size,
+        needs=after,
+        takes=(Hold(("resident_grads",), size, slots=1),),
+    )
+
+
+def _reduce_resident(s: Schedule) -> Key:
+    """Sum the gradients of the prologue and epilogue over the ranks, once the last computation has added to them."""
+    assert s.computed is not None
+    work, ready, used = s.work, s.computed, s.off_device(("resident_grads",))
+    if not work.unified:
+        ready = _download_resident_grads(s, ready)
+    return s.add(
+        Key("reduce_resident"),
+        ops.EXCHANGE,
+        nbytes=work.resident_reduce_bytes,
+        needs=(ready,),
+        takes=(Hold(("resident_share",), work.resident_grad_share_bytes, slots=1),),
+        gives=used,
+    )
 
 
 def committed(s: Schedule) -> tuple[Key, ...]:
@@ -179,7 +212,9 @@ def committed(s: Schedule) -> tuple[Key, ...]:
 
 def resident_updated(s: Schedule) -> tuple[Key, ...]:
     """What a step's first computation waits for."""
-    return (Key("update_resident") if s.work.unified else Key("upload_resident"),)
+    if not s.work.unified:
+        return (Key("upload_resident"),)
+    return (Key("gather_resident" if s.work.ranks > 1 else "update_resident"),)
 
 
 def store_resident(s: Schedule, *after: Key) -> None:

@@ -13,6 +13,7 @@ from .deepspeed import is_deepspeed, open_deepspeed
 from .megatron import is_megatron, open_megatron
 from .ruled import RuledFolder, is_ruled
 from .safetensors import SafetensorsFiles, is_safetensors
+from .saved import Saved, is_saved
 
 FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
     ("rules", is_ruled, RuledFolder),
@@ -21,6 +22,7 @@ FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
     ("safetensors", is_safetensors, SafetensorsFiles),
     ("dcp", is_dcp, DCP),
     ("safetensors shards", is_sharded, ShardedSafetensors),
+    ("torch.save", is_saved, Saved),
 ]
 """Of others: the name, whether a path is of that format, and what opens it."""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ...state.atoms import Atom
-from ..keys import name_all, progress_of
+from ...units import counted
+from ..keys import PROGRESS, name_all, progress_of
 from ..small import is_small, value_of
 from ..source import Stored
+from ..told import state_dict_of
 from .dcp_entries import Entries
 from .dcp_metadata import METADATA, Claims
 from .dcp_values import Values
@@ -25,9 +28,18 @@ class DCP(Entries):
         """Raises ``Damaged`` if ``.metadata`` claims what the files do not have, or does not cover a tensor once."""
         super().__init__(str(path), "dcp")
         claims = Claims(path)
-        named = name_all({key: shards.kind for key, shards in claims.tensors.items()}, claims.paths)
+        ranks = {file.name.split("_")[2] for file in path.glob("__*_*.distcp")}
+        theirs = f"torch.distributed.checkpoint, files of {counted(len(ranks), 'rank')}"
+        self.writer = "holdfast" if PROGRESS in claims.values else theirs
         values = Values()
         rest = {key: values.read(key, entry) for key, entry in claims.values.items()}
+        with state_dict_of(str(path)):
+            self._take(claims, rest)
+
+    def _take(self, claims: Claims, rest: dict[str, Any]) -> None:
+        """``rest`` is what is no tensor."""
+        kinds = {key: shards.kind for key, shards in claims.tensors.items()}
+        named = name_all(kinds, claims.paths, rest)
         for key, shards in claims.tensors.items():
             name, slot = named.tensors[key]
             stored = Stored(Atom(name, slot, *shards.kind), self.add_shards(key, shards))
@@ -37,5 +49,5 @@ class DCP(Entries):
             else:
                 self.add(stored)
         self.progress = progress_of(
-            {key: rest[key] for key in claims.paths if key in rest}, claims.paths, named, str(path)
+            {key: rest[key] for key in claims.paths if key in rest}, claims.paths, named, self.path
         )

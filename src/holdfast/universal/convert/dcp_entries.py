@@ -26,7 +26,6 @@ class Entries(WithNumbers):
     def __init__(self, path: str, format: str) -> None:
         super().__init__(path, format)
         self._entries: dict[int, tuple[str, Entry, tuple[int, ...]]] = {}
-        self._checked: set[int] = set()
         self._tensors: dict[int, tuple[Archive, Tensor]] = {}
         self._reordered: tuple[int, bytes] = (-1, b"")
 
@@ -46,9 +45,9 @@ class Entries(WithNumbers):
             return super().read(part, offset, into)
         with self._naming(part), self._locks[part % NUM_LOCKS]:
             where = self._open(part)
-            if part not in self._checked and len(into) != where.nbytes:
+            if part not in self.checked and len(into) != where.nbytes:
                 super().check(part)
-                self._checked.add(part)
+                self.checked.add(part)
         with self._naming(part):
             if part in self._tensors:
                 into[:] = memoryview(self._in_order(part))[offset : offset + len(into)]
@@ -63,7 +62,7 @@ class Entries(WithNumbers):
             if part in self._tensors:
                 self._in_order(part)
             super().check(part)
-            self._checked.add(part)
+            self.checked.add(part)
 
     @contextmanager
     def _naming(self, part: int) -> Iterator[None]:

@@ -38,10 +38,11 @@ class ShardedSafetensors(Files):
         self._dtypes: dict[str, str] = {}
         files = sorted(each for each in path.iterdir() if _FILE.fullmatch(each.name))
         _refuse_gaps(path, [each.name for each in files])
+        self.writer = "HuggingFaceStorageWriter of torch"
         for file in files:
             self._add_file(file)
         kinds = {key: Kind(_shape_of(pieces), self._dtypes[key]) for key, pieces in self._pieces.items()}
-        named = name_all(kinds, {key: (key,) for key in kinds})
+        named = name_all(kinds, {key: (key,) for key in kinds}, {})
         for key, kind in kinds.items():
             atom = Atom(*named.tensors[key], *kind)
             self.add(Stored(atom, Pieces.of(self._pieces[key], len(kind.shape))))

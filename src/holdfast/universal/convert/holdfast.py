@@ -18,6 +18,8 @@ from ...store.reading import INSPECT
 from ..keys import KEY, Kind, name_all, progress_of
 from ..small import is_small, value_of
 from ..source import Part, Source, Stored
+from ..told import state_dict_of
+from .pending import Pending
 
 
 class Commit(Source):
@@ -40,15 +42,25 @@ class Commit(Source):
         self._numbers: dict[tuple[str, str], int] = {}
         self.by_key: dict[str, Stored] = {}
         """Of a commit that ``dcp.save`` made, its tensors by their keys in the state dict."""
+        self._pending: Pending | None = None
         told = joined([manifest.progress_of(stream) for stream in manifest.streams])
         with reader.listed(manifest):
             atoms = reader.atoms(manifest)
-            for atom in atoms.values():
-                self._take(atom, self._stored(atom, manifest.files))
-            told = told if KEY not in told else self._told_of_state_dict(atoms.values(), **told[KEY])
+            if KEY in told:
+                with state_dict_of(self.path):
+                    told = self._told_of_state_dict(atoms.values(), **told[KEY])
+            else:
+                for atom in atoms.values():
+                    self.add(self._stored(atom, manifest.files))
+                self._pending = Pending(told, self.atoms, self._read, manifest.path)
         self.progress = {"step": manifest.step, **told}
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
+        self._read(part, offset, into)
+        if self._pending is not None:
+            self._pending.apply(part, offset, into)
+
+    def _read(self, part: int, offset: int, into: memoryview) -> None:
         with self.reader.listed(self.manifest):
             self._files.read(self._of_part[part], self.parts[part].offset + offset, into)
 
@@ -56,30 +68,37 @@ class Commit(Source):
         where = self.parts[part]
         buffer = memoryview(bytearray(min(where.nbytes, CHECKSUM_BLOCK)))
         for start in range(0, where.nbytes, CHECKSUM_BLOCK):
-            self.read(part, start, buffer[: min(CHECKSUM_BLOCK, where.nbytes - start)])
+            self._read(part, start, buffer[: min(CHECKSUM_BLOCK, where.nbytes - start)])
+
+    def identity(self) -> list[Any]:
+        files = [[ref.path, ref.checksums] for ref in self.manifest.files.values()]
+        return [self.path, self.progress, sorted(files)]
 
     @property
     def bytes_read(self) -> int:
         """That were verified."""
         return self._files.bytes_read
 
-    def _take(self, atom: dict[str, Any], stored: Stored) -> None:
-        if KEY in atom:
-            self.by_key[atom[KEY]] = stored
-        if KEY in atom and is_small(stored):
-            self._check(stored.atom.key, stored.atom, stored.pieces)
-        else:
-            self.add(stored)
-
     def _told_of_state_dict(
         self, atoms: Iterable[dict[str, Any]], paths: dict[str, list[Any]], values: dict[str, Any]
     ) -> dict[str, Any]:
-        """The progress of a commit that ``dcp.save`` made."""
+        """Take the tensors of a commit that ``dcp.save`` made, and return its progress. Whoever wrote it did not have
+        the ``values``, which say what an optimizer knows by number."""
         ways = {key: tuple(path) for key, path in paths.items()}
-        kinds = {atom[KEY]: Kind(tuple(atom["shape"]), atom["dtype"]) for atom in atoms}
+        by_key = {atom[KEY]: atom for atom in atoms}
+        kinds = {key: Kind(tuple(atom["shape"]), atom["dtype"]) for key, atom in by_key.items()}
+        named = name_all(kinds, ways, values)
+        for key, atom in by_key.items():
+            name, slot = named.tensors[key]
+            stored = self._stored({**atom, "name": name, "slot": slot}, self.manifest.files)
+            self.by_key[key] = stored
+            if is_small(stored):
+                self.check_cover(stored)
+            else:
+                self.add(stored)
         small = {key: value_of(self, stored) for key, stored in self.by_key.items() if is_small(stored)}
         found = {key: values.get(key, small.get(key)) for key in ways if key in values or key in small}
-        return progress_of(found, ways, name_all(kinds, ways), self.path)
+        return progress_of(found, ways, named, self.path)
 
     def _stored(self, atom: dict[str, Any], files: dict[str, FileRef]) -> Stored:
         shape = tuple(atom["shape"])

@@ -1,7 +1,8 @@
 """Hugging Face: a state as safetensors, in one file or in a folder as ``from_pretrained`` loads it.
 
 Files are written in place, in parallel, each under a temporary name until it is durable; a conversion that was
-interrupted goes on with the files that are not there.
+interrupted goes on with the files that are not there. The header is written last, as it has checksums of the tensors,
+of every ``Wanted.stretch`` bytes of each, under ``holdfast.xxh3``, and one of itself.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from ...store.files import Disk, write_durably, written_durably
 from ...store.layout import PAD
 from ...units import GiB, MiB, packed
 from ..load import in_threads, read_flat
-from ..source import Source, Stored
-from .safetensors import INDEX, KEYS, PROGRESS, SINGLE
+from ..source import Source, Stored, places_of
+from .safetensors import DIGITS, INDEX, KEYS, PROGRESS, SINGLE, XXH3, digest_of
 
 CHUNK = 16 * MiB
 
@@ -42,6 +43,18 @@ class Wanted:
     @property
     def nbytes(self) -> int:
         return self.stored.atom.elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def stretch(self) -> int:
+        """Elements that are copied at once: whole rows, where one is not too long."""
+        atom = self.stored.atom
+        row = max(1, atom.elements // atom.shape[0]) if atom.shape and atom.shape[0] else 1
+        step = max(1, CHUNK // atom.itemsize)
+        return step // row * row or step
+
+    @property
+    def starts(self) -> range:
+        return range(0, self.stored.atom.elements, self.stretch)
 
 
 def write_huggingface(
@@ -71,7 +84,7 @@ def write_huggingface(
         [SINGLE] if total == 1 else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
     )
     disk = Disk(folder)
-    done = _Done(disk, [dtype, file_bytes, _what(source, wanted)])
+    done = _Done(disk, [dtype, file_bytes, *_what(source, wanted)])
     _refuse_others(folder, source, done)
     disk.makedirs("")
     for name, group in zip(names, groups, strict=True):
@@ -92,16 +105,9 @@ def write_huggingface(
 
 
 def _what(source: Source, wanted: Sequence[Wanted]) -> list[Any]:
-    """What a conversion is of, so that files of another are not taken for its own: tensors, where they lie, and the
-    files as they are."""
-    files = [path for path in sorted({part.path for part in source.parts}) if Path(path).exists()]
-    stats = [(path, Path(path).stat().st_size, Path(path).stat().st_mtime_ns) for path in files]
-    places = xxhash.xxh3_128()
-    for stored in (each.stored for each in wanted):
-        for column in (stored.pieces.start, stored.pieces.offset, stored.pieces.strides, stored.pieces.part):
-            places.update(np.ascontiguousarray(column).tobytes())
-    kinds = [(each.key, each.dtype, each.stored.atom.shape) for each in wanted]
-    return [source.path, source.progress.get("step"), kinds, places.hexdigest(), stats]
+    """What a conversion is of, so that files of another are not taken for its own."""
+    kinds = [(each.key, each.dtype) for each in wanted]
+    return [source.identity(), kinds, places_of(each.stored for each in wanted)]
 
 
 def _refuse_others(folder: Path, source: Source, done: _Done) -> None:
@@ -153,31 +159,34 @@ def _write_file(
     told: Callable[[int], None],
 ) -> None:
     """One file, durable under its name when this returns."""
-    header = _header(wanted, metadata)
-    places, position = [], len(header)
+    sums: dict[str, list[str]] = {each.key: ["0" * DIGITS for _ in each.starts] for each in wanted}
+    position = len(_header(wanted, metadata, sums))
+    places = []
     for each in wanted:
         places.append(position)
         position += each.nbytes
     with written_durably(disk, name, position, why="payload") as file:
-        file.write(memoryview(header), 0)
-        jobs = (job for each, at in zip(wanted, places, strict=True) for job in _jobs(source, each, file, at))
+        pairs = zip(wanted, places, strict=True)
+        jobs = (job for each, at in pairs for job in _jobs(source, each, file, at, sums[each.key]))
         in_threads(jobs, told)
+        file.write(memoryview(_header(wanted, metadata, sums)), 0)
 
 
-def _jobs(source: Source, wanted: Wanted, file: Any, offset: int) -> Iterator[Callable[[], int]]:
-    """What copies a tensor, a stretch at a time."""
+def _jobs(
+    source: Source, wanted: Wanted, file: Any, offset: int, sums: list[str]
+) -> Iterator[Callable[[], int]]:
+    """What copies a tensor, a stretch at a time, and fills in the checksums."""
     atom, size = wanted.stored.atom, DTYPE_BYTES[wanted.dtype]
-    row = max(1, atom.elements // atom.shape[0]) if atom.shape and atom.shape[0] else 1
-    step = max(1, CHUNK // atom.itemsize)
-    step = step // row * row or step
 
-    def copy(start: int) -> int:
-        stop = min(start + step, atom.elements)
+    def copy(number: int, start: int) -> int:
+        stop = min(start + wanted.stretch, atom.elements)
         values = read_flat(source, wanted.stored, start, stop)
-        file.write(_as(values, atom.dtype, wanted.dtype).data, offset + start * size)
+        data = _as(values, atom.dtype, wanted.dtype)
+        sums[number] = xxhash.xxh3_64_hexdigest(data.data)
+        file.write(data.data, offset + start * size)
         return values.nbytes
 
-    return (partial(copy, start) for start in range(0, atom.elements, step))
+    return (partial(copy, *each) for each in enumerate(wanted.starts))
 
 
 def _as(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
@@ -188,7 +197,8 @@ def _as(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
     return tensor.to(FROM_NAME[wanted]).view(torch.uint8).numpy()
 
 
-def _header(wanted: Sequence[Wanted], metadata: dict[str, str]) -> bytearray:
+def _header(wanted: Sequence[Wanted], metadata: dict[str, str], sums: dict[str, list[str]]) -> bytearray:
+    """As long for any checksums."""
     table: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for each in wanted:
@@ -200,6 +210,9 @@ def _header(wanted: Sequence[Wanted], metadata: dict[str, str]) -> bytearray:
             "data_offsets": [position, position + each.nbytes],
         }
         position += each.nbytes
+    tensors = {each.key: [each.stretch * DTYPE_BYTES[each.dtype], "".join(sums[each.key])] for each in wanted}
+    told = json.dumps({"header": digest_of(table, tensors), "tensors": tensors}, separators=(",", ":"))
+    table["__metadata__"] = {**metadata, XXH3: told}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return bytearray(struct.pack("<Q", len(text)) + text)

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInput, Damaged
+from ...errors import BadInput
 from ...state.assembly import assemble
 from ...state.matching import StoredTensor
 from ...state.rules import Rules, numbers_of
-from ..archives import Archive
+from ..archives import Archive, check_inside
 from ..pickles import Record, Storage, Tensor
 from ..plain import Plain
 from ..ruled import add_to
-from ..source import Files, Part
-from .safetensors import header_of
+from ..source import Files
+from .safetensors import parts_of
 
 RULES, CONFIG = "rules.toml", "config.json"
 SAFETENSORS = ".safetensors"
@@ -55,16 +55,15 @@ class RuledFolder(Files):
 
     def _rows(self, path: Path, at: Mapping[str, tuple[int, int]]) -> Iterator[StoredTensor]:
         if path.suffix == SAFETENSORS:
-            for entry in header_of(path)[0].entries:
-                part = self.add_part(Part(str(path), entry.offset, entry.nbytes, entry.dtype))
-                yield StoredTensor(part, entry.key, entry.shape, entry.dtype, at=at)
+            for entry, part in parts_of(path)[0]:
+                yield StoredTensor(self.add_part(part), entry.key, entry.shape, entry.dtype, at=at)
             return
         archive, rest = Archive(path), dict[str, Any]()
         plain = Plain(archive)
         for name, value in _leaves(archive.content, ""):
             if isinstance(value, Tensor):
                 part = self._part(path, archive, value.storage)
-                self._check_inside(name, value, part)
+                check_inside(name, value, self.parts[part])
                 yield StoredTensor(
                     part,
                     name,
@@ -84,16 +83,6 @@ class RuledFolder(Files):
         if key not in self._numbers:
             self._numbers[key] = self.add_part(archive.part(storage))
         return self._numbers[key]
-
-    def _check_inside(self, name: str, tensor: Tensor, part: int) -> None:
-        where = self.parts[part]
-        last = tensor.offset + sum(
-            (n - 1) * step for n, step in zip(tensor.shape, tensor.strides, strict=True)
-        )
-        if 0 not in tensor.shape and not 0 <= last < where.nbytes // where.itemsize:
-            raise Damaged(
-                f"{where.path}: {name} {list(tensor.shape)} lies outside of what is stored", path=where.path
-            )
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ from ....state.atoms import Atom
 from ....state.boxes import Box
 from ....state.capture import WRAPPED
 from ....state.pieces import Pieces, dense
-from ....units import MiB
+from ....units import MiB, counted
 from ...pickles import Tensor
 from ...plain import Plain
 from ...source import Stored, WithNumbers
@@ -90,3 +90,9 @@ def progress_of(
     extra |= {key: plain(value, key) for key, value in model.module.items() if not isinstance(value, Tensor)}
     progress["extra"] = extra | ({"not_carried": plain.left_out} if plain.left_out else {})
     return progress
+
+
+def writer_of(model: ModelStates, ranks: int | None = None) -> str:
+    """For a person: the version that says that it wrote the checkpoint, and of how many ranks."""
+    version = str(model.content.get("ds_version") or "of an unknown version")[:40]
+    return f"DeepSpeed {version}" + (f", {counted(ranks, 'rank')}" if ranks else "")

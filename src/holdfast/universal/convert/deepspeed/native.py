@@ -18,7 +18,7 @@ from ...load import read_flat
 from ...pickles import Record
 from ...source import WithNumbers
 from . import zero3, zero12
-from .common import Names, add_parameter, progress_of
+from .common import Names, add_parameter, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened
 from .local import Local, Rank, elements, shapes_of
 from .model import ModelStates, beside, check_models
@@ -64,6 +64,7 @@ class Native(WithNumbers):
         info.check_used()
         names = Names({*wholes, *(name for m in models for name in m[0].names)})
         groups = _groups(ranks[0][0])
+        self.writer = writer_of(first, sum(map(len, ranks)))
         self.progress = progress_of(first, _others(ranks[0][0]), groups)
         count = max([len(groups), *(whole.group + 1 for whole in wholes.values())])
         self.progress["group_parameters"] = [

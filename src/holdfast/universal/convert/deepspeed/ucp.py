@@ -16,7 +16,7 @@ from ....state.pieces import Pieces, dense
 from ...archives import Archive, piece_of
 from ...pickles import Tensor
 from ...source import Stored, WithNumbers
-from .common import Names, add_parameter, progress_of
+from .common import Names, add_parameter, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened
 from .local import Shape, elements, shapes_of
 from .model import ModelStates, beside, check_models
@@ -40,6 +40,7 @@ class Universal(WithNumbers):
         groups = need(common.content, "param_groups", common.path)
         trained = [name for named in shapes for name in named]
         names = Names({*trained, *first.names})
+        self.writer = f"{writer_of(first)}, or holdfast for it"
         self.progress = progress_of(first, _others(common.content), groups)
         self.progress["group_parameters"] = _members(shapes, groups, names)
         for named in shapes:

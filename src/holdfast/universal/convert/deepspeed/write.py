@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from ....state.atoms import Atom
 from ....state.live import RESIDUAL
 from ....state.progress import decode
 from ....store.files import Disk, write_durably
-from ...load import in_threads
+from ...load import checks, in_threads
 from ...matching import groups_of
-from ...source import Source, Stored
-from ...torchfile import Streamed, save_torch, streamed
+from ...source import Part, Source, Stored, places_of
+from ...torchfile import CHUNK, Streamed, save_torch, streamed
 
 STAGES = (1, 2, 3)
 VERSION = "0.19.8"
@@ -37,6 +37,10 @@ Group = tuple[dict[str, Any], list[str]]
 Slots = dict[str, dict[str, Stored]]
 """What there is, by name and slot."""
 _MARK = ".holdfast-conversion"
+_FILES = {"param": "fp32"}
+"""What files are called that have not the name of their slot."""
+_NO_FILES = (".", "..", *_FILES.values())
+"""Names that no slot may have."""
 _RESERVED = frozenset({
     "dp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "skipped_steps", "global_samples",
     "loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "not_carried", "num_experts", "ds_autoep_layers",
@@ -50,7 +54,7 @@ def write_deepspeed(
     """All of ``source`` as a universal folder for ZeRO-``stage``, with ``latest_universal``. Durable when it returns.
 
     An earlier try of the same goes on. Raises ``BadInput`` for what DeepSpeed would not read, before anything is
-    written.
+    written; ``DiskFull``.
     """
     if stage not in STAGES:
         raise BadInput(f"stage {stage} is not one of {', '.join(map(str, STAGES))}")
@@ -58,13 +62,8 @@ def write_deepspeed(
     groups = _groups(source, slots)
     _refuse(source, groups, slots, stage)
     disk, tag = Disk(folder), f"global_step{source.progress.get('step') or 0}"
-    _begin(disk, tag, [source.path, source.progress.get("step"), stage, sorted(source.atoms)])
-    jobs = (
-        partial(_write_parameter, source, disk, f"{tag}/zero/{name}", slots[name], told)
-        for _, names in groups
-        for name in names
-    )
-    in_threads(jobs, lambda _: None)
+    _begin(disk, tag, [stage, source.identity(), places_of(source.atoms.values())])
+    in_threads(_jobs(source, disk, f"{tag}/zero", groups, slots, told), lambda _: None)
     model = f"{tag}/{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
     _write(disk, f"{tag}/zero/optimizer_state.pt", _common(source, groups, stage))
     _write(disk, model, _model_states(source, groups, stage))
@@ -73,6 +72,25 @@ def write_deepspeed(
     disk.sync_dir(tag, why="universal")
     write_durably(disk, "latest_universal", tag.encode(), why="universal")
     return sorted((folder / tag).rglob("*.pt"))
+
+
+def _jobs(
+    source: Source, disk: Disk, folder: str, groups: list[Group], slots: Slots, told: Callable[[int], None]
+) -> Iterator[Callable[[], int]]:
+    """To write each parameter, and ahead of it, beside the writing, to check the partitions that it is a little of."""
+    begun = set[int]()
+    for name in (name for _, names in groups for name in names):
+        if not disk.exists(f"{folder}/{name}"):
+            parts = {part for stored in slots[name].values() for part in stored.pieces.part.tolist()} - begun
+            shared = [part for part in sorted(parts) if _is_read_in_pieces(source.parts[part])]
+            begun.update(shared)
+            yield from checks(source, shared)
+        yield partial(_write_parameter, source, disk, f"{folder}/{name}", slots[name], told)
+
+
+def _is_read_in_pieces(part: Part) -> bool:
+    """Whether all of a part has to be read before the first of its pieces can be given."""
+    return part.crc32 is not None and part.nbytes > CHUNK
 
 
 def _slots(source: Source) -> Slots:
@@ -111,6 +129,11 @@ def _refuse(source: Source, groups: list[Group], slots: Slots, stage: int) -> No
     for name, held in slots.items():
         if "/" in name or name in (".", ".."):
             raise BadInput(f"{name} cannot be the name of a folder")
+        if slot := next((slot for slot in held if "/" in slot or slot in _NO_FILES), None):
+            raise BadInput(
+                f"{held[slot].atom.key}: {slot} cannot be the name of a file for each element's state. Rename what the"
+                " optimizer keeps under that name, or write --to huggingface."
+            )
         if name in trained:
             _refuse_state(name, {slot: stored.atom for slot, stored in held.items()}, stage)
         elif not held.keys() <= {"param", "buffer"}:
@@ -154,11 +177,14 @@ def _write_parameter(
 ) -> int:
     """The folder of one parameter; it has its name when it is whole."""
     if not disk.exists(folder):
-        (disk.root / f"{folder}.part").mkdir(exist_ok=True)
+        disk.mkdir(f"{folder}.part")
+        paths = {slot: f"{folder}.part/{_FILES.get(slot, slot)}.pt" for slot in held}
         for slot, stored in held.items():
             tensor = streamed(source, stored, "F32" if slot == "param" else None)
             content = tensor if slot == "step" else {"param": tensor, "cat_dim": 0}
-            _write(disk, f"{folder}.part/{'fp32' if slot == 'param' else slot}.pt", content)
+            save_torch(disk, paths[slot], content)
+        for path in paths.values():  # together, since they share what a sync costs
+            disk.sync(path, why="universal")
         disk.sync_dir(f"{folder}.part", why="universal")
         disk.rename(f"{folder}.part", folder)
     nbytes = sum(stored.atom.nbytes for stored in held.values())
@@ -167,7 +193,7 @@ def _write_parameter(
 
 
 def _write(disk: Disk, path: str, content: Any) -> None:
-    save_torch(disk.root / path, content)
+    save_torch(disk, path, content)
     disk.sync(path, why="universal")
 
 

@@ -17,6 +17,7 @@ from ....state.atoms import Atom
 from ....state.boxes import Box
 from ....state.pieces import Piece, Pieces, dense, flat, joined
 from ....state.progress import encode
+from ....units import counted
 from ...archives import Archive
 from ...keys import EXTRA, Kind, slot_of
 from ...source import Stored
@@ -43,6 +44,8 @@ class TorchDist(Entries):
             self._sums.check(str(path / name))
         common, claims = Common(path / COMMON), Claims(path)
         self.numbers = numbers_of(common.arguments)
+        ranks = common.arguments.get("world_size")
+        self.writer = "Megatron" + (f", {counted(ranks, 'rank')}" if isinstance(ranks, int) else "")
         check_objects(list(claims.values), str(path / METADATA))
         objects = self._objects(claims)
         weights, states = self._tensors_of(claims)

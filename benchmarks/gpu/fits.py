@@ -1,0 +1,367 @@
+"""Training out of core on a CUDA device: what it costs, what goes on at once, and whether memory is as planned.
+
+    python benchmarks/gpu/fits.py [--size 350m|1.3b|3b] [--micro-batches 8] [--steps 20] [--on-host 0.0] [--delayed 0.0]
+                                  [--only speed overlap memory curves kill] [--folder FOLDER] [--keep] [--small]
+
+* speed: tokens per second of a model that stays on the device, and of the engine in both orders
+* overlap: the part of the time of copies during which something is computed, by torch's profiler
+* memory: the device's and pinned memory at their peaks against the plan
+* curves: losses of the resident model and of the engine from the same weights
+* kill: the engine is killed (SIGKILL), resumes, and has the losses of a run that was not
+
+The resident model has fp32 masters and sums, computes in bf16 and recomputes each block in the backward pass, as
+the engine does. Each case runs in a process of its own. Prints a table and one line of JSON per
+measurement. With ``--device cpu`` it runs where there is no device, and measures nothing that needs one.
+Never run on one yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # read at the first product: the same bits every time
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import finish, options_of, table
+
+import holdfast
+from holdfast.models.decoder import Decoder, DecoderConfig
+from holdfast.plan.memory import CROSSING
+
+SIZES = {
+    "tiny": DecoderConfig(blocks=3, width=64, heads=2, kv_heads=2, vocabulary=256, context=32),
+    "350m": DecoderConfig(blocks=24, width=1024, heads=16, kv_heads=16, vocabulary=32000, context=1024),
+    "1.3b": DecoderConfig(blocks=24, width=2048, heads=16, kv_heads=16, vocabulary=32000, context=1024),
+    "3b": DecoderConfig(blocks=32, width=2560, heads=32, kv_heads=32, vocabulary=32000, context=2048),
+}
+MEASUREMENTS = ("speed", "overlap", "memory", "curves", "kill")
+CASES = ("resident", "vertical", "horizontal")
+WARM_UP = 3
+"""Steps; after them every buffer has been used."""
+LEARNING_RATE = 1e-4
+
+
+def main() -> None:
+    options = parsed()
+    if options.case:
+        run_case(options)
+        return
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device here: --device cpu runs the same on the host")
+    found: dict[str, dict] = {}
+
+    def case(name: str, *more: str) -> dict:
+        """What a case said, once for all measurements."""
+        key = " ".join((name, *more))
+        if key not in found:
+            with folder_of(options) as folder:
+                found[key] = in_a_child(options, name, folder, *more)
+        return found[key]
+
+    measure = {"speed": speed, "overlap": overlap, "memory": memory, "curves": curves, "kill": kill}
+    about = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "size": options.size, "micro_batches": options.micro_batches, "rows": options.rows,
+        "on_host": options.on_host, "delayed": options.delayed, "steps": options.steps,
+    }  # fmt: skip
+    rows = [["", "", "", ""]]
+    for name in options.only:
+        result = measure[name](options, case)
+        rows += [
+            [f"{name}: {what}", *map(str, values), *[""] * (3 - len(values))]
+            for what, *values in result.pop("rows")
+        ]
+        finish("gpu/fits", {"measurement": name, **about, **result}, options.keep)
+    table(rows)
+
+
+def parsed() -> argparse.Namespace:
+    parser = options_of(__doc__)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--size", choices=SIZES, default="350m")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=8, help="sequences in a micro-batch")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--on-host", type=float, default=0.0, help="of parameters and optimizer state")
+    parser.add_argument("--delayed", type=float, default=0.0)
+    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--exact", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.small:
+        options.size, options.micro_batches, options.rows, options.steps = "tiny", 2, 2, 4
+    return options
+
+
+# Measurements: a result, with the rows of the table
+
+
+def speed(options: argparse.Namespace, case) -> dict:
+    """Tokens per second of each case; the ratio to the resident model's."""
+    tokens = options.micro_batches * options.rows * SIZES[options.size].context
+    rates = {name: tokens / statistics.median(case(name)["seconds"]) for name in CASES}
+    rows = [(name, f"{rate:.0f} tokens/s", f"{rate / rates['resident']:.2f}") for name, rate in rates.items()]
+    ratio = rates["vertical"] / rates["horizontal"]
+    rows.append(("vertical / horizontal", f"{ratio:.2f}"))
+    return {"tokens_per_second": rates, "vertical_over_horizontal": ratio, "rows": rows}
+
+
+def overlap(options: argparse.Namespace, case) -> dict:
+    """How much of the copies was hidden, each way."""
+    found = case("vertical", "--profiled")["overlap"]
+    rows = [(name, f"{one['hidden']:.3f}", f"{one['seconds'] * 1e3:.1f} ms") for name, one in found.items()]
+    return {"overlap": found, "rows": rows or [("no device", "")]}
+
+
+def memory(options: argparse.Namespace, case) -> dict:
+    """Bytes at their peaks and as planned."""
+    one = case("vertical")
+    result = {name: {"measured": one[name], "planned": one["planned"][name]} for name in ("device", "pinned")}
+    rows = []
+    for name, both in result.items():
+        values = (f"{both[key] / 2**20:.1f} MiB" if both[key] else "none" for key in ("measured", "planned"))
+        ratio = f"{both['measured'] / both['planned']:.3f}" if both["measured"] and both["planned"] else ""
+        rows.append((name, *values, ratio))
+    return {"memory": result, "rows": rows}
+
+
+def curves(options: argparse.Namespace, case) -> dict:
+    """Losses step by step; the largest difference of the two, in parts of the resident's."""
+    losses = {name: case(name, "--exact")["losses"] for name in ("resident", "vertical")}
+    apart = max(abs(a - b) / abs(a) for a, b in zip(*losses.values(), strict=True))
+    rows = [(name, f"{found[0]:.4f}", f"{found[-1]:.4f}") for name, found in losses.items()]
+    return {"losses": losses, "furthest_apart": apart, "rows": [*rows, ("furthest apart", f"{apart:.2e}")]}
+
+
+def kill(options: argparse.Namespace, case) -> dict:
+    """Losses of a run that was killed half way and resumed, against those of one that was not."""
+    whole = case("vertical", "--exact")["losses"]
+    at = len(whole) // 2
+    with folder_of(options) as folder:
+        before = in_a_child(options, "vertical", folder, "--exact", kill_after=at)["losses"]
+        again = in_a_child(options, "vertical", folder, "--exact")
+    first = again["first"]
+    same = before == whole[: len(before)] and again["losses"] == whole[first:]
+    rows = [("killed after, resumed from", str(len(before)), str(first), "equal" if same else "NOT equal")]
+    return {"killed_after": len(before), "resumed_from": first, "equal": same, "rows": rows}
+
+
+@contextmanager
+def folder_of(options: argparse.Namespace) -> Iterator[str]:
+    folder = tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def in_a_child(
+    options: argparse.Namespace, name: str, folder: str, *more: str, kill_after: int | None = None
+) -> dict:
+    """A case in a process of its own, which is killed once it has said the loss of ``kill_after`` steps."""
+    command = [sys.executable, "-W", "ignore", __file__, "--case", name, "--folder", folder, *more]
+    for option in ("device", "size", "micro_batches", "rows", "steps", "on_host", "delayed"):
+        command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
+    losses: list[float] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            said = json.loads(line)
+            if "loss" not in said:
+                return {**said, "losses": losses}
+            losses.append(said["loss"])
+            if len(losses) == kill_after:
+                child.send_signal(signal.SIGKILL)
+                return {"losses": losses}
+    sys.exit(f"{name} ended with {child.returncode} after {len(losses)} steps")
+
+
+# One case, in its own process: a line for each loss, and one with the rest
+
+
+def run_case(options: argparse.Namespace) -> None:
+    if options.exact:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    training = (Resident if options.case == "resident" else OutOfCore)(options)
+    seconds, result = [], {"first": training.first}
+    for step in range(training.first, options.steps + WARM_UP):
+        start = time.perf_counter()
+        loss = training.step(batches(options, step))
+        if step >= training.first + WARM_UP:
+            seconds.append(time.perf_counter() - start)
+        print(json.dumps({"loss": loss}), flush=True)
+    if options.profiled:
+        result["overlap"] = profiled(options, training)
+    print(json.dumps({**result, "seconds": seconds, **training.close()}), flush=True)
+
+
+def batches(options: argparse.Namespace, step: int) -> list[dict[str, torch.Tensor]]:
+    """Sequences that can be learnt: each counts on from a random number."""
+    config, generator = SIZES[options.size], torch.Generator().manual_seed(step)
+    made = []
+    for _ in range(options.micro_batches):
+        start = torch.randint(0, config.vocabulary, (options.rows, 1), generator=generator)
+        tokens = (start + torch.arange(config.context + 1)) % config.vocabulary
+        made.append({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+    return made
+
+
+def model_of(options: argparse.Namespace) -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(SIZES[options.size])
+
+
+class Resident:
+    """Everything on the device: fp32 masters, sums of gradients and moments, bf16 to compute with."""
+
+    first = 0
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = options.device
+        model = model_of(options).to(self.device)
+        self.masters = [p.detach().clone() for p in model.parameters()]
+        self.model = model.bfloat16()
+        for block in self.model.blocks:
+            block.forward = recomputed(block)
+        self.optimizer = torch.optim.AdamW(self.masters, lr=LEARNING_RATE, fused=True)
+
+    def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        losses = []
+        for batch in batches:
+            loss = self.model(**{name: value.to(self.device) for name, value in batch.items()})
+            (loss / len(batches)).backward()
+            losses.append(loss.detach())
+            for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+                grad, parameter.grad = parameter.grad.float(), None
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, master in zip(self.model.parameters(), self.masters, strict=True):
+                parameter.copy_(master)
+        return float(torch.stack(losses).mean())
+
+    def close(self) -> dict:
+        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else None
+        return {"device": peak, "pinned": None, "planned": {"device": None, "pinned": None}}
+
+
+def recomputed(block: nn.Module):
+    forward = block.forward
+    return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+class OutOfCore:
+    """The engine, in the folder that the case was given."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, model = options, model_of(options)
+        self.engine = holdfast.offload(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+            Path(options.folder) / "run",
+            device=options.device,
+            schedule=options.case,
+            params_on_host=options.on_host,
+            optimizer_on_host=options.on_host,
+            delayed_fraction=options.delayed if options.case == "vertical" else 0.0,
+            sample=batches(options, 0)[0],
+            micro_batches=options.micro_batches,
+        )
+        self.first = self.engine.steps_done
+
+    def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        return self.engine.step(batches)
+
+    def close(self) -> dict:
+        measured = {
+            "device": self.engine.last.get("device_bytes"),
+            "pinned": self.engine.last.get("pinned_bytes"),
+        }
+        self.engine.close()
+        lines = (Path(self.options.folder) / "run" / "events.jsonl").read_text().splitlines()
+        told = [event for event in map(json.loads, lines) if event["event"] == "engine"][-1]
+        planned = {"device": told["device_bytes_predicted"], "pinned": None}
+        if not told["unified"]:
+            planned["pinned"] = sum(told["memory_predicted"]["host"].get(what, 0) for what in CROSSING)
+        return {**measured, "planned": planned}
+
+
+# Overlap
+
+
+def profiled(options: argparse.Namespace, training: OutOfCore, steps: int = 3) -> dict:
+    """Copies of some steps that follow each other: seconds, and the part of them during which a kernel ran."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CUDA] if options.device == "cuda" else [ProfilerActivity.CPU]
+    with profile(activities=activities) as profiler:
+        for step in range(steps):
+            training.step(batches(options, step))
+    trace = Path(options.folder) / "trace.json"
+    profiler.export_chrome_trace(str(trace))
+    return hidden(json.loads(trace.read_text())["traceEvents"])
+
+
+def hidden(events: list[dict]) -> dict:
+    """By direction, of the events of a trace, whose times are microseconds."""
+    kernels = joined(spans(events, "kernel", ""))
+    found = {}
+    for name in ("HtoD", "DtoH"):
+        copies = joined(spans(events, "gpu_memcpy", name))
+        seconds = sum(end - start for start, end in copies)
+        if seconds:
+            found[name] = {"hidden": shared(copies, kernels) / seconds, "seconds": seconds / 1e6}
+    return found
+
+
+def spans(events: list[dict], category: str, name: str) -> list[tuple[float, float]]:
+    chosen = (e for e in events if e.get("cat") == category and name in e["name"])
+    return [(float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in chosen]
+
+
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time, in spans that do not touch, in order."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def shared(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    """The time in both, each as ``joined`` gives it."""
+    total, i, j = 0.0, 0, 0
+    while i < len(one) and j < len(other):
+        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Alike: what several ranks have to be given alike, compared before anything depends on it.
+
+Each has only its own share of a tensor, so that one learning rate, seed or schedule that differs on one rank would give
+a state that no process computes by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import xxhash
+
+from ..errors import BadInput
+from ..ranks import Ranks
+from ..update.joined import kind_name
+from .beginning import Beginning
+from .parts import Parts
+from .steps import Rules
+
+
+def agree_on_choices(
+    ranks: Ranks,
+    parts: Parts,
+    optimizer: torch.optim.Optimizer,
+    rules: Rules,
+    choices: Mapping[str, Any],
+    given: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise ``BadInput`` on all ranks unless all have the same model, optimizer, hyper-parameters ``given`` to it,
+    rules and ``choices``. Called on all of them."""
+    if ranks.alone:
+        return
+    loss_scale = None if rules.loss_scale is None else asdict(rules.loss_scale)
+    atoms = {key: [atom["dtype"], atom["shape"]] for key, atom in parts.whole().index()["atoms"].items()}
+    mine = {
+        **choices,
+        "schedule": rules.schedule,
+        "loss_scale": loss_scale,
+        "clipping": rules.clipping,
+        "commit_every": rules.commit_every,
+        "the blocks": parts.blocks.names,
+        "the optimizer": kind_name(optimizer),
+        **hyper_parameters_by_key(given),
+        **atoms,
+    }
+    agree(ranks, "arguments", mine, "Give holdfast.offload the same on all; nothing was written")
+
+
+def agree_on_source(ranks: Ranks, beginning: Beginning) -> None:
+    """Raise ``BadInput`` on all ranks unless all begin from the same state. Called on all of them."""
+    if not ranks.alone:
+        mine = {"path": beginning.path, "step": beginning.step, "content": digest(beginning.identity())}
+        agree(
+            ranks, "states to begin from", mine,
+            "One was made or moved meanwhile, or each host has another: name one that stays, RUN@STEP, on a file system"
+            " that all share",
+        )  # fmt: skip
+
+
+def hyper_parameters_by_key(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Those of all ``groups``, by what a script calls each."""
+    return {
+        f"param_groups[{i}][{key!r}]": value for i, group in enumerate(groups) for key, value in group.items()
+    }
+
+
+def agree(ranks: Ranks, what: str, mine: Mapping[str, Any], way_out: str) -> None:
+    """Raise ``BadInput`` on all ranks, naming the first that differs, unless all have the same of ``mine``, which is
+    JSON. Called on all of them."""
+    if not ranks.alone and len(set(ranks.everyone(digest(mine)))) > 1:
+        refuse_unlike(ranks.everyone(dict(mine)), what, way_out)
+
+
+def digest(values: Any) -> str:
+    """The same for the same JSON."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def refuse_unlike(told: Sequence[Mapping[str, Any]], what: str, way_out: str) -> None:
+    """Raise ``BadInput`` for the first of what the ranks have ``told`` that is not as the first rank has it."""
+    for rank, here in enumerate(told):
+        for key in dict.fromkeys([*told[0], *here]):
+            one, other = (values.get(key, "absent") for values in (here, told[0]))
+            if one != other:
+                raise BadInput(
+                    f"the ranks have unlike {what}: {key} is {one} on rank {rank} and {other} on rank 0. {way_out}."
+                )

@@ -1,0 +1,84 @@
+"""Zeroth order: what a run of MeZO knows between two steps.
+
+How far a step moves the weights is known when it is over, and a block moves when the next step brings it. So after a
+step every unit is *behind*: its newest state lacks the last step's ``Delta``, which the commit of that step has in its
+progress. Whatever else reads weights lets all units catch up before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..io.buffers import Buffer
+from ..update.forms import STEP
+from ..update.mezo import SEED, Delta, displace, epsilon_of, pending_of
+from .units import Unit
+
+
+class Zeroth:
+    """Of one run. Operations of the update lane touch different units."""
+
+    def __init__(self) -> None:
+        self._last: Delta | None = None
+        self._behind: set[str] = set()
+        self.resident: Buffer | None = None
+        """Both displaced copies of the prologue and epilogue, during a step, in host memory."""
+        self.leaves: list[dict[str, nn.Parameter]] = []
+        """What these compute with, by stream and name."""
+        self.copies: torch.Tensor | None = None
+        """Whose memory that is."""
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self._behind)
+
+    def let_go(self) -> None:
+        """Hold no memory any more."""
+        self.resident, self.leaves, self.copies = None, [], None
+
+    def owe(self, delta: Delta, units: Sequence[Unit]) -> None:
+        """A step is over that moves all ``units`` by ``delta``."""
+        self._last, self._behind = delta, {unit.name for unit in units}
+
+    def resume(self, progress: Mapping[str, Any], units: Sequence[Unit]) -> None:
+        """Go on from the progress of a commit."""
+        delta, _ = pending_of(progress)
+        if delta is not None:
+            self.owe(delta, units)
+
+    def catch_up(self, unit: Unit, image: torch.Tensor) -> None:
+        """Move ``unit``, whose newest state is ``image``, by the last step, unless it was moved already."""
+        if unit.name not in self._behind:
+            return
+        assert self._last is not None
+        for member in unit.trained:
+            self._last.apply(*_state(unit, member.name, image), member.group)
+        self._behind.discard(unit.name)
+
+
+def fill_copies(
+    unit: Unit,
+    image: torch.Tensor,
+    groups: Sequence[Mapping[str, Any]],
+    plus: torch.Tensor,
+    minus: torch.Tensor,
+) -> None:
+    """Fill the trained part of two working copies with the master parameters in ``image``, displaced along the
+    direction of this step and against it."""
+    epsilon = epsilon_of(groups)
+    for member in unit.trained:
+        targets = [(by, unit.copy_view(copy, member)) for by, copy in ((epsilon, plus), (-epsilon, minus))]
+        displace(*_state(unit, member.name, image), targets)
+
+
+def _state(unit: Unit, name: str, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A parameter, its seed and its count of steps."""
+    return (
+        unit.state_view(image, name, "param"),
+        unit.state_view(image, name, SEED),
+        unit.state_view(image, name, STEP),
+    )

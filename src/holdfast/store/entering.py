@@ -1,0 +1,48 @@
+"""Entering: how several ranks open one run. The first one locks it and opens its timeline; the others join."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from holdfast.errors import RunMismatch
+from holdfast.store.local import LocalStore
+from holdfast.store.manifest import Point, Timeline
+
+
+class Together(Protocol):
+    """The ranks that call, as ``Ranks`` has them."""
+
+    rank: int
+
+    def is_mine(self, unit: str) -> bool: ...
+    def all_do(self, what: Callable[[], Any]) -> list[Any]: ...
+    def first_does(self, what: Callable[[], Any]) -> Any: ...
+
+
+def see_alike(store: LocalStore, ranks: Together) -> None:
+    """Raise ``RunMismatch`` unless all ranks see the directory that has been entered for the first one. Called on all
+    ranks."""
+
+    def see() -> None:
+        if store.writer() != writer:
+            raise RunMismatch(
+                f"{store.root} as rank {ranks.rank} sees it on {socket.gethostname()} is not the directory that rank 0"
+                f" has entered ({writer.strip()}). Give all ranks one directory on a file system that they share."
+            )
+
+    writer = ranks.first_does(store.writer)
+    ranks.all_do(see)
+
+
+def begin(store: LocalStore, ranks: Together, point: Point | None) -> None:
+    """Open the timeline that continues ``point``, on the first rank; the others join it. Called on all ranks."""
+
+    def opened() -> Timeline:
+        store.begin(point)
+        return store.opened
+
+    store.is_mine = ranks.is_mine
+    timeline = ranks.first_does(opened)
+    ranks.all_do(lambda: store.join(timeline, ranks.rank) if ranks.rank else None)

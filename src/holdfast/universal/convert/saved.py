@@ -1,0 +1,175 @@
+"""State dicts of ``torch.save``: of a model, or of a model and its optimizer and whatever else, in one file; or that of
+a model in several with an index, as older folders of Hugging Face have it.
+
+What is what is found as in folders of DCP (``keys``). Of an optimizer that knows its parameters by number the names are
+those that it keeps beside them, or else those of the model in its order, which each group is taken to be in, if the
+shapes of both allow that in one way alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import BadInput, Damaged, FileMissing
+from ...state.atoms import Atom
+from ...state.pieces import Pieces
+from ..archives import Archive, check_inside, piece_of
+from ..keys import Kind, Named, canonical, name_all, progress_of
+from ..keys import Path as Way
+from ..pickles import Tensor
+from ..plain import Plain
+from ..small import SMALL_BYTES, is_small, value_of
+from ..source import Files, Stored
+from ..told import check_progress, state_dict_of
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_ZIP = b"PK\x03\x04"
+
+
+def is_saved(path: Path) -> bool:
+    """Whether ``path`` is such a file, or a folder of them; a file by its name also where torch before 1.6 wrote it."""
+    if path.is_dir():
+        return (path / INDEX).is_file() or (path / SINGLE).is_file()
+    with open(path, "rb") as file:
+        return path.suffix in SUFFIXES or file.read(4) == _ZIP
+
+
+class Saved(Files):
+    """The file ``path``, or those of the folder. ``progress["roots"]`` says which keys were taken for the model's and
+    the optimizer's."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ``BadInput`` if there is no state dict, ``Damaged`` if it is not whole, or names what is not known."""
+        super().__init__(str(path), "torch.save")
+        self.writer = "torch.save"
+        self._held: dict[str, tuple[Archive, Tensor]] = {}
+        self._numbers: dict[tuple[str, str, str], int] = {}
+        with state_dict_of(str(path)):
+            self._take(*self._flattened(path))
+
+    def _flattened(self, path: Path) -> tuple[dict[str, Way], dict[str, Any]]:
+        """The names on the way to each entry by key, in the writer's order, and all that is no tensor, as JSON."""
+        ways: dict[str, Way] = {}
+        values: dict[str, Any] = {}
+        left_out: list[str] = []
+        files, expected = _files_of(path)
+        for archive in map(Archive, files):
+            plain = Plain(archive, SMALL_BYTES)
+            for way, value in _leaves(_state_dict_of(archive), ()):
+                key = ".".join(map(str, way))
+                if key in ways:
+                    raise Damaged(f"{archive.path} has {key} twice, under one name", path=str(archive.path))
+                ways[key] = way
+                if isinstance(value, Tensor):
+                    self._held[key] = archive, value
+                else:
+                    values[key] = plain(value, key)
+            left_out += plain.left_out
+        if not self._held:
+            raise BadInput(f"{path} holds no tensors, so it is no state of a model")
+        if missing := sorted(expected - self._held.keys()):
+            raise Damaged(f"{path}: its index names {missing[0]}, which is in no file", path=str(path))
+        if left_out:
+            ways["not_carried"] = ("not_carried",)
+            values["not_carried"] = left_out
+        return ways, values
+
+    def _take(self, ways: dict[str, Way], values: dict[str, Any]) -> None:
+        kinds = {key: Kind(tensor.shape, tensor.storage.dtype) for key, (_, tensor) in self._held.items()}
+        tied = self._tied(name_all(kinds, ways, values))
+        named = name_all({key: kind for key, kind in kinds.items() if key not in tied}, ways, values)
+        rest = dict(values)
+        for key, (name, slot) in named.tensors.items():
+            stored = self._stored(Atom(name, slot, *kinds[key]), *self._held[key])
+            if is_small(stored):
+                self.check_cover(stored)
+                rest[key] = value_of(self, stored)
+            else:
+                self.add(stored)
+        self.aliases = {
+            canonical(a.removeprefix(named.model)): named.tensors[key][0] for a, key in tied.items()
+        }
+        ordered = {key: rest[key] for key in ways if key in rest}
+        self.progress = progress_of(ordered, ways, named, self.path)
+        check_progress({name: value for name, value in self.progress.items() if name != "extra"})
+
+    def _tied(self, named: Named) -> dict[str, str]:
+        """By key of a tensor of the model, that of the one before it which is the same memory."""
+        first: dict[tuple[Path, Tensor], str] = {}
+        tied = {}
+        for key, (archive, tensor) in self._held.items():
+            of_model = key in named.tensors and named.tensors[key][1] in ("param", "buffer")
+            if of_model and (known := first.setdefault((archive.path, tensor), key)) != key:
+                tied[key] = known
+        return tied
+
+    def _stored(self, atom: Atom, archive: Archive, tensor: Tensor) -> Stored:
+        place = str(archive.path), tensor.storage.key, tensor.storage.dtype
+        if place not in self._numbers:
+            self._numbers[place] = self.add_part(archive.part(tensor.storage))
+        number = self._numbers[place]
+        check_inside(atom.key, tensor, self.parts[number])
+        return Stored(atom, Pieces.of([piece_of(tensor, number)], len(atom.shape)))
+
+
+def _files_of(path: Path) -> tuple[list[Path], set[str]]:
+    """The files, and the tensors that an index names, if there is one."""
+    if path.is_file() or not (path / INDEX).is_file():
+        return [path if path.is_file() else path / SINGLE], set()
+    try:
+        named = json.loads((path / INDEX).read_text())["weight_map"]
+        names = sorted(set(named.values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file of it is not in the folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path / INDEX} is no index of files: {error}", path=str(path / INDEX)) from error
+    for file in (path / name for name in names):
+        if not file.is_file():
+            raise FileMissing(f"{file} is missing, which the index names", path=str(file))
+    return [path / name for name in names], set(named)
+
+
+def _state_dict_of(archive: Archive) -> dict[Any, Any]:
+    if not isinstance(archive.content, dict):
+        kind = type(archive.content).__name__.lower()
+        raise BadInput(
+            f"{archive.path} holds a {kind} and no state dict. Save model.state_dict(), or a dictionary of that and"
+            " optimizer.state_dict()."
+        )
+    return archive.content
+
+
+def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
+    """Tensors, and what holds none, each with the names on the way to it."""
+    if isinstance(value, dict):
+        for name, inner in _by_name(value).items():
+            yield from _leaves(inner, (*way, name))
+    elif isinstance(value, list | tuple) and any(isinstance(each, dict | Tensor) for each in value):
+        for place, inner in enumerate(value):
+            yield from _leaves(inner, (*way, place))
+    else:
+        yield way, value
+
+
+def _by_name(state: dict[Any, Any]) -> dict[Any, Any]:
+    """An optimizer's state dict, where it has the names of its parameters beside their numbers, by these; any other
+    dictionary as it is."""
+    groups, slots = state.get("param_groups"), state.get("state")
+    if not isinstance(groups, list) or not isinstance(slots, dict):
+        return state
+    names: dict[Any, str] = {}
+    for group in groups:
+        numbers, own = (group.get("params"), group.get("param_names")) if isinstance(group, dict) else (0, 0)
+        if not isinstance(numbers, list) or not isinstance(own, list) or len(numbers) != len(own):
+            return state
+        names |= dict(zip(numbers, own, strict=True))
+    if len(set(names.values())) != len(names) or not slots.keys() <= names.keys():
+        return state
+    named = [
+        {k: v for k, v in g.items() if k != "param_names"} | {"params": g["param_names"]} for g in groups
+    ]
+    return {**state, "state": {names[n]: held for n, held in slots.items()}, "param_groups": named}

@@ -1,0 +1,57 @@
+"""Dividing a look: ranks that see the same files on one machine check each part once between them.
+
+What one of them has read lies in the page cache that all of them read from, so its word is as good as an own look. Of
+files that another machine sees, its disk and its memory may be other ones: there ranks look for themselves.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .source import Source
+
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""What tells a running machine from any other."""
+
+
+class Need(NamedTuple):
+    """What a rank will read of a source: ``parts`` is a bit for each of ``count``. Ranks of one ``place`` see the same
+    files on one machine; None is what cannot be told."""
+
+    place: tuple[str, int, int] | None
+    count: int
+    parts: bytes
+
+    @classmethod
+    def of(cls, source: Source, path: Path | None, parts: Iterable[int]) -> Need:
+        """Of ``parts``, of a source that lies at ``path`` (None: on no disk)."""
+        bits = np.zeros(len(source.parts), dtype=bool)
+        bits[list(parts)] = True
+        return cls(None if path is None else _place_of(path), len(bits), np.packbits(bits).tobytes())
+
+
+def divided(needs: Sequence[Need], rank: int, source: Source) -> tuple[list[int], list[int]]:
+    """The parts that ``rank`` checks, and all that are checked on its machine: by size, so that shares are alike."""
+    mine = needs[rank]
+    near = [
+        number
+        for number, need in enumerate(needs)
+        if number == rank or (need.place is not None and need[:2] == mine[:2])
+    ]
+    bits = np.bitwise_or.reduce([np.frombuffer(needs[number].parts, np.uint8) for number in near])
+    parts = np.flatnonzero(np.unpackbits(bits, count=mine.count)).tolist()
+    parts.sort(key=lambda part: -source.parts[part].nbytes)
+    return sorted(parts[near.index(rank) :: len(near)]), parts
+
+
+def _place_of(path: Path) -> tuple[str, int, int] | None:
+    try:
+        status = os.stat(path)
+        return BOOT.read_text(), status.st_dev, status.st_ino
+    except OSError:  # no Linux, or nothing there
+        return None

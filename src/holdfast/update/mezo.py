@@ -1,0 +1,212 @@
+"""MeZO: training by forward passes alone (Malladi et al. 2023, arXiv 2305.17333).
+
+Each step draws a direction ``z`` of normal numbers, measures the loss at ``w + epsilon z`` and ``w - epsilon z``, and
+goes along ``z`` as far as their difference says. All that a step changes is thus a seed and one number (``Delta``).
+
+``z`` is drawn in tiles of ``TILE`` elements, each from a key of its own: the parameter's seed, how many steps it has
+seen, and the number of the tile. So any part of it can be drawn again at any time. Displaced weights are copies, and
+``w`` itself stays: the usual way, which adds and subtracts in place, leaves a rounding error behind in every step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import OptimizerNotSupported
+from .formed import FormedOptimizer
+from .forms import STEP, Slots
+
+TILE = 256 * 1024
+"""Elements. Part of the format: another one draws other numbers."""
+
+SEED = "seed"
+"""The scalar slot of a parameter's own seed."""
+
+PENDING = "mezo"
+"""In the progress of a commit: the ``Delta`` that its files do not have yet."""
+
+
+class MeZO(FormedOptimizer):
+    """MeZO. ``step`` takes a closure that returns the loss, and calls it twice:
+
+    * ``g = (loss(w + epsilon z) - loss(w - epsilon z)) / (2 epsilon)``
+    * ``w = w - lr (g z + weight_decay w)``
+
+    Both calls see the same random numbers of torch, and no gradients are taken. ``step`` returns the mean of the two
+    losses; where one of them is not finite, nothing is updated. Parameters that do not require grad are left alone.
+    ``lr`` is usually a hundred times smaller than that of Adam.
+
+    >>> parameter = torch.nn.Parameter(torch.ones(4))
+    >>> optimizer = MeZO([parameter], lr=0.01)
+    >>> bool(optimizer.step(lambda: parameter.square().sum()) > parameter.square().sum())
+    True
+    """
+
+    cut = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-6,
+        epsilon: float = 1e-3,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        if float(lr) < 0 or weight_decay < 0 or not epsilon > 0:
+            raise ValueError(
+                f"lr = {lr} and weight_decay = {weight_decay} must not be negative, epsilon = {epsilon} positive"
+            )
+        super().__init__(params, {"lr": lr, "epsilon": epsilon, "weight_decay": weight_decay, "seed": seed})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give each parameter of the group a seed of its own, by its place."""
+        epsilon_of([*self.param_groups, {**self.defaults, **param_group}])
+        place = sum(len(group["params"]) for group in self.param_groups)
+        super().add_param_group(param_group)
+        for number, param in enumerate(param_group["params"], place):
+            seed = _drawn(param_group["seed"], number)
+            self.state[param] = {STEP: torch.tensor(0.0), SEED: torch.tensor(seed)}
+
+    @staticmethod
+    def forms(group: Mapping[str, Any], shape: tuple[int, ...]) -> Slots:
+        return Slots({}, {STEP: torch.float32, SEED: torch.int64})
+
+    def update(self, param: Any, grad: Any, state: Any, group: Any) -> None:
+        raise OptimizerNotSupported("MeZO takes no gradients: call step(closure), or holdfast.offload.")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> float:  # type: ignore[override]
+        """One step of every parameter that requires grad. ``closure`` returns the loss of the step."""
+        if closure is None:
+            raise ValueError(
+                "MeZO.step takes a closure: a function that returns the loss and is called twice"
+            )
+        moving = [
+            (param, number)
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param.requires_grad
+        ]
+        for param, _ in moving:
+            self._refuse(param)
+        kept = [param.detach().clone(memory_format=torch.contiguous_format) for param, _ in moving]
+        epsilon = epsilon_of(self.param_groups)
+        try:
+            with torch.random.fork_rng({p.device for p, _ in moving if p.device.type == "cuda"}):
+                plus = self._loss_at(epsilon, moving, kept, closure)
+            minus = self._loss_at(-epsilon, moving, kept, closure)
+        finally:
+            for (param, _), value in zip(moving, kept, strict=True):
+                param.copy_(value)
+        delta = Delta.of(plus, minus, self.param_groups)
+        for (param, group), value in zip(moving, kept, strict=True):
+            delta.apply(value, self.state[param][SEED], self.state[param][STEP], group)
+            param.copy_(value)
+        return (plus + minus) / 2
+
+    def _loss_at(
+        self,
+        by: float,
+        moving: Sequence[tuple[torch.Tensor, int]],
+        kept: Sequence[torch.Tensor],
+        closure: Callable[[], Any],
+    ) -> float:
+        for (param, _), value in zip(moving, kept, strict=True):
+            there = torch.empty_like(value)
+            displace(value, self.state[param][SEED], self.state[param][STEP], [(by, there)])
+            param.copy_(there)
+        return float(closure())
+
+
+@dataclass(frozen=True)
+class Delta:
+    """All that one step changes. ``slope`` is the derivative of the loss along ``z``; None of a step that was skipped.
+    ``groups`` are the ``lr`` and ``weight_decay`` of each parameter group."""
+
+    slope: float | None
+    groups: tuple[dict[str, float], ...]
+
+    @classmethod
+    def of(cls, plus: float, minus: float, groups: Sequence[Mapping[str, Any]]) -> Delta:
+        """That of the losses at the two displaced places."""
+        finite = math.isfinite(plus) and math.isfinite(minus)
+        slope = (plus - minus) / (2 * epsilon_of(groups)) if finite else None
+        return cls(slope, tuple({name: float(g[name]) for name in ("lr", "weight_decay")} for g in groups))
+
+    def apply(self, value: torch.Tensor, seed: torch.Tensor, step: torch.Tensor, group: int) -> None:
+        """Take a parameter of ``group`` and its count of steps on by this step, in place."""
+        self.apply_part(value.view(-1), 0, value.numel(), int(seed), int(step), group)
+        step.add_(1)
+
+    def apply_part(
+        self, values: torch.Tensor, first: int, elements: int, seed: int, step: int, group: int
+    ) -> None:
+        """The same of ``values``, the elements from ``first`` on of a parameter that has ``elements``."""
+        if self.slope is None:
+            return
+        rate, decay = self.groups[group]["lr"], self.groups[group]["weight_decay"]
+        for start, stop in _tiles(first, first + len(values), elements):
+            here = slice(max(start - first, 0), stop - first)
+            z = noise(seed, step, start, stop)[max(first - start, 0) : first + len(values) - start]
+            value = values[here].float()
+            value = value * (1 - rate * decay) if decay else value
+            values[here].copy_(value - z.to(value.device).mul_(rate * self.slope))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"slope": self.slope, "groups": list(self.groups)}
+
+    @classmethod
+    def from_json(cls, item: Mapping[str, Any]) -> Delta:
+        return cls(item["slope"], tuple(item["groups"]))
+
+
+def displace(
+    value: torch.Tensor, seed: torch.Tensor, step: torch.Tensor, targets: Iterable[tuple[float, torch.Tensor]]
+) -> None:
+    """Fill each of ``targets`` (how far, where to) with ``value`` displaced along its direction of this step."""
+    flat, places = value.view(-1), [(by, target.view(-1)) for by, target in targets]
+    for start, stop in _tiles(0, value.numel(), value.numel()):
+        z = noise(int(seed), int(step), start, stop).to(value.device)
+        for by, target in places:
+            target[start:stop].copy_(flat[start:stop].float() + z * by)
+
+
+def noise(seed: int, step: int, start: int, stop: int) -> torch.Tensor:
+    """The direction of a parameter with this ``seed`` that has seen ``step`` steps, in the tile from ``start`` to
+    ``stop``, drawn on the host: the same for all devices."""
+    generator = torch.Generator().manual_seed(_drawn(seed, step, start // TILE))
+    return torch.randn(stop - start, generator=generator)
+
+
+def epsilon_of(groups: Sequence[Mapping[str, Any]]) -> float:
+    """The one that all groups have, since one difference is taken along all of ``z``."""
+    found = {float(group["epsilon"]) for group in groups}
+    if len(found) != 1 or not min(found) > 0:
+        raise ValueError(f"epsilon is one for all parameter groups, and positive; these have {sorted(found)}")
+    return found.pop()
+
+
+def pending_of(progress: Mapping[str, Any]) -> tuple[Delta | None, dict[str, int]]:
+    """What the files of a commit with this ``progress`` do not have yet, and the group of each parameter."""
+    if PENDING not in progress:
+        return None, {}
+    members = {name: g for g, names in enumerate(progress["group_parameters"]) for name in names}
+    return Delta.from_json(progress[PENDING]), members
+
+
+def _tiles(first: int, stop: int, elements: int) -> Iterator[tuple[int, int]]:
+    """The tiles of a parameter of ``elements`` in which those from ``first`` to ``stop`` lie."""
+    for start in range(first // TILE * TILE, stop, TILE):
+        yield start, min(start + TILE, elements)
+
+
+def _drawn(*numbers: int) -> int:
+    """A seed, other ones for other numbers."""
+    text = "/".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

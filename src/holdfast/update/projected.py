@@ -1,0 +1,52 @@
+"""What APOLLO and Grass share: moments of a matrix in few rows, made anew every so many steps, from seeds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .adamw import check_adam
+from .formed import FormedOptimizer
+from .forms import STEP
+
+
+class ProjectedOptimizer(FormedOptimizer):
+    """Groups have ``rank``, ``scale``, ``update_gap`` and ``seed``. Parameters that are no matrices are AdamW's, and so
+    are those of groups with ``rank=None``."""
+
+    cut = False
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        check_adam(defaults["lr"], defaults["betas"], defaults["eps"], defaults["weight_decay"])
+        rank, gap, scale = (defaults[name] for name in ("rank", "update_gap", "scale"))
+        if (rank is not None and rank < 1) or gap < 1 or scale <= 0:
+            raise ValueError(f"rank = {rank}, update_gap = {gap} and scale = {scale} must be positive")
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give each matrix of the group that needs one a seed of its own, made of the group's and its place."""
+        place = sum(len(group["params"]) for group in self.param_groups)
+        super().add_param_group(param_group)
+        for number, param in enumerate(param_group["params"], place):
+            if "seed" in self.forms(param_group, tuple(param.shape)).scalars:
+                seed = torch.tensor(drawn(param_group["seed"], number))
+                self.state[param] = {STEP: torch.tensor(0.0), "seed": seed}
+
+
+def is_projected(group: Mapping[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of ``shape`` has moments in few rows; otherwise it is AdamW's."""
+    return len(shape) == 2 and group["rank"] is not None
+
+
+def rows_of(group: Mapping[str, Any], shape: tuple[int, ...]) -> int:
+    """How many rows the moments of a matrix have: as many as wanted, or as it has."""
+    return min(group["rank"], *shape)
+
+
+def drawn(seed: int, number: int) -> int:
+    """A seed, other ones for other pairs."""
+    made = hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(made, "little") >> 1

@@ -1,0 +1,301 @@
+"""Several ranks train out of core, each with its share: the bits of a plain loop that adds up as they do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from dist.offloading import made, plain
+from dist.world import World
+from holdfast.cli.main import main
+from holdfast.store.local import LocalStore
+from plain_loops import PLACEMENTS
+from training import adamw, differing, read_atoms
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World("offloading") as world:
+        yield world
+
+
+def pieces_of(root):
+    """By parameter: the regions in which the ranks have it, in the order of the ranks."""
+    reader = LocalStore.read(root, direct=False)
+    manifest = reader.head()
+    found = {}
+    for atom in reader.atoms(manifest).values():
+        if atom["slot"] == "param":
+            boxes = [fragment["global"] for fragment in atom["fragments"]]
+            found[atom["name"]] = [tuple(slice(a, b) for a, b in zip(*box, strict=True)) for box in boxes]
+    return found
+
+
+def check(said, root, losses, norms, state):
+    """All ranks say what the plain loop has, and the newest commit, which is whole, holds its state."""
+    for each in said:
+        assert each.get("finished") and each["given_back"], each.get("trace") or each
+        assert each["losses"] == losses[len(losses) - len(each["losses"]) :]
+        if norms:
+            assert each["norms"] == norms[len(norms) - len(each["norms"]) :]
+    assert len({each["evaluated"] for each in said}) == len({each["digest"] for each in said}) == 1
+    reader = LocalStore.read(root, direct=False)
+    assert reader.verify(reader.head()) == []
+    assert differing(read_atoms(root), state) == []
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_two_ranks_have_every_bit_of_a_loop_that_sums_rank_by_rank(
+    world, tmp_path, micro_batches, placement, clip_norm
+):
+    options = {"clip_norm": clip_norm, **PLACEMENTS[placement]}
+    said = world.run(2, root=tmp_path, steps=STEPS, micro_batches=micro_batches, options=options)
+    check(said, tmp_path, *plain([(STEPS, 2, micro_batches)], clip_norm=clip_norm))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip_norm": 0.5},
+        {"clip_norm": 0.5, "clipping": "speculate"},
+        {"clip_norm": 100.0, "clipping": "speculate", "delayed_fraction": 0.5},
+        {"delayed_fraction": 0.5, "commit_every": 3, **PLACEMENTS["mixed"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_tensors_that_are_cut_have_the_same_bits(world, tmp_path, ranks, options):
+    """The norm of one is that of its pieces' norms."""
+    said = world.run(ranks, root=tmp_path, steps=STEPS, micro_batches=2, kind="wide", options=options)
+    pieces = pieces_of(tmp_path)
+    assert any(len(found) > 1 for found in pieces.values())
+    expected = plain([(STEPS, ranks, 2)], "wide", clip_norm=options.get("clip_norm"), pieces=pieces)
+    check(said, tmp_path, *expected)
+
+
+def test_two_ranks_of_one_micro_batch_have_the_bits_of_one_process_with_two(world, tmp_path):
+    """Dropout draws by the number that a micro-batch has among those of all ranks."""
+    said = world.run(2, root=tmp_path / "two", steps=STEPS, dropout=0.2)
+    check(said, tmp_path / "two", *plain([(STEPS, 1, 2)], dropout=0.2))
+
+
+@pytest.mark.parametrize("kind, clip_norm", [("narrow", 0.5), ("wide", None)])
+def test_a_run_goes_on_with_any_number_of_ranks(world, tmp_path, kind, clip_norm):
+    phases = [(2, 1, 2), (4, 2, 1), (5, 3, 2), (7, 2, 2), (8, 2, 1), (10, 1, 3)]
+    for steps, ranks, micro_batches in phases:
+        said = world.run(
+            ranks, root=tmp_path, steps=steps, micro_batches=micro_batches, kind=kind,
+            options={"clip_norm": clip_norm, "retain": 1},
+        )  # fmt: skip
+    check(said, tmp_path, *plain(phases, kind, clip_norm=clip_norm))
+    left = {path.name for path in (tmp_path / "data").iterdir()}
+    assert not [name for name in left if name.startswith("rank-")], "of ranks that are gone"
+
+
+def test_a_rank_moves_its_share(world, tmp_path):
+    """Of what goes to and from the SSD; and what its list says, of which it exchanges the rest."""
+    alone = world.run(1, root=tmp_path / "one", steps=2, kind="wide", settle=True)[0]
+    said = world.run(2, root=tmp_path / "two", steps=2, kind="wide", settle=True)
+    for each in said:
+        moved = {key: n for key, n in each["moved"][1].items() if n and "input" not in key}
+        assert moved == each["listed"]
+    for key in ("ssd_read load_state", "ssd_write store_state", "ssd_read load_params"):
+        shares = [each["moved"][1][key] for each in said]
+        assert all(0.4 * alone["moved"][1][key] < share < 0.6 * alone["moved"][1][key] for share in shares), (
+            key
+        )
+    assert sum(each["moved"][1]["exchange gather_params"] for each in said) > 0
+
+
+def test_a_killed_rank_ends_the_others_and_all_go_on_to_the_same_end(world, tmp_path):
+    cut = world.run(2, root=tmp_path, steps=STEPS, micro_batches=2, kill=[1, 3], options={"clip_norm": 0.5})
+    assert cut[1]["code"] == -9
+    assert cut[0]["error"].startswith("RankFailed: rank 0 waited for the others"), cut[0]
+    said = world.run(2, root=tmp_path, steps=STEPS, micro_batches=2, options={"clip_norm": 0.5})
+    assert {each["resumed"] for each in said} == {cut[0]["durable"]}
+    check(said, tmp_path, *plain([(STEPS, 2, 2)], clip_norm=0.5))
+
+
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_deadline(world, tmp_path):
+    said = world.run(2, root=tmp_path, steps=3, hang=[1, 1], options={"deadline_seconds": 3.0})
+    assert all(each["error"].startswith("RankFailed") for each in said), said
+
+
+def test_a_commit_that_takes_longer_to_verify_than_the_deadline_is_waited_for(world, tmp_path):
+    options = {"deadline_seconds": 2.0}
+    world.run(2, root=tmp_path, steps=2, options=options)
+    said = world.run(2, root=tmp_path, steps=3, options=options, slow_seconds=3.5)
+    assert [each["resumed"] for each in said] == [2, 2]
+    check(said, tmp_path, *plain([(3, 2, 1)]))
+
+
+def test_a_commit_that_cannot_be_verified_ends_all_ranks(world, tmp_path):
+    world.run(2, root=tmp_path, steps=2)
+    for path in (tmp_path / "data").iterdir():
+        if path.is_file():
+            os.truncate(path, 100)
+    said = world.run(2, root=tmp_path, steps=3)
+    assert said[0]["error"].startswith("Damaged") and said[1]["error"].startswith(
+        "RankFailed: rank 0 failed"
+    ), said
+
+
+def test_ranks_begin_with_the_values_of_the_first(world, tmp_path):
+    said = world.run(2, root=tmp_path, steps=3, other_values=True)
+    check(said, tmp_path, *plain([(3, 2, 1)]))
+
+
+def test_a_loss_that_is_no_number_on_one_rank_skips_the_step_on_all(world, tmp_path):
+    said = world.run(2, root=tmp_path, steps=4, nan_at=[1, 2])
+    assert [each["skipped"] for each in said] == [1, 1]
+    assert differing(read_atoms(tmp_path), plain([(4, 2, 1)], skipped=2)[2]) == []
+
+
+def test_buffers_are_those_of_the_first_rank(world, tmp_path):
+    said = world.run(2, root=tmp_path, steps=3, micro_batches=2, kind="buffered")
+    assert all(each["finished"] for each in said)
+    for each in said:
+        assert each["buffers"] == {"count": 6, "blocks.1.seen": [6.0, 6.0, 6.0]}
+    assert int(read_atoms(tmp_path)["count/buffer"]) >= 6
+
+
+def test_a_snake_and_losses_by_tokens_are_those_of_all_ranks(world, tmp_path):
+    options = {"order": "snake", "normalize": "tokens"}
+    said = world.run(2, root=tmp_path, steps=STEPS, micro_batches=2, options=options)
+    check(said, tmp_path, *plain([(STEPS, 2, 2)]))  # of as many tokens each, and of two a sum is the same
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"schedule": "horizontal"}, "schedule='horizontal' is of one process"),
+        ({"params_on_host": "auto"}, "planned by each process for itself"),
+        ({"clip_norm": -1.0}, "clip_norm = -1.0 must be a positive number"),
+    ],
+)
+def test_what_one_rank_is_refused_all_are_told_and_nothing_is_written(world, tmp_path, wrong, message):
+    root = tmp_path / "run"
+    said = world.run(2, root=root, steps=2, wrong={"1": wrong})
+    assert message in said[1]["error"] and said[1]["error"].startswith("BadInput")
+    assert said[0]["error"].startswith("RankFailed: rank 1 failed") and message in said[0]["error"]
+    assert not Path(root).exists()
+
+
+def test_a_rank_may_own_nothing_of_any_block(world, tmp_path):
+    """Of a block that is one matrix, not cut, one rank of three has all."""
+    said = world.run(3, root=tmp_path, steps=3, kind="thin")
+    check(said, tmp_path, *plain([(3, 3, 1)], "thin"))
+
+
+def test_a_rank_that_leaves_while_another_goes_on_is_named(world, tmp_path):
+    said = world.run(2, root=tmp_path, steps=3, leave_at=[1, 2])
+    assert said[0]["error"].startswith("RankFailed: rank 1 calls close, and rank 0 step 3."), said[0]
+    assert said[1]["error"] == "ValueError: an error of the script"
+
+
+def test_what_one_rank_gives_wrong_all_are_told_at_once_and_go_on(world, tmp_path):
+    said = world.run(2, root=tmp_path, steps=4, refuse_at=[1, 2])
+    assert said[1]["refused"].startswith("the micro-batches are a dict, not a list of them")
+    assert said[0]["refused"].startswith(
+        "step 3 is not done on any rank, for what rank 1 is told: the micro-"
+    )
+    check(said, tmp_path, *plain([(4, 2, 1)]))
+
+
+def test_unlike_learning_rates_are_refused_and_nothing_is_lost_by_it(world, tmp_path):
+    said = world.run(2, root=tmp_path, steps=4, faster_at=[1, 2])
+    for each in said:
+        assert "unlike hyper-parameters: param_groups[1]['lr'] is 0.012 on rank 1" in each["refused"], each
+    check(said, tmp_path, *plain([(4, 2, 1)]))
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"seed": 1}, "seed is 1 on rank 1 and 0 on rank 0"),
+        ({"commit_every": 2}, "commit_every is 2 on rank 1 and 1 on rank 0"),
+        ({"clip_norm": 1.0}, "clip_norm is 1.0 on rank 1 and 0.5 on rank 0"),
+        ({"clipping": "speculate"}, "clipping is speculate on rank 1 and defer on rank 0"),
+        ({"params_on_host": 0.5}, "params is 0.5 on rank 1 and None on rank 0"),
+        ({"dtype": "bf16"}, "dtype is bf16 on rank 1 and fp32 on rank 0"),
+    ],
+    ids=str,
+)
+def test_unlike_arguments_are_refused_on_all_ranks_and_nothing_is_written(world, tmp_path, wrong, message):
+    root = tmp_path / "run"
+    said = world.run(2, root=root, steps=2, options={"clip_norm": 0.5}, wrong={"1": wrong})
+    for each in said:
+        assert each["error"].startswith(f"BadInput: the ranks have unlike arguments: {message}"), each
+    assert not root.exists()
+
+
+def test_an_unlike_model_is_refused_by_the_first_tensor_that_differs(world, tmp_path):
+    said = world.run(2, root=tmp_path / "run", steps=2, kind_of={"1": "wide"})
+    for each in said:
+        assert "weight/param is ['F32', [64]] on rank 1 and ['F32', [16]] on rank 0" in each["error"], each
+
+
+def test_ranks_that_would_begin_from_unlike_states_are_refused(world, tmp_path):
+    world.run(1, root=tmp_path / "run", steps=3)
+    said = world.run(
+        2, root=tmp_path / "on", steps=5, sources=[f"{tmp_path / 'run'}@{step}" for step in (3, 2)]
+    )
+    for each in said:
+        assert each["error"].startswith("BadInput: the ranks have unlike states to begin from: path is "), (
+            each
+        )
+    assert not (tmp_path / "on").exists()
+
+
+def test_a_place_in_the_data_that_is_each_ranks_own_is_not_taken_from_the_first(world, tmp_path):
+    world.run(2, root=tmp_path / "run", steps=3, cursor=True)
+    said = world.run(2, root=tmp_path / "run", steps=4, cursor=True)
+    assert all(each["resumed"] == 3 and each["finished"] for each in said), said
+    said = world.run(2, root=tmp_path / "on", steps=5, cursor=True, sources=[str(tmp_path / "run")] * 2)
+    for each in said:
+        assert (
+            "RunMismatch: the place in the data that Cursor keeps is each rank's own: 2 ranks"
+            in each["error"]
+        )
+
+
+def test_ranks_that_give_unlike_steps_are_told(world, tmp_path):
+    said = world.run(2, root=tmp_path, steps=2, micro_batches=2, fewer_at=[1, 1])
+    assert "rank 1 calls step 2 with 1 micro-batches, and rank 0 step 2 with 2" in said[0]["error"]
+    assert said[1]["error"].startswith("RankFailed")
+
+
+def test_a_checkpointer_begins_from_a_run_of_several_ranks(world, tmp_path):
+    world.run(2, root=tmp_path / "run", steps=3, kind="wide")
+    model = made("wide")
+    optimizer = adamw(model)
+    with holdfast.Checkpointer(tmp_path / "on", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume(source=holdfast.From(tmp_path / "run"))
+        found = {f"{name}/param": p.detach() for name, p in model.named_parameters()}
+    assert differing(read_atoms(tmp_path / "run"), found) == []
+
+
+def test_the_command_line_reads_a_run_of_several_ranks_as_any_other(world, tmp_path, capsys, monkeypatch):
+    world.run(2, root=tmp_path / "two", steps=3, kind="wide")
+    world.run(1, root=tmp_path / "one", steps=3, micro_batches=2, kind="wide")
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["holdfast", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, capsys.readouterr().out
+
+    assert call("verify", tmp_path / "two")[0] == 0
+    assert call("show", f"{tmp_path / 'two'}@3")[0] == 0
+    assert call("diff", tmp_path / "two", tmp_path / "one")[0] == 0
+    code, _ = call("diff", f"{tmp_path / 'two'}@2", f"{tmp_path / 'two'}@3")
+    assert code == 1

@@ -1,0 +1,49 @@
+"""What several ranks of the engine agree on, each played by a value."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from holdfast.errors import BadInput, RankFailed
+from holdfast.offload.alike import refuse_unlike
+from holdfast.offload.ops.commit import publish
+from holdfast.offload.runtime import Runtime
+
+
+def test_ranks_that_stand_at_unlike_steps_make_no_commit():
+    told = [(3, {"path": "a"}), (4, {"path": "b"})]
+    ranks = SimpleNamespace(all_do=lambda what: told, first_does=lambda what: pytest.fail("was published"))
+    fellows = SimpleNamespace(alone=False, commits=ranks)
+    run = SimpleNamespace(newest={}, store=None, fellows=fellows)
+    with pytest.raises(RankFailed, match="rank 1 has step 4 to make durable, and rank 0 step 3"):
+        publish(run, 3, {})
+
+
+def test_buffers_are_sent_when_their_copies_to_the_host_are_there():
+    """Those that a device leaves are written later."""
+    sent = []
+    run = SimpleNamespace(
+        resident=SimpleNamespace(buffer_values=lambda: {"count": torch.tensor(7.0)}),
+        device=SimpleNamespace(
+            leave=lambda t: {n: torch.zeros_like(v) for n, v in t.items()}, fetch=lambda t: t
+        ),
+        fellows=SimpleNamespace(alone=False, rank=0, from_first=sent.extend),
+    )
+    found = Runtime.agreed_buffers(run)
+    assert sent == [7.0] and found["count"] == 7.0
+
+
+@pytest.mark.parametrize(
+    "told, message",
+    [
+        ([{"lr": 1.0}, {"lr": 1.0}, {"lr": 2.0}], "lr is 2.0 on rank 2 and 1.0 on rank 0. Stop."),
+        ([{"lr": 1.0}, {"lr": 1.0, "eps": 3}], "eps is 3 on rank 1 and absent on rank 0"),
+        ([{"lr": 1.0, "eps": 3}, {"lr": 1.0}], "eps is absent on rank 1 and 3 on rank 0"),
+    ],
+)
+def test_the_first_that_differs_is_named(told, message):
+    with pytest.raises(BadInput, match=f"unlike rates: {message}"):
+        refuse_unlike(told, "rates", "Stop")

@@ -1,0 +1,375 @@
+"""State dicts of torch.save are sources like others: of a model, or of a model and its optimizer in whatever form."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from typer.testing import CliRunner
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.cli.main import app
+from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, HoldfastError, RunMismatch
+from holdfast.sources import From
+from holdfast.state.boxes import Box
+from holdfast.state.progress import decode
+from holdfast.universal import small
+from holdfast.universal.convert import format_of, open_source
+from holdfast.universal.restore import read_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Decoder(nn.Module):
+    """Tied at both ends, with a buffer and a norm: what scripts save by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 4), nn.BatchNorm1d(4)
+        self.inner, self.head = nn.Linear(4, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.inner(self.norm(self.embed(tokens))))
+
+
+def all_in_one(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def by_dimension(model):
+    """Matrices before all else, as nanoGPT has them: numbers are not in the model's order."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3}, {"params": others}], lr=0.1)
+
+
+def by_name(model):
+    """Groups in an order that no shapes tell, with names."""
+    named = list(model.named_parameters())
+    return torch.optim.AdamW([{"params": named[4:], "lr": 0.2}, {"params": named[:4]}], lr=0.1)
+
+
+def go_on(model, optimizer, steps, seed):
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randint(0, 7, (6,))).pow(2).mean().backward()
+        optimizer.step()
+
+
+def trained(optimizer_of=all_in_one, seed=1):
+    torch.manual_seed(seed)
+    model = Decoder()
+    optimizer = optimizer_of(model)
+    go_on(model, optimizer, 3, seed)
+    return model, optimizer
+
+
+def exact(value):
+    """With each tensor as its type, shape and bytes."""
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().contiguous().reshape(-1)
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: exact(item) for key, item in value.items()}
+    return [exact(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def state_of(parts):
+    return [exact(part.state_dict()) for part in parts]
+
+
+def tensors_of(source):
+    """All of a source, by the key."""
+    wanted = [(stored, Box.whole(stored.atom.shape)) for stored in source.atoms.values()]
+    return dict(zip(source.atoms, read_tensors(source, wanted), strict=True))
+
+
+def lightning(model, optimizer):
+    states = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    return {**states, "global_step": 3, "lr_schedulers": [], "callbacks": {}, "epoch": 0}
+
+
+FORMS = {
+    "nanoGPT": lambda m, o: {
+        "model": m.state_dict(), "optimizer": o.state_dict(), "iter_num": 3, "config": {"lr": 0.1}, "best_loss": 2.5,
+    },
+    "tutorial": lambda m, o: {
+        "epoch": 5, "model_state_dict": m.state_dict(), "optimizer_state_dict": o.state_dict(), "step": 3,
+    },
+    "lightning": lightning,
+    "compiled": lambda m, o: {
+        "net": {f"_orig_mod.{k}": v for k, v in m.state_dict().items()}, "optim": o.state_dict(),
+        "step": torch.tensor(3),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optimizer_of", [all_in_one, by_dimension, by_name])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_training_goes_on_from_what_a_script_saved_of_it(tmp_path, form, optimizer_of):
+    there = trained(optimizer_of)
+    torch.save(FORMS[form](*there), tmp_path / "ckpt.pt")
+    here = trained(optimizer_of, seed=2)
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        assert checkpointer.resume(source=tmp_path / "ckpt.pt") == 3
+    assert state_of(here) == state_of(there)
+    for parts in (there, here):
+        go_on(*parts, steps=2, seed=3)
+    assert state_of(here) == state_of(there)
+
+
+def test_names_of_parameters_from_get_state_dict_are_those_of_the_model(tmp_path):
+    model, optimizer = trained(by_dimension)
+    plain = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    torch.save(plain, tmp_path / "a.pt")
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "b.pt")
+    one, other = (open_source(tmp_path / name) for name in ("a.pt", "b.pt"))
+    assert one.progress["group_parameters"] == other.progress["group_parameters"]
+    assert exact(tensors_of(one)) == exact({key: tensors_of(other)[key] for key in one.atoms})
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".tar", ""])
+def test_a_model_alone_is_weights_as_others_are(tmp_path, suffix):
+    there, here = trained(), trained(seed=2)
+    torch.save(there[0].state_dict(), tmp_path / f"model{suffix}")
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with checkpointer, pytest.warns(UserWarning) as warned:
+        assert checkpointer.resume(source=tmp_path / f"model{suffix}") == 0
+    texts = "\n".join(str(each.message) for each in warned)
+    assert "no optimizer state of embed.weight" in texts and "hyper-parameters" in texts
+    assert exact(here[0].state_dict()) == exact(there[0].state_dict()) and not here[1].state
+
+
+def test_what_is_the_same_memory_is_tied_and_nothing_else_is(tmp_path):
+    model, _ = trained()
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    copied = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save({"ema": copied, "model": model.state_dict()}, tmp_path / "b.pt")
+    for name in ("a.pt", "b.pt"):
+        source = open_source(tmp_path / name)
+        assert source.aliases == {"head.weight": "embed.weight"} and "head.weight/param" not in source.atoms
+    torch.save(copied, tmp_path / "c.pt")
+    assert open_source(tmp_path / "c.pt").aliases == {}
+
+
+def test_numbers_that_may_mean_other_parameters_are_not_guessed(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters()}])
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    source = open_source(tmp_path / "x.pt")
+    assert "optimizer.state.0/exp_avg" in source.atoms and "0.weight/exp_avg" not in source.atoms
+    before = exact(model.state_dict())
+    checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.raises(RunMismatch, match=r"optimizer\.state\.0"):
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert exact(model.state_dict()) == before
+
+
+def test_views_and_types_are_what_they_were(tmp_path):
+    tensors = {
+        "transposed": torch.arange(24.0).reshape(4, 6).T, "bf16": torch.arange(5).bfloat16(),
+        "scalar": torch.tensor(2.5),        "empty": torch.empty(0, 3), "part": torch.arange(30.0)[3:20:2],
+        "fp8": torch.arange(4.0).to(torch.float8_e4m3fn),
+        "expanded": torch.arange(3.0).reshape(3, 1).expand(3, 5), "parameter": nn.Parameter(torch.ones(2)),
+    }  # fmt: skip
+    torch.save(tensors, tmp_path / "x.pt")
+    found = tensors_of(open_source(tmp_path / "x.pt"))
+    for name, tensor in tensors.items():
+        assert exact(found[f"{name}/param"]) == exact(tensor)
+
+
+def test_what_is_neither_is_kept_beside(tmp_path, monkeypatch):
+    monkeypatch.setattr(small, "SMALL_BYTES", 10)
+    beside = {"numpy": np.float64(2.5), "rng": (1, (2, 3)), "raw": b"\0x", "ema": {"w": torch.ones(9)}}
+    torch.save({"model": {"w": torch.zeros(9)}, "args": beside, "list": [{"a": 1}]}, tmp_path / "x.pt")
+    source = open_source(tmp_path / "x.pt")
+    assert source.atoms.keys() == {"w/param", "args.ema.w/extra"}
+    extra = decode(source.progress["extra"])
+    assert extra["args.raw"] == b"\0x" and extra["args.rng"] == (1, (2, 3)) and extra["list.0.a"] == 1
+
+
+def test_the_tools_know_them(tmp_path):
+    torch.save(FORMS["nanoGPT"](*trained(by_dimension)), tmp_path / "ckpt.pt")
+    path, run = str(tmp_path / "ckpt.pt"), CliRunner()
+    shown = run.invoke(app, ["show", path]).output
+    for text in ("torch.save", "step", "head.weight is embed.weight", "F32 param step exp_avg exp_avg_sq"):
+        assert text in shown, shown
+    assert json.loads(run.invoke(app, ["show", path, "--json"]).output)["writer"] == "torch.save"
+    verified = run.invoke(app, ["verify", path])
+    assert verified.exit_code == 0 and "stored arrays have one, and it agrees" in verified.output
+    for to in ("holdfast", "safetensors"):
+        made = str(tmp_path / f"made.{to}")
+        assert run.invoke(app, ["convert", path, made, "--to", to]).exit_code == 0
+        same = run.invoke(app, ["diff", path, made])
+        assert same.exit_code == 0, same.output
+    made = run.invoke(app, ["convert", path, str(tmp_path / "hf"), "--to", "huggingface"])
+    assert made.exit_code == 0 and format_of(tmp_path / "hf") == "safetensors"
+
+
+# Damaged, hostile, or something else
+
+
+def test_damage_is_found_before_a_tensor_is_touched(tmp_path):
+    there, here = trained(), trained(seed=2)
+    path = tmp_path / "ckpt.pt"
+    torch.save(FORMS["nanoGPT"](*there), path)
+    source = open_source(path)
+    before, data = state_of(here), path.read_bytes()
+    for key in ("norm.weight/param", "inner.weight/exp_avg"):
+        [number] = source.atoms[key].pieces.part.tolist()
+        flipped = bytearray(data)
+        flipped[source.parts[number].offset + 1] ^= 16
+        path.write_bytes(flipped)
+        checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+        with checkpointer, pytest.raises(ChunkCorrupt, match=r"ckpt\.pt at offset .* fails its CRC-32"):
+            checkpointer.resume(source=path)
+        assert state_of(here) == before
+    assert not list((tmp_path / "run").glob("commits/*"))
+
+
+def test_a_bit_that_is_flipped_anywhere_is_told_or_changes_nothing(tmp_path):
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.arange(3.0), "optimizer": {"state": {}, "param_groups": []}, "step": 7}, path)
+    data, expected = path.read_bytes(), exact((tensors_of(open_source(path)), open_source(path).progress))
+    told = 0
+    for place in range(len(data)):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            source = open_source(path)
+            assert exact((tensors_of(source), source.progress)) == expected, place
+        except HoldfastError:
+            told += 1
+    assert told > 100
+
+
+class Runs:
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def test_a_pickle_that_would_run_something_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"w": torch.ones(2)}, "more": Runs()}, tmp_path / "x.pt")
+    here = trained()
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with checkpointer, pytest.raises(Damaged, match=r"x\.pt names posix\.system.*Nothing was executed"):
+        checkpointer.resume(source=tmp_path / "x.pt")
+    torch.save(nn.Linear(2, 2), tmp_path / "whole.pt")
+    with pytest.raises(Damaged, match=r"names torch\.nn\.modules\.linear\.Linear"):
+        open_source(tmp_path / "whole.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([torch.ones(2)], "holds a list and no state dict"), (torch.ones(2), "holds a tensor and no state dict"),
+        ({"lr": 0.1}, "holds no tensors"), ({}, "holds no tensors"),
+    ],
+)  # fmt: skip
+def test_what_is_no_state_of_a_model_is_said_to_be_none(tmp_path, content, text):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(BadInput, match=text):
+        open_source(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}},
+        {"w": torch.ones(2), "optim": {"state": {0: {"x": torch.ones(2)}}, "param_groups": [1, 2]}},
+        {
+            "w": torch.ones(2),
+            "optim": {"state": {0: {"x": torch.ones(2)}}, "param_groups": [{"params": [[1]]}]},
+        },
+        {"w": torch.ones(2), "optim": {"state": {}, "param_groups": [{"params": 3}]}},
+        {"w": torch.ones(1).expand(1 << 30)},
+        {
+            "w": torch.ones(2),
+            "optim": {"state": {}, "param_groups": [{"params": [[1]], "param_names": ["w"]}]},
+        },
+        {"w": torch.ones(2), "optim": {"state": {}, "param_groups": [{"params": [1], "param_names": [{}]}]}},
+    ],
+)
+def test_a_state_dict_of_no_sense_is_refused_by_file(tmp_path, content):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(Damaged, match=r"x\.pt"):
+        open_source(tmp_path / "x.pt")
+
+
+def test_a_negative_step_is_none(tmp_path):
+    torch.save({"model": {"w": torch.ones(2)}, "step": -3}, tmp_path / "x.pt")
+    assert "step" not in open_source(tmp_path / "x.pt").progress
+
+
+def test_a_file_without_the_zip_format_says_how_it_is_read(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(Damaged, match="loading and saving them again with torch"):
+        open_source(tmp_path / "old.pt")
+
+
+# Folders of several
+
+
+@pytest.fixture
+def folder(tmp_path):
+    state = trained()[0].state_dict()
+    folder, names = tmp_path / "hf", list(state)
+    folder.mkdir()
+    where = {}
+    for number in (1, 2):
+        file = f"pytorch_model-{number:05d}-of-00002.bin"
+        mine = names[:2] if number == 1 else names[2:]
+        torch.save({name: state[name] for name in mine}, folder / file)
+        where |= dict.fromkeys(mine, file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder, state
+
+
+def test_a_folder_with_an_index_is_one_model(tmp_path, folder):
+    folder, state = folder
+    found = tensors_of(open_source(folder))
+    assert {key.rpartition("/")[0] for key in found} == state.keys()
+    assert all(torch.equal(tensor, state[key.rpartition("/")[0]]) for key, tensor in found.items())
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    assert open_source(tmp_path).atoms.keys() == found.keys() - {"head.weight/param"}
+
+
+@pytest.mark.parametrize("change", ["missing file", "missing tensor", "outside", "no json"])
+def test_an_index_that_is_not_so_is_refused(folder, change):
+    folder, _ = folder
+    path = folder / "pytorch_model.bin.index.json"
+    index = json.loads(path.read_text())
+    if change == "missing file":
+        (folder / "pytorch_model-00002-of-00002.bin").unlink()
+    elif change == "missing tensor":
+        index["weight_map"]["more"] = "pytorch_model-00001-of-00002.bin"
+    elif change == "outside":
+        index["weight_map"]["more"] = "../x.bin"
+    path.write_text("{" if change == "no json" else json.dumps(index))
+    error = FileMissing if change == "missing file" else Damaged
+    with pytest.raises(error, match=r"is missing|is in no file|is no index"):
+        open_source(folder)
+
+
+def test_weights_of_another_shape_are_refused_with_nothing_changed(tmp_path):
+    torch.save(nn.Linear(3, 3).state_dict(), tmp_path / "x.pt")
+    model = nn.Linear(2, 2)
+    before = exact(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.raises(RunMismatch, match=r"weight is \[3, 3\] in the source"):
+        checkpointer.resume(source=From(tmp_path / "x.pt", partial=True))
+    assert exact(model.state_dict()) == before

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import holdfast as library
-from holdfast.io import ahead
 
 
 @pytest.fixture
@@ -83,18 +80,3 @@ def test_what_cannot_be_is_one_line_with_nothing_written(trained, tmp_path, hold
 def test_a_destination_that_holds_a_run_is_refused(trained, holdfast):
     result = holdfast("convert", trained[0], trained[0], "--to", "holdfast")
     assert result.code == 2 and "holds a run already" in result.err
-
-
-def test_the_source_is_read_ahead_while_what_converts_is_imported(trained, tmp_path, holdfast, monkeypatch):
-    module, told = "holdfast.cli.convert", []
-
-    @contextmanager
-    def reading(path, most_bytes):
-        told.append((path, module in sys.modules))
-        yield
-        told.append(module in sys.modules)
-
-    monkeypatch.setattr(ahead, "reading_ahead", reading)
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    assert holdfast("convert", trained[0], tmp_path / "one.safetensors", "--to", "safetensors").code == 0
-    assert told == [(trained[0], False), True]

@@ -239,7 +239,7 @@ def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(
     order = {"orphans_persist": False}
     run(world, tmp_path, "fsdp", 14, killed_after={"0": 8, "1": 8}, **order)
     died = run(world, tmp_path, "fsdp", 14, failpoint=[rank, failpoint], **order)
-    assert died[rank]["code"] == -9 and died[rank].get("resumed", 8) == 8
+    assert died[rank]["code"] == -9 and died[rank].get("resumed", 8) == 8, died
     assert goes_on(world, tmp_path, "fsdp", died) >= 8
     assert len(from_memory(tmp_path)) == 2
 

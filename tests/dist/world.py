@@ -83,7 +83,7 @@ def _supervise(world_size: int, **order: Any) -> dict[str, Any]:
                 said |= json.loads(line)
             stacks = Path(folder) / f"stacks-{rank}"
             if stacks.exists() and (text := stacks.read_text()):
-                said["hung"] = text
+                said["stacks"] = text
             ranks.append(said)
     return {"ranks": ranks, "late": late}
 
@@ -98,6 +98,7 @@ def _fork(rank: int, world_size: int, folder: Path, order: dict[str, Any]) -> in
     import warnings
 
     stacks = open(folder / f"stacks-{rank}", "w")  # noqa: SIM115 (open until the process ends)
+    faulthandler.enable(stacks)
     faulthandler.dump_traceback_later(PATIENCE_SECONDS - 5, exit=True, file=stacks)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
 

@@ -247,12 +247,8 @@ def convert(
     json: AsJson = False,
 ) -> None:
     """Write a training state, or its parameters, in another format. Reads and writes a window at a time."""
-    from ..io.ahead import reading_ahead
-    from ..probe.memory import free_host_bytes
-
-    with reading_ahead(Path(source), free_host_bytes() // 4):  # the imports take longer than most disks do
-        from .convert import How
-        from .convert import convert as convert_state
+    from .convert import How
+    from .convert import convert as convert_state
 
     how = How(to=to, dtype=dtype, file_size=file_size, stage=stage, rules=rules, values=values, model=model)
     convert_state(source, destination, how, as_json=json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import accumulate, count
 
 import torch
@@ -51,55 +52,42 @@ def build(
 ) -> Runtime:
     """The runtime, with all its files and resident memory, not yet filled."""
     pool = BufferPool() if device.unified else BufferPool(device.pin, CROSSING)
-    try:
-        return _built(parts, plan, store, stored, device, fellows, seed, pool)
-    except BaseException:
-        pool.close()
-        raise
-
-
-def _built(
-    parts: Parts,
-    plan: Plan,
-    store: LocalStore,
-    stored: dict[str, Generations],
-    device: Device,
-    fellows: Fellows,
-    seed: int,
-    pool: BufferPool,
-) -> Runtime:
     resident, extents = parts.resident, count()
     kept = 0 if device.unified else buffers(plan.operations).get(("host", "kept_inputs"), 0)
     for files in stored.values():
         files.create()
     params, grads = plan.param_scratch_bytes, plan.grad_scratch_bytes
     mine = "" if fellows.alone else f"-{fellows.control.stream}"
-    return Runtime(
-        model=parts.model,
-        device=device,
-        fellows=fellows,
-        seed=seed,
-        blocks=parts.units,
-        resident=resident,
-        placement=plan.placement,
-        optimizer=parts.optimizer,
-        residency=Residency(pool, parts.units, resident, device.torch_device, kept),
-        store=store,
-        patch=Patch(parts.blocks, hand_over(parts.blocks)),
-        stored=stored,
-        index=store.put_index(parts.index()),
-        param_scratch=store.scratch(f"params{mine}", params) if params else None,
-        param_offsets=_offsets([unit.share_copy_bytes for unit in parts.units]),
-        grad_scratch=store.scratch(f"gradients{mine}", grads) if grads else None,
-        grad_offsets=_offsets([unit.share_grad_bytes for unit in parts.units]),
-        input_scratch=InputScratch(
-            lambda nbytes: store.scratch(f"inputs-{next(extents)}{mine}", nbytes), store.remove_scratch
-        ),
-        resident_buffer=pool.take(resident.layout.file_bytes, "resident state"),
-        resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
-        parameter_order=[parameter.name for parameter in parts.captured.parameters],
-        zeroth=None if parts.optimizer.takes_gradients else Zeroth(),
-    )
+    with ExitStack() as undo:
+        undo.callback(pool.close)
+        run = Runtime(
+            model=parts.model,
+            device=device,
+            fellows=fellows,
+            seed=seed,
+            blocks=parts.units,
+            resident=resident,
+            placement=plan.placement,
+            optimizer=parts.optimizer,
+            residency=Residency(pool, parts.units, resident, device.torch_device, kept),
+            store=store,
+            patch=Patch(parts.blocks, hand_over(parts.blocks)),
+            stored=stored,
+            index=store.put_index(parts.index()),
+            param_scratch=store.scratch(f"params{mine}", params) if params else None,
+            param_offsets=_offsets([unit.share_copy_bytes for unit in parts.units]),
+            grad_scratch=store.scratch(f"gradients{mine}", grads) if grads else None,
+            grad_offsets=_offsets([unit.share_grad_bytes for unit in parts.units]),
+            input_scratch=InputScratch(
+                lambda nbytes: store.scratch(f"inputs-{next(extents)}{mine}", nbytes), store.remove_scratch
+            ),
+            resident_buffer=pool.take(resident.layout.file_bytes, "resident state"),
+            resident_copy=as_tensor(pool.take(max(resident.copy_bytes, 1), "resident parameters")),
+            parameter_order=[parameter.name for parameter in parts.captured.parameters],
+            zeroth=None if parts.optimizer.takes_gradients else Zeroth(),
+        )
+        undo.pop_all()
+    return run
 
 
 def _offsets(sizes: list[int]) -> list[int]:

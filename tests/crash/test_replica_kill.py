@@ -3,6 +3,7 @@ What goes on from there has the bits of a loop that was never killed."""
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import time
@@ -314,10 +315,12 @@ def wait_for_event(root, name, step):
 
 
 def wait_for_end(pid, seconds=20):
+    """Return when no thread of the process is left, which may outlive the first by a moment."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with suppress(FileNotFoundError, ProcessLookupError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            ended = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+            if not ended or len(os.listdir(f"/proc/{pid}/task")) > 1:
                 time.sleep(0.01)
                 continue
         return

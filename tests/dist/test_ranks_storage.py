@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from contextlib import contextmanager
 
 import pytest
@@ -35,8 +36,8 @@ def files(root):
 
 @contextmanager
 def watched(root):
-    """A list of what the run took of the disk, at every moment at which two looks saw the same."""
-    seen, end = [], threading.Event()
+    """What the run took of the disk, at every moment at which two looks saw the same."""
+    seen, end = array("q"), threading.Event()
 
     def look():
         before = None

@@ -111,24 +111,29 @@ def test_a_snake_of_any_length_may_be_delayed(tmp_path, blocks, delayed_fraction
 
 
 def test_up_to_two_micro_batches_a_snake_has_the_bits_of_the_plain_order_and_then_other_ones():
+    """Other bits of sums, as their first moments show in the first step: later ones make much of little."""
     for count, same in ((1, True), (2, True), (3, False)):
-        snake, plain = snake_loop(count, None, 6)[1][-1], straight(count)
-        assert (differing(snake, plain) == []) is same
-        for name, value in plain.items():
-            torch.testing.assert_close(snake[name], value, rtol=0, atol=1e-4)
+        snake, plain = snake_loop(count, None, 6)[1], straight(count)
+        assert (differing(snake[-1], plain[-1]) == []) is same
+        moments = [name for name in plain[0] if name.endswith("exp_avg")]
+        assert len(moments) > 6
+        for name in moments:
+            largest = plain[0][name].abs().max()
+            assert (snake[0][name] - plain[0][name]).abs().max() <= 4 * torch.finfo().eps * largest
 
 
 def straight(count):
     model = decoder()
     optimizer = adamw(model, fused=True)
-    scheduler = warm_up(optimizer)
+    scheduler, states = warm_up(optimizer), []
     for step in range(STEPS):
         for batch in batches(step, count):
             (model(**batch) / count).backward()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return state_of(model, optimizer)
+        states.append(state_of(model, optimizer))
+    return states
 
 
 # Nobody sees what a delayed update has yet to do

@@ -25,7 +25,7 @@ from ..state.capture import FROM_NAME, TO_NAME
 from ..state.pieces import Pieces, dense
 from ..universal.load import read_flat
 from ..universal.restore import read_tensors
-from ..universal.source import Part, Source, Stored, places_of
+from ..universal.source import Made, Part, Source, Stored, places_of
 
 KEPT_GROUPS = 2
 """Whose converted tensors stay in memory; tensors of one are asked for one after the other."""
@@ -95,14 +95,14 @@ def as_folder(source: Source, model: nn.Module) -> Converted:
     return Converted(source, groups.values(), model, renamings)
 
 
-class Converted(Source):
+class Converted(Made):
     """What ``groups`` of the tensors of ``source`` become. A tensor that only has another name is read where it lies;
     of others the whole group is read and converted when one of them is asked for, and kept for the next."""
 
     def __init__(self, source: Source, groups: Iterable[Group], model: Any, renamings: Any = ()) -> None:
         """Raises ``Damaged`` if the tensors of a group do not fit together."""
-        super().__init__(source.path, source.format, progress=dict(source.progress))
-        self._source, self._model, self._renamings = source, model, renamings
+        super().__init__(source)
+        self._model, self._renamings = model, renamings
         self._by_name = {each.atom.name: each for each in source.atoms.values() if _is_weight(each)}
         self._of_part: list[tuple[Group, str]] = []
         self._groups = list(groups)
@@ -130,22 +130,12 @@ class Converted(Source):
             tensor = self._converted(group)[name]
         into[:] = tensor.reshape(-1).view(torch.uint8)[offset : offset + len(into)].numpy().tobytes()
 
-    def check(self, part: int) -> None:
-        for number in sorted(self._within([part])):
-            self._source.check(number)
-
-    def trust(self, parts: Iterable[int]) -> None:
-        super().trust(parts)
-        self._source.trust(self._within(self.checked))
+    def made_of(self, part: int) -> Iterable[Stored]:
+        return [self._by_name[name] for _, name in self._of_part[part][0].members]
 
     def identity(self) -> list[Any]:
         groups = [group.identity() for group in self._groups]
         return [self.progress, groups, places_of(self._by_name.values()), self._source.identity()]
-
-    def _within(self, parts: Iterable[int]) -> set[int]:
-        """The parts of the source that ``parts`` are made of."""
-        names = [name for part in parts for _, name in self._of_part[part][0].members]
-        return {number for name in names for number in self._by_name[name].pieces.part.tolist()}
 
     def _add_group(self, group: Group) -> None:
         slot = self._by_name[group.members[0][1]].atom.slot

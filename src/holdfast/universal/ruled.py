@@ -16,7 +16,7 @@ from ..state.rules import Rules
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from .load import read_flat
-from .source import Part, Source, Stored, places_of
+from .source import Made, Part, Source, Stored, places_of
 
 
 def infer(reader: RunReader, manifest: Manifest) -> str:
@@ -59,14 +59,14 @@ def add_to(contents: Source, found: Assembled) -> None:
         contents.progress.setdefault("extra", {}).update(lost)
 
 
-class UnderRules(Source):
+class UnderRules(Made):
     """What ``rules`` make of the whole tensors of ``source``: other names, joined, split, permuted. Nothing is copied:
     its parts are the tensors of the source, read as they are asked for."""
 
     def __init__(self, source: Source, rules: Rules) -> None:
         """Raises ``RuleError`` if the rules do not fit."""
-        super().__init__(source.path, source.format, progress=dict(source.progress))
-        self._source, self._stored = source, list(source.atoms.values())
+        super().__init__(source)
+        self._stored = list(source.atoms.values())
         for stored in self._stored:
             self.add_part(Part(source.path, 0, stored.atom.nbytes, stored.atom.dtype))
         rows = [
@@ -97,20 +97,11 @@ class UnderRules(Source):
         values = read_flat(self._source, stored, offset // size, (offset + len(into)) // size)
         np.frombuffer(into, dtype=np.uint8)[:] = values.view(np.uint8)
 
-    def check(self, part: int) -> None:
-        for number in sorted(self._within([part])):
-            self._source.check(number)
-
-    def trust(self, parts: Iterable[int]) -> None:
-        super().trust(parts)
-        self._source.trust(self._within(self.checked))
+    def made_of(self, part: int) -> Iterable[Stored]:
+        return [self._stored[part]]
 
     def identity(self) -> list[Any]:
         return [self.progress, places_of(self._stored), self._source.identity()]
-
-    def _within(self, parts: Iterable[int]) -> set[int]:
-        """The parts of the source that ``parts`` are made of."""
-        return {number for part in parts for number in self._stored[part].pieces.part.tolist()}
 
 
 def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:

@@ -213,6 +213,30 @@ class Files(Source):
                 yield key
 
 
+class Made(Source):
+    """What is made of whole tensors of another ``source``, which are read, and checked, where they lie."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.path, source.format, progress=dict(source.progress))
+        self._source = source
+
+    def made_of(self, part: int) -> Iterable[Stored]:
+        """The tensors of the source that ``part`` is made of."""
+        raise NotImplementedError
+
+    def check(self, part: int) -> None:
+        for number in sorted(self._within([part])):
+            self._source.check(number)
+
+    def trust(self, parts: Iterable[int]) -> None:
+        super().trust(parts)
+        self._source.trust(self._within(self.checked))
+
+    def _within(self, parts: Iterable[int]) -> set[int]:
+        stored = (each for part in parts for each in self.made_of(part))
+        return {number for each in stored for number in each.pieces.part.tolist()}
+
+
 @dataclass
 class WithNumbers(Files):
     """Files, and parts that are in none of them: numbers that others keep beside their tensors."""

@@ -66,6 +66,9 @@ def test_sizes_and_rates_are_read_with_their_units():
         ("train.learning_rate=nan", "train.learning_rate = nan: must be a number"),
         ("train.learning_rate=inf", "train.learning_rate = inf: must be a number"),
         ("train.learning_rate=0", "train.learning_rate = 0.0: must be above 0"),
+        ("train.learning_rate=fast", 'train.learning_rate = "fast": must be a number'),
+        ("train.optimizer=adam", 'train.optimizer = "adam": must be "adamw" or "adamw-bf16" or'),
+        ("train.rank=0", "train.rank = 0: must be at least 1"),
         ("train.clip_norm=true", "train.clip_norm = true: must be a number"),
         ("model.width=8", "model.width = 8: must be a multiple of 2 * model.heads = 16"),
         ("train.clip_norm=-1", "train.clip_norm = -1.0: must not be negative"),
@@ -169,7 +172,13 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         for mark in ("fixed", "stated")
     }
     model = {f"model.{name}" for name in ("path", "blocks", "width", "heads", "kv_heads", "context")}
-    assert marked["fixed"] == {"run.seed", "data.validation_fraction", *model}
+    assert marked["fixed"] == {
+        "run.seed",
+        "data.validation_fraction",
+        *model,
+        "train.optimizer",
+        "train.rank",
+    }
     train = {
         "micro_batches",
         "micro_batch_size",

@@ -28,6 +28,9 @@ Fraction = float | Literal["auto"]
 """A share between 0 and 1, or "auto": what the planner chooses for this machine within the budget."""
 
 
+Rate = float | Literal["auto"]
+
+
 def _key(default: Any, doc: str, *, fixed: bool = False, stated: bool = False) -> Any:
     return field(default=default, metadata={"doc": doc, "fixed": fixed, "stated": stated})
 
@@ -83,7 +86,13 @@ class TrainConfig:
     steps: int = _key(100, "optimizer steps in all; raise it to continue a finished run")
     micro_batches: int = _key(4, "per step; their gradients are averaged", stated=True)
     micro_batch_size: int = _key(4, "samples per micro-batch", stated=True)
-    learning_rate: float = _key(3e-4, "at its highest, after the warm-up", stated=True)
+    optimizer: Literal[
+        "adamw", "adamw-bf16", "adamw-8bit", "adafactor", "muon", "apollo", "apollo-mini", "grass", "mezo"
+    ] = _key("adamw", "or one of docs/optimizers.md, most with less state", fixed=True)
+    rank: int = _key(256, "of the projections of apollo and grass", fixed=True)
+    learning_rate: Rate = _key(
+        "auto", 'at its highest, after the warm-up; "auto" is usual for the optimizer', stated=True
+    )
     warmup_steps: int = _key(10, "then cosine to a tenth", stated=True)
     weight_decay: float = _key(0.1, "on matrices; none on norms and embeddings", stated=True)
     clip_norm: float = _key(1.0, "global gradient norm; 0 is off", stated=True)
@@ -95,11 +104,15 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        for key in ("steps", "micro_batches", "micro_batch_size"):
+        for key in ("steps", "micro_batches", "micro_batch_size", "rank"):
             _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "must be at least 1")
         for key in ("warmup_steps", "weight_decay", "clip_norm"):
             _require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "must not be negative")
-        _require(self.learning_rate > 0, "train.learning_rate", self.learning_rate, "must be above 0")
+        rate = self.learning_rate
+        _require(rate == "auto" or rate > 0, "train.learning_rate", rate, "must be above 0")
+        if self.optimizer == "mezo":
+            usual = self.clip_norm in (0, TrainConfig.clip_norm)
+            _require(usual, "train.clip_norm", self.clip_norm, "mezo has no gradient to clip; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,17 +94,20 @@ def names_in(folder):
     return names
 
 
-@pytest.mark.parametrize("kind", ["text", "pairs"])
+@pytest.mark.parametrize(
+    "kind, optimizer", [("text", "adamw"), ("pairs", "adamw"), ("text", "mezo"), ("pairs", "muon")]
+)
 def test_a_killed_run_goes_on_without_its_folder_bit_for_bit(
-    tmp_path, holdfast, holdfast_process, llama, text, kind
+    tmp_path, holdfast, holdfast_process, llama, text, kind, optimizer
 ):
     """With the position in the encoded text, which is not encoded again."""
     data = text if kind == "text" else write_pairs(tmp_path / "pairs.jsonl")
     folder, whole, run = tmp_path / "folder", tmp_path / "whole", tmp_path / "run"
     shutil.copytree(llama, folder)
-    assert holdfast("train", "--model", folder, *arguments(whole, data, 8)).code == 0
+    by = ("--set", f"train.optimizer={optimizer}")
+    assert holdfast("train", "--model", folder, *arguments(whole, data, 8, *by)).code == 0
     process = holdfast_process(
-        "train", "--model", folder, *arguments(run, data, 8), "--set", "io.write_limit=1MB"
+        "train", "--model", folder, *arguments(run, data, 8, *by, "--set", "io.write_limit=1MB")
     )
     while not (run / "events.jsonl").exists() or len(events(run, "step")) < 3:
         assert process.poll() is None, process.communicate()
@@ -113,7 +116,7 @@ def test_a_killed_run_goes_on_without_its_folder_bit_for_bit(
     process.wait()
     assert len(events(run, "step")) < 8
     shutil.rmtree(folder)
-    result = holdfast("train", "--model", folder, *arguments(run, data, 8))
+    result = holdfast("train", "--model", folder, *arguments(run, data, 8, *by))
     assert result.code == 0, result.err
     assert "encoding the text" not in result.out and "Continuing after step" in result.out
     assert differing(stored(run), stored(whole)) == []

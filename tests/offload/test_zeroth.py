@@ -272,6 +272,32 @@ def test_groups_that_cannot_share_an_epsilon_are_refused_with_nothing_written(tm
     assert not (tmp_path / "run").exists()
 
 
+def test_auto_keeps_in_host_memory_what_fits_and_measures_nothing(tmp_path):
+    """No bit depends on it."""
+    losses, states = reference(3)
+    sample, auto = (
+        batches(0, 1)[0],
+        {"params_on_host": "auto", "optimizer_on_host": "auto", "delayed_fraction": "auto"},
+    )
+    kept = {}
+    for name, options in (
+        ("much", {"budget": "auto"}),
+        ("asked", {**auto, "budget": holdfast.Budget(host="8GiB")}),
+    ):
+        model = model_with_a_frozen_parameter(dropout=0.1)
+        with offload(model, tmp_path / name, sample=sample, micro_batches=3, **options) as engine:
+            assert [engine.step(batches(step, 3)) for step in range(STEPS)] == losses
+            kept[name] = engine.last["read_bytes"]
+        assert differing(stored(tmp_path / name), states[-1]) == []
+    assert kept == {"much": 0, "asked": 0}
+    with pytest.raises(holdfast.errors.DoesNotFit):
+        offload(
+            model_with_a_frozen_parameter(dropout=0.1), tmp_path / "none", sample=sample, micro_batches=3,
+            budget=holdfast.Budget(host=1024), optimizer_on_host="auto",
+        )  # fmt: skip
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
@@ -281,8 +307,6 @@ def test_groups_that_cannot_share_an_epsilon_are_refused_with_nothing_written(tm
         ({"clip_norm": 1.0}, "clip_norm = 1.0 is not of MeZO"),
         ({"clipping": "speculate"}, "clipping = 'speculate' is not of MeZO"),
         ({"dtype": "fp16"}, "losses are not scaled"),
-        ({"budget": "auto"}, "budget='auto' cannot be planned for MeZO"),
-        ({"optimizer_on_host": "auto"}, "optimizer_on_host='auto' cannot be planned"),
     ],
 )
 def test_what_speaks_of_gradients_is_refused_with_nothing_written(tmp_path, options, said):

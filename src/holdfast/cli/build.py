@@ -18,6 +18,7 @@ from ..offload.engine import Engine
 from ..offload.entry import Budget, offload
 from ..offload.preflight import Preflight
 from .machine import choose_device
+from .optimizers import learning_rate, make_optimizer
 from .recipe import Recipe
 
 
@@ -56,7 +57,7 @@ def make_engine(
             device=config.offload.device_budget_bytes or "auto",
             host=config.offload.host_budget_bytes or "auto",
         ),
-        clip_norm=config.train.clip_norm or None,
+        clip_norm=None if config.train.optimizer == "mezo" else config.train.clip_norm or None,
         clipping=config.train.clipping,
         normalize=recipe.normalize,
         commit_every=config.durability.every,
@@ -74,27 +75,12 @@ def make_engine(
         say=say,
     )
     # a run that goes on with other hyper-parameters, or for another number of steps, has theirs from here on
-    highest = config.train.learning_rate
+    highest = learning_rate(config)
     scheduler.base_lrs = [highest for _ in decays]
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         rate = highest * learning_rate_factor(scheduler.last_epoch, warmup, steps)
         group |= {"initial_lr": highest, "lr": rate, "weight_decay": decay}
     return engine
-
-
-def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.AdamW:
-    """Weight decay on matrices, none on norms (by dimension) and none on the embedding."""
-    parameters, embeddings = list(recipe.model.parameters()), recipe.embeddings()
-    decayed = [p for p in parameters if p.dim() >= 2 and id(p) not in embeddings]
-    others = [p for p in parameters if p.dim() < 2 or id(p) in embeddings]
-    return torch.optim.AdamW(
-        [
-            {"params": decayed, "weight_decay": config.train.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ],
-        lr=config.train.learning_rate,
-        betas=(0.9, 0.95),
-    )
 
 
 def learning_rate_factor(step: int, warmup_steps: int, steps: int) -> float:

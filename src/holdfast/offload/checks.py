@@ -154,27 +154,24 @@ def check_zeroth(
     clip_norm: Any,
     clipping: str,
     dtype: str,
-    fractions: Mapping[str, Any],
-    budget: Budget | str | None,
 ) -> None:
     """What says something of gradients, of a backward pass or of moments is not of MeZO, which has none."""
     for name, given, usual, why in (
-        ("schedule", schedule, "vertical", "it has a schedule of its own, of forward passes alone"),
-        ("order", order, "plain", "nothing flows back through the blocks"),
-        ("delayed_fraction", delayed_fraction, None, "every update waits for the next step's forward pass"),
-        ("clip_norm", clip_norm, None, "there is no gradient whose norm could be taken"),
-        ("clipping", clipping, "defer", "there is no gradient whose norm could be taken"),
+        ("schedule", schedule, ("vertical",), "it has a schedule of its own, of forward passes alone"),
+        ("order", order, ("plain",), "nothing flows back through the blocks"),
+        (
+            "delayed_fraction",
+            delayed_fraction,
+            (None, "auto"),
+            "every update waits for the next step's forward pass",
+        ),
+        ("clip_norm", clip_norm, (None,), "there is no gradient whose norm could be taken"),
+        ("clipping", clipping, ("defer",), "there is no gradient whose norm could be taken"),
     ):
-        if given != usual:
+        if given not in usual:
             raise BadInput(f"{name} = {given!r} is not of MeZO: {why}. Leave it out.")
     if dtype == "fp16":
         raise BadInput("dtype='fp16' is not of MeZO: losses are not scaled. Use dtype='bf16' or 'fp32'.")
-    auto = [f"{name}_on_host" for name, share in fractions.items() if share == "auto"]
-    if auto or budget == "auto":
-        raise BadInput(
-            f"{auto[0] if auto else 'budget'}='auto' cannot be planned for MeZO. Give fractions, such as"
-            " optimizer_on_host=0.5, and budget=holdfast.Budget(host=...) to have them checked."
-        )
     try:
         epsilon_of(groups)
     except ValueError as error:

@@ -129,7 +129,7 @@ def offload(
     not known yet, and the times of the model's own block. So is a fraction of "auto" with any other budget. Fractions
     that are given are taken as they are; without "auto" those that are not are 0, and 1 of activations. It changes no
     bit. What was chosen and what binds is an event ("plan"), and a line that ``say`` is told (unless given, it is
-    printed to standard error).
+    printed to standard error). MeZO's fractions are by what saves most traffic in that memory, and nothing is measured.
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
     ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad. ``clipping`` says how:
@@ -201,9 +201,7 @@ def offload(
             }
             if isinstance(optimizer, MeZO):
                 groups = optimizer.param_groups
-                check_zeroth(
-                    groups, schedule, order, delayed_fraction, clip_norm, clipping, dtype, on_host, budget
-                )
+                check_zeroth(groups, schedule, order, delayed_fraction, clip_norm, clipping, dtype)
                 schedule = ZEROTH
             refuse_alone_only(fellows, schedule, budget, (*on_host.values(), delayed_fraction))
             check_sample(sample)

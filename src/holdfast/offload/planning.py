@@ -189,7 +189,7 @@ def make_plan(
     order, held = LISTS[schedule], process_bytes() + KERNEL_BYTES
     prediction, delayed = None, 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
     together, usual = EVALUATION_BATCHES, replace(shape, delayed_fraction=delayed)
-    if wanted.planned and measured is not None:
+    if wanted.planned and measured is not None and schedule != ZEROTH:
 
         def ask(machine: MachineProfile, work: Work) -> Question:
             nonlocal held, together

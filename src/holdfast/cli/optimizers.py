@@ -1,0 +1,77 @@
+"""The optimizer that a configuration asks for, over the parameters of a recipe's model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..config import Config, literal
+from ..errors import ConfigError
+from ..offload.blocks import find_blocks
+from ..optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, MeZO, apollo_mini
+from .recipe import Recipe
+
+USUAL_RATE = 3e-4
+RATES = {"adafactor": 1e-2, "apollo": 1e-3, "apollo-mini": 1e-3, "grass": 1e-3, "mezo": 1e-6}
+"""Learning rates that nobody gave, of optimizers that take another one than AdamW."""
+
+BETAS = (0.9, 0.95)
+"""Of AdamW."""
+
+OF_MATRICES = ("muon", "apollo", "apollo-mini", "grass")
+"""These update the matrices of the blocks. All else is AdamW's."""
+
+Group = dict[str, Any]
+
+
+def learning_rate(config: Config) -> float:
+    """The highest."""
+    given = config.train.learning_rate
+    return RATES.get(config.train.optimizer, USUAL_RATE) if given == "auto" else given
+
+
+def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.Optimizer:
+    """Weight decay on matrices, none on norms (by dimension) and none on the embedding. Raises ``ConfigError`` where
+    there is nothing for the optimizer to update."""
+    kind, rate, decay = config.train.optimizer, learning_rate(config), config.train.weight_decay
+    embeddings = recipe.embeddings()
+    decayed = [p for p in recipe.model.parameters() if p.dim() >= 2 and id(p) not in embeddings]
+    others = [p for p in recipe.model.parameters() if p.dim() < 2 or id(p) in embeddings]
+    if kind in OF_MATRICES:
+        return _of_matrices(recipe, config, decayed, _group(others, 0.0))
+    groups = [*_group(decayed, decay), *_group(others, 0.0)]
+    if kind == "adafactor":
+        return torch.optim.Adafactor(groups, lr=rate)
+    if kind == "mezo":
+        return MeZO(groups, lr=rate, seed=config.run.seed)
+    adamw = {"adamw": torch.optim.AdamW, "adamw-bf16": AdamWBF16, "adamw-8bit": AdamW8bit}[kind]
+    return adamw(groups, lr=rate, betas=BETAS)
+
+
+def _of_matrices(
+    recipe: Recipe, config: Config, decayed: list[torch.nn.Parameter], others: list[Group]
+) -> torch.optim.Optimizer:
+    kind, rate, decay = config.train.optimizer, learning_rate(config), config.train.weight_decay
+    in_blocks = {id(p) for block in find_blocks(recipe.model).modules for p in block.parameters()}
+    matrices = [p for p in decayed if p.dim() == 2 and id(p) in in_blocks]
+    if not matrices:
+        raise ConfigError(
+            f"train.optimizer = {literal(kind)}: the blocks of this model have no matrices, which it is for. Take"
+            ' "adamw".'
+        )
+    known = {id(p) for p in matrices}
+    rest = [*_group([p for p in decayed if id(p) not in known], decay), *others]
+    if kind == "muon":  # scaled so that it takes the learning rates of AdamW
+        muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        return Joined(muon, torch.optim.AdamW(rest, lr=rate, betas=BETAS)) if rest else muon
+    groups = [*_group(matrices, decay), *(group | {"rank": None} for group in rest)]
+    if kind == "apollo-mini":
+        return apollo_mini(groups, lr=rate, seed=config.run.seed)
+    projected = {"apollo": Apollo, "grass": Grass}[kind]
+    return projected(groups, lr=rate, rank=config.train.rank, seed=config.run.seed)
+
+
+def _group(parameters: list[torch.nn.Parameter], decay: float) -> list[Group]:
+    """None of no parameters."""
+    return [{"params": parameters, "weight_decay": decay}] if parameters else []

@@ -156,18 +156,24 @@ def _supervise(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _listen(reading: int, pid: int, deadline: float | None) -> bytes:
-    """What the child says until it is gone. It is killed at ``deadline``."""
-    heard = b""
-    while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([reading], [], [], left)[0]:
-            os.kill(pid, signal.SIGKILL)
-            deadline = None
-            continue
-        data = os.read(reading, 65536)
-        if not data:
-            return heard
-        heard += data
+    """What the child says until it is gone, whoever else still holds its pipe. It is killed at ``deadline``."""
+    heard, gone = b"", os.pidfd_open(pid)
+    try:
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = select.select([reading, gone], [], [], left)[0]
+            if reading in ready:
+                data = os.read(reading, 65536)
+                if not data:
+                    return heard
+                heard += data
+            elif gone in ready:
+                return heard
+            else:
+                os.kill(pid, signal.SIGKILL)
+                deadline = None
+    finally:
+        os.close(gone)
 
 
 class _Child:

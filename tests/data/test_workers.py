@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import random
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from holdfast.data.loader import SampleLoader
+from holdfast.data.loader import SampleLoader, _begun
 from holdfast.errors import BadInput
 
 
@@ -200,3 +203,48 @@ def test_a_collator_draws_anew_for_each_batch_even_if_the_dataset_seeds_for_itse
 
     masks = [tuple(batch[-1]) for batch in take(SampleLoader(Seeding(), 2, collate=masked), 5)]
     assert len(set(masks)) == 5
+
+
+def orphaned(pids, parents):
+    """Starts a worker and dies before that has looked at anything."""
+
+    def worker():
+        pids.put(os.getpid())
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        _begun(None, 0)
+        parents.put("went on")
+
+    parent = os.getpid()
+    multiprocessing.get_context("fork").Process(target=worker).start()
+    time.sleep(0.2)
+    os._exit(0)  # by no way that waits for children
+
+
+def test_a_worker_whose_trainer_was_killed_as_it_began_ends():
+    """torch's own look at their parent comes later, and would take the parent that they have got for theirs."""
+    context = multiprocessing.get_context("fork")
+    pids, went_on = context.SimpleQueue(), context.SimpleQueue()
+    trainer = context.Process(target=orphaned, args=(pids, went_on))
+    trainer.start()
+    trainer.join()
+    pid, ends = pids.get(), time.monotonic() + 10
+    while is_alive(pid):
+        assert time.monotonic() < ends, "it stayed"
+        time.sleep(0.01)
+    assert went_on.empty()
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_worker_of_a_trainer_that_lives_goes_on_and_calls_the_scripts_own_beginning():
+    called = multiprocessing.get_context("fork").SimpleQueue()
+    loader = SampleLoader(Augmented(), 2, num_workers=2, worker_init_fn=called.put)
+    next(loader)
+    loader.close()
+    assert {called.get(), called.get()} == {0, 1}

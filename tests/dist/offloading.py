@@ -101,12 +101,13 @@ def main(
     sources: Sequence[str] = (),
     cursor: bool = False,
     slow_seconds: float = 0.0,
+    sampled: bool = False,
     options: dict[str, Any] | None = None,
 ) -> None:
     """``kill``, ``hang``, ``nan_at``, ``fewer_at``, ``leave_at``, ``refuse_at`` (a step with no list of micro-batches
     before the step) and ``faster_at`` (another learning rate) are a rank and a step, ``kill_after`` a rank and
     seconds; ``wrong`` are options by rank, and ``sources`` what each begins from. A commit takes ``slow_seconds`` to
-    be verified. With ``settle`` nothing is under way between two steps."""
+    be verified. With ``sampled`` memory is predicted. With ``settle`` nothing is under way between two steps."""
     if world_size > 1:
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     if kill_after and kill_after[0] == rank:
@@ -125,8 +126,13 @@ def main(
         given["source"] = holdfast.From(sources[rank])
     if cursor:
         given["loader"] = Cursor()
+    planned: list[str] = []
+    if "host_budget" in given:
+        given |= {"budget": holdfast.Budget(host=given.pop("host_budget"))}
+    if sampled or "budget" in given:
+        given |= {"sample": batches(0, 1)[0], "micro_batches": micro_batches, "say": planned.append}
     with holdfast.offload(model, optimizer, root, scheduler=warm_up(optimizer), **given) as engine:
-        say(resumed=engine.resumed_from)
+        say(resumed=engine.resumed_from, planned=planned)
         if failpoint and failpoint[0] == rank:
             failpoints.armed = failpoint[1]
         for step in range(engine.steps_done, steps):

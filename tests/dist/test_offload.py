@@ -178,14 +178,14 @@ def test_a_snake_and_losses_by_tokens_are_those_of_all_ranks(world, tmp_path):
     "wrong, message",
     [
         ({"schedule": "horizontal"}, "schedule='horizontal' is of one process"),
-        ({"params_on_host": "auto"}, "planned by each process for itself"),
+        ({"host_budget": 1000}, "and its budget is 1000 B"),
         ({"clip_norm": -1.0}, "clip_norm = -1.0 must be a positive number"),
     ],
 )
 def test_what_one_rank_is_refused_all_are_told_and_nothing_is_written(world, tmp_path, wrong, message):
     root = tmp_path / "run"
     said = world.run(2, root=root, steps=2, wrong={"1": wrong})
-    assert message in said[1]["error"] and said[1]["error"].startswith("BadInput")
+    assert message in said[1]["error"] and said[1]["error"].startswith(("BadInput", "DoesNotFit"))
     assert said[0]["error"].startswith("RankFailed: rank 1 failed") and message in said[0]["error"]
     assert not Path(root).exists()
 
@@ -216,6 +216,18 @@ def test_unlike_learning_rates_are_refused_and_nothing_is_lost_by_it(world, tmp_
     for each in said:
         assert "unlike hyper-parameters: param_groups[1]['lr'] is 0.012 on rank 1" in each["refused"], each
     check(said, tmp_path, *plain([(4, 2, 1)]))
+
+
+@pytest.mark.parametrize(
+    "way", [{"budget": "auto"}, {"host_budget": 1 << 33, "optimizer_on_host": "auto"}], ids=str
+)
+def test_what_stays_is_chosen_for_all_ranks_alike(world, tmp_path, way):
+    """By what fits, since nothing is measured; the numbers are the same."""
+    said = world.run(2, root=tmp_path, steps=STEPS, sampled=True, options=way)
+    check(said, tmp_path, *plain([(STEPS, 2, 1)]))
+    kept = "100%" if "budget" in way else "0%"
+    line = f"plan: {kept} of parameters, 100% of optimizer state, 100% of block inputs in host memory, by what fits"
+    assert [each["planned"] for each in said] == [[line], []]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,12 @@ import torch
 from holdfast.errors import BadInput, RankFailed
 from holdfast.offload.alike import refuse_unlike
 from holdfast.offload.ops.commit import publish
+from holdfast.offload.planning import Plan, alike
 from holdfast.offload.runtime import Runtime
+from holdfast.plan.memory import predict
+from holdfast.plan.vertical import vertical
+from holdfast.plan.work import Placement, StepShape
+from plan_steps import uneven
 
 
 def test_ranks_that_stand_at_unlike_steps_make_no_commit():
@@ -47,3 +52,18 @@ def test_buffers_are_sent_when_their_copies_to_the_host_are_there():
 def test_the_first_that_differs_is_named(told, message):
     with pytest.raises(BadInput, match=f"unlike rates: {message}"):
         refuse_unlike(told, "rates", "Stop")
+
+
+def test_what_stays_is_what_all_ranks_have_room_for():
+    work, shape = uneven(4), StepShape(micro_batches=2, clipping="defer")
+    here, there = Placement.fractions(4, params=1.0, optimizer=0.25), Placement.fractions(4, optimizer=0.5)
+    plan = Plan(
+        work=work, placement=here, operations=vertical(work, here, shape), held_bytes=0, evaluation_batches=8,
+        memory=predict(work, here, shape, vertical, 8),
+    )  # fmt: skip
+    found = alike(plan, "vertical", shape, SimpleNamespace(everyone=lambda mine: [mine, (there, 4)]))
+    assert found.placement == Placement.fractions(4, optimizer=0.25)
+    assert found.evaluation_batches == 4
+    assert found.operations == vertical(work, found.placement, shape) != plan.operations
+    assert found.memory == predict(work, found.placement, shape, vertical, 4) != plan.memory
+    assert alike(plan, "vertical", shape, SimpleNamespace(everyone=lambda mine: [mine, mine])) is plan

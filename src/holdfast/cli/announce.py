@@ -45,8 +45,8 @@ def announce(
         "wear": wear(written * steps_left),
         "memory": _memory(preflight, config.offload.host_budget == "auto"),
     }
-    if preflight.prediction is not None:
-        facts["plan"] = preflight.prediction.line()
+    if preflight.plan is not None:
+        facts["plan"] = preflight.plan
     print_facts(console, facts, indent="  ")
     console.print()
 

@@ -7,7 +7,10 @@ them have changed. The stream has no end unless told otherwise, and a batch may 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -113,13 +116,16 @@ class SampleLoader:
 
     def _reader(self) -> DataLoader:
         """torch's loader from the position on. Its generator is its own: making an iterator draws a number."""
+        options: dict[str, Any] = dict(self._options)
+        if self.num_workers:
+            options["worker_init_fn"] = partial(_begun, options.get("worker_init_fn"))
         return DataLoader(
             _Samples(self.dataset, self.seed, self.collate),
             batch_sampler=self._numbers(self.consumed),  # type: ignore[arg-type]
             num_workers=self.num_workers,
             collate_fn=_as_it_is,
             generator=torch.Generator(),
-            **self._options,
+            **options,
         )
 
     def _numbers(self, position: int) -> Iterator[list[int]]:
@@ -187,6 +193,16 @@ class _Samples(Dataset):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _begun(init: Callable[[int], object] | None, worker: int) -> None:
+    """What a worker does first. torch's end when they see that their parent is another process than it was when they
+    first looked, so one whose trainer had been killed by then would wait for ever."""
+    process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
+    if type(process).__name__ == "ForkProcess" and parent is not None and parent.pid != os.getppid():
+        os._exit(1)
+    if init is not None:
+        init(worker)
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -30,8 +30,6 @@ from .times import Times, time_model
 Limits = tuple[int | None, int | None, int | None]
 """Bytes per second: of reads, of writes, of both together."""
 
-KINDS = {"params": "parameters", "optimizer": "optimizer state", "activations": "block inputs"}
-
 
 @dataclass(frozen=True)
 class Prediction:
@@ -64,14 +62,14 @@ class Prediction:
 
     def line(self) -> str:
         """For a person."""
-        fractions, (name, part) = self.choice.fractions, self.busiest
-        stays = ", ".join(f"{fractions[kind]:.0%} of {noun}" for kind, noun in KINDS.items())
+        name, part = self.busiest
         delayed = (
             f", {self.choice.delayed_fraction:.0%} of updates delayed" if self.choice.delayed_fraction else ""
         )
         seconds = self.choice.step_seconds
         time = f"{seconds * 1e3:.0f} ms" if seconds < 1 else format_seconds(seconds)
-        return f"{stays} in host memory{delayed}; about {time} a step, {NAMES.get(name, name)} busy {part:.0%} of it"
+        busy = f"{NAMES.get(name, name)} busy {part:.0%} of it"
+        return f"{self.choice.placement.said()}{delayed}; about {time} a step, {busy}"
 
     def event(self) -> dict[str, Any]:
         """For the log."""

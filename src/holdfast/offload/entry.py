@@ -30,7 +30,7 @@ from ..store.manifest import Manifest
 from ..update.mezo import MeZO
 from ..update.threads import keep_torch_threads, one_torch_thread
 from .alike import agree_on_choices, agree_on_source
-from .auto import Planner
+from .auto import Planner, to_standard_error
 from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
 from .checks import (
@@ -48,7 +48,7 @@ from .device import open_device
 from .engine import Engine
 from .fellows import Fellows, refuse_alone_only
 from .parts import Parts
-from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
+from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, alike, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
 from .progress import UserState
@@ -203,7 +203,7 @@ def offload(
                 groups = optimizer.param_groups
                 check_zeroth(groups, schedule, order, delayed_fraction, clip_norm, clipping, dtype)
                 schedule = ZEROTH
-            refuse_alone_only(fellows, schedule, budget, (*on_host.values(), delayed_fraction))
+            refuse_alone_only(fellows, schedule)
             check_sample(sample)
             check_recorded(model)
             if disk is None:
@@ -227,7 +227,7 @@ def offload(
                 "order": order,
             }
             wanted = Wanted.of(
-                budget == "auto", delayed_fraction,
+                budget == "auto", fellows.alone and schedule != ZEROTH, delayed_fraction,
                 params=params_on_host, optimizer=optimizer_on_host, activations=activations_on_host,
             )  # fmt: skip
             given = hyper_parameters(optimizer.param_groups)
@@ -235,12 +235,13 @@ def offload(
                 parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
             )
             target = open_device(device)
-            budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target)
+            budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
+            shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(
                 parts,
                 target,
                 schedule,
-                rules.shape(micro_batches, commit_every > 0),
+                shape,
                 budget,
                 sample,
                 loss_fn,
@@ -253,6 +254,9 @@ def offload(
             **settings, "retain": retain, "delayed_fraction": delayed_fraction, "source": source is not None, **on_host,
         }  # fmt: skip
         agree_on_choices(fellows.control, parts, optimizer, rules, choices, given)
+        plan = alike(plan, schedule, shape, fellows.control)
+        if plan.filled and fellows.rank == 0:
+            (say or to_standard_error)(f"plan: {plan.line}")
         keep_torch_threads()
         queue = IOQueue(io_threads, read_limit, write_limit, total_limit, prepare=one_torch_thread)
         spare = 1 if commit_every == 1 else 2

@@ -6,6 +6,7 @@ of a step exchange, and commits. In each of them all ranks do the same in the sa
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -27,11 +28,15 @@ class Fellows:
     control: Ranks
     exchange: Ranks
     commits: Ranks
+    on_host: int = 1
+    """Of them, those on this host."""
 
     @classmethod
     def here(cls, deadline_seconds: float) -> Fellows:
         """Those of torch.distributed, if it is in use. Called on all ranks, and waits for them."""
-        return cls(*(Ranks.here(deadline_seconds, "call holdfast.offload") for _ in range(3)))
+        groups = [Ranks.here(deadline_seconds, "call holdfast.offload") for _ in range(3)]
+        hosts = groups[0].everyone(socket.gethostname())
+        return cls(*groups, on_host=hosts.count(socket.gethostname()))
 
     @property
     def rank(self) -> int:
@@ -133,7 +138,7 @@ class Fellows:
         }
 
 
-def refuse_alone_only(fellows: Fellows, schedule: str, budget: object, fractions: Sequence[object]) -> None:
+def refuse_alone_only(fellows: Fellows, schedule: str) -> None:
     """Raise ``BadInput`` for what several ranks cannot do."""
     if fellows.alone:
         return
@@ -142,11 +147,5 @@ def refuse_alone_only(fellows: Fellows, schedule: str, budget: object, fractions
         what = "MeZO is of one process. Use an optimizer with gradients, or one process"
     elif schedule != "vertical":
         what = f"schedule={schedule!r} is of one process: several ranks sum their gradients once a step. Leave it out"
-    elif budget is not None or "auto" in fractions:
-        what = (
-            "a budget, and fractions of 'auto', are planned by each process for itself, and all ranks have to keep the"
-            " same on the host. Give fractions (params_on_host=, optimizer_on_host=, activations_on_host=,"
-            " delayed_fraction=) instead"
-        )
     if what is not None:
         raise BadInput(f"{fellows.world_size} ranks train together here, and {what}.")

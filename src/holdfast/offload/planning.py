@@ -17,12 +17,14 @@ from ..plan.auto import Question
 from ..plan.horizontal import horizontal
 from ..plan.memory import MakesOps, Memory, predict
 from ..plan.ops import Op
+from ..plan.placement import ORDER as KINDS
 from ..plan.placement import choose
 from ..plan.vertical import vertical
 from ..plan.work import Placement, StepShape, Work
 from ..plan.zeroth import zeroth
 from ..probe.memory import free_host_bytes
 from ..profiles import MachineProfile
+from ..ranks import Ranks
 from ..units import MiB, parse_bytes
 from .auto import Planner, Prediction
 from .device import Device
@@ -65,9 +67,10 @@ class Budget:
     def device_bytes(self) -> int | None:
         return _bytes(self.device)
 
-    def resolved(self, device: Device) -> Budget:
-        """The same in bytes: what is free now is asked for once."""
-        host = process_bytes() + round(MOST_OF_FREE * free_host_bytes()) if self.host == "auto" else self.host
+    def resolved(self, device: Device, on_host: int = 1) -> Budget:
+        """The same in bytes: what is free now is asked for once. Of so many ranks ``on_host`` each takes its part."""
+        free = free_host_bytes() / on_host
+        host = process_bytes() + round(MOST_OF_FREE * free) if self.host == "auto" else self.host
         there: float | str | None = self.device
         if there == "auto":
             there = None if device.unified else round(MOST_OF_FREE * device.free_bytes())
@@ -104,6 +107,15 @@ class Plan:
     """Micro-batches that an evaluation takes through the blocks together."""
     prediction: Prediction | None = None
     """Of the machine's rates, if it was asked for."""
+    filled: bool = False
+    """Something was chosen by what fits, no rates asked for."""
+
+    @property
+    def line(self) -> str | None:
+        """What was chosen, for a person; None where everything was given."""
+        if self.prediction is not None:
+            return self.prediction.line()
+        return f"{self.placement.said()}, by what fits" if self.filled else None
 
     @property
     def param_scratch_bytes(self) -> int:
@@ -141,11 +153,15 @@ class Wanted:
     on_host: dict[str, Fraction]
     """Of params, optimizer and activations."""
     delayed_fraction: Fraction
+    chosen: bool
+    """Something is "auto" ..."""
     planned: bool
-    """By the machine's rates: something is "auto"."""
+    """... and by the machine's rates."""
 
     @classmethod
-    def of(cls, everything: bool, delayed_fraction: Fraction | None, **on_host: Fraction | None) -> Wanted:
+    def of(
+        cls, everything: bool, by_rates: bool, delayed_fraction: Fraction | None, **on_host: Fraction | None
+    ) -> Wanted:
         """With ``everything``, what is not given is chosen; otherwise it is as ``NOT_GIVEN`` says."""
         otherwise: dict[str, Fraction] = dict.fromkeys(NOT_GIVEN, "auto") if everything else NOT_GIVEN
         given: dict[str, Fraction] = {
@@ -153,11 +169,8 @@ class Wanted:
             for kind, value in {**on_host, "delayed": delayed_fraction}.items()
         }
         delayed = given.pop("delayed")
-        return cls(
-            on_host=given,
-            delayed_fraction=delayed,
-            planned=everything or "auto" in (delayed, *given.values()),
-        )
+        chosen = everything or "auto" in (delayed, *given.values())
+        return cls(on_host=given, delayed_fraction=delayed, chosen=chosen, planned=chosen and by_rates)
 
 
 def make_plan(
@@ -189,7 +202,7 @@ def make_plan(
     order, held = LISTS[schedule], process_bytes() + KERNEL_BYTES
     prediction, delayed = None, 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
     together, usual = EVALUATION_BATCHES, replace(shape, delayed_fraction=delayed)
-    if wanted.planned and measured is not None and schedule != ZEROTH:
+    if wanted.planned and measured is not None:
 
         def ask(machine: MachineProfile, work: Work) -> Question:
             nonlocal held, together
@@ -226,6 +239,24 @@ def make_plan(
         delayed_fraction=delayed,
         evaluation_batches=together,
         prediction=prediction,
+        filled=wanted.chosen and prediction is None,
+    )
+
+
+def alike(plan: Plan, schedule: str, shape: StepShape, ranks: Ranks) -> Plan:
+    """``plan`` with what several ranks all have room for: of each kind as few blocks stay as on any. Called on all."""
+    told = ranks.everyone((plan.placement, plan.evaluation_batches))
+    if all(each == told[0] for each in told):
+        return plan
+    least = {kind: min((getattr(each, kind) for each, _ in told), key=sum) for kind in KINDS}
+    placement, together = Placement(**least), min(count for _, count in told)
+    shape, order = replace(shape, delayed_fraction=plan.delayed_fraction), LISTS[schedule]
+    return replace(
+        plan,
+        placement=placement,
+        evaluation_batches=together,
+        operations=order(plan.work, placement, shape),
+        memory=plan.memory and predict(plan.work, placement, shape, order, together),
     )
 
 

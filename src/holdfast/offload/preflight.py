@@ -38,6 +38,8 @@ class Preflight:
     block_names: tuple[str, ...]
     prediction: Prediction | None = None
     """Of the planner, if it was asked."""
+    plan: str | None = None
+    """What was chosen, for a person; None where everything was given."""
 
     def check(self) -> None:
         """Raises ``DoesNotFit`` if the disk or the budget is too small."""
@@ -82,4 +84,5 @@ def preflight_of(
         device_budget=None if plan.work.unified else budget.device_bytes(),
         block_names=tuple(unit.name for unit in parts.units),
         prediction=plan.prediction,
+        plan=plan.line,
     )

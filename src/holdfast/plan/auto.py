@@ -96,11 +96,8 @@ class Choice:
 
     @property
     def fractions(self) -> dict[str, float]:
-        """Of the blocks, in host memory; of the inputs of all but the last."""
-        stays = {kind: getattr(self.placement, kind) for kind in FRACTIONS}
-        if len(stays["activations"]) > 1:
-            stays["activations"] = stays["activations"][:-1]
-        return {kind: sum(which) / len(which) for kind, which in stays.items()}
+        """Of ``placement``."""
+        return self.placement.shares
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ them is exact. ``Work`` is what the engine measures from a model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 Clipping = Literal["none", "defer", "speculate", "per_block"]
@@ -105,6 +105,10 @@ def spread(count: int, fraction: float) -> tuple[bool, ...]:
     return tuple((i + 1) * chosen // count > i * chosen // count for i in range(count))
 
 
+NOUNS = {"params": "parameters", "optimizer": "optimizer state", "activations": "block inputs"}
+"""What stays on the host or does not, for a person."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Per block: what stays in host memory. The rest lives on the SSD."""
@@ -114,6 +118,20 @@ class Placement:
     activations: tuple[bool, ...]
     gradients: tuple[bool, ...]
     """Matters only while gradients wait for the end of the backward pass (clipping, horizontal order)."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the blocks, in host memory; of the inputs of all but the last."""
+        stays = {each.name: getattr(self, each.name) for each in fields(self)}
+        if len(stays["activations"]) > 1:
+            stays["activations"] = stays["activations"][:-1]
+        return {kind: sum(which) / len(which) for kind, which in stays.items()}
+
+    def said(self) -> str:
+        """For a person."""
+        shares = self.shares
+        stays = ", ".join(f"{shares[kind]:.0%} of {noun}" for kind, noun in NOUNS.items())
+        return f"{stays} in host memory"
 
     @classmethod
     def fractions(

@@ -29,6 +29,12 @@ Fraction = float | Literal["auto"]
 
 
 Rate = float | Literal["auto"]
+"""A number, or "auto": what is usual for the optimizer."""
+
+USUAL_RATES = {"adafactor": 1e-2, "apollo": 1e-3, "apollo-mini": 1e-3, "grass": 1e-3, "mezo": 1e-6}
+"""Highest learning rates of "auto"; of other optimizers it is ``USUAL_RATE``."""
+
+USUAL_RATE = 3e-4
 
 
 def _key(default: Any, doc: str, *, fixed: bool = False, stated: bool = False) -> Any:
@@ -89,7 +95,7 @@ class TrainConfig:
     optimizer: Literal[
         "adamw", "adamw-bf16", "adamw-8bit", "adafactor", "muon", "apollo", "apollo-mini", "grass", "mezo"
     ] = _key("adamw", "or one of docs/optimizers.md, most with less state", fixed=True)
-    rank: int = _key(256, "of the projections of apollo and grass", fixed=True)
+    rank: int = _key(64, "of apollo's and grass's projections; a quarter of the width is usual", fixed=True)
     learning_rate: Rate = _key(
         "auto", 'at its highest, after the warm-up; "auto" is usual for the optimizer', stated=True
     )
@@ -111,8 +117,18 @@ class TrainConfig:
         rate = self.learning_rate
         _require(rate == "auto" or rate > 0, "train.learning_rate", rate, "must be above 0")
         if self.optimizer == "mezo":
-            usual = self.clip_norm in (0, TrainConfig.clip_norm)
-            _require(usual, "train.clip_norm", self.clip_norm, "mezo has no gradient to clip; leave it out")
+            for key, usual in (
+                ("clip_norm", (0, TrainConfig.clip_norm)),
+                ("clipping", (TrainConfig.clipping,)),
+            ):
+                value = getattr(self, key)
+                _require(value in usual, f"train.{key}", value, "mezo has no gradient to clip; leave it out")
+
+    @property
+    def highest_rate(self) -> float:
+        """The learning rate, after the warm-up."""
+        usual = USUAL_RATES.get(self.optimizer, USUAL_RATE)
+        return usual if self.learning_rate == "auto" else self.learning_rate
 
 
 @dataclass(frozen=True, kw_only=True)

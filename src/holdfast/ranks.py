@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,8 +30,19 @@ PATIENCE_SECONDS = 10.0
 BEAT_SECONDS = 0.5
 """How often the first rank tells the others that they wait for something."""
 
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""What tells a running machine from any other."""
+
 SUMMED_AT_ONCE = 4 << 20
 """Elements: what is received waits in memory."""
+
+
+def this_machine() -> str:
+    """The same for all processes of one running machine."""
+    try:
+        return BOOT.read_text()
+    except OSError:  # no Linux
+        return socket.gethostname()
 
 
 class Ranks:

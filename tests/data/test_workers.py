@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from holdfast.data.loader import SampleLoader, _begun
+from holdfast.data.loader import SampleLoader
 from holdfast.errors import BadInput
 
 
@@ -205,30 +206,31 @@ def test_a_collator_draws_anew_for_each_batch_even_if_the_dataset_seeds_for_itse
     assert len(set(masks)) == 5
 
 
-def orphaned(pids, parents):
-    """Starts a worker and dies before that has looked at anything."""
+def dies_as_its_worker_begins(method, pids, went_on):
+    """A trainer that is killed when torch's worker is there and has looked at nothing."""
 
-    def worker():
+    def waits_for_the_end(name):
         pids.put(os.getpid())
-        while os.getppid() == parent:
+        while os.getppid() == trainer:
             time.sleep(0.01)
-        _begun(None, 0)
-        parents.put("went on")
 
-    parent = os.getpid()
-    multiprocessing.get_context("fork").Process(target=worker).start()
-    time.sleep(0.2)
-    os._exit(0)  # by no way that waits for children
+    trainer = os.getpid()
+    torch.multiprocessing._set_thread_name = waits_for_the_end  # the first that a worker calls
+    threading.Timer(0.5, os.kill, [trainer, signal.SIGKILL]).start()
+    options = {"multiprocessing_context": method} if method else {}
+    next(SampleLoader(Augmented(), 2, num_workers=1, worker_init_fn=went_on.put, **options))
 
 
-def test_a_worker_whose_trainer_was_killed_as_it_began_ends():
+@pytest.mark.parametrize("method", [None, "fork"])
+def test_a_worker_whose_trainer_was_killed_as_it_began_ends(method):
     """torch's own look at their parent comes later, and would take the parent that they have got for theirs."""
     context = multiprocessing.get_context("fork")
     pids, went_on = context.SimpleQueue(), context.SimpleQueue()
-    trainer = context.Process(target=orphaned, args=(pids, went_on))
+    trainer = context.Process(target=dies_as_its_worker_begins, args=(method, pids, went_on))
     trainer.start()
     trainer.join()
-    pid, ends = pids.get(), time.monotonic() + 10
+    assert trainer.exitcode == -signal.SIGKILL
+    pid, ends = pids.get(), time.monotonic() + 30
     while is_alive(pid):
         assert time.monotonic() < ends, "it stayed"
         time.sleep(0.01)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from holdfast.errors import BadInput, RankFailed
-from holdfast.offload.alike import refuse_unlike
+from holdfast.offload.alike import agree_on_placement, refuse_unlike
 from holdfast.offload.ops.commit import publish
-from holdfast.offload.planning import Plan, alike
+from holdfast.offload.planning import Plan
 from holdfast.offload.runtime import Runtime
 from holdfast.plan.memory import predict
 from holdfast.plan.vertical import vertical
@@ -61,9 +61,14 @@ def test_what_stays_is_what_all_ranks_have_room_for():
         work=work, placement=here, operations=vertical(work, here, shape), held_bytes=0, evaluation_batches=8,
         memory=predict(work, here, shape, vertical, 8),
     )  # fmt: skip
-    found = alike(plan, "vertical", shape, SimpleNamespace(everyone=lambda mine: [mine, (there, 4)]))
+    found = agree_on_placement(
+        plan, "vertical", shape, SimpleNamespace(everyone=lambda mine: [mine, (there, 4)])
+    )
     assert found.placement == Placement.fractions(4, optimizer=0.25)
     assert found.evaluation_batches == 4
     assert found.operations == vertical(work, found.placement, shape) != plan.operations
     assert found.memory == predict(work, found.placement, shape, vertical, 4) != plan.memory
-    assert alike(plan, "vertical", shape, SimpleNamespace(everyone=lambda mine: [mine, mine])) is plan
+    assert (
+        agree_on_placement(plan, "vertical", shape, SimpleNamespace(everyone=lambda mine: [mine, mine]))
+        is plan
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput
-from holdfast.offload import entry
+from holdfast.offload import entry, planning
 from holdfast.plan.ops import traffic
 from holdfast.plan.work import StepShape
 from plain_loops import PLACEMENTS, by_tokens, model_with_a_frozen_parameter, ragged
@@ -290,12 +291,29 @@ def test_auto_keeps_in_host_memory_what_fits_and_measures_nothing(tmp_path):
             kept[name] = engine.last["read_bytes"]
         assert differing(stored(tmp_path / name), states[-1]) == []
     assert kept == {"much": 0, "asked": 0}
+    with offload(decoder(2), tmp_path / "given", optimizer_on_host=0.5, delayed_fraction="auto") as engine:
+        assert engine.preflight.plan is None  # nothing was chosen
     with pytest.raises(holdfast.errors.DoesNotFit):
         offload(
             model_with_a_frozen_parameter(dropout=0.1), tmp_path / "none", sample=sample, micro_batches=3,
             budget=holdfast.Budget(host=1024), optimizer_on_host="auto",
         )  # fmt: skip
     assert not (tmp_path / "none").exists()
+
+
+def test_with_little_memory_a_part_of_the_state_stays_and_no_working_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "process_bytes", lambda: 300 << 20)  # as it grows, it is no measure here
+    wide, sample = {"width": 256, "hidden": 768, "blocks": 8}, batches(0, 1)[0]
+    needed = []
+    for kept in (0.0, 1.0):
+        fractions = {"params_on_host": kept, "optimizer_on_host": kept}
+        with offload(decoder(**wide), tmp_path / f"{kept}", sample=sample, **fractions) as engine:
+            needed.append(engine.preflight.host_bytes_predicted)
+    least, most = needed
+    little = holdfast.Budget(host=least + (most - least) // 4)
+    auto = {"params_on_host": "auto", "optimizer_on_host": "auto"}
+    with offload(decoder(**wide), tmp_path / "little", sample=sample, budget=little, **auto) as engine:
+        assert re.match(r"0% of parameters, (25|38|50|62|75)% of optimizer state, ", engine.preflight.plan)
 
 
 @pytest.mark.parametrize(

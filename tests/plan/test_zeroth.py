@@ -3,11 +3,12 @@
 from hypothesis import given, settings
 
 from holdfast.plan import ops
-from holdfast.plan.memory import buffers
-from holdfast.plan.ops import Key
+from holdfast.plan.memory import buffers, predict
+from holdfast.plan.ops import SSD_READ, Key, lane_bytes
+from holdfast.plan.placement import STATE_FIRST, choose
 from holdfast.plan.work import Placement, StepShape
 from holdfast.plan.zeroth import DISPLACED, MEASURED, catch_up, zeroth
-from plan_steps import Order, equal_blocks, grid, keys, steps
+from plan_steps import Order, equal_blocks, grid, keys, steps, uneven
 
 
 def on_ssd(work, stays, size):
@@ -125,3 +126,26 @@ def test_streams_go_one_after_the_other_and_what_is_between_blocks_is_kept_for_b
         for m in range(2 * step[2].micro_batches)
     ]
     assert found == expected
+
+
+def test_what_fits_is_the_state_first_which_alone_a_step_moves():
+    """Between the least memory and the most: no other placement of that memory reads less."""
+    work, shape = uneven(8), StepShape(micro_batches=2)
+    least, most = (
+        predict(work, Placement.fractions(8, params=kept, optimizer=kept), shape, zeroth, 0).host_bytes
+        for kept in (0, 1)
+    )
+    for part in (0.25, 0.5, 0.75):
+        budget = round(least + part * (most - least))
+        found = choose(work, shape, budget, schedule=zeroth, order=STATE_FIRST)
+        assert predict(work, found, shape, zeroth, 0).host_bytes <= budget
+        assert 0 < sum(found.optimizer) < 8 or all(found.optimizer)
+        for params in range(9):
+            for optimizer in range(9):
+                other = Placement.fractions(8, params=params / 8, optimizer=optimizer / 8)
+                if predict(work, other, shape, zeroth, 0).host_bytes <= budget:
+                    assert read_bytes(work, found, shape) <= read_bytes(work, other, shape)
+
+
+def read_bytes(work, placement, shape):
+    return lane_bytes(zeroth(work, placement, shape))[SSD_READ]

@@ -16,7 +16,6 @@ from rich.text import Text
 from ..config import Config
 from ..units import counted, format_bytes
 from ..watch.drive import wear
-from .optimizers import learning_rate
 from .output import print_facts
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def announce(
     facts = {
         "model": f"{preflight.parameters:,} parameters in {counted(len(preflight.block_names), 'block')}, "
         f"{format_bytes(preflight.state_bytes)} of training state",
-        "update": f"{config.train.optimizer}, learning rate {learning_rate(config):g} at its highest",
+        "update": f"{config.train.optimizer}, learning rate {config.train.highest_rate:g} at its highest",
         "text": f"{config.data.text}: {counted(len(corpus.paths), 'file')}, {format_bytes(corpus.num_bytes)}; "
         f"{counted(len(corpus.training), 'sample')} and {len(corpus.validation):,} held out",
         "space": f"{needed} needed, {free} free in {preflight.directory}",

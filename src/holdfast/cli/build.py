@@ -18,7 +18,7 @@ from ..offload.engine import Engine
 from ..offload.entry import Budget, offload
 from ..offload.preflight import Preflight
 from .machine import choose_device
-from .optimizers import learning_rate, make_optimizer
+from .optimizers import make_optimizer
 from .recipe import Recipe
 
 
@@ -75,7 +75,7 @@ def make_engine(
         say=say,
     )
     # a run that goes on with other hyper-parameters, or for another number of steps, has theirs from here on
-    highest = learning_rate(config)
+    highest = config.train.highest_rate
     scheduler.base_lrs = [highest for _ in decays]
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         rate = highest * learning_rate_factor(scheduler.last_epoch, warmup, steps)

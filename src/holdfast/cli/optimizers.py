@@ -12,11 +12,7 @@ from ..offload.blocks import find_blocks
 from ..optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined, MeZO, apollo_mini
 from .recipe import Recipe
 
-USUAL_RATE = 3e-4
-RATES = {"adafactor": 1e-2, "apollo": 1e-3, "apollo-mini": 1e-3, "grass": 1e-3, "mezo": 1e-6}
-"""Learning rates that nobody gave, of optimizers that take another one than AdamW."""
-
-BETAS = (0.9, 0.95)
+BETAS, EPSILON = (0.9, 0.95), 1e-8
 """Of AdamW."""
 
 OF_MATRICES = ("muon", "apollo", "apollo-mini", "grass")
@@ -25,16 +21,10 @@ OF_MATRICES = ("muon", "apollo", "apollo-mini", "grass")
 Group = dict[str, Any]
 
 
-def learning_rate(config: Config) -> float:
-    """The highest."""
-    given = config.train.learning_rate
-    return RATES.get(config.train.optimizer, USUAL_RATE) if given == "auto" else given
-
-
 def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.Optimizer:
     """Weight decay on matrices, none on norms (by dimension) and none on the embedding. Raises ``ConfigError`` where
     there is nothing for the optimizer to update."""
-    kind, rate, decay = config.train.optimizer, learning_rate(config), config.train.weight_decay
+    kind, rate, decay = config.train.optimizer, config.train.highest_rate, config.train.weight_decay
     embeddings = recipe.embeddings()
     decayed = [p for p in recipe.model.parameters() if p.dim() >= 2 and id(p) not in embeddings]
     others = [p for p in recipe.model.parameters() if p.dim() < 2 or id(p) in embeddings]
@@ -52,7 +42,7 @@ def make_optimizer(recipe: Recipe, config: Config) -> torch.optim.Optimizer:
 def _of_matrices(
     recipe: Recipe, config: Config, decayed: list[torch.nn.Parameter], others: list[Group]
 ) -> torch.optim.Optimizer:
-    kind, rate, decay = config.train.optimizer, learning_rate(config), config.train.weight_decay
+    kind, rate, decay = config.train.optimizer, config.train.highest_rate, config.train.weight_decay
     in_blocks = {id(p) for block in find_blocks(recipe.model).modules for p in block.parameters()}
     matrices = [p for p in decayed if p.dim() == 2 and id(p) in in_blocks]
     if not matrices:
@@ -65,7 +55,8 @@ def _of_matrices(
     if kind == "muon":  # scaled so that it takes the learning rates of AdamW
         muon = torch.optim.Muon(matrices, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
         return Joined(muon, torch.optim.AdamW(rest, lr=rate, betas=BETAS)) if rest else muon
-    groups = [*_group(matrices, decay), *(group | {"rank": None} for group in rest)]
+    by_adamw = {"rank": None, "betas": BETAS, "eps": EPSILON}
+    groups = [*_group(matrices, decay), *(group | by_adamw for group in rest)]
     if kind == "apollo-mini":
         return apollo_mini(groups, lr=rate, seed=config.run.seed)
     projected = {"apollo": Apollo, "grass": Grass}[kind]

@@ -28,6 +28,7 @@ PLACES = ("run.dir", "offload.ssd")
 def write_record(config: Config) -> None:
     """Keep ``config`` in the run's directory, and beside its state, durably. A file that says the same stays, with
     the comments of whoever wrote it."""
+    config = _with_rate(config)
     run, state = Path(config.run.dir), state_directory(Path(config.run.dir), config)
     if config.offload.ssd:  # to be found from any working directory
         config = replace(config, offload=replace(config.offload, ssd=str(state.absolute())))
@@ -37,7 +38,7 @@ def write_record(config: Config) -> None:
         with suppress(ConfigError, OSError):
             if (
                 load_config(directory / NAME) == config
-            ):  # of a writer that was killed, or a copy that nobody synced
+            ):  # of a writer that was killed, or a copy nobody synced
                 disk.sync(NAME, why="configuration")
                 disk.sync_dir("", why="configuration directory")
                 continue
@@ -48,7 +49,7 @@ def read_record(directory: Path) -> Config | None:
     """The configuration kept in ``directory``. Warns and is None where it cannot be read."""
     path = directory / NAME
     try:
-        return load_config(path) if path.exists() else None
+        return _with_rate(load_config(path)) if path.exists() else None
     except ConfigError as error:
         warnings.warn(f"the run's own configuration is not considered: {error}", stacklevel=2)
         return None
@@ -64,7 +65,7 @@ def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[A
 
     ``stated`` are the keys given by ``--set``. Raises ``RunMismatch`` for a change that is not allowed.
     """
-    run = Path(config.run.dir)
+    config, run = _with_rate(config), Path(config.run.dir)
     state = state_directory(run, config)
     record = read_record(run)
     if record is not None:
@@ -79,6 +80,11 @@ def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[A
     changed = {key: pair for key, pair in changed_keys(record, config).items() if key not in PLACES}
     _refuse_unstated(run, {k: v for k, v in changed.items() if is_marked(k, "stated") and k not in stated})
     return changed
+
+
+def _with_rate(config: Config) -> Config:
+    """With the number that "auto" is: a run keeps it, whatever a later version takes for usual."""
+    return replace(config, train=replace(config.train, learning_rate=config.train.highest_rate))
 
 
 def describe(changed: dict[str, tuple[Any, Any]]) -> str:

@@ -198,8 +198,12 @@ def _as_it_is(batch: Any) -> Any:
 def _begun(init: Callable[[int], object] | None, worker: int) -> None:
     """What a worker does first. torch's end when they see that their parent is another process than it was when they
     first looked, so one whose trainer had been killed by then would wait for ever."""
-    process, parent = multiprocessing.current_process(), multiprocessing.parent_process()
-    if type(process).__name__ == "ForkProcess" and parent is not None and parent.pid != os.getppid():
+    started = (
+        getattr(multiprocessing.current_process(), "_start_method", None)
+        or multiprocessing.get_start_method()
+    )
+    parent = multiprocessing.parent_process()
+    if started != "forkserver" and parent is not None and parent.pid != os.getppid():
         os._exit(1)
     if init is not None:
         init(worker)

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 import xxhash
 
 from ..errors import BadInput
+from ..plan.memory import predict
+from ..plan.placement import ORDER
+from ..plan.work import Placement, StepShape
 from ..ranks import Ranks
 from ..update.joined import kind_name
 from .beginning import Beginning
 from .parts import Parts
+from .planning import LISTS, Plan
 from .steps import Rules
 
 
@@ -48,6 +52,23 @@ def agree_on_choices(
         **atoms,
     }
     agree(ranks, "arguments", mine, "Give holdfast.offload the same on all; nothing was written")
+
+
+def agree_on_placement(plan: Plan, schedule: str, shape: StepShape, ranks: Ranks) -> Plan:
+    """``plan`` with what all ranks have room for: of each kind as few blocks stay as on any. Called on all of them."""
+    told = ranks.everyone((plan.placement, plan.evaluation_batches))
+    if all(each == told[0] for each in told):
+        return plan
+    least = {kind: min((getattr(each, kind) for each, _ in told), key=sum) for kind in ORDER}
+    placement, together = Placement(**least), min(count for _, count in told)
+    shape, order = replace(shape, delayed_fraction=plan.delayed_fraction), LISTS[schedule]
+    return replace(
+        plan,
+        placement=placement,
+        evaluation_batches=together,
+        operations=order(plan.work, placement, shape),
+        memory=plan.memory and predict(plan.work, placement, shape, order, together),
+    )
 
 
 def agree_on_source(ranks: Ranks, beginning: Beginning) -> None:

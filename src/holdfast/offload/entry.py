@@ -29,7 +29,7 @@ from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..update.mezo import MeZO
 from ..update.threads import keep_torch_threads, one_torch_thread
-from .alike import agree_on_choices, agree_on_source
+from .alike import agree_on_choices, agree_on_placement, agree_on_source
 from .auto import Planner, to_standard_error
 from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
@@ -48,7 +48,7 @@ from .device import open_device
 from .engine import Engine
 from .fellows import Fellows, refuse_alone_only
 from .parts import Parts
-from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, alike, make_plan
+from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
 from .preflight import Preflight, preflight_of
 from .process import share_heaps
 from .progress import UserState
@@ -129,7 +129,9 @@ def offload(
     not known yet, and the times of the model's own block. So is a fraction of "auto" with any other budget. Fractions
     that are given are taken as they are; without "auto" those that are not are 0, and 1 of activations. It changes no
     bit. What was chosen and what binds is an event ("plan"), and a line that ``say`` is told (unless given, it is
-    printed to standard error). MeZO's fractions are by what saves most traffic in that memory, and nothing is measured.
+    printed to standard error). With MeZO, and with several
+    ranks, nothing is measured: what stays is what fits, what saves most traffic per byte first, and only the line says
+    so. Of several ranks that is what fits on all, each in its part of its machine's memory.
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
     ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad. ``clipping`` says how:
@@ -254,9 +256,10 @@ def offload(
             **settings, "retain": retain, "delayed_fraction": delayed_fraction, "source": source is not None, **on_host,
         }  # fmt: skip
         agree_on_choices(fellows.control, parts, optimizer, rules, choices, given)
-        plan = alike(plan, schedule, shape, fellows.control)
-        if plan.filled and fellows.rank == 0:
-            (say or to_standard_error)(f"plan: {plan.line}")
+        plan = agree_on_placement(plan, schedule, shape, fellows.control)
+        with fellows.control.agreeing():
+            if plan.filled and fellows.rank == 0:
+                (say or to_standard_error)(f"plan: {plan.line}")
         keep_torch_threads()
         queue = IOQueue(io_threads, read_limit, write_limit, total_limit, prepare=one_torch_thread)
         spare = 1 if commit_every == 1 else 2

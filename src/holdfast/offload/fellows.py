@@ -6,15 +6,14 @@ of a step exchange, and commits. In each of them all ranks do the same in the sa
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 import torch
 
 from ..errors import BadInput, RankFailed
-from ..ranks import Ranks
+from ..ranks import Ranks, this_machine
 from .residency import Gradients
 from .units import Unit
 
@@ -34,9 +33,14 @@ class Fellows:
     @classmethod
     def here(cls, deadline_seconds: float) -> Fellows:
         """Those of torch.distributed, if it is in use. Called on all ranks, and waits for them."""
-        groups = [Ranks.here(deadline_seconds, "call holdfast.offload") for _ in range(3)]
-        hosts = groups[0].everyone(socket.gethostname())
-        return cls(*groups, on_host=hosts.count(socket.gethostname()))
+        control, exchange, commits = (Ranks.here(deadline_seconds, "call holdfast.offload") for _ in range(3))
+        fellows = cls(control, exchange, commits)
+        try:
+            machines = control.everyone(this_machine())
+        except BaseException:
+            fellows.close()
+            raise
+        return replace(fellows, on_host=machines.count(this_machine()))
 
     @property
     def rank(self) -> int:

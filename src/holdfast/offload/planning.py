@@ -17,14 +17,12 @@ from ..plan.auto import Question
 from ..plan.horizontal import horizontal
 from ..plan.memory import MakesOps, Memory, predict
 from ..plan.ops import Op
-from ..plan.placement import ORDER as KINDS
-from ..plan.placement import choose
+from ..plan.placement import ORDER, STATE_FIRST, choose
 from ..plan.vertical import vertical
 from ..plan.work import Placement, StepShape, Work
 from ..plan.zeroth import zeroth
 from ..probe.memory import free_host_bytes
 from ..profiles import MachineProfile
-from ..ranks import Ranks
 from ..units import MiB, parse_bytes
 from .auto import Planner, Prediction
 from .device import Device
@@ -153,10 +151,8 @@ class Wanted:
     on_host: dict[str, Fraction]
     """Of params, optimizer and activations."""
     delayed_fraction: Fraction
-    chosen: bool
-    """Something is "auto" ..."""
     planned: bool
-    """... and by the machine's rates."""
+    """Something is "auto", and chosen by the machine's rates."""
 
     @classmethod
     def of(
@@ -170,7 +166,7 @@ class Wanted:
         }
         delayed = given.pop("delayed")
         chosen = everything or "auto" in (delayed, *given.values())
-        return cls(on_host=given, delayed_fraction=delayed, chosen=chosen, planned=chosen and by_rates)
+        return cls(on_host=given, delayed_fraction=delayed, planned=chosen and by_rates)
 
 
 def make_plan(
@@ -226,6 +222,7 @@ def make_plan(
             schedule=order,
             evaluation_batches=together,
             held_bytes=held,
+            order=STATE_FIRST if schedule == ZEROTH else ORDER,
             **on_host,
         )
     shape = replace(shape, delayed_fraction=delayed)
@@ -239,24 +236,7 @@ def make_plan(
         delayed_fraction=delayed,
         evaluation_batches=together,
         prediction=prediction,
-        filled=wanted.chosen and prediction is None,
-    )
-
-
-def alike(plan: Plan, schedule: str, shape: StepShape, ranks: Ranks) -> Plan:
-    """``plan`` with what several ranks all have room for: of each kind as few blocks stay as on any. Called on all."""
-    told = ranks.everyone((plan.placement, plan.evaluation_batches))
-    if all(each == told[0] for each in told):
-        return plan
-    least = {kind: min((getattr(each, kind) for each, _ in told), key=sum) for kind in KINDS}
-    placement, together = Placement(**least), min(count for _, count in told)
-    shape, order = replace(shape, delayed_fraction=plan.delayed_fraction), LISTS[schedule]
-    return replace(
-        plan,
-        placement=placement,
-        evaluation_batches=together,
-        operations=order(plan.work, placement, shape),
-        memory=plan.memory and predict(plan.work, placement, shape, order, together),
+        filled=prediction is None and measured is not None and "auto" in on_host.values(),
     )
 
 
@@ -268,7 +248,9 @@ def _together(
     count = EVALUATION_BATCHES
     while count > 1 and budget is not None:
         with suppress(DoesNotFit):
-            choose(work, shape, budget, schedule=order, evaluation_batches=count, held_bytes=held, **on_host)
+            choose(
+                work, shape, budget, schedule=order, evaluation_batches=count, held_bytes=held, order=ORDER, **on_host
+            )  # fmt: skip
             break
         count //= 2
     return count

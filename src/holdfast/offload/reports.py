@@ -71,6 +71,7 @@ def engine_event(run: Runtime, plan: Plan, preflight: Preflight, first_step: int
         "host_bytes_predicted": preflight.host_bytes_predicted,
         "device_bytes_predicted": preflight.device_bytes_predicted,
         "process_bytes": plan.held_bytes,
+        "on_host": plan.placement.shares,
         "memory_predicted": memory and {place: memory.at(place) for place in ("host", "device")},
     }
 

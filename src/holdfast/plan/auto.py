@@ -25,7 +25,7 @@ from .lists import machine_of
 from .measured import MeasuredModel
 from .memory import MakesOps, predict
 from .ops import SSD_READ, SSD_WRITE, Op, as_guessed, lane_bytes
-from .placement import checked, choose
+from .placement import ORDER, checked, choose
 from .setting import Method, Setting
 from .simulate import Simulation, simulate
 from .work import Placement, StepShape, Work
@@ -171,6 +171,7 @@ class _Search:
                 schedule=q.schedule,
                 evaluation_batches=q.evaluation_batches,
                 held_bytes=q.held_bytes,
+                order=ORDER,
                 **q.asked,
             )
         except DoesNotFit as error:

@@ -7,6 +7,8 @@ then block inputs, and the optimizer's state last, which costs most memory for i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..config import Fraction
 from ..errors import BadInput, DoesNotFit
 from ..units import ample_budget, format_bytes
@@ -15,6 +17,9 @@ from .vertical import vertical
 from .work import Placement, StepShape, Work
 
 ORDER = ("params", "gradients", "activations", "optimizer")
+
+STATE_FIRST = ("optimizer", "gradients", "activations", "params")
+"""Of a step of forward passes alone, which reads and writes the state and no working copy."""
 
 
 def choose(
@@ -28,8 +33,9 @@ def choose(
     schedule: MakesOps = vertical,
     evaluation_batches: int = 0,
     held_bytes: int = 0,
+    order: Sequence[str] = ORDER,
 ) -> Placement:
-    """The placement with the fractions asked for, and the others as large as the budget allows.
+    """The placement with the fractions asked for, and the others as large as the budget allows, in this ``order``.
 
     The budget covers ``held_bytes`` that the process holds anyway, and evaluations of ``evaluation_batches``
     micro-batches at once. No budget (None) is no limit.
@@ -47,7 +53,7 @@ def choose(
     fractions = search.smallest({kind: checked(kind, asked[kind]) for kind in ORDER})
     if not search.fits(fractions):
         raise _does_not_fit(search, asked, fractions)
-    for kind in ORDER:
+    for kind in order:
         if asked[kind] == "auto":
             fractions[kind] = search.largest(fractions, kind)
     return search.placement(fractions)

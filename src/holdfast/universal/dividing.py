@@ -13,10 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..ranks import BOOT
 from .source import Source
-
-BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""What tells a running machine from any other."""
 
 
 class Need(NamedTuple):

@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -231,9 +232,13 @@ def test_a_worker_whose_trainer_was_killed_as_it_began_ends(method):
     trainer.join()
     assert trainer.exitcode == -signal.SIGKILL
     pid, ends = pids.get(), time.monotonic() + 30
-    while is_alive(pid):
-        assert time.monotonic() < ends, "it stayed"
-        time.sleep(0.01)
+    try:
+        while is_alive(pid):
+            assert time.monotonic() < ends, "it stayed"
+            time.sleep(0.01)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert went_on.empty()
 
 

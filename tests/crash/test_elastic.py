@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crash.test_torchrun import free_port, kill
+from crash.test_torchrun import kill
 
 HERE = Path(__file__).parent.parent.parent
 SCRIPT = str(HERE / "examples" / "elastic.py")
@@ -31,7 +31,7 @@ def train_until_killed(folder, ranks, until):
     """Kill all of it once a step from ``until`` on is durable; what it told."""
     out = folder / f"out-{ranks}"
     arguments = [
-        f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0",
         "--local-addr=127.0.0.1", SCRIPT, "train", "--folder", str(folder), "--steps", "100000",
     ]  # fmt: skip
     with out.open("w") as file, (folder / "errors").open("a") as errors:

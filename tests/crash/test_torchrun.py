@@ -88,7 +88,7 @@ def killed_and_started_again(tmp_path, kind, ranks, memory=()):
         outs[name] = tmp_path / name
         process = torchrun(
             kind, tmp_path / f"run-{name}", outs[name], f"--nproc-per-node={ranks}", "--max-restarts=2",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1",
+            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1",
             killed=killed, memory=memory,
         )  # fmt: skip
         assert process.wait(180) == 0, (outs[name] / "stderr").read_text()[-4000:]
@@ -109,15 +109,15 @@ def test_a_lost_node_leaves_the_others_to_go_on_with_fewer_ranks(tmp_path, kind)
     """Two nodes of two ranks; one is killed with all that runs on it."""
     arguments = [
         "--nnodes=1:2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=test",
-        f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-conf=last_call_timeout=4,join_timeout=60",
-        "--local-addr=127.0.0.1",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1",
     ]  # fmt: skip
-    out = tmp_path / "out"
-    nodes = [torchrun(kind, tmp_path / "run", out, *arguments, pause=0.3)]
-    time.sleep(1)
-    nodes.append(torchrun(kind, tmp_path / "run", out, *arguments, pause=0.3))
+    out, conf = tmp_path / "out", "--rdzv-conf=last_call_timeout=15,join_timeout=120,is_host="
+    nodes = [
+        torchrun(kind, tmp_path / "run", out, *arguments, conf + hosts, pause=0.3)
+        for hosts in ("true", "false")
+    ]
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 150
         while not any(said.get("at", 0) >= 8 for said in heard(out).values()):
             assert time.monotonic() < end, (out / "stderr").read_text()[-4000:]
             time.sleep(0.05)

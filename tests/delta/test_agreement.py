@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 
-from holdfast.delta.agreement import Agreement
+from holdfast.delta.agreement import HEARD_SECONDS, Agreement
 from holdfast.delta.together import Together
 from holdfast.ranks import Ranks
 
@@ -36,6 +37,59 @@ def test_who_fails_in_the_background_tells_the_others(monkeypatch):
         time.sleep(0.01)
     agreement.close(orderly=False)
     assert board["failed"] == "rank 1 failed: OSError: the directory is gone"
+
+
+def test_the_first_rank_keeps_the_board_until_a_late_rank_has_seen_why_it_failed(monkeypatch):
+    """However late that looks, where it is seen to be there."""
+
+    class Leaving(Board):
+        gone = False
+
+        def multi_get(self, keys):
+            if self.gone:
+                raise RuntimeError("connection reset by peer")
+            return super().multi_get(keys)
+
+    board, late = Leaving(), threading.Event()
+    monkeypatch.setattr(Ranks, "board", lambda self, initial, seconds: board.update(initial) or board)
+
+    def how_far():
+        if late.is_set():
+            late.clear()
+            time.sleep(1.0)
+        return 0
+
+    common = {
+        "steps_done": lambda: 0,
+        "publish": lambda refs: None,
+        "follow": lambda: None,
+        "deadline_seconds": 5,
+    }
+    first = Agreement(Ranks(0, 2, object()), how_far=lambda: 0, **common)
+    other = Agreement(Ranks(1, 2, object()), how_far=how_far, **common)
+    late.set()
+    while late.is_set():
+        time.sleep(0.01)
+    first.fail(ValueError("a mistake"))
+    first.close(orderly=False)
+    board.gone = True
+    while other.failure is None:
+        time.sleep(0.01)
+    assert "rank 0 failed: ValueError: a mistake" in str(other.failure)
+    other.close(orderly=False)
+
+
+def test_the_first_rank_waits_for_no_rank_that_is_gone(monkeypatch):
+    board = Board()
+    monkeypatch.setattr(Ranks, "board", lambda self, initial, seconds: board.update(initial) or board)
+    first = Agreement(
+        Ranks(0, 2, object()), how_far=lambda: 0, steps_done=lambda: 0, publish=lambda refs: None, follow=lambda: None,
+        is_there=lambda rank: False, deadline_seconds=5,
+    )  # fmt: skip
+    first.fail(ValueError("a mistake"))
+    began = time.monotonic()
+    first.close(orderly=False)
+    assert time.monotonic() - began < HEARD_SECONDS
 
 
 def test_no_base_is_begun_before_the_share_of_the_one_before_is_told():

@@ -29,6 +29,9 @@ BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.2
 PROBE_SECONDS = 1.0
 """Between two looks of the first rank whether the others are there."""
 
+HEARD_SECONDS = 5.0
+"""How long the first rank, which has failed or heard of it, waits at most for the others to hear of it, too."""
+
 GRACE_SECONDS = 20.0
 """How long a rank that is to stop waits for the others to say where they are."""
 
@@ -101,7 +104,8 @@ class Agreement:
             **Alike.common,
         }
         own = {
-            "own": str(start), "share": "", "beat": "", "at": "", "leaving": "", "closed": "", "alike": Alike.NOTHING,
+            "own": str(start), "share": "", "beat": "", "at": "", "leaving": "", "closed": "", "heard": "",
+            "alike": Alike.NOTHING,
         }  # fmt: skip
         every = {f"{name}/{rank}": own[name] for name in own for rank in range(ranks.world_size)}
         self._keys = [*common, *every] if ranks.rank == 0 else list(common)
@@ -219,9 +223,24 @@ class Agreement:
             self._lock.notify_all()
         self._thread.join(self._deadline)
         if self._ranks.rank == 0 and ("failed" in self._said or self.failure is not None):
-            time.sleep(2 * IDLE_SECONDS)  # the board goes now, and the others are to see why
+            self._outlast()
         if not self._thread.is_alive():
             self._board = None
+
+    def _outlast(self) -> None:
+        """Keep the board, which goes with this rank, until the others have seen why: those whose locks are seen say so,
+        and others have the time of two looks."""
+        keys = [f"heard/{rank}" for rank in range(1, self._ranks.world_size)]
+        began = time.monotonic()
+        while time.monotonic() < began + HEARD_SECONDS:
+            try:
+                heard = self._board.multi_get(keys)
+            except RuntimeError:
+                return
+            waits = [not said and self._is_there(rank) for rank, said in enumerate(heard, 1)]
+            if all(heard) or (not any(waits) and time.monotonic() > began + 2 * IDLE_SECONDS):
+                return
+            time.sleep(BUSY_SECONDS)
 
     def _tell_lost(self) -> None:
         """Raise why another rank did not come, if that is heard of soon."""
@@ -371,6 +390,7 @@ class Agreement:
                 self._answered = standing.called
                 self._say[f"at/{self._ranks.rank}"] = json.dumps([self._answered, self._steps_done(), False])
             if found["failed"] and self.failure is None:
+                self._say[f"heard/{self._ranks.rank}"] = "yes"
                 self.failure = RankFailed(
                     f"{found['failed']} Step {standing.durable_step} is {self._sure} on all ranks: start them again to"
                     " resume."

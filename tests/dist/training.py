@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,17 +183,41 @@ def full(*_: Any, **__: Any) -> None:
     raise DiskFull("no space left")
 
 
-def publish_slowly(real: Callable[..., None], seconds: float, how: str, replica: Any) -> None:
-    """Of the second base: after so many seconds, in which it "beats" or is "silent", or then "fails"."""
+def publish_slowly(
+    real: Callable[..., None], soon: Callable[[], bool], seconds: float, how: str, replica: Any
+) -> None:
+    """Of the second base: after so many seconds, or ``soon``. Meanwhile it "beats" or is "silent", or then "fails"."""
     is_second = replica._base_step == 0
     end = time.monotonic() + seconds
-    while is_second and time.monotonic() < end:
+    while is_second and time.monotonic() < end and not soon():
         time.sleep(0.2)
         if how == "beats":
             replica._beat()
     if is_second and how == "fails":
         full()
     real(replica)
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    """In a plain sleep, which nothing that other ranks do breaks off. Goes on after a while, whatever is met."""
+    end = time.monotonic() + 30
+    while not met() and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+class Meeting:
+    """Files in ``folder``, by which ranks wait for each other where a collective would fail with the first of them."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+
+    def tell(self, what: str) -> None:
+        """This rank has got to ``what``."""
+        (self._folder / f"{what}-{self._rank}").touch()
+
+    def have(self, what: str, ranks: Iterable[int]) -> bool:
+        """Whether all of ``ranks`` have got there."""
+        return all((self._folder / f"{what}-{rank}").exists() for rank in ranks)
 
 
 def but_news(real: Callable[..., None], about: dict[str, Any], *data: Any) -> None:
@@ -217,13 +241,15 @@ def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], 
         return dist.destroy_process_group()
     if world_size > 1 or order["kind"] == "fsdp":
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-    train(rank, world_size, say, **order)
+    meeting = Meeting(Path(rendezvous.removeprefix("file://")).parent, rank)
+    train(rank, world_size, say, meeting, **order)
 
 
 def train(
     rank: int,
     world_size: int,
     say: Callable[..., None],
+    meeting: Meeting,
     *,
     kind: str,
     root: str,
@@ -276,10 +302,14 @@ def train(
     slow_share: tuple[int, float, str] | None = None,
     deaf_replica: tuple[int, int] | None = None,
     orphan_fails: int | None = None,
+    settle_at: tuple[int | str, int] | None = None,
+    survives_as: list[int] | None = None,
+    asked_seconds: float | None = None,
     accumulate: int = 1,
     **options: Any,
 ) -> None:
-    """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step."""
+    """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step. Those that are killed at the same
+    step wait for each other. ``survives_as`` is what ``replica_step`` is to become after each step."""
     from holdfast import checkpointer as module
     from holdfast.delta import allotment, bases
     from holdfast.store import journal
@@ -325,9 +355,15 @@ def train(
             hosts.HostAmongOthers._persist = lambda self, notes: None
         if disk_fails_orphans:
             orphans.write_durably = full
+        hosts.ASKED_SECONDS = asked_seconds or hosts.ASKED_SECONDS
         if slow_share is not None and slow_share[0] == rank:
+            # one that fails does so when all ranks wait for the base, and have handed over the steps since
+            soon = partial(meeting.have, "base-2", range(world_size))
             publish = hosts.HostAmongOthers._publish
-            hosts.HostAmongOthers._publish = lambda self: publish_slowly(publish, *slow_share[1:], self)
+            hosts.HostAmongOthers._publish = lambda self: publish_slowly(publish, soon, *slow_share[1:], self)
+        if slow_share is not None and slow_share[2] == "fails":
+            until_ended = Replicas._until_ended
+            Replicas._until_ended = lambda self: (meeting.tell(f"base-{self._number}"), until_ended(self))[1]
         if orphan_fails == rank:
             hosts.HostAmongOthers._persist = full
         if numb:  # to what the replica says of drift
@@ -340,6 +376,17 @@ def train(
             early.append(name in tap._copied)
 
         LayerTap.accumulated = counted
+    doomed = {int(each): step for each, step in (killed_after or {}).items()}
+    if kill is not None:
+        doomed |= dict.fromkeys(range(world_size) if kill[0] == "all" else [kill[0]], kill[1])
+
+    def die(step: int) -> None:
+        fellows = [each for each, at in doomed.items() if at == step]
+        if len(fellows) > 1:
+            meeting.tell(f"dying-{step}")
+            wait_until(lambda: meeting.have(f"dying-{step}", fellows))
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if (
         kind == "ddp"
     ):  # which forms its buckets anew after the first backward, and then adds up in another order
@@ -391,9 +438,11 @@ def train(
                 with torch.no_grad():
                     plain.second.weight.mul_(0.5)
             if kill_replica is not None and (rank, step) == tuple(kill_replica):
+                if survives_as is not None:  # ranks before this one are to read what survives after the step
+                    wait_until(lambda: meeting.have(f"stepped-{step}", range(rank)))  # noqa: B023
                 checkpointer._survival.replica._helper._process.kill()
             if kill is not None and kill[0] in (rank, "all") and kill[1] == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(step)
             if signal_at is not None and (rank, step) == tuple(signal_at):
                 os.kill(os.getpid(), signal.SIGTERM)
             if raises is not None and (rank, step) == tuple(raises):
@@ -408,15 +457,24 @@ def train(
             say(digests=digests, losses=losses, at=step)
             checkpointer.step()
             if (killed_after or {}).get(str(rank)) == step:
-                os.kill(os.getpid(), signal.SIGKILL)
+                die(step)
+            if settle_at is not None and settle_at[0] in (rank, "all") and settle_at[1] == step:
+                checkpointer._survival.replica.settle()
             if average:  # which has been updated now
                 digests[step] = whole_state(model, chosen, averages)
             if step == wait_at:
                 checkpointer.wait()
             time.sleep(pause)
             say(durable=checkpointer.durable_step, survives=checkpointer.replica_step)
+            if survives_as is not None:
+                meeting.tell(f"stepped-{step}")
+                expected = survives_as[min(step, len(survives_as)) - 1]
+                wait_until(lambda: checkpointer.replica_step == expected)  # noqa: B023
             survived.append(checkpointer.replica_step)
             say(survived=survived)
+            if survives_as is not None:  # what ranks before this one read does not change until they have
+                meeting.tell(f"read-{step}")
+                wait_until(lambda: meeting.have(f"read-{step}", range(rank)))  # noqa: B023
             if world_size > 1 and not options.get("replica"):
                 store = checkpointer._store
                 say(lost=checkpointer._survival.pace._losses, recording=checkpointer._survival.pace.recording)

@@ -391,8 +391,9 @@ def test_waiting_for_a_step_that_was_not_done_is_an_error_and_no_hang(tmp_path):
 
 
 def test_closing_while_the_disk_hangs_returns_with_the_error(tmp_path, monkeypatch):
-    loop, checkpointer = start(tmp_path, "", deadline_seconds=0.3)
+    loop, checkpointer = start(tmp_path, "")
     checkpointer.resume()
+    checkpointer._survival.recorder._deadline = 0.3
     release, real = threading.Event(), checkpointer._store.disk.sync
     monkeypatch.setattr(checkpointer._store.disk, "sync", lambda *a, **k: (release.wait(10), real(*a, **k)))
     started = time.monotonic()

@@ -1,14 +1,16 @@
 """A script that trains a tiny GPT-2 with ``Trainer``, as tests run it and as a process that is killed runs it.
 
-    python trainer_run.py OUTPUT RUN
+    python trainer_run.py OUTPUT RUN [STEP]
 
-says each step that has ended, and at last the losses and the digest of everything.
+says each step that has ended, and at last the losses and the digest of everything. After ``STEP`` it waits to be
+killed.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -108,12 +110,19 @@ def everything(trainer: Told) -> dict[str, Any]:
 
 
 class Says(TrainerCallback):
+    def __init__(self, waits_after: int | None = None) -> None:
+        self.waits_after = waits_after
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         print(json.dumps({"step": state.global_step}), flush=True)
+        if state.global_step == self.waits_after:
+            time.sleep(60)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    trainer = make(sys.argv[1], callbacks=[Says(), HoldfastCallback(sys.argv[2], base_every=4)])
+    trainer = make(
+        sys.argv[1], callbacks=[Says(*map(int, sys.argv[3:])), HoldfastCallback(sys.argv[2], base_every=4)]
+    )
     trainer.train()
     print(json.dumps({"losses": trainer.losses, "digest": digest(everything(trainer))}), flush=True)

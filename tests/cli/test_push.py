@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import pytest
 
@@ -89,15 +89,16 @@ def test_a_followed_run_is_copied_as_it_goes_on(run, bucket):
         with checkpointer:
             checkpointer.resume()
             go_on(loop, checkpointer, 8)
-        deadline = time.monotonic() + 60
-        while newest(bucket) < 8 and time.monotonic() < deadline:
-            time.sleep(0.1)
+        too_late = threading.Timer(60, child.kill)
+        too_late.start()
+        assert 8 in (json.loads(line)["durable_step"] for line in child.stdout)
+        too_late.cancel()
+        assert newest(bucket) == 8
         child.send_signal(signal.SIGINT)
-        out, _ = child.communicate(timeout=30)
+        assert child.wait(timeout=60) == 0
     finally:
         child.kill()
-        child.wait()
-    assert child.returncode == 0 and json.loads(out.splitlines()[-1])["durable_step"] == 8
+        child.communicate()
 
 
 def newest(bucket):

@@ -136,7 +136,7 @@ def test_a_child_that_outlives_the_trainer_does_not_hide_its_death(server, undis
     outcome = run(server, tmp_path, base_every=1000, dies_at=20, with_child=True)
     assert outcome.killed, outcome
     last = go_on_to_the_end(server, undisturbed, tmp_path, 20, base_every=1000)
-    assert last.seconds < 6 and resumed_from_memory(tmp_path) == [20]
+    assert last.seconds < 40 and resumed_from_memory(tmp_path) == [20]
 
 
 @pytest.mark.crash

@@ -17,10 +17,12 @@ TESTS = Path(__file__).parent.parent
 
 
 def run(root, name, kill_at=None):
-    """The steps that the script said, and what it said at its end; killed as soon as it says ``kill_at``."""
+    """The steps that the script said, and what it said at its end; killed as soon as it says ``kill_at``, two steps
+    after which it waits for that."""
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    waits_after = [] if kill_at is None else [str(kill_at + 2)]
     process = subprocess.Popen(
-        [sys.executable, TESTS / "trainer_run.py", root / "output", root / name],
+        [sys.executable, TESTS / "trainer_run.py", root / "output", root / name, *waits_after],
         stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     steps, end = [], {}

@@ -152,11 +152,14 @@ def test_while_a_base_is_made_beside_a_gap_nothing_later_is_called_durable(tmp_p
         with pytest.warns(UserWarning, match="was not recorded"):
             checkpointer._survival.pace.lose(5)
         release, real = threading.Event(), checkpointer._store.publish
-        checkpointer._store.publish = lambda *a: (release.wait(10), real(*a))[1]
+        checkpointer._store.publish = lambda *a: (release.wait(60), real(*a))[1]
         loop.iteration(5, checkpointer.step)  # lost, and the base begins
         for i in range(6, 14):
             loop.iteration(i, checkpointer.step)
             time.sleep(0.02)
+        until = time.monotonic() + 60
+        while checkpointer._survival.recorder._written_step <= 5 and time.monotonic() < until:
+            time.sleep(0.01)
         assert (
             checkpointer._survival.pace.bases.all_staged and checkpointer._survival.recorder._written_step > 5
         )
@@ -238,10 +241,11 @@ def new_form(loop, checkpointer):
 @pytest.mark.parametrize("act", [whole_base, gap_base, adapted, new_form])
 @pytest.mark.parametrize("call", ["allocate", "sync", "write_bytes", "sync_dir", "rename"])
 def test_a_disk_that_hangs_while_a_base_is_made_is_an_error_and_no_hang(tmp_path, monkeypatch, act, call):
-    loop, checkpointer = start(tmp_path, "", base_every=5, deadline_seconds=0.4)
+    loop, checkpointer = start(tmp_path, "", base_every=5)
     checkpointer.resume()
     go_on(loop, checkpointer, 1)
     checkpointer.wait()
+    checkpointer._survival.recorder._deadline = 0.4
     release, real = threading.Event(), getattr(checkpointer._store.disk, call)
     monkeypatch.setattr(checkpointer._store.disk, call, lambda *a, **k: (release.wait(20), real(*a, **k))[1])
     started = time.monotonic()

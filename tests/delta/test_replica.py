@@ -411,7 +411,7 @@ def test_a_slow_replica_is_waited_for_and_the_wait_is_counted(tmp_path, monkeypa
             loop.iteration(i, checkpointer.step)
             stalls.append(checkpointer.stall_seconds)
             assert checkpointer._survival.replica.pending <= BOUND
-        assert sorted(stalls[:6])[3] < 0.1 < max(stalls[10:])
+        assert sorted(stalls[:6])[3] < 0.1 < sorted(stalls[10:])[1]
         checkpointer.save()
     assert not events(tmp_path, "drift")
 

@@ -126,19 +126,24 @@ def test_power_cut_while_it_is_pruned(server, undisturbed, disk, root, failpoint
 REPLICAS = [f"{name}:2" for name in failpoints.NAMES if name != "after_timeline_opened"]
 """Of the second base: each is one unit, and the trainer, which hands over a state in the same format, arrives once."""
 
+OF_TRAINERS = ("after_gradient_copied", "before_step_handed", "after_step_handed")
+
+OF_STEPS = [*OF_TRAINERS, "before_replica_update", "in_replay", "after_replica_update"]
+
 
 @pytest.mark.parametrize(
-    "failpoint", [*REPLICAS, "after_step_handed:20", "after_replica_update:20", "before_replica_kept"]
+    "failpoint",
+    [*REPLICAS, *(f"{name}:20" for name in OF_STEPS), "before_replica_kept", "after_replica_kept"],
 )
 def test_power_cut_beside_a_replica(server, undisturbed, disk, root, failpoint):
     """The disk has its step, and what was in memory is gone with both processes."""
     order = {"replica": True, "base_every": 5, "unit_bytes": 1 << 20, "linger_seconds": 60.0}
-    dies_at = 25 if failpoint == "before_replica_kept" else None
+    dies_at = 25 if failpoint.endswith("replica_kept") else None
     outcome = server.run(
         root=root, steps=STEPS, dies_at=dies_at, failpoint=failpoint, cut=disk.mount, **order
     )
     assert outcome.replica and not outcome.finished, outcome
-    if failpoint.startswith("after_step_handed"):  # which the replica outlives, but not the machine
+    if failpoint.startswith(OF_TRAINERS):  # which the replica outlives, but not the machine
         os.kill(outcome.replica, signal.SIGKILL)
     wait_for_end(outcome.replica)
     tier.remove(tier.place_of(root, tier.MEMORY))

@@ -392,7 +392,8 @@ def train(
     ):  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
-    say(before=left_here())
+    before = left_here()
+    say(before=before)
     with Checkpointer(
         root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last, keep_every), **options
     ) as checkpointer:
@@ -491,6 +492,8 @@ def train(
             if step == save_at or (save_every is not None and step % save_every == 0):
                 checkpointer.save()
                 say(saved=checkpointer.durable_step)
+    if kind == "plain":  # nothing else has threads; those of a group end soon after it
+        wait_until(lambda: left_here() == before)
     say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses, after=left_here())
     if options.get("replica"):
         say(copied_again=checkpointer._tap.copied_again, early=sum(early))

@@ -485,6 +485,22 @@ def test_buffers_in_another_order_are_refused_as_masters_have_to_be_the_paramete
         open_source(tmp_path / "x")
 
 
+@pytest.mark.parametrize("slot", ["param", "exp_avg"])
+@pytest.mark.parametrize("by", [16, -16, 100_000])
+def test_offsets_that_overrun_in_one_of_several_buckets_are_refused_by_name(tmp_path, monkeypatch, slot, by):
+    """Over the next one's elements, over those before, and beyond the end. No filler takes their place."""
+    monkeypatch.setattr("torch.distributed.checkpoint.default_planner._validate_global_plan", lambda *_: [])
+
+    def overrun(content):
+        [key] = [key for key in content.entries if key.endswith(f"bucket_idx_1.{slot}")]
+        chunks = content.entries[key].chunks
+        chunks[1] = Chunk((chunks[1].start[0] + by,), chunks[1].data)
+
+    write(tmp_path / "x", state(), How(optimizer="fully_sharded_bucket_space", bucket=650), overrun)
+    with pytest.raises(Damaged, match=rf"decoder.layers.3.mlp.*/{slot} .* elements stored, not"):
+        open_source(tmp_path / "x")
+
+
 def virtual(content):
     content.common["args"].virtual_pipeline_model_parallel_size = 2
 

@@ -190,3 +190,28 @@ def test_a_file_that_is_cut_or_missing_is_refused_by_name(tmp_path, state, made,
         path.unlink()
     error = refused(tmp_path, tmp_path / "source", (Damaged, RuleError))
     assert (ABSENT.get(made, path.name) if fault == "missing" else path.name) in str(error)
+
+
+def swapped(root: Path, pattern: str) -> None:
+    one, two = sorted(root.glob(pattern))[:2]
+    one.rename(root / "aside")
+    two.rename(one)
+    (root / "aside").rename(two)
+
+
+@pytest.mark.parametrize("made", [zero1, zero3, universal])
+def test_files_in_each_others_place_are_refused_by_name(tmp_path, state, made):
+    made(tmp_path / "source", state)
+    swapped(tmp_path / "source", FORMATS[made])
+    assert "a file in the place of another" in str(refused(tmp_path, tmp_path / "source", Damaged))
+
+
+@pytest.mark.parametrize("made", [zero1, zero3, rules])
+def test_a_file_of_another_step_is_refused_by_name(tmp_path, state, made):
+    later = random_state([SHAPES], step=state.step + 2)
+    for name, of in (("source", state), ("later", later)):
+        made(tmp_path / name, of)
+    path = sorted((tmp_path / "source").glob(FORMATS[made]))[-1]
+    path.write_bytes((tmp_path / "later" / path.relative_to(tmp_path / "source")).read_bytes())
+    said = str(refused(tmp_path, tmp_path / "source", (Damaged, RuleError)))
+    assert str(path) in said and ("0.weight/step differ" if made is rules else "of two checkpoints") in said

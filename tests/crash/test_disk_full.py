@@ -29,15 +29,19 @@ def small_tmpfs(folder):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.fixture(scope="module", params=["tmpfs", "ext4"])
-def mount(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("full")
-    if request.param == "tmpfs":
+def small_disk(kind, folder):
+    """Yields where 16 MiB are mounted."""
+    if kind == "tmpfs":
         with small_tmpfs(folder / "tmpfs") as mount:
             yield mount
     else:
         with power_cut_disk(folder, "ext4", 16 * MIB) as disk:
             yield disk.folder
+
+
+@pytest.fixture(scope="module", params=["tmpfs", "ext4"])
+def mount(request, tmp_path_factory):
+    yield from small_disk(request.param, tmp_path_factory.mktemp("full"))
 
 
 @pytest.fixture

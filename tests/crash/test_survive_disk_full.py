@@ -7,9 +7,8 @@ import shutil
 
 import pytest
 
-from crash.test_disk_full import MIB, small_tmpfs
+from crash.test_disk_full import small_disk
 from fork_server import ForkServer
-from powercut import power_cut_disk
 
 pytestmark = [pytest.mark.root, pytest.mark.crash]
 
@@ -36,13 +35,7 @@ def undisturbed(server, kind, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["tmpfs", "ext4"])
 def mount(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("full")
-    if request.param == "tmpfs":
-        with small_tmpfs(folder / "tmpfs") as mount:
-            yield mount
-    else:
-        with power_cut_disk(folder, "ext4", 16 * MIB) as disk:
-            yield disk.folder
+    yield from small_disk(request.param, tmp_path_factory.mktemp("full"))
 
 
 @pytest.mark.parametrize("base_every", [3, 1000])

@@ -90,7 +90,7 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     steps: int = _key(100, "optimizer steps in all; raise it to continue a finished run")
-    micro_batches: int = _key(4, "per step; their gradients are averaged", stated=True)
+    micro_batches: int = _key(4, "per step, of all ranks together; their gradients are averaged", stated=True)
     micro_batch_size: int = _key(4, "samples per micro-batch", stated=True)
     optimizer: Literal[
         "adamw", "adamw-bf16", "adamw-8bit", "adafactor", "muon", "apollo", "apollo-mini", "grass", "mezo"

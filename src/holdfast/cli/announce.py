@@ -27,7 +27,7 @@ MARGIN = "    "
 
 
 def announce(
-    console: Console, config: Config, corpus: Windowed, preflight: Preflight, steps_left: int
+    console: Console, config: Config, corpus: Windowed, preflight: Preflight, steps_left: int, num_ranks: int
 ) -> None:
     """Everything that the run will take, before it takes it. 80 columns hold it for a run of common size."""
     written, read = preflight.written_bytes_per_step, preflight.read_bytes_per_step
@@ -44,6 +44,8 @@ def announce(
         "wear": wear(written * steps_left),
         "memory": _memory(preflight, config.offload.host_budget == "auto"),
     }
+    if num_ranks > 1:
+        facts["ranks"] = f"{num_ranks}; SSD, wear and memory are those of the first"
     if preflight.plan is not None:
         facts["plan"] = preflight.plan
     print_facts(console, facts, indent="  ")
@@ -64,8 +66,11 @@ def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None 
 
 
 def same_command() -> list[str]:
-    """What continues this run."""
-    return [*program(), *sys.argv[1:]]
+    """What continues this run, on as many ranks where they are all on this machine."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if here == "1" or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return [*program(), *sys.argv[1:]]
+    return ["torchrun", "--standalone", "--nproc-per-node", here, "-m", "holdfast", *sys.argv[1:]]
 
 
 def without_steps(command: list[str]) -> list[str]:

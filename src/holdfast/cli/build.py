@@ -26,11 +26,13 @@ def make_engine(
     config: Config,
     recipe: Recipe,
     loader: SampleLoader,
+    micro_batches: int,
     events: EventLog,
     confirm: Callable[[Preflight], None],
     say: Callable[[str], object] | None = None,
 ) -> Engine:
-    """The recipe's model, its optimizer, schedule and text, out of core. Fresh, or as the newest commit has them."""
+    """The recipe's model, its optimizer, schedule and text, out of core. Fresh, or as the newest commit has them.
+    ``micro_batches`` are those of a step that are this rank's."""
     seed_all(config.run.seed)
     model = recipe.model
     optimizer = make_optimizer(recipe, config)
@@ -65,7 +67,7 @@ def make_engine(
         seed=config.run.seed,
         source=recipe.source,
         sample=recipe.sample,
-        micro_batches=config.train.micro_batches,
+        micro_batches=micro_batches,
         direct=config.io.direct,
         io_threads=config.io.threads,
         read_limit=config.io.read_limit_bytes_per_second,

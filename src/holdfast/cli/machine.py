@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 from ..errors import ConfigError
 
 
 def choose_device(wanted: str) -> str:
-    """``wanted`` if this machine has it, or for "auto" CUDA where there is one. Raises ``ConfigError``."""
+    """``wanted`` if this machine has it, or for "auto" CUDA where there is one: of several, each rank of torchrun's on
+    this machine takes another. Raises ``ConfigError``."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "auto":
-        return "cuda" if count else "cpu"
+        here = os.environ.get("LOCAL_RANK")
+        return "cpu" if not count else "cuda" if here is None else f"cuda:{int(here) % count}"
     known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{number}" for number in range(count))]
     if wanted not in known:
         raise ConfigError(

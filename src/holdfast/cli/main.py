@@ -81,7 +81,8 @@ def train(
 ) -> None:
     """Train a language model, or continue the run where it was.
 
-    Ctrl-C ends the step, commits it and leaves; the same command goes on from there.
+    Ctrl-C ends the step, commits it and leaves; the same command goes on from there. On several ranks: torchrun
+    --standalone --nproc-per-node=N -m holdfast train ..., and a run goes on with any number of them.
     """
     from ..config import key_of, literal, load_config, to_toml
     from .output import Enduring
@@ -342,7 +343,8 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("HOLDFAST_DEBUG"):
             traceback.print_exc()
-        print(f"error: {text_of(error)}", file=sys.stderr)
+        rank = os.environ.get("RANK", "0")
+        print(f"error{'' if rank == '0' else f' on rank {rank}'}: {text_of(error)}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 3))
 
 

@@ -1,7 +1,8 @@
 """``holdfast train``: the main job, a language model trained on text with its state out of core.
 
 The same command starts a run, continues it and, with more ``train.steps``, extends it: what is in the run
-directory decides. Losses are nats per token, which is a byte for the reference decoder.
+directory decides. Losses are nats per token, which is a byte for the reference decoder. Under torchrun it trains on
+several ranks (``together.py``), and the same step is the same samples on any number of them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 import shlex
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,16 @@ from ..errors import Damaged, NoCommit
 from ..events import EventLog, read_events
 from ..offload.engine import Engine
 from ..offload.preflight import Preflight
+from ..ranks import Ranks
 from ..store.local import LocalStore
 from ..units import format_seconds
 from ..watch.panel import TrainingPanel
 from .announce import announce, print_sample, same_command, say_how_to_go_on
 from .build import make_engine
-from .output import console as standard_output
 from .recipe import Recipe, recipe_of
 from .record import changes_to_run, describe, state_directory, write_record
 from .stop import StopRequest
+from .together import console_of, first_alone, share_of, together
 
 VALIDATION_SAMPLES = 64
 """Evenly spread over the held-out text, the same ones every time."""
@@ -52,41 +54,49 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
 
     ``stated`` are the keys that may change what a run that goes on computes. Raises ``RunMismatch`` for others.
     """
-    console = standard_output()
-    run = Path(config.run.dir)
-    changed = changes_to_run(config, stated)
-    state = state_directory(run, config)
-    done = newest_step(state)
-    if done >= config.train.steps and is_whole(console, state):
+    with together() as ranks:
+        _train(ranks, config, stated)
+
+
+def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
+    console, run = console_of(ranks), Path(config.run.dir)
+    with ranks.agreeing():
+        micro_batches = share_of(config, ranks)
+        changed = changes_to_run(config, stated)
+        state = state_directory(run, config)
+    done = first_alone(ranks, lambda: newest_step(state))
+    if done >= config.train.steps and first_alone(ranks, lambda: is_whole(console, state)):
         console.print(
             f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
             soft_wrap=True,
         )
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
-    recipe = recipe_of(config, console)
+    with ranks.agreeing():  # the first encodes the text, if it has to be, and the others find it
+        first = ranks.first_takes_its_time(lambda: recipe_of(config, console))
+    with ranks.agreeing():
+        recipe = first or recipe_of(config, console)
     loader = step_loader(
         recipe.corpus,
         config.train.micro_batch_size,
-        config.train.micro_batches,
+        micro_batches,
         seed=config.run.seed,
         stack=recipe.stack,
     )
-    events = EventLog(run / "events.jsonl")
+    events = EventLog(run / "events.jsonl" if ranks.rank == 0 else None)
 
     def confirm(preflight: Preflight) -> None:
-        announce(console, config, recipe.corpus, preflight, steps_left=config.train.steps - done)
+        announce(console, config, recipe.corpus, preflight, config.train.steps - done, ranks.world_size)
 
     if changed:  # by somebody who has had to say so, and is told what that changes (record.py)
         warnings.filterwarnings("ignore", message="this run goes on with other settings")
     with reading(console, f"step {done:,}") if done else console.status("making the first commit"):
         engine = make_engine(
-            config, recipe, loader, events, confirm, lambda text: say_measuring(console, text)
+            config, recipe, loader, micro_batches, events, confirm, lambda text: say_measuring(console, text)
         )
     with engine:
-        recipe.keep()
-        write_record(config)
-        Job(config, console, recipe, loader, engine, events).run(changed)
+        first_alone(ranks, lambda: (recipe.keep(), write_record(config)))
+        Job(config, ranks, console, recipe, loader, engine, events).run(changed)
 
 
 class Job:
@@ -95,14 +105,16 @@ class Job:
     def __init__(
         self,
         config: Config,
+        ranks: Ranks,
         console: Console,
         recipe: Recipe,
         loader: SampleLoader,
         engine: Engine,
         events: EventLog,
     ) -> None:
-        self.config, self.console, self.recipe = config, console, recipe
+        self.config, self.ranks, self.console, self.recipe = config, ranks, console, recipe
         self.loader, self.engine, self.events = loader, engine, events
+        self.stopped_by = ""
         self.panel = TrainingPanel(
             console,
             title=config.run.dir,
@@ -114,7 +126,10 @@ class Job:
     def run(self, changed: dict[str, tuple[Any, Any]]) -> None:
         """Take the steps and report the end. ``changed`` are the keys that are not as they were before."""
         started = time.perf_counter()
-        with StopRequest(self.panel.announce_stop, self.last_words) as stop:
+        speaks = self.ranks.rank == 0
+        with StopRequest(
+            self.panel.announce_stop if speaks else lambda text: None, self.last_words if speaks else str
+        ) as stop:
             self.begin(changed)
             before = self.validate()
             if before is not None:
@@ -127,7 +142,7 @@ class Job:
                 )
                 raise
             if self.engine.steps_done < self.config.train.steps:
-                self.report_stop(stop.requested)
+                self.report_stop(self.stopped_by)
             else:
                 self.report_end(before, time.perf_counter() - started, stop)
 
@@ -142,19 +157,29 @@ class Job:
     def take_steps(self, stop: StopRequest) -> None:
         """Train to the last step, or until somebody wants to stop, and commit what was reached."""
         with self.panel:
-            while self.engine.steps_done < self.config.train.steps and not stop.requested:
+            while self.engine.steps_done < self.config.train.steps:
+                self.stopped_by = self.on_any(stop.requested)
+                if self.stopped_by:
+                    break
                 self.engine.step(next(self.loader))
                 self.panel.step(self.engine.last)
             if self.config.durability.every:
                 self.engine.save()
                 self.panel.durable(self.engine.durable_step)
 
+    def on_any(self, why: str) -> str:
+        """What the first rank that has a reason to stop says, or nothing. Called on all ranks."""
+        return next(filter(None, self.ranks.everyone(why)), "")
+
     def validate(self) -> dict[str, Any] | None:
-        """The loss on held-out text now, as an event; None where no text is held out."""
+        """The loss on held-out text now, as an event; None where no text is held out. Each rank takes its share, or
+        all where there is none that is as much for each."""
         samples = held_out_samples(self.recipe.corpus)
         if not samples:
             return None
         batches = micro_batches_of(samples, self.config.train.micro_batch_size, self.recipe.stack)
+        if len(batches) % self.ranks.world_size == 0:
+            batches = batches[self.ranks.rank :: self.ranks.world_size]
         with self.console.status("reading held-out text"):
             event = {"step": self.engine.steps_done, "loss": self.engine.evaluate(batches)}
         self.events.emit("validation", **event)
@@ -176,7 +201,11 @@ class Job:
                 f"Validation loss {after['loss']:.3f}; it was {first['loss']:.3f} at step {first['step']:,}, "
                 f"and a uniform guess has {math.log(self.recipe.choices):.3f}."
             )
-        ids = sampled_ids(self.engine, self.config, self.recipe.prompt_ids, stop)
+
+        def is_over(late: bool) -> bool:
+            return bool(self.on_any(stop.requested or "late" * late))
+
+        ids = sampled_ids(self.engine, self.config, self.recipe.prompt_ids, is_over)
         text = print_sample(self.console, self.recipe.prompt, self.recipe.text_of(ids))
         self.events.emit(
             "finished", step=done, durable_step=self.engine.durable_step, seconds=seconds, sample=text
@@ -241,12 +270,14 @@ def first_validation(path: Path | None) -> dict[str, Any] | None:
     return next(found, None)
 
 
-def sampled_ids(engine: Engine, config: Config, prompt: list[int], stop: StopRequest) -> Iterator[int]:
-    """What the model writes after ``prompt``, a token at a time."""
+def sampled_ids(
+    engine: Engine, config: Config, prompt: list[int], is_over: Callable[[bool], bool]
+) -> Iterator[int]:
+    """What the model writes after ``prompt``, a token at a time, until ``is_over``."""
     tokens, ends = torch.tensor([prompt]), time.perf_counter() + SAMPLE_SECONDS
     seeds = random.Random(config.run.seed)
     for _ in range(SAMPLE_TOKENS):
-        if stop.requested or time.perf_counter() > ends:
+        if is_over(time.perf_counter() > ends):
             break
         tokens = engine.generate(
             tokens, 1, temperature=TEMPERATURE, seed=seeds.getrandbits(63), context=config.model.context

@@ -1,0 +1,153 @@
+"""``holdfast train`` under torchrun: what it computes, prints and keeps on several ranks, and how it stops."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.events import read_events
+from holdfast.store.local import LocalStore
+
+SOURCE = Path(__file__).parents[2] / "src"
+TINY = {
+    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
+    "train.micro_batches": 4, "train.micro_batch_size": 2, "train.warmup_steps": 2, "train.steps": 6,
+    "train.learning_rate": 1e-2, "model.dropout": 0.1, "train.dtype": "fp32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text"
+    words = ["def ", "return ", "self", "(", ")", ":\n", "    "]
+    path.write_text("".join(random.Random(0).choices(words, k=4000))[:14000])
+    return path
+
+
+def start(ranks, run, text, **sets):
+    """The command, in a process group of its own; by itself, or under torchrun."""
+    keys = TINY | {"run.dir": run, "data.text": text} | {k.replace("__", "."): v for k, v in sets.items()}
+    words = ["-m", "holdfast", "train"]
+    words += [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.Popen(
+        [sys.executable, *(launcher if ranks > 1 else []), *words],
+        env=os.environ | {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def ended(process):
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def train(*args, **sets):
+    code, out, err = ended(start(*args, **sets))
+    assert code == 0, err
+    return out
+
+
+def events_of(run, kind):
+    return [event for event in read_events(run / "events.jsonl") if event["event"] == kind]
+
+
+def losses(run):
+    return {event["step"]: event["loss"] for event in events_of(run, "step")}
+
+
+def validations(run):
+    return {f"{n}: step {e['step']}": e["loss"] for n, e in enumerate(events_of(run, "validation"))}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, text):
+    """Of one process; and what it printed."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    return run, train(1, run, text)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_is_the_same_on_any_number_of_ranks(tmp_path, text, alone, ranks):
+    """The same samples, the same draws of dropout; sums of gradients are formed in another order."""
+    run, (whole, printed) = tmp_path / "run", alone
+    out = train(ranks, run, text)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5) and len(losses(run)) == 6
+    assert validations(run) == pytest.approx(validations(whole), rel=1e-5)
+    assert {event["tokens"] for event in events_of(run, "step")} == {4 * 2 * 16}
+    assert out.count("Finished step 6 of 6, which is durable") == printed.count("Finished step 6 of 6") == 1
+    assert f"ranks    {ranks}; SSD, wear and memory are those of the first" in out
+    assert f"torchrun --standalone --nproc-per-node {ranks} -m holdfast train " in out
+    assert len(LocalStore.read(run).head().streams) == ranks
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, text):
+    """2, then 1, then 4; and then there is nothing left to do."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    sets = {"train.micro_batch_size": 3}  # so that held-out text cannot be shared out
+    for ranks, steps in ((2, 2), (1, 4), (4, 6)):  # with a schedule of its own each
+        train(ranks, run, text, **sets, train__steps=steps)
+        train(1, whole, text, **sets, train__steps=steps)
+    assert validations(run) == pytest.approx(validations(whole), rel=1e-5)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5) and len(losses(run)) == 6
+    assert "is finished: step 6 is durable and whole" in train(2, run, text, **sets)
+
+
+def test_ranks_stop_together_and_go_on(tmp_path, text):
+    """One of them alone is asked to."""
+    run = tmp_path / "run"
+    process = start(2, run, text, train__steps=3000)
+    try:
+        wait_for_steps(run, process, 3)
+        _, second = ranks_of(process)
+        second.send_signal(signal.SIGTERM)
+        code, out, err = ended(process)
+    finally:
+        kill(process)
+    assert code == 0, err
+    stopped = events_of(run, "stopped")[-1]
+    assert stopped["signal"] == "SIGTERM" and stopped["step"] == stopped["durable_step"] >= 3
+    assert out.count("Stopped by SIGTERM") == 1
+    train(2, run, text, train__steps=stopped["step"] + 2)
+    assert max(losses(run)) == stopped["step"] + 2
+
+
+def test_micro_batches_that_cannot_be_shared_out_are_refused(tmp_path, text):
+    code, _, err = ended(start(3, tmp_path / "run", text))
+    assert code and "train.micro_batches = 4 cannot be shared out evenly among 3 ranks" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_one_rank_cannot_do_ends_all(tmp_path, text):
+    """A budget that holds nothing."""
+    code, _, err = ended(start(2, tmp_path / "run", text, offload__host_budget="1KiB"))
+    assert code and "error: " in err and "error on rank 1: " in err
+    assert not (tmp_path / "run" / "commits").exists()
+
+
+def wait_for_steps(run, process, count):
+    deadline = time.monotonic() + 60
+    while not (run / "events.jsonl").exists() or len(events_of(run, "step")) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ranks_of(process):
+    """The processes of torchrun's ranks, in their order."""
+    children = psutil.Process(process.pid).children()
+    return sorted((c for c in children if "holdfast" in c.cmdline()), key=lambda c: int(c.environ()["RANK"]))
+
+
+def kill(process):
+    with_children = [psutil.Process(process.pid)] if process.poll() is None else []
+    for each in [c for p in with_children for c in (*p.children(recursive=True), p)]:
+        each.kill()

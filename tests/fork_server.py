@@ -120,6 +120,7 @@ def serve() -> None:
     import torch
     import torch._dynamo  # what an optimizer imports at its first step
 
+    import convert_run  # noqa: F401
     import crash_run  # noqa: F401
     import loader_run  # noqa: F401
     import replica_run  # noqa: F401
@@ -228,6 +229,7 @@ class _Child:
             os._exit(0)
 
     def train(self) -> None:
+        import convert_run
         import crash_run
         import loader_run
         import replica_run
@@ -237,7 +239,10 @@ class _Child:
         if "verb" in run:
             survive_run.shorten(said=self.say, **run)
             return
-        trains = {"survive": survive_run.train, "loader": loader_run.train, "replica": replica_run.train}
+        trains = {
+            "survive": survive_run.train, "loader": loader_run.train, "replica": replica_run.train,
+            "convert": convert_run.convert,
+        }  # fmt: skip
         for name, train in trains.items():
             if run.pop(name, False):
                 train(said=self.say, acknowledge=partial(self.acknowledge, None), **run)

@@ -13,11 +13,13 @@ import xxhash
 from delta.loops import make
 from fork_server import Outcome
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta.lossy import TopK
+from holdfast.delta.codecs import Exact
+from holdfast.delta.lossy import Int8, TopK
 from holdfast.store.retention import Keep
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
 FEATURE = "batchnorm"
+CODECS = {"topk": TopK(0.2), "int8": Int8(16), "compressed": Exact(compress=True)}
 
 
 def digest(state: Any) -> str:
@@ -78,13 +80,13 @@ def train(
     said: Callable[..., None] = lambda **_: None,
     acknowledge: Callable[[int], None] = lambda step: None,
     unit_bytes: int = 100,
-    top: float | None = None,
+    codec: str | None = None,
     exactness: Literal["state", "continuation"] = "state",
     keep_last: int = 2,
     groups_per_segment: int = 3,
     **options: Any,
 ) -> None:
-    """Resume and train to ``steps``, with ``top`` by ``TopK``. Says the step resumed from, every durable step, and the
+    """Resume and train to ``steps``, with one of ``CODECS``. Says the step resumed from, every durable step, and the
     digest at the end."""
     from holdfast import checkpointer as module
     from holdfast.delta import bases
@@ -96,12 +98,11 @@ def train(
         groups_per_segment,
     )
     loop = make(OPTIMIZER, feature)
-    codec = None if top is None else TopK(top)
     with Checkpointer(
         root,
         model=loop.model,
         optimizer=loop.optimizers,
-        codec=codec,
+        codec=None if codec is None else CODECS[codec],
         keep=Keep(keep_last),
         **loop.things,
         **options,

@@ -8,31 +8,16 @@ import shutil
 
 import pytest
 
+from convert_run import WRITERS
 from crash.test_disk_full import MIB, mount  # noqa: F401 (a fixture)
 from fork_server import fill_disk
 from holdfast.errors import DiskFull
 from holdfast.sources import source_of
 from holdfast.universal.convert import open_source
-from holdfast.universal.convert.dcp_writer import write_dcp
-from holdfast.universal.convert.deepspeed import write_deepspeed
-from holdfast.universal.convert.huggingface import write_huggingface, write_single
-from holdfast.universal.save import write_run
 from universal.deepspeed_files import random_state, write
 from universal.test_deepspeed import bits
 
 pytestmark = pytest.mark.root
-
-WRITERS = {
-    "deepspeed": (lambda source, folder: write_deepspeed(source, folder, 1), ""),
-    "dcp": (write_dcp, ""),
-    "huggingface": (write_huggingface, ""),
-    "safetensors": (
-        lambda source, folder: write_single(source, folder / "all.safetensors"),
-        "all.safetensors",
-    ),
-    "holdfast": (write_run, ""),
-}
-"""What writes to a folder, and what is opened of it then."""
 
 
 @pytest.mark.parametrize("kind", WRITERS)

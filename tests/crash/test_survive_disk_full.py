@@ -21,7 +21,7 @@ def server():
         yield server
 
 
-@pytest.fixture(scope="module", params=[{}, {"top": 0.2}], ids=["exact", "topk"])
+@pytest.fixture(scope="module", params=[{}, {"codec": "topk"}], ids=["exact", "topk"])
 def kind(request):
     return {"survive": True, "steps": STEPS, **request.param}
 
@@ -51,8 +51,8 @@ def test_a_disk_that_runs_full_is_named_and_the_run_goes_on_with_room(
     assert not outcome.finished and outcome.durable >= step
     assert outcome.error.startswith("DiskFull: no space left in "), outcome
     os.unlink(mount / "fill")
-    exactness = {"exactness": "continuation"} if "top" in kind else {}
+    exactness = {"exactness": "continuation"} if "codec" in kind else {}
     last = server.run(**order, **exactness)
     assert last.finished, last.error
-    assert "top" in kind or last.resumed >= outcome.durable
+    assert "codec" in kind or last.resumed >= outcome.durable
     assert last.losses == undisturbed.losses[last.resumed :] and last.digest == undisturbed.digest

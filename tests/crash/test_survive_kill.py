@@ -54,10 +54,13 @@ def long(server, tmp_path_factory):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", range(50))
-def test_killed_at_random_moments(server, long, tmp_path, seed):
+@pytest.mark.parametrize(
+    "codec, seed", [*((None, n) for n in range(50)), *(("compressed", n) for n in range(5))]
+)
+def test_killed_at_random_moments(server, long, tmp_path, codec, seed):
     """Ten times each, a while after one another."""
-    chance, options = random.Random(seed), {"survive": True, "steps": LONG, "base_every": 3 + seed}
+    chance = random.Random(seed)
+    options = {"survive": True, "steps": LONG, "base_every": 3 + seed, "codec": codec}
     root, acknowledged = kill_in_turn(
         lambda root, **kill: server.run(root=root, **options, **kill),
         tmp_path,
@@ -83,7 +86,7 @@ def test_killed_at_a_failpoint(server, undisturbed, long, tmp_path, failpoint, a
     go_on_to_the_end(server, whole, tmp_path, outcome.durable, steps=steps, base_every=3)
 
 
-SPARSE = {"survive": True, "top": 0.2, "steps": STEPS, "base_every": 3, "unit_bytes": 1500}
+SPARSE = {"survive": True, "codec": "topk", "steps": STEPS, "base_every": 3, "unit_bytes": 1500}
 
 
 def undisturbed_with_residuals(server, root, **options):
@@ -124,19 +127,30 @@ def test_killed_at_a_failpoint_with_residuals(server, sparse, long_sparse, tmp_p
     go_on_to_the_end(server, whole, root, newest_base(root), **options, exactness="continuation")
 
 
+@pytest.fixture(scope="module")
+def of_codec(server, sparse, tmp_path_factory):
+    """Undisturbed runs."""
+    return {
+        "topk": sparse,
+        "int8": undisturbed_with_residuals(server, tmp_path_factory.mktemp("int8"), codec="int8"),
+    }
+
+
 @pytest.mark.crash
 @pytest.mark.parametrize("seed", range(10))
-def test_killed_at_random_moments_with_residuals(server, sparse, tmp_path, seed):
-    chance, options = random.Random(seed), {**SPARSE, "exactness": "continuation"}
+@pytest.mark.parametrize("codec", ["topk", "int8"])
+def test_killed_at_random_moments_with_residuals(server, of_codec, tmp_path, seed, codec):
+    chance, whole = random.Random(seed), of_codec[codec]
+    options = {**SPARSE, "exactness": "continuation", "codec": codec}
     root, _ = kill_in_turn(
         lambda root, **kill: server.run(root=root, **options, **kill),
         tmp_path,
         5,
-        lambda: chance.uniform(0.0, sparse.seconds),
-        sparse.digest,
+        lambda: chance.uniform(0.0, whole.seconds),
+        whole.digest,
         goes_back=True,
     )
-    go_on_to_the_end(server, sparse, root, newest_base(root), **options)
+    go_on_to_the_end(server, whole, root, newest_base(root), **options)
 
 
 # Compaction and pruning
@@ -177,23 +191,42 @@ def finished(server, root, keep_last):
     return root
 
 
+def compacted_to(root):
+    """A step that no base of the run has, the newest but one."""
+    with LocalStore.read(root) as reader:
+        newest = reader.line()[0].step
+    to = max(recoverable(root)) - 1
+    assert newest < to
+    return to, newest
+
+
+def check_compaction_ends(server, root, before, newest, to):
+    """What there was before a step that is compacted to may be gone, and nothing else; and it can be done again."""
+    assert before - recoverable(root) <= set(range(newest, to))
+    again = server.run(verb="compact", root=root, to=to)
+    assert again.finished or f"step {to} is a base already" in again.error, again.error
+    assert to in recoverable(root)
+
+
+def check_pruning_ends(server, root, before, kept):
+    should = set(range(min(kept), max(before) + 1))
+    assert should <= recoverable(root)
+    again = server.run(verb="prune", root=root, keep=[len(kept)])
+    assert again.finished, again.error
+    assert should <= recoverable(root) <= before
+    with LocalStore.read(root) as reader:
+        assert [ref.step for ref in reader.line()] == kept
+
+
 @pytest.mark.crash
 @pytest.mark.parametrize("arrival", [1, 2])
 @pytest.mark.parametrize("failpoint", COMPACTED)
 def test_killed_while_it_is_compacted(server, undisturbed, tmp_path, failpoint, arrival):
-    """What there was before a step that is compacted to may be gone, and nothing else."""
     before = recoverable(finished(server, tmp_path, 1))
-    with LocalStore.read(tmp_path) as reader:
-        newest = reader.line()[0].step
-    to = max(before) - 1
-    assert newest < to
+    to, newest = compacted_to(tmp_path)
     outcome = server.run(verb="compact", root=tmp_path, to=to, failpoint=f"{failpoint}:{arrival}")
     assert outcome.killed or arrival == 2, outcome
-    left = recoverable(tmp_path)
-    assert before - left <= set(range(newest, to))
-    again = server.run(verb="compact", root=tmp_path, to=to)
-    assert again.finished or f"step {to} is a base already" in again.error, again.error
-    assert to in recoverable(tmp_path)
+    check_compaction_ends(server, tmp_path, before, newest, to)
     go_on_to_the_end(server, undisturbed, tmp_path, STEPS, steps=STEPS, base_every=10)
 
 
@@ -206,11 +239,32 @@ def test_killed_while_it_is_pruned(server, undisturbed, tmp_path, failpoint, arr
         kept = [ref.step for ref in reader.line()[:2]]
     outcome = server.run(verb="prune", root=tmp_path, keep=[2], failpoint=f"{failpoint}:{arrival}")
     assert outcome.killed or arrival == 2, outcome
-    should = set(range(min(kept), max(before) + 1))
-    assert should <= recoverable(tmp_path)
-    again = server.run(verb="prune", root=tmp_path, keep=[2])
-    assert again.finished, again.error
-    assert should <= recoverable(tmp_path) <= before
-    with LocalStore.read(tmp_path) as reader:
-        assert [ref.step for ref in reader.line()] == kept
+    check_pruning_ends(server, tmp_path, before, kept)
     go_on_to_the_end(server, undisturbed, tmp_path, STEPS, steps=STEPS, base_every=10)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("verb", ["compact", "prune"])
+def test_killed_at_random_moments_while_it_is_made_shorter(server, undisturbed, tmp_path, verb, seed):
+    """Five times each, of as many copies of one run."""
+    chance, whole = random.Random(seed), finished(server, tmp_path / "whole", 1 if verb == "compact" else 9)
+    before = recoverable(whole)
+    to, newest = compacted_to(whole)
+    with LocalStore.read(whole) as reader:
+        kept = [ref.step for ref in reader.line()[:2]]
+    order = {"verb": verb, **({"to": to} if verb == "compact" else {"keep": [2]})}
+    seconds = server.run(root=shutil.copytree(whole, tmp_path / "undisturbed"), **order).seconds
+    killed = 0
+    for number in range(100):
+        root = shutil.copytree(whole, tmp_path / str(number))
+        outcome = server.run(root=root, kill_after=chance.uniform(0.0, seconds), **order)
+        assert outcome.killed or outcome.finished, outcome.error
+        if verb == "compact":
+            check_compaction_ends(server, root, before, newest, to)
+        else:
+            check_pruning_ends(server, root, before, kept)
+        killed += outcome.killed
+        if killed == 5:
+            return go_on_to_the_end(server, undisturbed, root, STEPS, steps=STEPS, base_every=10)
+    raise AssertionError(f"{killed} of 100 came before the end")

@@ -369,13 +369,8 @@ def train(
         if numb:  # to what the replica says of drift
             hear = Replicas._hear
             Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
-        accumulated = LayerTap.accumulated
-
-        def counted(tap: LayerTap, name: str, *rest: Any) -> None:
-            accumulated(tap, name, *rest)
-            early.append(name in tap._copied)
-
-        LayerTap.accumulated = counted
+        arrived = LayerTap.arrived
+        LayerTap.arrived = lambda *args: early.append(True) or arrived(*args)
     doomed = {int(each): step for each, step in (killed_after or {}).items()}
     if kill is not None:
         doomed |= dict.fromkeys(range(world_size) if kill[0] == "all" else [kill[0]], kill[1])

@@ -5,14 +5,15 @@ tells. What the optimizer consumes is known at its pre-hook only, so there every
 was copied is copied again: by its version, its place in memory, another accumulation, or some of its values, since
 ``GradScaler.unscale_`` and edits through ``.data`` leave the version as it is.
 
-Of several ranks those gradients are copied early that are shards, which FSDP2 sets when it has reduced them. Others are
-reduced later than torch tells of them (by ``DistributedDataParallel``), and are copied at the pre-hook.
+Of several ranks those gradients are copied early that are shards, which FSDP2 sets when it has reduced them, and those
+that ``averaging`` hears of, bucket by bucket. Others are reduced later than torch tells of them, and are copied at the
+pre-hook.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from holdfast import failpoints
 
 from ..state.cuts import is_distributed, local_of
 from ..state.progress import encode
+from .averaging import AveragingState
 from .codecs import Trained
 from .slots import Slot
 from .tap import Tap, Update
@@ -45,10 +47,13 @@ class _Copied:
 class LayerTap(Tap):
     """A tap that copies while backward runs, and says what the copies are to be multiplied by where it clips."""
 
-    def __init__(self, *args: Any, alone: bool = True, **kwargs: Any) -> None:
-        """``alone``: there are no other ranks, with whose gradients these are reduced."""
+    def __init__(
+        self, *args: Any, alone: bool = True, averaging: AveragingState | None = None, **kwargs: Any
+    ) -> None:
+        """``alone``: there are no other ranks, with whose gradients these are reduced. ``averaging`` tells when they
+        are."""
         super().__init__(*args, **kwargs)
-        self._alone = alone
+        self._alone, self._averaging = alone, averaging
         self.copied_again = 0
         """Gradients that were copied a second time since the tap was made."""
         self._early: Slot | None = None
@@ -56,6 +61,8 @@ class LayerTap(Tap):
         self._seen: dict[str, int] = {}
         self._expected: dict[str, int] = {}
         self._parameter_hooks: list[Any] = []
+        self._trained: dict[int, tuple[str, int]] = {}
+        """By ``id`` of a parameter that is stored: its name and its optimizer."""
 
     def attach(self) -> None:
         super().attach()
@@ -68,6 +75,7 @@ class LayerTap(Tap):
     def watch(self, state: Any) -> None:
         super().watch(state)
         self._let_parameters_go()
+        self._stop_copying()
         self._early = None
         self._copied.clear()
         self._watch_parameters()
@@ -75,6 +83,7 @@ class LayerTap(Tap):
     def take(self) -> list[Update]:
         updates = super().take()
         if updates:
+            self._stop_copying()
             self._early, self._expected, self._seen = None, self._seen, {}
             self._copied.clear()
         return updates
@@ -86,36 +95,62 @@ class LayerTap(Tap):
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        for captured in self._state.stored:
-            index = optimizer_of.get(id(captured.parameter))
-            early = self._alone or is_distributed(captured.parameter)
-            if index is not None and captured.parameter.requires_grad and early:
-                hook = captured.parameter.register_post_accumulate_grad_hook(
-                    _hook_of(self, captured.name, index)
-                )
+        self._trained = {
+            id(captured.parameter): (captured.name, optimizer_of[id(captured.parameter)])
+            for captured in self._state.stored
+            if captured.parameter.requires_grad and id(captured.parameter) in optimizer_of
+        }
+        for parameter in (captured.parameter for captured in self._state.stored):
+            if id(parameter) in self._trained and (self._alone or is_distributed(parameter)):
+                hook = parameter.register_post_accumulate_grad_hook(self.accumulated)
                 self._parameter_hooks.append(hook)
+        if self._averaging is not None:
+            self._averaging.listener = self
 
     def _let_parameters_go(self) -> None:
+        self._stop_copying()
+        if self._averaging is not None and self._averaging.listener is self:
+            self._averaging.listener = None
         for hook in self._parameter_hooks:
             hook.remove()
         self._parameter_hooks.clear()
 
-    def accumulated(self, name: str, index: int, grad: torch.Tensor | None) -> None:
-        """The hook of the parameter ``name``, whose optimizer is ``index``. Runs inside backward."""
+    def _stop_copying(self) -> None:
+        if self._averaging is not None:
+            self._averaging.over()
+
+    def accumulated(self, parameter: torch.Tensor) -> None:
+        """The hook of a parameter. Runs inside backward."""
+        grad = parameter.grad
         started = time.perf_counter()
+        if (target := self.place_of(parameter, grad)) is not None and grad is not None:
+            _copy_to([target], [grad])
+            self.arrived(parameter)
+        self.seconds += time.perf_counter() - started
+
+    def place_of(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Where a copy of ``grad``, which the parameter has now or will have, is to go; None if it will change or has
+        no place. Runs inside backward."""
+        name, index = self._trained.get(id(parameter), ("", -1))
+        if not name:
+            return None
         self._copied.pop(name, None)
         self._seen[name] = self._seen.get(name, 0) + 1
         if grad is None or self._seen[name] < self._expected.get(name, 1):
-            return
+            return None
         if any(update.optimizer == index for update in self.updates):
-            return  # what it consumed is in the slot
+            return None  # what it consumed is in the slot
         if self._early is None:
             self._early = self.updates[-1].slot if self.updates else self._take_slot()
-        if self._early is not None and _fits(local_of(grad), self._early.tensors[index].get(name)):
-            _copy_to(self._early.tensors[index], {name: grad})
-            self._copied[name] = _Copied.of(self._early, grad)
+        target = None if self._early is None else self._early.tensors[index].get(name)
+        return target if _fits(local_of(grad), target) else None
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """A copy of the parameter's gradient is in its place. Runs inside backward."""
+        name, _ = self._trained.get(id(parameter), ("", -1))
+        if name and self._early is not None and parameter.grad is not None:
+            self._copied[name] = _Copied.of(self._early, parameter.grad)
             failpoints.reach("after_gradient_copied")
-        self.seconds += time.perf_counter() - started
 
     def _slot_for(self, index: int) -> Slot | None:
         if not self.updates and self._early is not None:
@@ -125,11 +160,12 @@ class LayerTap(Tap):
     def _consume(
         self, slot: Slot | None, index: int, trained: Trained, skipped: bool
     ) -> tuple[memoryview | None, Any]:
+        self._stop_copying()
         grads = {name: p.grad for name, p in trained if p.grad is not None}
         if slot is not None:
             again = self._stale(slot, index, {n: grad for n, grad in grads.items() if n in self._stored})
             self.copied_again += len(again)
-            _copy_to(slot.tensors[index], again)
+            _copy_to([slot.tensors[index][name] for name in again], [*again.values()])
         started = time.perf_counter()
         coefficient = self._clipped(index, grads)
         self.seconds -= time.perf_counter() - started  # it is the script's own work
@@ -152,10 +188,10 @@ def _fits(grad: torch.Tensor, target: torch.Tensor | None) -> bool:
 
 
 @torch.no_grad()
-def _copy_to(targets: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> None:
+def _copy_to(targets: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
     """Copy ``grads`` to their places in a slot; they are there when this returns."""
-    if grads:
-        torch._foreach_copy_([targets[name] for name in grads], [local_of(grad) for grad in grads.values()])
+    if targets:
+        torch._foreach_copy_([*targets], [local_of(grad) for grad in grads])
 
 
 def _agree(copy: torch.Tensor, grad: torch.Tensor) -> bool:
@@ -164,7 +200,3 @@ def _agree(copy: torch.Tensor, grad: torch.Tensor) -> bool:
         return True
     step = max(1, grad.numel() // SAMPLES)
     return torch.equal(copy.view(-1)[::step], grad.detach().view(-1)[::step])
-
-
-def _hook_of(tap: LayerTap, name: str, index: int) -> Callable[[torch.Tensor], None]:
-    return lambda parameter: tap.accumulated(name, index, parameter.grad)

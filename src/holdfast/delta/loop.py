@@ -56,7 +56,7 @@ class Loop:
         refuse_taken(also, things)
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}
         self.script = Script(self.optimizers, things)
-        self._model, self._averages, self._scaler = model, averages, scaler
+        self.model, self._averages, self._scaler = model, averages, scaler
         self._residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: Hook | None = None
@@ -84,7 +84,7 @@ class Loop:
     def hook_up(self) -> None:
         """Put the codec's hook on the model, if it has one. Called on all ranks."""
         self.codec, self._hook = with_hook(
-            self.codec, self.ranks, self._model, self._scaler, self._residuals, self._subspaces
+            self.codec, self.ranks, self.model, self._scaler, self._residuals, self._subspaces
         )
 
     def look_again(self) -> None:
@@ -105,7 +105,7 @@ class Loop:
     def look(self) -> None:
         """See what there is now. Called on all ranks."""
         self.state = look(
-            self.ranks, self._model, self.optimizers, self._averages, self._residuals, self._subspaces,
+            self.ranks, self.model, self.optimizers, self._averages, self._residuals, self._subspaces,
             own_residuals=self._hook is not None,
         )  # fmt: skip
         self._buffers_at_look = {atom.name for atom, _ in self.state.buffers().values()}

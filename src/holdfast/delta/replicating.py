@@ -9,6 +9,7 @@ from typing import Any
 from ..events import EventLog
 from ..store.entering import see_alike
 from ..store.local import LocalStore
+from .averaging import averaging
 from .layers import LayerTap
 from .loop import Loop
 from .options import Options
@@ -84,7 +85,9 @@ class Replicating(Survival):
 
     def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> LayerTap:
         loop = self._loop
-        return LayerTap(loop.state, loop.codec, take_slot, clip_norm, alone=loop.ranks.alone)
+        alone = loop.ranks.alone
+        state = None if alone else averaging(loop.model)
+        return LayerTap(loop.state, loop.codec, take_slot, clip_norm, alone=alone, averaging=state)
 
     # Every step
 

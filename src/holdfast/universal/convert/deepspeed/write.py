@@ -68,9 +68,9 @@ def write_deepspeed(
     _write(disk, f"{tag}/zero/optimizer_state.pt", _common(source, groups, stage))
     _write(disk, model, _model_states(source, groups, stage))
     disk.sync_dir(f"{tag}/zero", why="universal")
-    disk.unlink(f"{tag}/{_MARK}")
     disk.sync_dir(tag, why="universal")
     write_durably(disk, "latest_universal", tag.encode(), why="universal")
+    disk.unlink(_MARK)
     return sorted((folder / tag).rglob("*.pt"))
 
 
@@ -162,14 +162,16 @@ def _refuse_state(name: str, held: dict[str, Atom], stage: int) -> None:
 
 
 def _begin(disk: Disk, tag: str, what: list[Any]) -> None:
-    """Make the folders, or find those of an earlier try of the same."""
+    """Make the folders, or find those of an earlier try of the same. The mark that says so is there before them, and
+    goes when the checkpoint is whole."""
     mark = xxhash.xxh3_128_hexdigest(json.dumps(what).encode()).encode()
     if disk.exists("latest_universal") or (
-        disk.exists(tag) and (not disk.exists(f"{tag}/{_MARK}") or disk.read_bytes(f"{tag}/{_MARK}") != mark)
+        disk.exists(tag) and (not disk.exists(_MARK) or disk.read_bytes(_MARK) != mark)
     ):
         raise BadInput(f"{disk.root} holds a checkpoint already, or a part of another. Give another folder.")
+    disk.makedirs("")
+    write_durably(disk, _MARK, mark, why="universal")
     disk.makedirs(f"{tag}/zero")
-    write_durably(disk, f"{tag}/{_MARK}", mark, why="universal")
 
 
 def _write_parameter(

@@ -1,0 +1,32 @@
+"""A conversion, as a process that is killed runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.universal.convert import open_source
+from holdfast.universal.convert.dcp_writer import write_dcp
+from holdfast.universal.convert.deepspeed import write_deepspeed
+from holdfast.universal.convert.huggingface import write_huggingface, write_single
+from holdfast.universal.save import write_run
+
+WRITERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "deepspeed": (lambda source, folder: write_deepspeed(source, folder, 1), ""),
+    "dcp": (write_dcp, ""),
+    "huggingface": (write_huggingface, ""),
+    "safetensors": (
+        lambda source, folder: write_single(source, folder / "all.safetensors"),
+        "all.safetensors",
+    ),
+    "holdfast": (write_run, ""),
+}
+"""What writes to a folder, and what is opened of it then."""
+
+
+def convert(
+    source: str, out: str, kind: str, *, said: Callable[..., None], acknowledge: Callable[[int], None]
+) -> None:
+    WRITERS[kind][0](open_source(Path(source)), Path(out))
+    said(finished=True)

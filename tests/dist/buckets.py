@@ -1,0 +1,140 @@
+"""A rank of ``test_replicas_buckets.py``: trains under ``DistributedDataParallel`` as ``how`` says, with a replica and,
+from the same beginning, without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast import Checkpointer
+from holdfast.delta import averaging, helper
+from holdfast.delta.layers import LayerTap
+from replica_run import Forked
+
+STEPS = 5
+SMALL = {"bucket_cap_mb": 4e-4}  # several buckets
+DDP: dict[str, dict[str, Any]] = {
+    "views": {"gradient_as_bucket_view": True},
+    "some unused": {"find_unused_parameters": True},
+    "some unused, kept": {"find_unused_parameters": True},
+    "some unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+}
+
+
+class Branches(nn.Module):
+    """Of which one layer is not used in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(4))
+        self.aside = nn.Linear(13, 13)
+
+    def forward(self, x: torch.Tensor, aside: bool) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.aside(x) if aside else x
+
+
+def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    helper.start_process = Forked
+    watch()
+    with_replica = trained(rank, order["how"], order["root"], order["memory"])
+    without = trained(rank, order["how"])
+    say(
+        same=all(torch.equal(a, b) for a, b in zip(with_replica, without, strict=True)),
+        early=EARLY, copied_again=AGAIN, wrong=WRONG, buckets=BUCKETS, finite=bool(with_replica[0].isfinite().all()),
+    )  # fmt: skip
+    dist.destroy_process_group()
+
+
+EARLY: list[int] = []
+"""By step: gradients that were copied in backward."""
+AGAIN: list[int] = []
+WRONG: list[str] = []
+BUCKETS: list[int] = []
+
+
+def watch() -> None:
+    """What is in a slot when an optimizer steps is what it consumes."""
+    consume, hook = LayerTap._consume, averaging.averaging_hook
+
+    def compared(tap: LayerTap, slot: Any, index: int, trained: Any, skipped: bool) -> Any:
+        EARLY.append(len(tap._copied))
+        before = tap.copied_again
+        result = consume(tap, slot, index, trained, skipped)
+        AGAIN.append(tap.copied_again - before)
+        for name, parameter in trained:
+            copy = slot.tensors[index].get(name)
+            if copy is not None and not torch.equal(copy, parameter.grad):
+                WRONG.append(f"step {len(EARLY)}: {name}")
+        return result
+
+    def counted(state, bucket):  # torch looks at annotations
+        BUCKETS.append(bucket.index())
+        return hook(state, bucket)
+
+    LayerTap._consume = compared
+    averaging.averaging_hook = counted
+
+
+def trained(rank: int, how: str, root: str = "", memory: str = "") -> list[torch.Tensor]:
+    """The parameters at the end; recorded where there is a ``root``."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Branches(), **SMALL, **DDP.get(how, {}))
+    if how == "a hook of the script's":
+        model.register_comm_hook(None, allreduce_hook)
+    if how == "a hook of torch's":
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if how == "scaled" else None
+    torch.manual_seed(100 + rank)
+    recorded = (
+        Checkpointer(root, model=model, optimizer=optimizer, replica=memory, scaler=scaler) if root else None
+    )
+    with recorded or nullcontext() as checkpointer:
+        if checkpointer is not None:
+            checkpointer.resume()
+        for step in range(STEPS):
+            step_of(model, optimizer, how, step, scaler)
+            if checkpointer is not None:
+                checkpointer.step()
+    if how == "closed" and root:
+        before = len(BUCKETS)
+        assert not EARLY[STEPS:]
+        step_of(model, optimizer, how, STEPS, scaler)
+        assert len(BUCKETS) > before and len(EARLY) == STEPS
+    elif how == "closed":
+        step_of(model, optimizer, how, STEPS, scaler)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def step_of(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, how: str, step: int, scaler: Any
+) -> None:
+    aside = "unused" not in how or step % 2 == 0
+    if how in ("two exchanges", "no_sync"):
+        with model.no_sync() if how == "no_sync" else nullcontext():
+            model(torch.randn(4, 13), aside).pow(2).mean().backward()
+    loss = model(torch.randn(4, 13), aside).pow(2).mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if how == "edited":
+        model.module.layers[0].bias.grad.add_(1.0)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    if how == "some unused, kept":
+        for parameter in model.module.layers.parameters():
+            parameter.grad = None  # those of the layer aside stay
+    else:
+        optimizer.zero_grad(set_to_none=how != "zeroed")

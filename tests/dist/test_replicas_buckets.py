@@ -1,0 +1,90 @@
+"""Replicas of ranks of ``DistributedDataParallel``: what torch averages is copied bucket by bucket in backward."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dist.world import World
+from holdfast.delta import averaging
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World("buckets") as world:
+        yield world
+
+
+def run(world, tmp_path, ranks, how):
+    """What each rank said, of a training that is bit for bit as without a replica, and copied rightly."""
+    (tmp_path / "memory").mkdir()
+    said = world.run(ranks, how=how, root=str(tmp_path / "run"), memory=str(tmp_path / "memory"))
+    assert not any("error" in rank or rank["code"] for rank in said), said
+    for rank in said:
+        assert rank["same"] and rank["finite"] and not rank["wrong"]
+    assert os.listdir(tmp_path / "memory") == []
+    return said
+
+
+def each_step(said, key):
+    """Sums over ranks, each of which stores some of the 10 parameters."""
+    return [sum(of_ranks) for of_ranks in zip(*(rank[key] for rank in said), strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("how", ["plain", "closed", "zeroed"])
+def test_every_gradient_is_copied_in_backward_and_not_again(world, tmp_path, ranks, how):
+    said = run(world, tmp_path, ranks, how)
+    assert each_step(said, "early") == [10] * 5
+    assert each_step(said, "copied_again") == [0] * 5
+    assert max(said[0]["buckets"]) >= 2
+
+
+@pytest.mark.parametrize(
+    "how, early, again",
+    [
+        ("views", [10] * 5, [0] * 5),
+        ("no_sync", [10] * 5, [0] * 5),
+        ("two exchanges", [10] * 5, [0] * 5),
+        ("scaled", [10] * 5, [10] * 5),
+        ("edited", [10] * 5, [1] * 5),
+        ("some unused", [10, 8, 10, 8, 10], [0] * 5),
+        ("some unused, kept", [10, 8, 10, 8, 10], [0, 2, 0, 2, 0]),
+    ],
+)
+def test_what_is_no_average_any_more_is_copied_again(world, tmp_path, how, early, again):
+    said = run(world, tmp_path, 2, how)
+    assert (each_step(said, "early"), each_step(said, "copied_again")) == (early, again)
+
+
+@pytest.mark.parametrize("how", ["some unused, views", "static"])
+def test_how_torch_comes_to_its_averages_does_not_matter(world, tmp_path, how):
+    run(world, tmp_path, 2, how)
+
+
+@pytest.mark.parametrize(
+    "ranks, how", [(3, "views"), (2, "a hook of the script's"), (2, "a hook of torch's")]
+)
+def test_a_hook_is_put_only_where_it_changes_nothing(world, tmp_path, ranks, how):
+    said = run(world, tmp_path, ranks, how)
+    assert said[0]["buckets"] == [] and each_step(said, "early") == [0] * 5
+
+
+def test_a_backward_that_is_over_writes_nothing(monkeypatch):
+    """Its slot may be another step's by the time that an exchange, which it left under way, ends."""
+    monkeypatch.setattr(averaging, "_at_the_end", lambda callback: None)
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
+    place = torch.zeros(3)
+    state = averaging.AveragingState(
+        listener=SimpleNamespace(place_of=lambda parameter, grad: place, arrived=lambda parameter: None)
+    )
+    bucket = SimpleNamespace(parameters=lambda: [torch.ones(3)], gradients=lambda: [torch.ones(3)])
+    copy = state.handed(bucket)
+    state.over()
+    copy()
+    assert not place.any()
+    state.handed(bucket)()
+    assert place.all()

@@ -136,7 +136,7 @@ def averaging(model: nn.Module) -> AveragingState | None:
     """
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return None
-    world_size = model.process_group.size()
+    world_size = dist.get_world_size(model.process_group)
     if model.gradient_as_bucket_view and world_size & (world_size - 1):
         return None
     if not model._comm_hooks:

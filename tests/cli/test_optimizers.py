@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from rich.console import Console
 
 from holdfast.cli.optimizers import make_optimizer
 from holdfast.cli.recipe import recipe_of
@@ -100,7 +99,7 @@ def test_each_optimizer_trains_and_goes_on(train, tmp_path, name):
 def test_matrices_decay_and_norms_and_embeddings_do_not(tmp_path, name):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
     config = from_values(TINY | {"data.text": str(tmp_path / "text"), "train.optimizer": name})
-    recipe = recipe_of(config, Console())
+    recipe = recipe_of(config, print)
     groups = make_optimizer(recipe, config).param_groups
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     for parameter_name, parameter in recipe.model.named_parameters():
@@ -113,7 +112,7 @@ def test_matrices_decay_and_norms_and_embeddings_do_not(tmp_path, name):
 def test_whatever_is_adamws_has_one_adamw(tmp_path, name):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
     config = from_values(TINY | {"data.text": str(tmp_path / "text"), "train.optimizer": name})
-    recipe = recipe_of(config, Console())
+    recipe = recipe_of(config, print)
     optimizer = make_optimizer(recipe, config)
     [of_head] = [g for g in optimizer.param_groups for p in g["params"] if p is recipe.model.head.weight]
     assert (of_head["betas"], of_head["eps"], of_head["lr"]) == ((0.9, 0.95), 1e-8, config.train.highest_rate)
@@ -122,7 +121,7 @@ def test_whatever_is_adamws_has_one_adamw(tmp_path, name):
 def test_muon_takes_the_learning_rates_of_adamw(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
     config = from_values(TINY | {"data.text": str(tmp_path / "text"), "train.optimizer": "muon"})
-    optimizer = make_optimizer(recipe_of(config, Console()), config)
+    optimizer = make_optimizer(recipe_of(config, print), config)
     assert [group.get("adjust_lr_fn") for group in optimizer.param_groups] == ["match_rms_adamw", None, None]
 
 

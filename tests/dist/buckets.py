@@ -3,8 +3,9 @@ from the same beginning, without."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from holdfast import Checkpointer
 from holdfast.delta import averaging, helper
 from holdfast.delta.layers import LayerTap
+from holdfast.errors import HoldfastError, ReplicaDied
 from replica_run import Forked
 
 STEPS = 5
@@ -26,6 +29,7 @@ DDP: dict[str, dict[str, Any]] = {
     "some unused, kept": {"find_unused_parameters": True},
     "some unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     "static": {"static_graph": True},
+    "nested, views": {"gradient_as_bucket_view": True},
 }
 
 
@@ -37,16 +41,34 @@ class Branches(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(4))
         self.aside = nn.Linear(13, 13)
 
-    def forward(self, x: torch.Tensor, aside: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, aside: bool, nested: bool = False) -> torch.Tensor:
+        x = x.requires_grad_(nested)
         for layer in self.layers:
-            x = torch.relu(layer(x))
+            x = torch.relu(checkpoint(layer, x, use_reentrant=True) if nested else layer(x))
         return self.aside(x) if aside else x
+
+
+class Strided(nn.Module):
+    """Whose parameters do not all lie in rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 5, 3), nn.Conv2d(5, 4, 3)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor, aside: bool) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x.repeat(1, 12)[:, :147].view(-1, 3, 7, 7))))
 
 
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     helper.start_process = Forked
     watch()
+    if order["slow"]:
+        exchange = dist.all_reduce
+        dist.all_reduce = lambda *args, **more: Late(exchange(*args, **more))
+    if order["how"] == "dies":
+        return dies(rank, say, order["root"], order["memory"])
     with_replica = trained(rank, order["how"], order["root"], order["memory"])
     without = trained(rank, order["how"])
     say(
@@ -56,11 +78,48 @@ def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], 
     dist.destroy_process_group()
 
 
+def dies(rank: int, say: Callable[..., None], root: str, memory: str) -> None:
+    """The replica of rank 0, between two steps."""
+    model = DistributedDataParallel(Branches(), **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    checkpointer = Checkpointer(root, model=model, optimizer=optimizer, replica=memory)
+    checkpointer.resume()
+    step_of(model, optimizer, "plain", 0, None)
+    checkpointer.step()
+    checkpointer._survival.replica.settle()
+    if rank == 0:
+        checkpointer._survival.replica._helper._process.kill()
+        while checkpointer._survival.is_alive:
+            time.sleep(0.01)
+    dist.barrier()
+    model(torch.randn(4, 13), True).pow(2).mean().backward()
+    say(whole=all(parameter.grad is not None for parameter in model.parameters()))
+    if rank == 0:
+        try:
+            optimizer.step()
+        except ReplicaDied:
+            say(told="at the step")
+    dist.barrier()
+    with suppress(HoldfastError):
+        checkpointer.close()
+    dist.destroy_process_group()
+
+
 EARLY: list[int] = []
 """By step: gradients that were copied in backward."""
 AGAIN: list[int] = []
 WRONG: list[str] = []
 BUCKETS: list[int] = []
+
+
+class Late:
+    """An exchange that takes a while."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.work.get_future().then(lambda future: (time.sleep(0.05), future.value())[1])
 
 
 def watch() -> None:
@@ -89,7 +148,8 @@ def watch() -> None:
 def trained(rank: int, how: str, root: str = "", memory: str = "") -> list[torch.Tensor]:
     """The parameters at the end; recorded where there is a ``root``."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(Branches(), **SMALL, **DDP.get(how, {}))
+    plain = Strided() if how == "strided" else Branches()
+    model = DistributedDataParallel(plain, **SMALL, **DDP.get(how, {}))
     if how == "a hook of the script's":
         model.register_comm_hook(None, allreduce_hook)
     if how == "a hook of torch's":
@@ -124,7 +184,8 @@ def step_of(
     if how in ("two exchanges", "no_sync"):
         with model.no_sync() if how == "no_sync" else nullcontext():
             model(torch.randn(4, 13), aside).pow(2).mean().backward()
-    loss = model(torch.randn(4, 13), aside).pow(2).mean()
+    more = {"nested": True} if "nested" in how else {}
+    loss = model(torch.randn(4, 13), aside, **more).pow(2).mean()
     (loss if scaler is None else scaler.scale(loss)).backward()
     if how == "edited":
         model.module.layers[0].bias.grad.add_(1.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -18,10 +20,10 @@ def world():
         yield world
 
 
-def run(world, tmp_path, ranks, how):
+def run(world, tmp_path, ranks, how, slow=False):
     """What each rank said, of a training that is bit for bit as without a replica, and copied rightly."""
     (tmp_path / "memory").mkdir()
-    said = world.run(ranks, how=how, root=str(tmp_path / "run"), memory=str(tmp_path / "memory"))
+    said = world.run(ranks, how=how, slow=slow, root=str(tmp_path / "run"), memory=str(tmp_path / "memory"))
     assert not any("error" in rank or rank["code"] for rank in said), said
     for rank in said:
         assert rank["same"] and rank["finite"] and not rank["wrong"]
@@ -60,9 +62,27 @@ def test_what_is_no_average_any_more_is_copied_again(world, tmp_path, how, early
     assert (each_step(said, "early"), each_step(said, "copied_again")) == (early, again)
 
 
-@pytest.mark.parametrize("how", ["some unused, views", "static"])
-def test_how_torch_comes_to_its_averages_does_not_matter(world, tmp_path, how):
-    run(world, tmp_path, 2, how)
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize(
+    "how", ["plain", "some unused, views", "static", "nested", "nested, views", "strided"]
+)
+def test_how_torch_comes_to_its_averages_does_not_matter(world, tmp_path, how, slow):
+    """Nor how long that takes. A bucket gives gradients that do not lie in rows as if they did."""
+    run(world, tmp_path, 2, how, slow)
+
+
+def test_a_replica_that_dies_is_told_at_the_step(world, tmp_path):
+    """And not in backward, where other ranks would wait for the rest of the buckets."""
+    (tmp_path / "memory").mkdir()
+    said = world.run(2, how="dies", slow=False, root=str(tmp_path / "run"), memory=str(tmp_path / "memory"))
+    assert [rank.get("whole") for rank in said] == [True, True], said
+    assert said[0]["told"] == "at the step"
+
+
+def test_a_model_can_be_copied_and_pickled_with_its_hook():
+    state = averaging.AveragingState(object(), listener=SimpleNamespace())
+    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert copied.listener is None and copied.group is None
 
 
 @pytest.mark.parametrize(
@@ -82,9 +102,9 @@ def test_a_backward_that_is_over_writes_nothing(monkeypatch):
         listener=SimpleNamespace(place_of=lambda parameter, grad: place, arrived=lambda parameter: None)
     )
     bucket = SimpleNamespace(parameters=lambda: [torch.ones(3)], gradients=lambda: [torch.ones(3)])
-    copy = state.handed(bucket)
+    begun = state.handed(bucket)
     state.over()
-    copy()
+    begun()
     assert not place.any()
     state.handed(bucket)()
     assert place.all()

@@ -16,6 +16,8 @@ import pytest
 from holdfast.events import read_events
 from holdfast.store.local import LocalStore
 
+pytestmark = pytest.mark.timeout(400)
+
 SOURCE = Path(__file__).parents[2] / "src"
 TINY = {
     "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
@@ -46,7 +48,10 @@ def start(ranks, run, text, **sets):
 
 
 def ended(process):
-    out, err = process.communicate(timeout=120)
+    try:
+        out, err = process.communicate(timeout=180)
+    finally:
+        kill(process)
     return process.returncode, out, err
 
 
@@ -85,7 +90,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(tmp_path, text, alone, ranks)
     assert {event["tokens"] for event in events_of(run, "step")} == {4 * 2 * 16}
     assert out.count("Finished step 6 of 6, which is durable") == printed.count("Finished step 6 of 6") == 1
     assert f"ranks    {ranks}; SSD, wear and memory are those of the first" in out
-    assert f"torchrun --standalone --nproc-per-node {ranks} -m holdfast train " in out
+    assert f" --standalone --nproc-per-node {ranks} -m holdfast train " in out
     assert len(LocalStore.read(run).head().streams) == ranks
 
 
@@ -109,9 +114,10 @@ def test_ranks_stop_together_and_go_on(tmp_path, text):
         wait_for_steps(run, process, 3)
         _, second = ranks_of(process)
         second.send_signal(signal.SIGTERM)
-        code, out, err = ended(process)
-    finally:
+    except BaseException:
         kill(process)
+        raise
+    code, out, err = ended(process)
     assert code == 0, err
     stopped = events_of(run, "stopped")[-1]
     assert stopped["signal"] == "SIGTERM" and stopped["step"] == stopped["durable_step"] >= 3
@@ -129,7 +135,7 @@ def test_micro_batches_that_cannot_be_shared_out_are_refused(tmp_path, text):
 def test_what_one_rank_cannot_do_ends_all(tmp_path, text):
     """A budget that holds nothing."""
     code, _, err = ended(start(2, tmp_path / "run", text, offload__host_budget="1KiB"))
-    assert code and "error: " in err and "error on rank 1: " in err
+    assert code and ("error: " in err or "error on rank 1: " in err) and "its budget is 1.0 KiB" in err
     assert not (tmp_path / "run" / "commits").exists()
 
 

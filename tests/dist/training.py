@@ -34,7 +34,7 @@ from holdfast.delta.replicas import Replicas
 from holdfast.delta.together import Together
 from holdfast.errors import BadInput, DiskFull
 from holdfast.io.queue import Throttle
-from holdfast.optim import AdamW8bit, Apollo
+from holdfast.optim import AdamW8bit, Apollo, Joined
 from holdfast.state.cuts import local_of
 from read_only import make_read_only
 from replica_run import Forked, drifting
@@ -56,6 +56,31 @@ class Global(torch.optim.Optimizer):
             p.sub_(p.grad * self.param_groups[0]["lr"] / norm / self.state[p]["count"])
 
 
+class Factored(torch.optim.Optimizer):
+    """What Adafactor does, in operations that torch has for distributed tensors: each rank holds the factors whole."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            square, dims = p.grad * p.grad, (-1, -2) if p.ndim == 2 else (-1,)
+            means = [self._whole(square.mean(dim, keepdim=True)) for dim in dims]
+            for name, mean in zip(("row", "column"), means, strict=False):
+                self.state[p][name] = self.state[p].get(name, mean * 0).lerp(mean, 0.1)
+            held = self.state[p]
+            scale = held["row"] @ held["column"] / held["row"].mean() if p.ndim == 2 else held["row"]
+            update = p.grad * (scale + 1e-6).rsqrt()
+            update = update.redistribute(placements=p.placements) if isinstance(p, DTensor) else update
+            p.add_(update, alpha=-self.param_groups[0]["lr"])
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -64,7 +89,17 @@ OPTIMIZERS = {
     "global": lambda p: Global(p, lr=0.01),
     "apollo": lambda p: Apollo(p, lr=0.01, rank=2, update_gap=3),
     "8bit": lambda p: AdamW8bit(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "factored": lambda p: Factored(p, lr=0.01),
+    "muon": lambda p: muon(list(p)),
 }
+
+
+def muon(parameters: list[Any]) -> torch.optim.Optimizer:
+    """For the matrices, and AdamW for the rest."""
+    matrices = [p for p in parameters if p.ndim == 2]
+    rest = [p for p in parameters if p.ndim != 2]
+    return Joined(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(rest, lr=0.01))
 
 
 CODECS = {

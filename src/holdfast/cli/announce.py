@@ -66,11 +66,17 @@ def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None 
 
 
 def same_command() -> list[str]:
-    """What continues this run, on as many ranks where they are all on this machine."""
-    here = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    if here == "1" or os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+    """What continues this run, on as many ranks; "..." stands for how several machines find each other."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return [*program(), *sys.argv[1:]]
-    return ["torchrun", "--standalone", "--nproc-per-node", here, "-m", "holdfast", *sys.argv[1:]]
+    nodes, here = (os.environ.get(f"{each}_WORLD_SIZE", "1") for each in ("GROUP", "LOCAL"))
+    torchrun = (
+        ["torchrun"]
+        if shutil.which("torchrun")
+        else [*_as_called(Path(sys.executable)), "-m", "torch.distributed.run"]
+    )
+    where = ["--standalone"] if nodes == "1" else ["--nnodes", nodes, "..."]
+    return [*torchrun, *where, "--nproc-per-node", here, "-m", "holdfast", *sys.argv[1:]]
 
 
 def without_steps(command: list[str]) -> list[str]:

@@ -8,14 +8,16 @@ from ..errors import ConfigError
 
 
 def choose_device(wanted: str) -> str:
-    """``wanted`` if this machine has it, or for "auto" CUDA where there is one: of several, each rank of torchrun's on
-    this machine takes another. Raises ``ConfigError``."""
+    """``wanted`` if this machine has it, or for "auto" CUDA where there is one: of several devices, each rank of
+    torchrun's on this machine takes another. Raises ``ConfigError``."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto":
+    if wanted in ("auto", "cuda") and count:
         here = os.environ.get("LOCAL_RANK")
-        return "cpu" if not count else "cuda" if here is None else f"cuda:{int(here) % count}"
+        return "cuda" if here is None else f"cuda:{int(here) % count}"
+    if wanted == "auto":
+        return "cpu"
     known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{number}" for number in range(count))]
     if wanted not in known:
         raise ConfigError(

@@ -91,7 +91,8 @@ def train(
         sets = [*(sets or ()), f"model.path={literal(str(model))}"]
     chosen = load_config(config, sets or ())
     if print_config:
-        print(to_toml(chosen), end="")
+        if os.environ.get("RANK", "0") == "0":  # once, under torchrun too
+            print(to_toml(chosen), end="")
         return
     # a run outlives whoever reads what it prints
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

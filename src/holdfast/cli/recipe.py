@@ -4,13 +4,12 @@ Hugging Face on the tokens of its own tokenizer."""
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -66,9 +65,9 @@ class Recipe(Protocol):
         ...
 
 
-def recipe_of(config: Config, console: Console) -> Recipe:
-    """Raises ``BadInput``."""
-    return OfFolder(config, console) if config.model.path else OfBytes(config)
+def recipe_of(config: Config, encoding: Callable[[str], None]) -> Recipe:
+    """``encoding`` is told of a text that is about to be encoded. Raises ``BadInput``."""
+    return OfFolder(config, encoding) if config.model.path else OfBytes(config)
 
 
 class OfBytes:
@@ -111,7 +110,7 @@ class OfFolder:
 
     normalize: Literal["micro_batches", "tokens"] = "tokens"
 
-    def __init__(self, config: Config, console: Console) -> None:
+    def __init__(self, config: Config, encoding: Callable[[str], None]) -> None:
         _refuse_sizes(config.model)
         self._run, self._folder = Path(config.run.dir), Path(config.model.path)
         self._state = state_directory(self._run, config)
@@ -127,7 +126,7 @@ class OfFolder:
         text = encoded(
             config.data.text, tokenizer, self._run / "tokens", context=context,
             validation_fraction=config.data.validation_fraction,
-            told=lambda: console.print(f"encoding the text {config.data.text}", soft_wrap=True),
+            told=lambda: encoding(f"encoding the text {config.data.text}"),
         )  # fmt: skip
         self.corpus: Windowed = text
         self.stack: Stack = text.stack

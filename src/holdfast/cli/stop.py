@@ -23,18 +23,20 @@ TERMINAL = 0
 
 class StopRequest:
     """While entered, whether somebody wants the run to stop; ``show`` is then given the text that says so, and
-    ``last_words`` is what is said by who leaves at once."""
+    ``last_words`` is what is said by who leaves at once. Keys are quiet meanwhile where there is a ``terminal``."""
 
-    def __init__(self, show: Callable[[str], None], last_words: Callable[[], str]) -> None:
+    def __init__(
+        self, show: Callable[[str], None], last_words: Callable[[], str], terminal: bool = True
+    ) -> None:
         self.requested = ""
         """The name of the signal, or nothing."""
-        self._show, self._last_words = show, last_words
+        self._show, self._last_words, self._has_terminal = show, last_words, terminal
         self._previous: dict[int, Any] = {}
         self._terminal: list[Any] | None = None
 
     def __enter__(self) -> StopRequest:
         self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        self._terminal = quiet_keys()
+        self._terminal = quiet_keys() if self._has_terminal else None
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -38,7 +38,7 @@ from .build import make_engine
 from .recipe import Recipe, recipe_of
 from .record import changes_to_run, describe, state_directory, write_record
 from .stop import StopRequest
-from .together import console_of, first_alone, share_of, together
+from .together import console_of, first_alone, refuse_other_text, refuse_unlike, share_of, together
 
 VALIDATION_SAMPLES = 64
 """Evenly spread over the held-out text, the same ones every time."""
@@ -60,6 +60,7 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
 
 def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
     console, run = console_of(ranks), Path(config.run.dir)
+    refuse_unlike(ranks, "configuration", to_values(config))
     with ranks.agreeing():
         micro_batches = share_of(config, ranks)
         changed = changes_to_run(config, stated)
@@ -73,9 +74,10 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
     with ranks.agreeing():  # the first encodes the text, if it has to be, and the others find it
-        first = ranks.first_takes_its_time(lambda: recipe_of(config, console))
+        first = ranks.first_takes_its_time(lambda: recipe_of(config, lambda text: say(console, text)))
     with ranks.agreeing():
-        recipe = first or recipe_of(config, console)
+        recipe = first or recipe_of(config, refuse_other_text)
+    refuse_unlike(ranks, "text", recipe.corpus.fingerprint)
     loader = step_loader(
         recipe.corpus,
         config.train.micro_batch_size,
@@ -127,9 +129,8 @@ class Job:
         """Take the steps and report the end. ``changed`` are the keys that are not as they were before."""
         started = time.perf_counter()
         speaks = self.ranks.rank == 0
-        with StopRequest(
-            self.panel.announce_stop if speaks else lambda text: None, self.last_words if speaks else str
-        ) as stop:
+        show = self.panel.announce_stop if speaks else lambda text: None
+        with StopRequest(show, self.last_words if speaks else str, terminal=speaks) as stop:
             self.begin(changed)
             before = self.validate()
             if before is not None:
@@ -223,7 +224,7 @@ class Job:
         return "and nothing was committed: durability.every is 0"
 
     def say(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True)
+        say(self.console, text)
 
 
 def newest_step(state: Path) -> int:
@@ -252,10 +253,14 @@ def reading(console: Console, what: str) -> Status:
     return console.status(text)
 
 
+def say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True)
+
+
 def say_measuring(console: Console, text: str) -> None:
     """That the machine is measured. What was planned is announced with all else."""
     if not text.startswith("plan: "):
-        console.print(text, soft_wrap=True)
+        say(console, text)
 
 
 def held_out_samples(corpus: Windowed) -> list[dict[str, Tensor]]:

@@ -8,9 +8,9 @@ each rank multiplies by one over their number, and the sums are formed by one al
 # Annotations are evaluated here: torch looks at those of a hook.
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,11 @@ class AveragingState:
     listener: Listener | None = None
     """None where gradients are averaged as without the hook, which cannot be taken off a model again."""
     _backward: "_Backward | None" = None
-    _lock: Any = field(default_factory=threading.Lock)
+    _lock: Any = field(default_factory=threading.RLock)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Who copies or pickles the model has one without a listener."""
+        return AveragingState, ()
 
     def handed(self, bucket: dist.GradBucket) -> Callable[[], None] | None:
         """What is to be done when ``bucket`` has been averaged. Runs inside backward."""
@@ -49,15 +53,13 @@ class AveragingState:
             with self._lock:
                 self._backward = backward
             backward.watch()
-        return self._copier(self._backward, self._backward.places(bucket))
+        backward = self._backward
+        places = backward.places(bucket)
 
-    def _copier(
-        self, backward: "_Backward", pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> Callable[[], None]:
         def copy() -> None:
-            with self._lock, torch.no_grad():
-                if pairs and self._backward is backward:  # else it failed, and its memory is another step's
-                    torch._foreach_copy_([target for target, _ in pairs], [grad for _, grad in pairs])
+            with self._lock:
+                if self._backward is backward:  # else it failed, and its memory is another step's
+                    backward.copy(places)
 
         return copy
 
@@ -72,16 +74,34 @@ class _Backward:
 
     def __init__(self, number: int, listener: Listener) -> None:
         self.number, self._listener = number, listener
-        self._handed: list[tuple[torch.Tensor, int]] = []
-        self._versions: list[int | None] = []
+        self._handed: list[torch.Tensor] = []
+        self._copied: list[_Place] = []
+        self._versions: dict[int, int | None] = {}
+        self._gave_up = False
 
-    def places(self, bucket: dist.GradBucket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        found = []
-        for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if (target := self._listener.place_of(parameter, grad)) is not None:
-                found.append((target, grad))
-                self._handed.append((parameter, grad.data_ptr()))
+    def places(self, bucket: dist.GradBucket) -> "list[_Place]":
+        """Where the bucket's gradients are to be copied. None of those that do not lie in rows: a bucket has them as
+        the parameter lies, and gives them as if it lay in rows."""
+        found: list[_Place] = []
+        try:
+            for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=False):
+                if self._gave_up or not parameter.is_contiguous():
+                    continue
+                if (target := self._listener.place_of(parameter, grad)) is not None:
+                    found.append(_Place(parameter, grad, target))
+        except (
+            Exception
+        ):  # told at the optimizer's step, when no rank waits for a bucket of this one any more
+            self._gave_up = True
+            return []
+        self._handed += [place.parameter for place in found]
         return found
+
+    @torch.no_grad()
+    def copy(self, places: "list[_Place]") -> None:
+        if places:
+            torch._foreach_copy_([place.target for place in places], [place.grad for place in places])
+            self._copied += places
 
     def watch(self) -> None:
         """torch writes the averages to the gradients in a callback at the end, which it queues with the last bucket.
@@ -89,15 +109,25 @@ class _Backward:
         _at_the_end(self._before_written)
 
     def _before_written(self) -> None:
-        self._versions = [_version_of(parameter) for parameter, _ in self._handed]
+        self._versions = {id(parameter): _version_of(parameter) for parameter in self._handed}
         _at_the_end(self._written)
 
     def _written(self) -> None:
-        """Gradients of parameters that no rank used are left as they were: the copy is of something else."""
-        for (parameter, address), before in zip(self._handed, self._versions, strict=False):
+        """Gradients of parameters that no rank used are left as they were: the copy is of something else. A bucket that
+        is handed over in one of several nested passes may not have been averaged yet when that ends."""
+        for parameter, average, _ in self._copied:
             grad = parameter.grad
-            if grad is not None and (grad.data_ptr() == address or grad._version != before):
+            if grad is None or id(parameter) not in self._versions:
+                continue
+            was_written = grad._version != self._versions[id(parameter)]
+            if was_written or grad.data_ptr() == average.data_ptr():
                 self._listener.arrived(parameter)
+
+
+class _Place(NamedTuple):
+    parameter: torch.Tensor
+    grad: torch.Tensor
+    target: torch.Tensor
 
 
 def _version_of(parameter: torch.Tensor) -> int | None:
@@ -131,20 +161,24 @@ def averaging(model: nn.Module) -> AveragingState | None:
     """The hook on ``model``, put there if there was none; None where gradients are averaged otherwise: not by
     ``DistributedDataParallel``, by a hook of the script's, or where a hook could change bits.
 
-    With gradients that are views of buckets torch divides some by the number of ranks and multiplies others, which is
-    the same where that is a power of two.
+    Where gradients are views of buckets, or are put into them together, torch divides by the number of ranks instead of
+    multiplying, which is the same where that is a power of two.
     """
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return None
-    world_size = dist.get_world_size(model.process_group)
-    if model.gradient_as_bucket_view and world_size & (world_size - 1):
+    there, world_size = getattr(model, "_comm_hooks", None), dist.get_world_size(model.process_group)
+    if there is None or getattr(model, "_use_python_reducer", False):
+        return None  # torch's C++ averages nothing here
+    if there:
+        [*_, (_, state)] = there
+        return state if isinstance(state, AveragingState) else None
+    divides = model.gradient_as_bucket_view or getattr(model, "batched_grad_copy", False)
+    if divides and world_size & (world_size - 1):
         return None
-    if not model._comm_hooks:
-        state = AveragingState(model.process_group)
-        try:
-            model.register_comm_hook(state, averaging_hook)
-        except RuntimeError:  # one of torch's own was registered, in C++
-            return None
-        return state
-    [*_, (_, there)] = model._comm_hooks
-    return there if isinstance(there, AveragingState) else None
+    state = AveragingState(model.process_group)
+    try:
+        model.register_comm_hook(state, averaging_hook)
+    except RuntimeError:  # one of torch's own was registered, in C++
+        there.clear()
+        return None
+    return state

@@ -122,15 +122,22 @@ class LayerTap(Tap):
     def accumulated(self, parameter: torch.Tensor) -> None:
         """The hook of a parameter. Runs inside backward."""
         grad = parameter.grad
-        started = time.perf_counter()
         if (target := self.place_of(parameter, grad)) is not None and grad is not None:
+            started = time.perf_counter()
             _copy_to([target], [grad])
             self.arrived(parameter)
-        self.seconds += time.perf_counter() - started
+            self.seconds += time.perf_counter() - started
 
     def place_of(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Where a copy of ``grad``, which the parameter has now or will have, is to go; None if it will change or has
-        no place. Runs inside backward."""
+        no place. Runs inside backward, and may wait for memory."""
+        started = time.perf_counter()
+        try:
+            return self._place_of(parameter, grad)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def _place_of(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
         name, index = self._trained.get(id(parameter), ("", -1))
         if not name:
             return None

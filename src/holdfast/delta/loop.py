@@ -161,6 +161,7 @@ class Loop:
         """One more step has been done."""
         self.steps_done += 1
         if self._hidden:
+            self.state.refuse_other_cuts()
             told_of_hidden(self.optimizers, self._hidden)
             self._hidden = []  # once is enough
         self.note()

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ..errors import BadInput, RunMismatch
+from ..errors import BadInput, ModelNotSupported, RunMismatch
 from .atoms import Atom
 from .boxes import Box
 from .capture import TO_NAME, CapturedParameter, buffer_at, capture
-from .cuts import Copied, box_of, local_of
+from .cuts import Copied, box_of, is_distributed, local_of
 from .progress import decode, encode
 
 BUFFERS = "buffers"
@@ -115,6 +115,21 @@ class LiveState:
         held: dict[str, torch.Tensor] = {"param": parameter.parameter.detach()}
         held |= {slot: v for slot, v in self._state(parameter).items() if isinstance(v, torch.Tensor)}
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
+
+    def refuse_other_cuts(self) -> None:
+        """Raise ``ModelNotSupported`` if an optimizer holds a distributed tensor that is not cut as its parameter is,
+        such as a factor of second moments: by its shape alone it could be taken for a part of the parameter."""
+        for parameter in self.parameters:
+            like = parameter.parameter
+            for slot, tensor in self._state(parameter).items():
+                if isinstance(tensor, torch.Tensor) and is_distributed(tensor):
+                    placements = cast(Any, tensor).placements
+                    if tensor.shape != like.shape or placements != getattr(like, "placements", None):
+                        raise ModelNotSupported(
+                            f"{parameter.name}/{slot} is not cut over the ranks as its parameter is (shape"
+                            f" {list(tensor.shape)}, placements {placements}), so it could not be brought back. Use an"
+                            " optimizer whose state has the shape of its parameters, such as AdamW or Muon."
+                        )
 
     def residuals_held(self) -> Held:
         """The residuals of stored parameters as they are now, or of all where each rank has its own; subspaces too."""

@@ -36,7 +36,8 @@ Group = tuple[dict[str, Any], list[str]]
 """Of the optimizer: hyper-parameters, and the names of its parameters."""
 Slots = dict[str, dict[str, Stored]]
 """What there is, by name and slot."""
-_MARK = ".holdfast-conversion"
+_MARK = ".holdfast-conversion-"
+"""Of the conversion to a tag, which follows."""
 _FILES = {"param": "fp32"}
 """What files are called that have not the name of their slot."""
 _NO_FILES = (".", "..", *_FILES.values())
@@ -70,7 +71,7 @@ def write_deepspeed(
     disk.sync_dir(f"{tag}/zero", why="universal")
     disk.sync_dir(tag, why="universal")
     write_durably(disk, "latest_universal", tag.encode(), why="universal")
-    disk.unlink(_MARK)
+    disk.unlink(_MARK + tag)
     return sorted((folder / tag).rglob("*.pt"))
 
 
@@ -166,11 +167,11 @@ def _begin(disk: Disk, tag: str, what: list[Any]) -> None:
     goes when the checkpoint is whole."""
     mark = xxhash.xxh3_128_hexdigest(json.dumps(what).encode()).encode()
     if disk.exists("latest_universal") or (
-        disk.exists(tag) and (not disk.exists(_MARK) or disk.read_bytes(_MARK) != mark)
+        disk.exists(tag) and (not disk.exists(_MARK + tag) or disk.read_bytes(_MARK + tag) != mark)
     ):
         raise BadInput(f"{disk.root} holds a checkpoint already, or a part of another. Give another folder.")
     disk.makedirs("")
-    write_durably(disk, _MARK, mark, why="universal")
+    write_durably(disk, _MARK + tag, mark, why="universal")
     disk.makedirs(f"{tag}/zero")
 
 

@@ -1,0 +1,56 @@
+"""Optimizers that need a whole matrix, on several ranks: Muon, and Adafactor, of which torch's takes no distributed
+tensors; one like it that does is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from dist.test_ranks import ended
+from dist.world import World
+
+KINDS = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]
+CASES = [("adafactor", "ddp", 2), ("factored", "ddp", 2), *(("muon", *kind) for kind in KINDS)]
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World() as world:
+        yield world
+
+
+@pytest.mark.parametrize("optimizer, kind, ranks", CASES)
+def test_a_run_goes_on_as_if_it_had_not_been_closed_or_killed(world, tmp_path, optimizer, kind, ranks):
+    common = {"kind": kind, "optimizer": optimizer, "clip": False, "pause": 0.02}
+    whole = ended(world.run(ranks, root=tmp_path / "whole", steps=12, **common))
+    cut = {**common, "root": tmp_path / "cut", "base_every": 4}
+    ended(world.run(ranks, steps=5, **cut))
+    died = world.run(ranks, steps=12, kill=[ranks - 1, 9], wait_at=7, **cut)
+    assert died[0]["resumed"] == 5
+    rest = ended(world.run(ranks, steps=12, **cut))
+    assert 7 <= rest[0]["resumed"] < 9
+    for one, other in zip(whole, rest, strict=True):
+        assert other["losses"] == one["losses"][other["resumed"] :]
+        assert other["digests"].items() <= one["digests"].items()
+
+
+@pytest.mark.parametrize("optimizer, kind, ranks", CASES)
+def test_a_saved_state_is_taken_by_any_other_parallelism(world, tmp_path, optimizer, kind, ranks):
+    common = {"root": tmp_path, "optimizer": optimizer, "clip": False}
+    said = ended(world.run(ranks, kind=kind, steps=4, save_at=4, **common))
+    kinds = KINDS if optimizer == "muon" else [("ddp", 3)]
+    for step, (other, others) in enumerate([*kinds, ("plain", 1)], start=5):
+        found = ended(world.run(others, kind=other, steps=step, save_at=step, **common))
+        assert found[0]["resumed"] == step - 1
+        assert found[0]["digests"][str(step - 1)] == said[0]["digests"][str(step - 1)]
+        said = found
+
+
+@pytest.mark.parametrize("kind, ranks", KINDS[1:])
+def test_factors_that_are_not_cut_as_their_parameter_is_are_refused(world, tmp_path, kind, ranks):
+    """Those of a matrix of which a rank has one row look like that row."""
+    said = world.run(ranks, root=tmp_path, kind=kind, optimizer="factored", clip=False, steps=3)
+    for rank in said:
+        assert re.search("ModelNotSupported: .*/row is not cut over the ranks as its", rank["error"]), rank
+        assert rank["at"] == 1

@@ -64,7 +64,7 @@ def measure(run: Path, options: argparse.Namespace) -> dict[str, float]:
                 time.sleep(0.05)
             moments[name] = round(time.perf_counter() - started, 1)
         if not options.small:
-            time.sleep((moments["first_step_durable"] - moments["until_ready"]) / 2)
+            time.sleep(steps_of(run)[0]["seconds"] / 2)
     finally:
         killed.send_signal(signal.SIGKILL)
         _, status, usage = os.wait4(killed.pid, 0)
@@ -79,8 +79,8 @@ def measure(run: Path, options: argparse.Namespace) -> dict[str, float]:
     resuming = time.perf_counter() - started
     end, _ = verified(run)
     assert left >= 1 and end == STEPS, (left, end)
-    lines = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
-    steps = [event for event in lines if event["event"] == "step"]
+    assert options.small or left < end, "it was killed after its last step"
+    steps = steps_of(run)
     return {
         **sizes(run),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -94,6 +94,12 @@ def measure(run: Path, options: argparse.Namespace) -> dict[str, float]:
         "verifying_seconds": round(seconds, 1),
         "resumed_to_the_end_seconds": round(resuming, 1),
     }
+
+
+def steps_of(run: Path) -> list[dict]:
+    """The events of the steps that were taken, in the order in which they were."""
+    lines = (json.loads(line) for line in (run / "events.jsonl").read_text().splitlines())
+    return [event for event in lines if event["event"] == "step"]
 
 
 def training(run: Path, options: argparse.Namespace) -> list[str]:

@@ -12,7 +12,8 @@ from torch import nn
 import holdfast
 from delta.loops import cut_small, make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta.codecs import ArrayReader, Exact
+from holdfast.delta import lossy
+from holdfast.delta.codecs import ArrayReader, Exact, array_key, expand
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.errors import BadInput, NoCommit, RunMismatch
 from holdfast.io.queue import Throttle
@@ -272,6 +273,34 @@ def test_the_largest_of_each_block_are_consumed_and_the_rest_comes_later():
         codec.consume([("w", parameter)], residuals, skipped=False)
         assert torch.equal(parameter.grad.view(-1), expected)
         assert torch.equal(residuals[parameter].view(-1), left)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.3, 1.0])
+@pytest.mark.parametrize("strided", [False, True])
+def test_how_many_blocks_are_looked_at_once_does_not_matter(monkeypatch, dtype, ratio, strided):
+    """Nor how the gradient lies; what is no number is consumed, and what is consumed is what replay makes of it."""
+    torch.manual_seed(0)
+    grad = torch.randn(150, 301).to(dtype)
+    grad[3, 5], grad[70, 1], grad[149, 300], grad[100] = torch.nan, torch.inf, -torch.inf, -0.0
+    results = []
+    for at_once in (1, 4096, 1 << 30):
+        monkeypatch.setattr(lossy, "IN_CACHES", at_once)
+        parameter, residuals, codec = nn.Parameter(torch.zeros(150, 301, dtype=dtype)), {}, TopK(ratio)
+        parameter.grad = grad.t().contiguous().t() if strided else grad.clone()
+        arrays = codec.consume([("w", parameter)], residuals, skipped=False)["w"]
+        take = ArrayReader({array_key(n, array.dtype): array for n, array in arrays.items()}).take
+        given = expand(codec.about(), take, grad.numel(), dtype).view(grad.shape)
+        results.append((bits(parameter.grad), bits(residuals[parameter])))
+        assert torch.equal(bits(given), bits(parameter.grad))
+        left = grad.float().sub(given)
+        assert torch.equal(left.nan_to_num(), residuals[parameter].nan_to_num())
+    for one, other in zip(results[0] * 2, results[1] + results[2], strict=True):
+        assert torch.equal(one, other)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8)
 
 
 def test_eight_bits_are_off_by_half_a_step_at_most_and_the_rest_comes_later():

@@ -20,10 +20,13 @@ from .codecs import ArrayReader, Codec, Trained, array_key, expand, trained_of
 from .image import METADATA
 from .quantise import quantise
 from .slots import Slot
-from .sparse import BITS, Arrays, num_blocks, pick
+from .sparse import BITS, Arrays, num_blocks, pick, places_and_values
 
 Sizes = dict[str, tuple[torch.dtype, int]]
 """Of the arrays of a parameter: their dtypes and elements."""
+
+IN_CACHES = 1 << 18
+"""Elements."""
 
 BLOCK = 1024
 """Elements among which the largest are chosen: few enough to be fast, and an index in it is 16 bits."""
@@ -82,14 +85,23 @@ class Lossy(Codec):
                 residuals[parameter] = torch.zeros(grad.shape, dtype=wide, device=grad.device)
             wanted = residuals[parameter].view(-1).add_(wanted)
         arrays = self.compress(wanted, grad.dtype)
-        given = expand(self.about(), ArrayReader(_keyed(arrays)).take, grad.numel(), grad.dtype)
-        if self.error_feedback:
-            wanted.sub_(given)
+        if grad.is_contiguous() and not torch._debug_has_internal_overlap(grad):
+            self._give(arrays, grad.view(-1), wanted if self.error_feedback else None)
+            return arrays
+        given = torch.empty(grad.numel(), dtype=grad.dtype, device=grad.device)
+        self._give(arrays, given, wanted if self.error_feedback else None)
         if torch._debug_has_internal_overlap(grad):  # a view that repeats its elements cannot be written to
             parameter.grad = given.view(grad.shape)
         else:
             grad.copy_(given.view(grad.shape))
         return arrays
+
+    def _give(self, arrays: Arrays, given: torch.Tensor, wanted: torch.Tensor | None) -> None:
+        """Make ``given`` what ``arrays`` stand for, and take that off ``wanted``."""
+        reader = ArrayReader(_keyed(arrays))
+        given.copy_(expand(self.about(), reader.take, given.numel(), given.dtype))
+        if wanted is not None:
+            wanted.sub_(given)
 
     def write(self, slot: Slot, index: int, consumed: dict[str, Arrays]) -> memoryview | None:
         pieces: dict[str, list[torch.Tensor]] = {}
@@ -167,9 +179,30 @@ class TopK(Lossy):
         if kept == length:
             indices, values = torch.empty(0, dtype=torch.uint16, device=rows.device), rows
         else:
-            places = rows.abs().topk(kept, dim=1, sorted=False).indices
+            places = self._places(rows, kept)
             indices, values = places.to(torch.uint16).view(-1), rows.gather(1, places)
         return {"counts": counts, "indices": indices, "values": values.to(dtype).reshape(-1)}
+
+    def _places(self, rows: torch.Tensor, kept: int) -> torch.Tensor:
+        """In each of ``rows`` those of the ``kept`` largest. On a CPU so many at a time as stay in its caches."""
+        some = max(1, IN_CACHES // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
+        if len(rows) <= some:
+            return rows.abs().topk(kept, dim=1, sorted=False).indices
+        places = torch.empty((len(rows), kept), dtype=torch.int64)
+        sizes = torch.empty((some, rows.shape[1]), dtype=rows.dtype)
+        for start in range(0, len(rows), some):
+            part = rows[start : start + some]
+            size = torch.abs(part, out=sizes[: len(part)])
+            places[start : start + some] = size.topk(kept, dim=1, sorted=False).indices
+        return places
+
+    def _give(self, arrays: Arrays, given: torch.Tensor, wanted: torch.Tensor | None) -> None:
+        places, values = places_and_values(
+            ArrayReader(_keyed(arrays)).take, given.numel(), given.dtype, self.block
+        )
+        given.zero_()[places] = values
+        if wanted is not None:
+            wanted[places] -= values
 
     def about(self) -> dict[str, Any]:
         return {"kind": "sparse", "block": self.block, "feedback": self.error_feedback}

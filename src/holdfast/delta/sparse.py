@@ -65,13 +65,20 @@ def _places_of(chosen: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
 
 def spread(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.Tensor:
     """The flat tensor that ``take`` gives the arrays of."""
+    places, values = places_and_values(take, elements, dtype, block)
+    flat = torch.zeros(elements, dtype=dtype, device=values.device)
+    flat[places] = values
+    return flat
+
+
+def places_and_values(
+    take: Take, elements: int, dtype: torch.dtype, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where that tensor has elements, and these."""
     counts = take("counts", torch.uint16, num_blocks(elements, block))
     lengths = lengths_of(elements, block, counts.device)
     starts = torch.arange(counts.numel(), device=counts.device) * block
-    places, values = _taken(take, counts, lengths, starts, dtype)
-    flat = torch.zeros(elements, dtype=dtype, device=counts.device)
-    flat[places] = values
-    return flat
+    return _taken(take, counts, lengths, starts, dtype)
 
 
 def _taken(

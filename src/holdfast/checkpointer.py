@@ -367,9 +367,9 @@ class Checkpointer:
                 self._survival.whole()
 
     def close(self, save: bool = True) -> None:
-        """Make everything durable, residuals by a base, and leave nothing behind: no hook, no thread, no lock. A second
-        call does nothing, nor does one in a fork of the process. A SIGTERM that came after the last ``step`` ends the
-        process here."""
+        """Make everything durable, residuals by a base, and leave nothing behind: no hook (but DDP's communication hook
+        where there was one, which torch takes off no model), no thread, no lock. A second call does nothing, nor does
+        one in a fork of the process. A SIGTERM that came after the last ``step`` ends the process here."""
         if self._closed or self._is_forked:
             return
         self._closed = True

@@ -285,7 +285,7 @@ def test_how_many_blocks_are_looked_at_once_does_not_matter(monkeypatch, dtype, 
     grad[3, 5], grad[70, 1], grad[149, 300], grad[100] = torch.nan, torch.inf, -torch.inf, -0.0
     results = []
     for at_once in (1, 4096, 1 << 30):
-        monkeypatch.setattr(lossy, "IN_CACHES", at_once)
+        monkeypatch.setattr(lossy, "RANKED_AT_ONCE", at_once)
         parameter, residuals, codec = nn.Parameter(torch.zeros(150, 301, dtype=dtype)), {}, TopK(ratio)
         parameter.grad = grad.t().contiguous().t() if strided else grad.clone()
         arrays = codec.consume([("w", parameter)], residuals, skipped=False)["w"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from dist.world import World
-from holdfast.delta import averaging
 
 
 @pytest.fixture(scope="module")
@@ -79,32 +74,9 @@ def test_a_replica_that_dies_is_told_at_the_step(world, tmp_path):
     assert said[0]["told"] == "at the step"
 
 
-def test_a_model_can_be_copied_and_pickled_with_its_hook():
-    state = averaging.AveragingState(object(), listener=SimpleNamespace())
-    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
-        assert copied.listener is None and copied.group is None
-
-
 @pytest.mark.parametrize(
     "ranks, how", [(3, "views"), (2, "a hook of the script's"), (2, "a hook of torch's")]
 )
 def test_a_hook_is_put_only_where_it_changes_nothing(world, tmp_path, ranks, how):
     said = run(world, tmp_path, ranks, how)
     assert said[0]["buckets"] == [] and each_step(said, "early") == [0] * 5
-
-
-def test_a_backward_that_is_over_writes_nothing(monkeypatch):
-    """Its slot may be another step's by the time that an exchange, which it left under way, ends."""
-    monkeypatch.setattr(averaging, "_at_the_end", lambda callback: None)
-    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 1)
-    place = torch.zeros(3)
-    state = averaging.AveragingState(
-        listener=SimpleNamespace(place_of=lambda parameter, grad: place, arrived=lambda parameter: None)
-    )
-    bucket = SimpleNamespace(parameters=lambda: [torch.ones(3)], gradients=lambda: [torch.ones(3)])
-    begun = state.handed(bucket)
-    state.over()
-    begun()
-    assert not place.any()
-    state.handed(bucket)()
-    assert place.all()

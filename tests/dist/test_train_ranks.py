@@ -7,27 +7,24 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from holdfast.events import read_events
+from cli.test_train import TINY, events_of, wait_for_steps
+from crash.test_torchrun import kill
 from holdfast.store.local import LocalStore
 
 pytestmark = pytest.mark.timeout(400)
 
 SOURCE = Path(__file__).parents[2] / "src"
-TINY = {
-    "model.blocks": 2, "model.width": 16, "model.heads": 2, "model.kv_heads": 1, "model.context": 16,
-    "train.micro_batches": 4, "train.micro_batch_size": 2, "train.warmup_steps": 2, "train.steps": 6,
-    "train.learning_rate": 1e-2, "model.dropout": 0.1, "train.dtype": "fp32",
-}  # fmt: skip
+SIZES = TINY | {"train.micro_batches": 4, "train.steps": 6}
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
+    """Enough that 64 samples are held out."""
     path = tmp_path_factory.mktemp("text") / "text"
     words = ["def ", "return ", "self", "(", ")", ":\n", "    "]
     path.write_text("".join(random.Random(0).choices(words, k=4000))[:14000])
@@ -36,7 +33,7 @@ def text(tmp_path_factory):
 
 def start(ranks, run, text, **sets):
     """The command, in a process group of its own; by itself, or under torchrun."""
-    keys = TINY | {"run.dir": run, "data.text": text} | {k.replace("__", "."): v for k, v in sets.items()}
+    keys = SIZES | {"run.dir": run, "data.text": text} | {k.replace("__", "."): v for k, v in sets.items()}
     words = ["-m", "holdfast", "train"]
     words += [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -50,8 +47,9 @@ def start(ranks, run, text, **sets):
 def ended(process):
     try:
         out, err = process.communicate(timeout=180)
-    finally:
+    except BaseException:
         kill(process)
+        raise
     return process.returncode, out, err
 
 
@@ -59,10 +57,6 @@ def train(*args, **sets):
     code, out, err = ended(start(*args, **sets))
     assert code == 0, err
     return out
-
-
-def events_of(run, kind):
-    return [event for event in read_events(run / "events.jsonl") if event["event"] == kind]
 
 
 def losses(run):
@@ -97,7 +91,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(tmp_path, text, alone, ranks)
 def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, text):
     """2, then 1, then 4; and then there is nothing left to do."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    sets = {"train.micro_batch_size": 3}  # so that held-out text cannot be shared out
+    sets = {"train__micro_batch_size": 3}  # so that held-out text cannot be shared out
     for ranks, steps in ((2, 2), (1, 4), (4, 6)):  # with a schedule of its own each
         train(ranks, run, text, **sets, train__steps=steps)
         train(1, whole, text, **sets, train__steps=steps)
@@ -132,28 +126,13 @@ def test_micro_batches_that_cannot_be_shared_out_are_refused(tmp_path, text):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_one_rank_cannot_do_ends_all(tmp_path, text):
-    """A budget that holds nothing."""
+def test_a_budget_that_holds_nothing_is_refused(tmp_path, text):
     code, _, err = ended(start(2, tmp_path / "run", text, offload__host_budget="1KiB"))
     assert code and ("error: " in err or "error on rank 1: " in err) and "its budget is 1.0 KiB" in err
     assert not (tmp_path / "run" / "commits").exists()
-
-
-def wait_for_steps(run, process, count):
-    deadline = time.monotonic() + 60
-    while not (run / "events.jsonl").exists() or len(events_of(run, "step")) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def ranks_of(process):
     """The processes of torchrun's ranks, in their order."""
     children = psutil.Process(process.pid).children()
     return sorted((c for c in children if "holdfast" in c.cmdline()), key=lambda c: int(c.environ()["RANK"]))
-
-
-def kill(process):
-    with_children = [psutil.Process(process.pid)] if process.poll() is None else []
-    for each in [c for p in with_children for c in (*p.children(recursive=True), p)]:
-        each.kill()

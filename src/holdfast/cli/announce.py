@@ -16,6 +16,7 @@ from rich.text import Text
 from ..config import Config
 from ..units import counted, format_bytes
 from ..watch.drive import wear
+from .machine import launched
 from .output import print_facts
 
 if TYPE_CHECKING:
@@ -67,15 +68,13 @@ def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None 
 
 def same_command() -> list[str]:
     """What continues this run, on as many ranks; "..." stands for how several machines find each other."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if launched()[1] == 1:
         return [*program(), *sys.argv[1:]]
-    nodes, here = (os.environ.get(f"{each}_WORLD_SIZE", "1") for each in ("GROUP", "LOCAL"))
-    torchrun = (
-        ["torchrun"]
-        if shutil.which("torchrun")
-        else [*_as_called(Path(sys.executable)), "-m", "torch.distributed.run"]
-    )
+    nodes, here = os.environ.get("GROUP_WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "1")
     where = ["--standalone"] if nodes == "1" else ["--nnodes", nodes, "..."]
+    torchrun = [*_as_called(Path(sys.executable)), "-m", "torch.distributed.run"]
+    if shutil.which("torchrun"):
+        torchrun = ["torchrun"]
     return [*torchrun, *where, "--nproc-per-node", here, "-m", "holdfast", *sys.argv[1:]]
 
 

@@ -1,10 +1,17 @@
-"""What this machine has to compute on."""
+"""What this machine has to compute on, and which of several processes this is. Imports no torch by itself."""
 
 from __future__ import annotations
 
 import os
 
 from ..errors import ConfigError
+
+
+def launched() -> tuple[int, int]:
+    """The rank of this process and how many there are, if torchrun has started it; else 0 of 1."""
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def choose_device(wanted: str) -> str:

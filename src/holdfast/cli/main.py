@@ -20,6 +20,7 @@ import typer
 from .. import __version__
 from ..errors import HoldfastError
 from . import planning
+from .machine import launched
 from .planning import AsJson
 
 EXIT_CODES = (
@@ -82,7 +83,7 @@ def train(
     """Train a language model, or continue the run where it was.
 
     Ctrl-C ends the step, commits it and leaves; the same command goes on from there. On several ranks: torchrun
-    --standalone --nproc-per-node=N -m holdfast train ..., and a run goes on with any number of them.
+    --standalone --nproc-per-node=N -m holdfast train ..., with any number that divides train.micro_batches.
     """
     from ..config import key_of, literal, load_config, to_toml
     from .output import Enduring
@@ -91,7 +92,7 @@ def train(
         sets = [*(sets or ()), f"model.path={literal(str(model))}"]
     chosen = load_config(config, sets or ())
     if print_config:
-        if os.environ.get("RANK", "0") == "0":  # once, under torchrun too
+        if launched()[0] == 0:
             print(to_toml(chosen), end="")
         return
     # a run outlives whoever reads what it prints
@@ -344,8 +345,8 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("HOLDFAST_DEBUG"):
             traceback.print_exc()
-        rank = os.environ.get("RANK", "0")
-        print(f"error{'' if rank == '0' else f' on rank {rank}'}: {text_of(error)}", file=sys.stderr)
+        rank, _ = launched()
+        print(f"error{f' on rank {rank}' if rank else ''}: {text_of(error)}", file=sys.stderr)
         sys.exit(getattr(error, "exit_code", 3))
 
 

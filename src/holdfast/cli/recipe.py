@@ -65,9 +65,9 @@ class Recipe(Protocol):
         ...
 
 
-def recipe_of(config: Config, encoding: Callable[[str], None]) -> Recipe:
-    """``encoding`` is told of a text that is about to be encoded. Raises ``BadInput``."""
-    return OfFolder(config, encoding) if config.model.path else OfBytes(config)
+def recipe_of(config: Config, told: Callable[[str], None]) -> Recipe:
+    """``told`` is told of a text that is about to be encoded. Raises ``BadInput``."""
+    return OfFolder(config, told) if config.model.path else OfBytes(config)
 
 
 class OfBytes:
@@ -110,7 +110,7 @@ class OfFolder:
 
     normalize: Literal["micro_batches", "tokens"] = "tokens"
 
-    def __init__(self, config: Config, encoding: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, told: Callable[[str], None]) -> None:
         _refuse_sizes(config.model)
         self._run, self._folder = Path(config.run.dir), Path(config.model.path)
         self._state = state_directory(self._run, config)
@@ -126,7 +126,7 @@ class OfFolder:
         text = encoded(
             config.data.text, tokenizer, self._run / "tokens", context=context,
             validation_fraction=config.data.validation_fraction,
-            told=lambda: encoding(f"encoding the text {config.data.text}"),
+            told=lambda: told(f"encoding the text {config.data.text}"),
         )  # fmt: skip
         self.corpus: Windowed = text
         self.stack: Stack = text.stack

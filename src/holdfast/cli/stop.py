@@ -23,20 +23,20 @@ TERMINAL = 0
 
 class StopRequest:
     """While entered, whether somebody wants the run to stop; ``show`` is then given the text that says so, and
-    ``last_words`` is what is said by who leaves at once. Keys are quiet meanwhile where there is a ``terminal``."""
+    ``last_words`` is what is said by who leaves at once. Of several processes one ``speaks``, and has the terminal."""
 
     def __init__(
-        self, show: Callable[[str], None], last_words: Callable[[], str], terminal: bool = True
+        self, show: Callable[[str], None], last_words: Callable[[], str], speaks: bool = True
     ) -> None:
         self.requested = ""
         """The name of the signal, or nothing."""
-        self._show, self._last_words, self._has_terminal = show, last_words, terminal
+        self._show, self._last_words, self._speaks = show, last_words, speaks
         self._previous: dict[int, Any] = {}
         self._terminal: list[Any] | None = None
 
     def __enter__(self) -> StopRequest:
         self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
-        self._terminal = quiet_keys() if self._has_terminal else None
+        self._terminal = quiet_keys() if self._speaks else None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -47,17 +47,19 @@ class StopRequest:
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested:
             restore(self._terminal)
-            leave_at_once(number, self._last_words())
+            leave_at_once(number, self._last_words() if self._speaks else None)
         self.requested = signal.Signals(number).name
-        self._show(f"{self.requested}: committing this step; again to leave at once")
+        if self._speaks:
+            self._show(f"{self.requested}: committing this step; again to leave at once")
 
 
-def leave_at_once(number: int, last_words: str) -> None:
+def leave_at_once(number: int, last_words: str | None) -> None:
     """End the process as the signal would have, but with the terminal's cursor visible."""
     with suppress(OSError):  # nobody may be reading
         if sys.stdout.isatty():
             os.write(1, b"\x1b[?25h\n")
-        os.write(2, last_words.encode(errors="replace") + b"\n")
+        if last_words is not None:
+            os.write(2, last_words.encode(errors="replace") + b"\n")
     os._exit(128 + number)
 
 

@@ -7,13 +7,14 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 
 from ..config import Config
 from ..errors import BadInput, ConfigError
 from ..ranks import Ranks
+from .machine import launched
 from .output import console
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ DEADLINE_SECONDS = 300.0
 @contextmanager
 def together() -> Iterator[Ranks]:
     """The ranks that torchrun has started this process among, one where it has not. Waits for all of them."""
-    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE") or 1) == 1:
+    if launched() == (0, 1):
         yield Ranks()
         return
     import torch.distributed as dist
@@ -55,19 +56,10 @@ def share_of(config: Config, ranks: Ranks) -> int:
     return whole // ranks.world_size
 
 
-def refuse_unlike(ranks: Ranks, what: str, value: Any) -> None:
-    """Raise ``ConfigError`` on all ranks unless all have the same ``value``."""
-    for rank, other in enumerate(ranks.everyone(value)):
-        if other != value:
-            raise ConfigError(
-                f"rank {rank} has another {what} than rank {ranks.rank}: start all with the same files and settings"
-            )
-
-
-def refuse_other_text(text: str) -> None:
-    """``text`` would be done on this rank, and the first has done it."""
+def refuse_encoding_here(what: str) -> None:
+    """``what`` should have been found done by rank 0."""
     raise BadInput(
-        f"{text} was done by rank 0, whose copy is not what this rank has: all ranks need one file system for the run's"
+        f"{what} was done by rank 0, whose copy is not what this rank has: all ranks need one file system for the run's"
         " directory and for the text"
     )
 

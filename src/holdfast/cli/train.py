@@ -27,6 +27,7 @@ from ..data.corpus import Windowed
 from ..data.loader import SampleLoader, micro_batches_of, step_loader
 from ..errors import Damaged, NoCommit
 from ..events import EventLog, read_events
+from ..offload.alike import agree
 from ..offload.engine import Engine
 from ..offload.preflight import Preflight
 from ..ranks import Ranks
@@ -38,10 +39,12 @@ from .build import make_engine
 from .recipe import Recipe, recipe_of
 from .record import changes_to_run, describe, state_directory, write_record
 from .stop import StopRequest
-from .together import console_of, first_alone, refuse_other_text, refuse_unlike, share_of, together
+from .together import console_of, first_alone, refuse_encoding_here, share_of, together
 
 VALIDATION_SAMPLES = 64
 """Evenly spread over the held-out text, the same ones every time."""
+
+SAME = "Start all ranks with the same settings and files"
 
 SAMPLE_TOKENS, TEMPERATURE = 240, 0.7
 
@@ -60,7 +63,7 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
 
 def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
     console, run = console_of(ranks), Path(config.run.dir)
-    refuse_unlike(ranks, "configuration", to_values(config))
+    agree(ranks, "configurations", to_values(config), SAME)
     with ranks.agreeing():
         micro_batches = share_of(config, ranks)
         changed = changes_to_run(config, stated)
@@ -73,11 +76,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
         )
         say_how_to_go_on(console, config, extend_to=2 * done)
         return
-    with ranks.agreeing():  # the first encodes the text, if it has to be, and the others find it
-        first = ranks.first_takes_its_time(lambda: recipe_of(config, lambda text: say(console, text)))
-    with ranks.agreeing():
-        recipe = first or recipe_of(config, refuse_other_text)
-    refuse_unlike(ranks, "text", recipe.corpus.fingerprint)
+    recipe = shared_recipe(ranks, config, console)
     loader = step_loader(
         recipe.corpus,
         config.train.micro_batch_size,
@@ -99,6 +98,16 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
     with engine:
         first_alone(ranks, lambda: (recipe.keep(), write_record(config)))
         Job(config, ranks, console, recipe, loader, engine, events).run(changed)
+
+
+def shared_recipe(ranks: Ranks, config: Config, console: Console) -> Recipe:
+    """The first rank encodes the text, if it has to be, and the others find it."""
+    with ranks.agreeing():
+        first = ranks.first_takes_its_time(lambda: recipe_of(config, lambda text: say(console, text)))
+    with ranks.agreeing():
+        recipe = first or recipe_of(config, refuse_encoding_here)
+    agree(ranks, "texts", recipe.corpus.fingerprint, SAME)
+    return recipe
 
 
 class Job:
@@ -129,8 +138,7 @@ class Job:
         """Take the steps and report the end. ``changed`` are the keys that are not as they were before."""
         started = time.perf_counter()
         speaks = self.ranks.rank == 0
-        show = self.panel.announce_stop if speaks else lambda text: None
-        with StopRequest(show, self.last_words if speaks else str, terminal=speaks) as stop:
+        with StopRequest(self.panel.announce_stop, self.last_words, speaks=speaks) as stop:
             self.begin(changed)
             before = self.validate()
             if before is not None:
@@ -159,7 +167,7 @@ class Job:
         """Train to the last step, or until somebody wants to stop, and commit what was reached."""
         with self.panel:
             while self.engine.steps_done < self.config.train.steps:
-                self.stopped_by = self.on_any(stop.requested)
+                self.stopped_by = self.first_reason(stop.requested)
                 if self.stopped_by:
                     break
                 self.engine.step(next(self.loader))
@@ -168,13 +176,13 @@ class Job:
                 self.engine.save()
                 self.panel.durable(self.engine.durable_step)
 
-    def on_any(self, why: str) -> str:
+    def first_reason(self, why: str) -> str:
         """What the first rank that has a reason to stop says, or nothing. Called on all ranks."""
         return next(filter(None, self.ranks.everyone(why)), "")
 
     def validate(self) -> dict[str, Any] | None:
-        """The loss on held-out text now, as an event; None where no text is held out. Each rank takes its share, or
-        all where there is none that is as much for each."""
+        """The loss on held-out text now, as an event; None where no text is held out. Each rank takes its share of
+        the micro-batches, or all where they cannot be shared out evenly."""
         samples = held_out_samples(self.recipe.corpus)
         if not samples:
             return None
@@ -204,7 +212,7 @@ class Job:
             )
 
         def is_over(late: bool) -> bool:
-            return bool(self.on_any(stop.requested or "late" * late))
+            return bool(self.first_reason(stop.requested or "late" * late))
 
         ids = sampled_ids(self.engine, self.config, self.recipe.prompt_ids, is_over)
         text = print_sample(self.console, self.recipe.prompt, self.recipe.text_of(ids))

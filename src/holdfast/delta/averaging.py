@@ -38,6 +38,7 @@ class AveragingState:
     """None where gradients are averaged as without the hook, which cannot be taken off a model again."""
     _backward: "_Backward | None" = None
     _lock: Any = field(default_factory=threading.RLock)
+    """One that the script's handler of a signal may take again, to close what copies."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Who copies or pickles the model has one without a listener."""
@@ -83,15 +84,14 @@ class _Backward:
         """Where the bucket's gradients are to be copied. None of those that do not lie in rows: a bucket has them as
         the parameter lies, and gives them as if it lay in rows."""
         found: list[_Place] = []
+        # What raises here is told at the optimizer's step, when no rank waits for a bucket of this one any more.
         try:
             for parameter, grad in zip(bucket.parameters(), bucket.gradients(), strict=False):
                 if self._gave_up or not parameter.is_contiguous():
                     continue
                 if (target := self._listener.place_of(parameter, grad)) is not None:
                     found.append(_Place(parameter, grad, target))
-        except (
-            Exception
-        ):  # told at the optimizer's step, when no rank waits for a bucket of this one any more
+        except Exception:
             self._gave_up = True
             return []
         self._handed += [place.parameter for place in found]
@@ -141,20 +141,26 @@ def _at_the_end(callback: Callable[[], None]) -> None:
 
 def averaging_hook(state: AveragingState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean over ranks of the bucket's gradients, bit for bit as without a hook."""
-    group = state.group or dist.group.WORLD
-    assert group is not None
-    buffer = bucket.buffer().mul_(1 / group.size())
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    assert work is not None
+    future = averaged(state.group, bucket)
     copy = state.handed(bucket)
+    if copy is None:
+        return future
 
-    def averaged(future: torch.futures.Future[Any]) -> torch.Tensor:
-        [total] = future.value()
-        if copy is not None:
-            copy()
+    def copied(average: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        total = average.value()
+        copy()
         return total
 
-    return work.get_future().then(averaged)
+    return future.then(copied)
+
+
+def averaged(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """What ``DistributedDataParallel`` makes of a bucket where it has no hook; torch's own hook divides instead."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    work = dist.all_reduce(bucket.buffer().mul_(1 / group.size()), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def averaging(model: nn.Module) -> AveragingState | None:
@@ -170,7 +176,7 @@ def averaging(model: nn.Module) -> AveragingState | None:
     if there is None or getattr(model, "_use_python_reducer", False):
         return None  # torch's C++ averages nothing here
     if there:
-        [*_, (_, state)] = there
+        _, state = there[-1]
         return state if isinstance(state, AveragingState) else None
     divides = model.gradient_as_bucket_view or getattr(model, "batched_grad_copy", False)
     if divides and world_size & (world_size - 1):

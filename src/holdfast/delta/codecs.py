@@ -22,7 +22,7 @@ from .image import METADATA
 from .lowrank import multiplied
 from .quantise import scaled
 from .slots import Slot, tensors_of
-from .sparse import Arrays, Spread, Take, spread
+from .sparse import Arrays, Spread, Take, spread, spread_into
 from .squeeze import squeeze, unsqueeze
 
 Trained = Sequence[tuple[str, torch.Tensor]]
@@ -191,6 +191,15 @@ def expand(held: Mapping[str, Any], take: Any, elements: int, dtype: torch.dtype
         f"a record holds gradients as {held['kind']!r}, which this version does not know. Resume with the version that"
         " wrote the run."
     )
+
+
+def expand_into(held: Mapping[str, Any], take: Take, given: torch.Tensor) -> torch.Tensor | None:
+    """Make the flat ``given`` what ``expand`` gives. Returns the places of all that is not zero; None where that may be
+    anywhere."""
+    if held["kind"] == "sparse":
+        return spread_into(given, take, held["block"])
+    given.copy_(expand(held, take, given.numel(), given.dtype))
+    return None
 
 
 class ArrayReader:

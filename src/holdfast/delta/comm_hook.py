@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from ..errors import BadInput
+from .averaging import averaged
 from .lossy import TopK
 from .sparse import Arrays, spread
 
@@ -65,7 +65,7 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     group = state.group or dist.group.WORLD
     assert group is not None
     if not state.active:
-        return allreduce_hook(group, bucket)
+        return averaged(group, bucket)
     if bucket.index() == 0:
         state.settle()
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
@@ -143,7 +143,7 @@ def hooked(
     if not isinstance(state, HookState):
         raise BadInput(
             f"the model has a communication hook already, whose state is a {type(state).__name__}, so"
-            f" codec={codec} cannot have one. Leave one of the two out."
+            f" codec={codec} cannot have one. Leave one of the two out; a hook stays until the model is wrapped anew."
         )
     state.codec, state.scaler, state.residuals, state.active = codec, scaler, residuals, True
     return state

@@ -75,7 +75,6 @@ class LayerTap(Tap):
     def watch(self, state: Any) -> None:
         super().watch(state)
         self._let_parameters_go()
-        self._stop_copying()
         self._early = None
         self._copied.clear()
         self._watch_parameters()

@@ -1,7 +1,7 @@
 """Lossy codecs: training is made to consume a gradient that takes few bytes, and what that loses comes later.
 
 What a gradient loses is kept as the parameter's *residual* and added to its next gradient (error feedback). The
-optimizer consumes what ``codecs.expand`` makes of the arrays that are recorded, and replay expands the same arrays.
+optimizer consumes what ``codecs.expand_into`` makes of the arrays that are recorded, and replay expands those, too.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..state.capture import TO_NAME
 from ..state.cuts import local_of
 from ..state.live import LiveState
 from ..store.layout import Layout
-from .codecs import ArrayReader, Codec, Trained, array_key, expand, trained_of
+from .codecs import ArrayReader, Codec, Trained, array_key, expand_into, trained_of
 from .image import METADATA
 from .quantise import quantise
 from .slots import Slot
-from .sparse import BITS, Arrays, num_blocks, pick, places_and_values
+from .sparse import BITS, Arrays, num_blocks, pick
 
 Sizes = dict[str, tuple[torch.dtype, int]]
 """Of the arrays of a parameter: their dtypes and elements."""
 
-IN_CACHES = 1 << 18
-"""Elements."""
+RANKED_AT_ONCE = 1 << 18
+"""Elements whose magnitudes are compared at once by each thread of a CPU: what stays in its caches."""
 
 BLOCK = 1024
 """Elements among which the largest are chosen: few enough to be fast, and an index in it is 16 bits."""
@@ -85,23 +85,17 @@ class Lossy(Codec):
                 residuals[parameter] = torch.zeros(grad.shape, dtype=wide, device=grad.device)
             wanted = residuals[parameter].view(-1).add_(wanted)
         arrays = self.compress(wanted, grad.dtype)
-        if grad.is_contiguous() and not torch._debug_has_internal_overlap(grad):
-            self._give(arrays, grad.view(-1), wanted if self.error_feedback else None)
-            return arrays
-        given = torch.empty(grad.numel(), dtype=grad.dtype, device=grad.device)
-        self._give(arrays, given, wanted if self.error_feedback else None)
+        given = grad.view(-1) if grad.is_contiguous() else torch.empty_like(wanted, dtype=grad.dtype)
+        where = expand_into(self.about(), ArrayReader(_keyed(arrays)).on(grad.device), given)
+        if self.error_feedback and where is None:
+            wanted.sub_(given)
+        elif self.error_feedback:
+            wanted[where] -= given[where]
         if torch._debug_has_internal_overlap(grad):  # a view that repeats its elements cannot be written to
             parameter.grad = given.view(grad.shape)
-        else:
+        elif not grad.is_contiguous():
             grad.copy_(given.view(grad.shape))
         return arrays
-
-    def _give(self, arrays: Arrays, given: torch.Tensor, wanted: torch.Tensor | None) -> None:
-        """Make ``given`` what ``arrays`` stand for, and take that off ``wanted``."""
-        reader = ArrayReader(_keyed(arrays))
-        given.copy_(expand(self.about(), reader.take, given.numel(), given.dtype))
-        if wanted is not None:
-            wanted.sub_(given)
 
     def write(self, slot: Slot, index: int, consumed: dict[str, Arrays]) -> memoryview | None:
         pieces: dict[str, list[torch.Tensor]] = {}
@@ -179,30 +173,9 @@ class TopK(Lossy):
         if kept == length:
             indices, values = torch.empty(0, dtype=torch.uint16, device=rows.device), rows
         else:
-            places = self._places(rows, kept)
+            places = _largest_of(rows, kept)
             indices, values = places.to(torch.uint16).view(-1), rows.gather(1, places)
         return {"counts": counts, "indices": indices, "values": values.to(dtype).reshape(-1)}
-
-    def _places(self, rows: torch.Tensor, kept: int) -> torch.Tensor:
-        """In each of ``rows`` those of the ``kept`` largest. On a CPU so many at a time as stay in its caches."""
-        some = max(1, IN_CACHES // rows.shape[1]) if rows.device.type == "cpu" else len(rows)
-        if len(rows) <= some:
-            return rows.abs().topk(kept, dim=1, sorted=False).indices
-        places = torch.empty((len(rows), kept), dtype=torch.int64)
-        sizes = torch.empty((some, rows.shape[1]), dtype=rows.dtype)
-        for start in range(0, len(rows), some):
-            part = rows[start : start + some]
-            size = torch.abs(part, out=sizes[: len(part)])
-            places[start : start + some] = size.topk(kept, dim=1, sorted=False).indices
-        return places
-
-    def _give(self, arrays: Arrays, given: torch.Tensor, wanted: torch.Tensor | None) -> None:
-        places, values = places_and_values(
-            ArrayReader(_keyed(arrays)).take, given.numel(), given.dtype, self.block
-        )
-        given.zero_()[places] = values
-        if wanted is not None:
-            wanted[places] -= values
 
     def about(self) -> dict[str, Any]:
         return {"kind": "sparse", "block": self.block, "feedback": self.error_feedback}
@@ -262,6 +235,15 @@ class Sparse(Lossy):
 
     def about(self) -> dict[str, Any]:
         return self.kept.about()
+
+
+def _largest_of(rows: torch.Tensor, kept: int) -> torch.Tensor:
+    """In each of ``rows`` the places of the ``kept`` largest."""
+    at_once = len(rows)
+    if rows.device.type == "cpu":
+        at_once = max(1, RANKED_AT_ONCE * torch.get_num_threads() // rows.shape[1])
+    found = [part.abs().topk(kept, dim=1, sorted=False).indices for part in rows.split(at_once)]
+    return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def _keyed(arrays: Arrays) -> Arrays:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from ..errors import BadInput
@@ -22,6 +21,7 @@ from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.layout import Layout
 from ..units import KiB
+from .averaging import averaged
 from .codecs import ArrayReader, Codec, Trained, array_key, expand
 from .lossy import Lossy, Sizes
 from .lowrank import factor_between, narrow, same_bits, times, whole
@@ -145,9 +145,7 @@ class PowerState:
 def power_hook(state: PowerState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """torch's ``powerSGD_hook``, or a plain average where ``state`` does not compress."""
     if not state.compresses:
-        group = state.group or dist.group.WORLD
-        assert group is not None
-        return allreduce_hook(group, bucket)
+        return averaged(state.group, bucket)
     state.put(bucket)
 
     def after(future: torch.futures.Future) -> torch.Tensor:
@@ -265,7 +263,7 @@ def _refuse(model: nn.Module, codec: PowerSGD, scaler: Any) -> None:
     if foreign:
         raise BadInput(
             f"the model has a communication hook already, whose state is a {type(foreign[0]).__name__}, so"
-            f" codec={codec} cannot have one. Leave one of the two out."
+            f" codec={codec} cannot have one. Leave one of the two out; a hook stays until the model is wrapped anew."
         )
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not (

@@ -65,16 +65,21 @@ def _places_of(chosen: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
 
 def spread(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.Tensor:
     """The flat tensor that ``take`` gives the arrays of."""
-    places, values = places_and_values(take, elements, dtype, block)
+    places, values = _located(take, elements, dtype, block)
     flat = torch.zeros(elements, dtype=dtype, device=values.device)
     flat[places] = values
     return flat
 
 
-def places_and_values(
-    take: Take, elements: int, dtype: torch.dtype, block: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where that tensor has elements, and these."""
+def spread_into(flat: torch.Tensor, take: Take, block: int) -> torch.Tensor:
+    """Make ``flat`` that tensor. Returns where it has elements; all others are +0.0."""
+    places, values = _located(take, flat.numel(), flat.dtype, block)
+    flat.zero_()[places] = values
+    return places
+
+
+def _located(take: Take, elements: int, dtype: torch.dtype, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of the elements that ``take`` gives, and their values."""
     counts = take("counts", torch.uint16, num_blocks(elements, block))
     lengths = lengths_of(elements, block, counts.device)
     starts = torch.arange(counts.numel(), device=counts.device) * block

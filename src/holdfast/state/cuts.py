@@ -25,6 +25,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return cast(Any, tensor).to_local() if is_distributed(tensor) else tensor
 
 
+def is_cut_alike(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    """Whether ``tensor`` is not distributed, or has the shape and the placements of ``like``."""
+    if not is_distributed(tensor):
+        return True
+    placements = cast(Any, tensor).placements
+    return tensor.shape == like.shape and placements == getattr(like, "placements", None)
+
+
 def box_of(name: str, tensor: torch.Tensor) -> Box:
     """The region of ``tensor`` that this process holds. Raises ``ModelNotSupported`` if it is not one box."""
     if not is_distributed(tensor):

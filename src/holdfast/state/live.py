@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from ..errors import BadInput, ModelNotSupported, RunMismatch
 from .atoms import Atom
 from .boxes import Box
 from .capture import TO_NAME, CapturedParameter, buffer_at, capture
-from .cuts import Copied, box_of, is_distributed, local_of
+from .cuts import Copied, box_of, is_cut_alike, local_of
 from .progress import decode, encode
 
 BUFFERS = "buffers"
@@ -117,19 +117,16 @@ class LiveState:
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
 
     def refuse_other_cuts(self) -> None:
-        """Raise ``ModelNotSupported`` if an optimizer holds a distributed tensor that is not cut as its parameter is,
+        """Raise ``ModelNotSupported`` if an optimizer holds a distributed tensor now that is not cut as its parameter,
         such as a factor of second moments: by its shape alone it could be taken for a part of the parameter."""
         for parameter in self.parameters:
-            like = parameter.parameter
             for slot, tensor in self._state(parameter).items():
-                if isinstance(tensor, torch.Tensor) and is_distributed(tensor):
-                    placements = cast(Any, tensor).placements
-                    if tensor.shape != like.shape or placements != getattr(like, "placements", None):
-                        raise ModelNotSupported(
-                            f"{parameter.name}/{slot} is not cut over the ranks as its parameter is (shape"
-                            f" {list(tensor.shape)}, placements {placements}), so it could not be brought back. Use an"
-                            " optimizer whose state has the shape of its parameters, such as AdamW or Muon."
-                        )
+                if isinstance(tensor, torch.Tensor) and not is_cut_alike(tensor, parameter.parameter):
+                    raise ModelNotSupported(
+                        f"{parameter.name}/{slot}, of the shape {list(tensor.shape)}, is not cut over the ranks as its"
+                        " parameter is, so it could not be brought back. Use an optimizer whose state has the shape of"
+                        " its parameters, such as AdamW or Muon."
+                    )
 
     def residuals_held(self) -> Held:
         """The residuals of stored parameters as they are now, or of all where each rank has its own; subspaces too."""

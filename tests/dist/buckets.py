@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from holdfast import Checkpointer
 from holdfast.delta import averaging, helper
 from holdfast.delta.layers import LayerTap
+from holdfast.delta.lossy import TopK
+from holdfast.delta.powersgd import PowerSGD
 from holdfast.errors import HoldfastError, ReplicaDied
 from replica_run import Forked
 
@@ -31,6 +33,10 @@ DDP: dict[str, dict[str, Any]] = {
     "static": {"static_graph": True},
     "nested, views": {"gradient_as_bucket_view": True},
 }
+
+
+LEFT = {"left by TopK": TopK(0.5), "left by PowerSGD": PowerSGD(1, start_step=2)}
+"""Codecs of a Checkpointer before, whose hooks are still there."""
 
 
 class Branches(nn.Module):
@@ -156,6 +162,10 @@ def trained(rank: int, how: str, root: str = "", memory: str = "") -> list[torch
         model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if how == "scaled" else None
+    if root and how in LEFT:
+        with Checkpointer(root, model=model, optimizer=optimizer, codec=LEFT[how]) as before:
+            before.resume()
+        root = ""
     torch.manual_seed(100 + rank)
     recorded = (
         Checkpointer(root, model=model, optimizer=optimizer, replica=memory, scaler=scaler) if root else None

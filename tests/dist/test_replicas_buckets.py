@@ -80,3 +80,9 @@ def test_a_replica_that_dies_is_told_at_the_step(world, tmp_path):
 def test_a_hook_is_put_only_where_it_changes_nothing(world, tmp_path, ranks, how):
     said = run(world, tmp_path, ranks, how)
     assert said[0]["buckets"] == [] and each_step(said, "early") == [0] * 5
+
+
+@pytest.mark.parametrize("codec", ["TopK", "PowerSGD"])
+def test_a_hook_that_is_left_averages_to_the_same_bits(world, tmp_path, codec):
+    """Of three ranks, where torch's own hook, which divides, does not."""
+    run(world, tmp_path, 3, f"left by {codec}")

@@ -42,7 +42,9 @@ def main() -> None:
     try:
         result = measure(run, options)
         if options.keep:
-            holdfast("report", run, "--out", RESULTS / "size.html")
+            page = RESULTS / "size.html"
+            holdfast("report", run, "--out", page)
+            page.write_text(page.read_text().replace(str(run), "run"))
     finally:
         shutil.rmtree(folder)
     table([["", ""], *([name.replace("_", " "), f"{value:,}"] for name, value in result.items())])
@@ -87,8 +89,8 @@ def measure(run: Path, options: argparse.Namespace) -> dict[str, float]:
         "peak_bytes": max(peaks),
         **moments,
         "step_seconds": round(steps[-1]["seconds"], 1),
-        "read_bytes_of_a_step": steps[-1]["read_bytes"],
-        "written_bytes_of_a_step": steps[-1]["written_bytes"],
+        "read_bytes_of_a_step": max(step["read_bytes"] for step in steps),
+        "written_bytes_of_a_step": max(step["written_bytes"] for step in steps),
         "loss_of_the_last_step": round(steps[-1]["loss"], 4),
         "step_that_the_kill_left": left,
         "verifying_seconds": round(seconds, 1),

@@ -289,7 +289,7 @@ class Checkpointer:
         if self._loop.after_update is not None and updates:
             self._loop.after_update()
         started = time.perf_counter()
-        self._loop.stepped()
+        self._loop.stepped(bool(updates))
         alone = self._ranks.alone  # what one of several ranks finds by itself the others do not know of
         if self._tap.changed or (alone and (self._tap.unseen or self._loop.state.has_other_buffers())):
             self._adapt(updates)

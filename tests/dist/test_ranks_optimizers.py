@@ -9,6 +9,7 @@ import pytest
 
 from dist.test_ranks import ended
 from dist.world import World
+from holdfast.store.reader import RunReader
 
 KINDS = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]
 CASES = [("adafactor", "ddp", 2), ("factored", "ddp", 2), *(("muon", *kind) for kind in KINDS)]
@@ -52,5 +53,26 @@ def test_factors_that_are_not_cut_as_their_parameter_is_are_refused(world, tmp_p
     """Those of a matrix of which a rank has one row look like that row."""
     said = world.run(ranks, root=tmp_path, kind=kind, optimizer="factored", clip=False, steps=3)
     for rank in said:
-        assert re.search("ModelNotSupported: .*/row is not cut over the ranks as its", rank["error"]), rank
+        assert re.search(
+            "ModelNotSupported: .*/row, of the shape .*, is not cut over the ranks as its", rank["error"]
+        ), rank
         assert rank["at"] == 1
+
+
+def test_factors_that_come_later_are_refused_before_a_base_has_them(world, tmp_path):
+    options = {
+        "kind": "fsdp",
+        "optimizer": "factored later",
+        "clip": False,
+        "base_every": 2,
+        "unit_bytes": 1 << 20,
+    }
+    said = world.run(2, root=tmp_path, steps=12, pause=0.05, **options)
+    for rank in said:
+        assert re.search(
+            "ModelNotSupported: .*/row, of the shape .*, is not cut over the ranks as its", rank["error"]
+        ), rank
+        assert 3 <= rank["at"] < 8
+    with RunReader(tmp_path) as reader:
+        slots = {atom["slot"] for ref in reader.commits() for atom in reader.atoms(reader.load(ref)).values()}
+    assert slots == {"param", "buffer"}

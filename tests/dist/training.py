@@ -59,11 +59,15 @@ class Global(torch.optim.Optimizer):
 class Factored(torch.optim.Optimizer):
     """What Adafactor does, in operations that torch has for distributed tensors: each rank holds the factors whole."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
+    def __init__(self, parameters: Any, lr: float, first: int = 1) -> None:
+        """The ``first`` step that it does anything in."""
+        super().__init__(parameters, {"lr": lr, "first": first})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["first"] -= 1
+        if self.param_groups[0]["first"] > 0:
+            return
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             square, dims = p.grad * p.grad, (-1, -2) if p.ndim == 2 else (-1,)
             means = [self._whole(square.mean(dim, keepdim=True)) for dim in dims]
@@ -91,6 +95,7 @@ OPTIMIZERS = {
     "8bit": lambda p: AdamW8bit(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "factored": lambda p: Factored(p, lr=0.01),
+    "factored later": lambda p: Factored(p, lr=0.01, first=3),
     "muon": lambda p: muon(list(p)),
 }
 

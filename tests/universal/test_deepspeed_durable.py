@@ -210,3 +210,24 @@ def test_partitions_are_checked_ahead_each_once(tmp_path, monkeypatch):
         job()
     assert len(set(looked)) == len(looked) == 6 and source.checked >= set(looked)
     assert len(list(jobs)) == 3
+
+
+def test_a_checkpoint_of_deepspeeds_that_came_under_the_name_since_is_left_alone(tmp_path, monkeypatch):
+    write(tmp_path / "source", random_state(SHAPES), 1, 2)
+    source, out = open_source(tmp_path / "source"), tmp_path / "out"
+
+    def full(*_):
+        raise DiskFull("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(DiskFull):
+        patch.setattr(module, "in_threads", full)
+        write_deepspeed(source, out, 1)
+    [tag] = [path for path in out.iterdir() if path.is_dir()]
+    theirs = tag / "mp_rank_00_model_states.pt"
+    theirs.write_bytes(b"of DeepSpeed")
+    with pytest.raises(BadInput, match="holds a checkpoint already, or a part of another"):
+        write_deepspeed(source, out, 1)
+    assert theirs.read_bytes() == b"of DeepSpeed"
+    theirs.unlink()
+    write_deepspeed(source, out, 1)
+    assert bits(open_source(out)) == bits(source)

@@ -49,12 +49,12 @@ class AveragingState:
         number = torch._C._current_graph_task_id()
         if self.listener is None or number < 0:  # Join plays a backward pass of a rank that has none
             return None
-        if self._backward is None or self._backward.number != number:
+        backward = self._backward
+        if backward is None or backward.number != number:
             backward = _Backward(number, self.listener)
             with self._lock:
                 self._backward = backward
             backward.watch()
-        backward = self._backward
         places = backward.places(bucket)
 
         def copy() -> None:

@@ -146,7 +146,7 @@ class LayerTap(Tap):
             return None
         if any(update.optimizer == index for update in self.updates):
             return None  # what it consumed is in the slot
-        if self._early is None:
+        if self._early is None or not self._early.tensors:  # freed since, if a step that was skipped took it
             self._early = self.updates[-1].slot if self.updates else self._take_slot()
         target = None if self._early is None else self._early.tensors[index].get(name)
         return target if _fits(local_of(grad), target) else None
@@ -159,7 +159,7 @@ class LayerTap(Tap):
             failpoints.reach("after_gradient_copied")
 
     def _slot_for(self, index: int) -> Slot | None:
-        if not self.updates and self._early is not None:
+        if not self.updates and self._early is not None and self._early.tensors:
             return self._early
         return super()._slot_for(index)
 

@@ -157,11 +157,12 @@ class Loop:
             self._hook.settle()
         return updated or self._scale < before
 
-    def stepped(self) -> None:
-        """One more step has been done."""
+    def stepped(self, updated: bool) -> None:
+        """One more step has been done, in which an optimizer has ``updated``, or which was skipped."""
         self.steps_done += 1
-        if self._hidden:
-            self.state.refuse_other_cuts()
+        if self._hidden and updated:
+            for parameter in self.state.parameters:
+                self.state.owned(parameter)  # what could not be kept is told now
             told_of_hidden(self.optimizers, self._hidden)
             self._hidden = []  # once is enough
         self.note()

@@ -111,22 +111,20 @@ class LiveState:
         return self._optimizer_of.get(parameter.name)
 
     def owned(self, parameter: CapturedParameter) -> Held:
-        """The parameter and the tensors that its optimizer holds for it."""
+        """The parameter and the tensors that its optimizer holds for it.
+
+        Raises ``ModelNotSupported`` if one of them is a distributed tensor that is not cut as the parameter is, such as
+        a factor of second moments: by its shape alone it could be taken for a part of the parameter."""
         held: dict[str, torch.Tensor] = {"param": parameter.parameter.detach()}
         held |= {slot: v for slot, v in self._state(parameter).items() if isinstance(v, torch.Tensor)}
+        for slot, tensor in held.items():
+            if not is_cut_alike(tensor, parameter.parameter):
+                raise ModelNotSupported(
+                    f"{parameter.name}/{slot}, of the shape {list(tensor.shape)}, is not cut over the ranks as its"
+                    " parameter is, so it could not be brought back. Use an optimizer whose state has the shape of its"
+                    " parameters, such as AdamW or Muon."
+                )
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
-
-    def refuse_other_cuts(self) -> None:
-        """Raise ``ModelNotSupported`` if an optimizer holds a distributed tensor now that is not cut as its parameter,
-        such as a factor of second moments: by its shape alone it could be taken for a part of the parameter."""
-        for parameter in self.parameters:
-            for slot, tensor in self._state(parameter).items():
-                if isinstance(tensor, torch.Tensor) and not is_cut_alike(tensor, parameter.parameter):
-                    raise ModelNotSupported(
-                        f"{parameter.name}/{slot}, of the shape {list(tensor.shape)}, is not cut over the ranks as its"
-                        " parameter is, so it could not be brought back. Use an optimizer whose state has the shape of"
-                        " its parameters, such as AdamW or Muon."
-                    )
 
     def residuals_held(self) -> Held:
         """The residuals of stored parameters as they are now, or of all where each rank has its own; subspaces too."""

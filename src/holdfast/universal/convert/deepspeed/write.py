@@ -63,11 +63,11 @@ def write_deepspeed(
     groups = _groups(source, slots)
     _refuse(source, groups, slots, stage)
     disk, tag = Disk(folder), f"global_step{source.progress.get('step') or 0}"
-    _begin(disk, tag, [stage, source.identity(), places_of(source.atoms.values())])
+    model = f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
+    _begin(disk, tag, model, [stage, source.identity(), places_of(source.atoms.values())])
     in_threads(_jobs(source, disk, f"{tag}/zero", groups, slots, told), lambda _: None)
-    model = f"{tag}/{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
     _write(disk, f"{tag}/zero/optimizer_state.pt", _common(source, groups, stage))
-    _write(disk, model, _model_states(source, groups, stage))
+    _write(disk, f"{tag}/{model}", _model_states(source, groups, stage))
     disk.sync_dir(f"{tag}/zero", why="universal")
     disk.sync_dir(tag, why="universal")
     write_durably(disk, "latest_universal", tag.encode(), why="universal")
@@ -162,13 +162,15 @@ def _refuse_state(name: str, held: dict[str, Atom], stage: int) -> None:
         )
 
 
-def _begin(disk: Disk, tag: str, what: list[Any]) -> None:
+def _begin(disk: Disk, tag: str, model: str, what: list[Any]) -> None:
     """Make the folders, or find those of an earlier try of the same. The mark that says so is there before them, and
     goes when the checkpoint is whole."""
     mark = xxhash.xxh3_128_hexdigest(json.dumps(what).encode()).encode()
-    if disk.exists("latest_universal") or (
-        disk.exists(tag) and (not disk.exists(_MARK + tag) or disk.read_bytes(_MARK + tag) != mark)
-    ):
+    made = disk.exists(_MARK + tag) and disk.read_bytes(_MARK + tag) == mark
+    names = {*disk.listdir(tag)} if disk.exists(tag) else set()
+    if model in names and disk.exists(f"{tag}/zero/optimizer_state.pt"):
+        names.remove(model)  # it is written behind that
+    if disk.exists("latest_universal") or (disk.exists(tag) and not (made and names <= {"zero"})):
         raise BadInput(f"{disk.root} holds a checkpoint already, or a part of another. Give another folder.")
     disk.makedirs("")
     write_durably(disk, _MARK + tag, mark, why="universal")

@@ -8,17 +8,10 @@ import shutil
 import pytest
 
 from convert_run import WRITERS
-from fork_server import ForkServer
 from holdfast.errors import HoldfastError
 from holdfast.sources import source_of
 from universal.deepspeed_files import random_state, write
 from universal.test_deepspeed import bits
-
-
-@pytest.fixture(scope="module")
-def server():
-    with ForkServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
         micro_batches = share_of(config, ranks)
         changed = changes_to_run(config, stated)
         state = state_directory(run, config)
-    done = first_alone(ranks, lambda: newest_step(state))
+    done = ranks.first_does(lambda: newest_step(state))
     if done >= config.train.steps and first_alone(ranks, lambda: is_whole(console, state)):
         console.print(
             f"{run} is finished: step {done:,} is durable and whole, and train.steps is {config.train.steps:,}.",
@@ -96,7 +96,7 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
             config, recipe, loader, micro_batches, events, confirm, lambda text: say_measuring(console, text)
         )
     with engine:
-        first_alone(ranks, lambda: (recipe.keep(), write_record(config)))
+        ranks.first_does(lambda: (recipe.keep(), write_record(config)))
         Job(config, ranks, console, recipe, loader, engine, events).run(changed)
 
 

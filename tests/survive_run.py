@@ -19,7 +19,7 @@ from holdfast.store.retention import Keep
 
 OPTIMIZER = partial(torch.optim.AdamW, lr=0.01)
 FEATURE = "batchnorm"
-CODECS = {"topk": TopK(0.2), "int8": Int8(16), "compressed": Exact(compress=True)}
+CODECS = {"topk": partial(TopK, 0.2), "int8": partial(Int8, 16), "compressed": partial(Exact, compress=True)}
 
 
 def digest(state: Any) -> str:
@@ -86,7 +86,7 @@ def train(
     groups_per_segment: int = 3,
     **options: Any,
 ) -> None:
-    """Resume and train to ``steps``, with one of ``CODECS``. Says the step resumed from, every durable step, and the
+    """Resume and train to ``steps``, with a codec of ``CODECS``. Says the step resumed from, every durable step, and the
     digest at the end."""
     from holdfast import checkpointer as module
     from holdfast.delta import bases
@@ -102,7 +102,7 @@ def train(
         root,
         model=loop.model,
         optimizer=loop.optimizers,
-        codec=None if codec is None else CODECS[codec],
+        codec=None if codec is None else CODECS[codec](),
         keep=Keep(keep_last),
         **loop.things,
         **options,

@@ -86,8 +86,8 @@ def train(
     groups_per_segment: int = 3,
     **options: Any,
 ) -> None:
-    """Resume and train to ``steps``, with a codec of ``CODECS``. Says the step resumed from, every durable step, and the
-    digest at the end."""
+    """Resume and train to ``steps``, with a codec of ``CODECS``. Says the step resumed from, every durable step, and
+    the digest at the end."""
     from holdfast import checkpointer as module
     from holdfast.delta import bases
     from holdfast.store import journal

@@ -361,11 +361,11 @@ def test_diff_compares_what_records_bring_to_one_step(tmp_path, monkeypatch, cap
     loop, checkpointer = start(tmp_path, "", base_every=2)
     with checkpointer:
         checkpointer.resume()
-        go_on(loop, checkpointer, 7)
+        go_on(loop, checkpointer, 9)
     with LocalStore.read(tmp_path) as reader:
         newest = reader.load(reader.line()[0])
     assert newest.oldest_step < newest.step
-    assert diff(str(tmp_path), f"{tmp_path}@7", as_json=False)
+    assert diff(str(tmp_path), f"{tmp_path}@9", as_json=False)
     assert not diff(str(tmp_path), f"{tmp_path}@{newest.step}", as_json=False)
     assert "equal: " in capsys.readouterr().out
 

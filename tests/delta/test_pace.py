@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
 from collections import deque
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from torch import nn
 import holdfast
 from delta.loops import cut_small, make, manifests, same
 from holdfast.checkpointer import Checkpointer
+from holdfast.cli.inspect import show
 from holdfast.delta import bases
 from holdfast.delta import pace as pace_module
 from holdfast.delta.pace import Pace
@@ -24,10 +27,13 @@ from holdfast.delta.recorder import Recorder
 from holdfast.errors import BadInput, DoesNotFit, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
+from holdfast.state.rules import Rules
 from holdfast.store.files import Disk
 from holdfast.store.journal import read_segment, segments
 from holdfast.store.local import LocalStore
+from holdfast.store.retention import Keep
 from holdfast.store.room import used_bytes
+from holdfast.universal.ruled import check, infer
 from test_checkpointer import Orthogonal, go_on, reference, start
 
 
@@ -267,24 +273,30 @@ def test_a_disk_that_hangs_while_a_base_is_made_is_an_error_and_no_hang(tmp_path
 class Wide(nn.Module):
     """One parameter that is most of the model."""
 
-    def __init__(self):
+    def __init__(self, *shape):
         super().__init__()
-        self.big = nn.Parameter(torch.randn(300_000))
+        self.big = nn.Parameter(torch.randn(shape))
         self.small = nn.Linear(4, 4)
 
     def forward(self, x):
-        return self.small(x).sum() * self.big[:7].sum() + self.big.mean()
+        return self.small(x).sum() * self.big.view(-1)[:7].sum() + self.big.mean()
+
+
+def copies_of(monkeypatch):
+    """The sizes of the copies that are made for bases."""
+    copied = []
+    real = bases.BaseMaker._buffer
+    monkeypatch.setattr(bases.BaseMaker, "_buffer", lambda self, n: (copied.append(n), real(self, n))[1])
+    return copied
 
 
 def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, monkeypatch):
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1 << 16)
     monkeypatch.setattr(bases, "UNIT_BYTES", 1 << 16)
     torch.manual_seed(0)
-    model = Wide()
+    model = Wide(1, 300_000)  # one row is not divided
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    copied = []
-    real = bases.BaseMaker._buffer
-    monkeypatch.setattr(bases.BaseMaker, "_buffer", lambda self, n: (copied.append(n), real(self, n))[1])
+    copied = copies_of(monkeypatch)
     with Checkpointer(
         tmp_path, model=model, optimizer=optimizer, memory=4_000_000, base_every=3
     ) as checkpointer:
@@ -299,11 +311,68 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
         checkpointer._survival.recorder.settle()
     assert copied and max(copied) <= share < 3 * 4 * 300_000
     assert manifests(tmp_path)[0].step > 3
-    other = Wide()
+    other = Wide(1, 300_000)
     again = Checkpointer(tmp_path, model=other, optimizer=torch.optim.AdamW(other.parameters(), lr=0.01))
     with again:
         assert again.resume() == 12
         assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("shape", [(3_000, 100), (300_000,), (7, 3, 11_000)])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
+def test_rows_of_a_large_parameter_are_copied_each_at_a_step_of_their_own(tmp_path, monkeypatch, shape, name):
+    monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
+    monkeypatch.setattr(bases, "UNIT_BYTES", 1 << 19)
+    options = {"momentum": 0.9} if name == "SGD" else {}
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = Wide(*shape)
+        return model, getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
+
+    model, optimizer = made(0)
+    copied, states = copies_of(monkeypatch), {}
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=3, keep=Keep(9)) as checkpointer:
+        checkpointer.resume()
+        for step in range(1, 16):
+            model(torch.randn(2, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+            states[step] = state_of(model, optimizer)
+    with LocalStore.read(tmp_path) as reader:
+        base = next(m for m in map(reader.load, reader.line()) if m.oldest_step < m.step)
+        fragments = reader.atoms(base)["big/param"]["fragments"]
+    assert len(fragments) > 2 and len({base.files[f["unit"]].step for f in fragments}) == len(fragments)
+    assert max(copied) < (1 << 19) * 1.2
+    for step in range(base.step, 16):
+        other, its = made(1)
+        checkpointer = Checkpointer(tmp_path, model=other, optimizer=its, base_every=None)
+        assert checkpointer.resume(step=step) == step
+        checkpointer.close()
+        assert same(state_of(other, its), states[step])
+
+
+def state_of(model, optimizer):
+    return deepcopy([dict(model.state_dict()), optimizer.state_dict()["state"]])
+
+
+def test_show_and_rules_take_rows_that_one_rank_divided_for_one_part(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bases, "UNIT_BYTES", 1 << 19)
+    model = Wide(3_000, 100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+    show(str(tmp_path), as_json=False)
+    shown = capsys.readouterr().out
+    assert "3000x100" in shown and "parts" not in shown
+    show(str(tmp_path), as_json=True)
+    atoms = {atom["name"]: atom for atom in json.loads(capsys.readouterr().out)["atoms"]}
+    assert len(atoms["big"]["fragments"]) == 3
+    with LocalStore.read(tmp_path) as reader:
+        commit = reader.load(reader.head())
+        rules = Rules.parse(infer(reader, commit), "inferred")
+        assert check(rules, reader, commit)[1] == []
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (1_500_000,), ()])

@@ -18,6 +18,7 @@ from ..errors import CommitRetired, Damaged
 from ..store.chain import last_step, verify_records
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
+from ..store.reading import regions
 from ..store.target import Target, holds_run
 from ..units import counted, format_bytes
 from .output import console, plain_table, print_facts, print_json, print_table, progress
@@ -67,7 +68,8 @@ def show(commit: str, *, as_json: bool) -> None:
 
 
 def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
-    atoms = list(reader.atoms(manifest).values())
+    stored = reader.atoms(manifest)
+    atoms = list(stored.values())
     if as_json:
         units = {name: manifest.step if f.step is None else f.step for name, f in manifest.files.items()}
         print_json(
@@ -84,7 +86,8 @@ def _show(reader: RunReader, manifest: Manifest, *, as_json: bool) -> None:
     out = console()
     print_facts(out, _facts(manifest, atoms))
     out.print()
-    print_table(out, atom_table(atoms))
+    parts = {key: len(held) for key, held in regions(manifest, stored).items()}
+    print_table(out, atom_table([{**atom, "parts": parts[key]} for key, atom in stored.items()]))
 
 
 def verify(commit: str, *, as_json: bool) -> bool:
@@ -214,7 +217,7 @@ def atom_table(atoms: list[dict[str, Any]]) -> Table:
 
 def _cut_of(atom: dict[str, Any]) -> str:
     """In how many parts a tensor is stored, and how often; nothing of one that is stored whole, once."""
-    parts, copies = atom.get("parts") or len(atom.get("fragments", ())), atom.get("copies", 1)
+    parts, copies = atom["parts"], atom.get("copies", 1)
     return ", ".join([f"{parts:,} parts"] * (parts > 1) + [f"{copies:,} copies"] * (copies > 1))
 
 

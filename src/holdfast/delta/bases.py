@@ -1,8 +1,9 @@
 """Bases: commits of the whole state, made beside training, a bounded number of bytes in each step.
 
-The state is divided into units. Each is copied at the end of some step, the next ones at the ends of later steps, and
-written to a generation file of its own. The commit is of the step at which the last one was copied; it names for each
-unit the step that the unit is of, and the records from there on bring it to the commit's step. Sizes are bytes.
+The state is divided into units: some parameters with what belongs to them, or some rows of a large one. Each is copied
+at the end of some step, the next ones at the ends of later steps, and written to a generation file of its own. The
+commit is of the step at which the last one was copied; it names for each unit the step that the unit is of, and the
+records from there on bring it to the commit's step. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import torch
@@ -31,11 +33,13 @@ from ..store.layout import Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Share
 from ..units import MiB, format_bytes, packed
+from ..update.kinds import is_elementwise
 from .image import METADATA, Image, write_tensor
 from .recorder import Inline, Recorder, Task
 
 UNIT_BYTES = 64 * MiB
-"""About how large a unit is; a parameter with its optimizer state is not divided."""
+"""About how large a unit is. A parameter that has more is divided by rows where its optimizer updates each element by
+itself, and is a unit otherwise."""
 
 
 @dataclass
@@ -47,10 +51,16 @@ class Unit:
     """Not there before the recorder has made them."""
     late: bool = False
     """What is in it no record brings forward: it is copied last, at the commit's own step."""
+    rows: range | None = None
+    """Of its one owner, which is divided, these rows; the first unit of it has what has no rows as well."""
+
+    def held_of(self, owned: Mapping[str, Held]) -> Held:
+        """What is in it of all that is ``owned``."""
+        return _held_of(owned, self.owners, self.rows)
 
     def tensors_of(self, owned: Mapping[str, Held]) -> dict[str, torch.Tensor]:
-        """By key, what is in it of all that is ``owned``."""
-        return {key: tensor for owner in self.owners for key, (_, tensor) in owned[owner].items()}
+        """The same, the tensors alone."""
+        return {key: tensor for key, (_, tensor) in self.held_of(owned).items()}
 
 
 @dataclass
@@ -302,7 +312,7 @@ def owned_by(state: LiveState) -> dict[str, Held]:
 
 def divided(owned: dict[str, Held], state: LiveState, prefix: str = "") -> tuple[list[Unit], dict[str, Any]]:
     """The units that hold what is ``owned``, without files yet, and the index that says so."""
-    units = [_unit(prefix, number, group, owned) for number, group in enumerate(_groups(owned))]
+    units = [_unit(prefix, number, *of, owned) for number, of in enumerate(_groups(owned, state))]
     return units, _index_of(units, owned, state)
 
 
@@ -312,12 +322,19 @@ def of_one_base(index: dict[str, Any], timeline: int | None, step: int, prefix: 
     return {**index, "timeline": timeline, "step": step, "prefix": prefix}
 
 
-def _unit(prefix: str, number: int, owners: tuple[str, ...], owned: dict[str, Held]) -> Unit:
-    atoms = [atom for owner in owners for atom, _ in owned[owner].values()]
+def _unit(
+    prefix: str, number: int, owners: tuple[str, ...], rows: range | None, owned: dict[str, Held]
+) -> Unit:
+    atoms = [atom for atom, _ in _held_of(owned, owners, rows).values()]
     layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
     late = any(atom.slot in CARRIED for atom in atoms)
-    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=late)
+    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=late, rows=rows)
+
+
+def _held_of(owned: Mapping[str, Held], owners: Sequence[str], rows: range | None) -> Held:
+    held = {key: found for owner in owners for key, found in owned[owner].items()}
+    return held if rows is None else _rows_of(held, rows)
 
 
 def _settle_devices(tensors: Iterable[torch.Tensor]) -> None:
@@ -330,33 +347,83 @@ def _atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
     return {key: atom for held in owned.values() for key, (atom, _) in held.items()}
 
 
-def _groups(owned: dict[str, Held]) -> list[tuple[str, ...]]:
-    """Owners in order, joined to about ``UNIT_BYTES``; residuals, which come last, are apart. One group of none where a
-    rank stores nothing, so that it has a part of a base all the same."""
+def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, ...], range | None]]:
+    """Owners in order, joined to about ``UNIT_BYTES``, or rows of one that has more; residuals, which come last, are
+    apart. One group of none where a rank stores nothing, so that it has a part of a base all the same."""
+    found: list[tuple[tuple[str, ...], range | None]] = []
+    for _, alike in groupby(owned, lambda owner: any(a.slot in CARRIED for a, _ in owned[owner].values())):
+        for group in packed(alike, lambda owner: _bytes_of(owned[owner]), UNIT_BYTES):
+            held = owned[group[0]]
+            if _bytes_of(held) > UNIT_BYTES and _has_rows(group[0], held, state):
+                found += [(tuple(group), rows) for rows in _divided_rows(held)]
+            else:
+                found.append((tuple(group), None))
+    return found or [((), None)]  # a rank that stores nothing has a file of nothing
 
-    def nbytes(owner: str) -> int:
-        return sum(atom.nbytes for atom, _ in owned[owner].values())
 
-    def is_late(owner: str) -> bool:
-        return any(atom.slot in CARRIED for atom, _ in owned[owner].values())
+def _bytes_of(held: Held) -> int:
+    return sum(atom.nbytes for atom, _ in held.values())
 
-    groups = [tuple(g) for _, alike in groupby(owned, is_late) for g in packed(alike, nbytes, UNIT_BYTES)]
-    return groups or [()]  # a rank that stores nothing has a file of nothing
+
+def _has_rows(owner: str, held: Held, state: LiveState) -> bool:
+    """Whether rows of a parameter can be of other steps than the rest: its optimizer updates each element by itself,
+    and what it holds beside tensors of the parameter's shape is one number for all."""
+    if any(atom.slot in ("buffer", *CARRIED) for atom, _ in held.values()):
+        return False
+    index = state.optimizer_of(state.parameter(owner))
+    whole = _whole_shape(held)
+    alike = all(atom.shape == whole or prod(atom.shape) == 1 for atom, _ in held.values())
+    return alike and len(whole) > 0 and (index is None or is_elementwise(state.optimizers[index]))
+
+
+def _divided_rows(held: Held) -> list[range]:
+    """Rows of a parameter, in ranges of ``UNIT_BYTES`` at most with what belongs to them, or of one row."""
+    rows = _whole_shape(held)[0]
+    count = -(-rows // max(rows * UNIT_BYTES // _bytes_of(held), 1))
+    return [range(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+
+
+def _rows_of(held: Held, rows: range) -> Held:
+    """Of what one owner holds the part that belongs to ``rows``."""
+    whole = _whole_shape(held)
+    part: Held = {}
+    for key, (atom, tensor) in held.items():
+        if atom.shape == whole:
+            there = replace(atom, shape=(len(rows), *whole[1:]))
+            part[key] = there, tensor.narrow(0, rows.start, len(rows))
+        elif rows.start == 0:
+            part[key] = atom, tensor
+    return part
+
+
+def _whole_shape(held: Held) -> tuple[int, ...]:
+    """Of the parameter, which an owner holds first."""
+    return next(iter(held.values()))[0].shape
 
 
 def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
     atoms: dict[str, Any] = {}
+    whole = _atoms_of(owned)
     for unit in units:
-        for owner in unit.owners:
-            for key, (atom, _) in owned[owner].items():
-                shape, box = state.place_of(atom)
-                local = Box.whole(atom.shape)
-                atoms[key] = {
-                    "name": atom.name, "slot": atom.slot, "shape": list(shape), "dtype": atom.dtype,
-                    "fragments": [
-                        {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}
-                    ],
-                }  # fmt: skip
+        for key, (part, _) in unit.held_of(owned).items():
+            atom = whole[key]
+            shape, box = state.place_of(atom)
+            if part.shape != atom.shape and unit.rows is not None:
+                box = box.rows(unit.rows)
+            known = atoms.setdefault(
+                key,
+                {
+                    "name": atom.name,
+                    "slot": atom.slot,
+                    "shape": list(shape),
+                    "dtype": atom.dtype,
+                    "fragments": [],
+                },
+            )
+            local = Box.whole(part.shape)
+            known["fragments"].append(
+                {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}
+            )
     if not atoms:  # two ranks that store nothing write two files
         return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
     return {"version": 1, "atoms": atoms}

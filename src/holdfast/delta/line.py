@@ -7,7 +7,7 @@ and what comes out is cut again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ import torch
 
 from ..errors import Damaged, HoldfastError, RunMismatch
 from ..io.buffers import Buffer
-from ..state.boxes import Box
+from ..state.boxes import Box, joined
 from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
@@ -95,7 +95,7 @@ class Line:
     def boxes(self, stream: str) -> dict[str, Box]:
         """By parameter the region that the writer of ``stream`` stored."""
         return {
-            atom["name"]: Box.from_json(atom["fragments"][0]["global"])
+            atom["name"]: joined(Box.from_json(fragment["global"]) for fragment in atom["fragments"])[0]
             for atom in self.atoms[stream].values()
             if atom["slot"] == "param"
         }
@@ -189,15 +189,36 @@ class Line:
         own_last = sorted(taken.items(), key=lambda item: item[0] == with_buffers)
         for stream, names in own_last:
             wanted = names | ({RESIDUAL} if stream == with_buffers else set())
-            for tensors in _loaded(self.store, self.base.files_of(stream), self.watch):
-                state.load(
-                    {key: t for key, t in tensors.items() if self._is_wanted(stream, key, wanted, state)}
-                )
+            later = {unit for units in self._later_rows(stream).values() for unit in units}
+            files = {unit: file for unit, file in self.base.files_of(stream).items() if unit not in later}
+            self._load(state, stream, files, wanted, self.watch.loaded)
             values = self.base.progress_of(stream)["values"]
             state.load_values({name: slots for name, slots in values.items() if name in names})
         self._step_on(state, taken, after_update)
 
-    def _is_wanted(self, stream: str, key: str, wanted: set[str], state: LiveState) -> bool:
+    def _load(
+        self,
+        state: LiveState,
+        stream: str,
+        files: Mapping[str, FileRef],
+        wanted: Collection[str],
+        loaded: Callable[[int], None],
+    ) -> None:
+        """Of what ``files`` of ``stream`` hold load what is of owners that are ``wanted``. ``loaded`` is told bytes."""
+        for unit, tensors in _loaded(self.store, files, loaded):
+            whole = {}
+            for key, tensor in tensors.items():
+                atom = self.atoms[stream][key]
+                if not self._is_wanted(stream, key, wanted, state):
+                    continue
+                if len(atom["fragments"]) == 1:
+                    whole[key] = tensor
+                else:
+                    box = next(f["global"] for f in atom["fragments"] if f["unit"] == unit)
+                    state.load_part(atom["name"], atom["slot"], tensor, Box.from_json(box))
+            state.load(whole)
+
+    def _is_wanted(self, stream: str, key: str, wanted: Collection[str], state: LiveState) -> bool:
         """Whether a tensor of ``stream`` is of one of the owners ``wanted``, or a residual of this rank's own."""
         owner, slot = self._owner(stream, key), self.atoms[stream][key]["slot"]
         return owner in wanted or (slot in CARRIED and RESIDUAL in wanted and owner in state.boxes)
@@ -220,6 +241,7 @@ class Line:
     ) -> None:
         """Do the steps; ``taken`` says by stream of which owners. The first stream's records tell of the rest."""
         loaded = {stream: self._steps_loaded(stream) for stream in taken}
+        later = {stream: self._later_rows(stream) for stream in taken}
         stored = {  # a stream of which not all is taken has no fingerprint that could be compared here
             stream: [state.parameter(name) for name in self.boxes(stream)]  # as their writer had them
             for stream, names in taken.items()
@@ -261,6 +283,10 @@ class Line:
                     apply(state, several, None if after_update is None else partial(after_update, step - 1))
                 except OtherCut as error:  # of a later timeline, whose own base is not whole
                     raise Differs(step) from error
+                for stream, names in taken.items():
+                    if units := later[stream].get(step):
+                        files = {unit: self.base.files[unit] for unit in units}
+                        self._load(state, stream, files, names, lambda _: None)
                 self.watch.replayed(len(records))
                 for stream, record, _ in records:
                     told = record.about["fingerprint"]
@@ -269,12 +295,27 @@ class Line:
                         raise Differs(step)
 
     def _steps_loaded(self, stream: str) -> dict[str, int]:
-        """By owner, the step of what the base has of it."""
+        """By owner, the step of what is loaded of it first: of all the base has of it, or of some rows."""
         return {
-            self._owner(stream, key): self.base.files[atom["fragments"][0]["unit"]].step or self.base.step
+            self._owner(stream, key): min(self._step_of(fragment) for fragment in atom["fragments"])
             for key, atom in self.atoms[stream].items()
             if atom["slot"] not in CARRIED  # always of the commit's own step
         }
+
+    def _later_rows(self, stream: str) -> dict[int, set[str]]:
+        """By step the units that hold rows of a parameter of which other rows are of an earlier step. They are loaded
+        when replay has come there; until then it updates those rows too, for nothing."""
+        found: dict[int, set[str]] = {}
+        for atom in self.atoms[stream].values():
+            steps = [self._step_of(fragment) for fragment in atom["fragments"]]
+            for fragment, step in zip(atom["fragments"], steps, strict=True):
+                if step > min(steps):
+                    found.setdefault(step, set()).add(fragment["unit"])
+        return found
+
+    def _step_of(self, fragment: dict[str, Any]) -> int:
+        step = self.base.files[fragment["unit"]].step
+        return self.base.step if step is None else step
 
     def end_before_feedback(self) -> None:
         """Leave out the records from the first on that changed residuals after the base had copied them."""
@@ -297,8 +338,8 @@ class Line:
 
     def _residual_step(self, stream: str) -> int:
         """Of the residuals that the base has of ``stream``."""
-        units = [a["fragments"][0]["unit"] for a in self.atoms[stream].values() if a["slot"] in CARRIED]
-        return min((self.base.files[unit].step or self.base.step for unit in units), default=self.base.step)
+        carried = [atom for atom in self.atoms[stream].values() if atom["slot"] in CARRIED]
+        return min((self._step_of(f) for atom in carried for f in atom["fragments"]), default=self.base.step)
 
     @property
     def is_torn(self) -> bool:
@@ -330,10 +371,10 @@ def uses_feedback(about: dict[str, Any]) -> bool:
 
 
 def _loaded(
-    store: LocalStore, files: Mapping[str, FileRef], watch: Recovery
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The verified tensors of each of ``files``, whose memory is used again for the next but one."""
-    refs = list(files.values())
+    store: LocalStore, files: Mapping[str, FileRef], loaded: Callable[[int], None]
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """The verified tensors of each of ``files``, by unit, whose memory is used again for the next but one."""
+    units, refs = list(files), list(files.values())
     buffers = [Buffer(max((file.bytes for file in refs), default=1), "recovery") for _ in range(2)]
     futures: list[tuple[memoryview, Future]] = []
     try:
@@ -344,8 +385,8 @@ def _loaded(
             if number:
                 view, future = futures[number - 1]
                 future.result()
-                watch.loaded(len(view))
-                yield tensors_of(view)
+                loaded(len(view))
+                yield units[number - 1], tensors_of(view)
     finally:
         for _, future in futures:
             future.exception()

@@ -5,6 +5,7 @@ A scalar has the box with no axes, which holds one element.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -52,6 +53,15 @@ class Box:
             tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
         )
 
+    def rows(self, rows: range) -> Box:
+        """Of its first axis ``rows`` alone, counted from where it begins.
+
+        >>> Box((2, 0), (8, 4)).rows(range(1, 3))
+        Box(start=(3, 0), stop=(5, 4))
+        """
+        first = self.start[0]
+        return Box((first + rows.start, *self.start[1:]), (first + rows.stop, *self.stop[1:]))
+
     @property
     def slices(self) -> tuple[slice, ...]:
         """What selects the region of an array."""
@@ -63,3 +73,20 @@ class Box:
     @classmethod
     def from_json(cls, value: list[list[int]]) -> Box:
         return cls(tuple(value[0]), tuple(value[1]))
+
+
+def joined(boxes: Iterable[Box]) -> list[Box]:
+    """``boxes`` in order, those that follow each other along the first axis as one.
+
+    >>> joined([Box((2, 0), (4, 3)), Box((0, 0), (2, 3)), Box((4, 0), (5, 2))])
+    [Box(start=(0, 0), stop=(4, 3)), Box(start=(4, 0), stop=(5, 2))]
+    """
+    found: list[Box] = []
+    for box in sorted(boxes):
+        last = found[-1] if found else None
+        follows = last is not None and box.start and (last.stop[0], *last.start[1:]) == box.start
+        if last is not None and follows and last.stop[1:] == box.stop[1:]:
+            found[-1] = Box(last.start, box.stop)
+        else:
+            found.append(box)
+    return found

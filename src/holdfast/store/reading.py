@@ -6,6 +6,7 @@ Offsets and sizes are bytes. An index is believed because the manifest names it 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import xxhash
 
 from holdfast.errors import FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
+from holdfast.state.boxes import Box, joined
 from holdfast.store.files import AnyDisk
 from holdfast.store.generations import corrupt
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
@@ -46,6 +48,19 @@ def index_of(disk: AnyDisk, manifest: Manifest) -> dict[str, Any]:
             regions = [fragment["global"] for fragment in known]
             known += [new for new in atom["fragments"] if new["global"] not in regions]
     return first
+
+
+def regions(manifest: Manifest, atoms: Mapping[str, dict[str, Any]]) -> dict[str, list[tuple[int, Box]]]:
+    """By key the regions of each of ``atoms`` of a commit that ranks stored, each with its rank. What one rank divided
+    into several files is one region."""
+    ranks = {unit: rank for rank, stream in enumerate(manifest.streams) for unit in manifest.files_of(stream)}
+    found: dict[str, list[tuple[int, Box]]] = {}
+    for key, atom in atoms.items():
+        by_rank: dict[int, list[Box]] = {}
+        for fragment in atom["fragments"]:
+            by_rank.setdefault(ranks[fragment["unit"]], []).append(Box.from_json(fragment["global"]))
+        found[key] = [(rank, box) for rank, boxes in by_rank.items() for box in joined(boxes)]
+    return found
 
 
 def index_of_stream(disk: AnyDisk, manifest: Manifest, stream: str) -> dict[str, Any]:

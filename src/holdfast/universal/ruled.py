@@ -15,29 +15,28 @@ from ..state.matching import StoredTensor
 from ..state.rules import Rules
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
+from ..store.reading import regions
 from .load import read_flat
 from .source import Made, Part, Source, Stored, places_of
 
 
 def infer(reader: RunReader, manifest: Manifest) -> str:
     """The text of a rule file that makes the tensors of a commit of what its ranks stored."""
-    ranks = _rank_of_unit(manifest)
-    atoms = []
-    for described in reader.atoms(manifest).values():
-        held = [Held(ranks[f["unit"]], Box.from_json(f["global"])) for f in described["fragments"]]
-        atoms.append((_atom(described), held))
+    stored = reader.atoms(manifest)
+    held = regions(manifest, stored)
+    atoms = [(_atom(each), [Held(rank, box) for rank, box in held[key]]) for key, each in stored.items()]
     return inferred(atoms, len(manifest.streams))
 
 
 def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assembled, list[str]]:
     """What ``rules`` make of what the ranks of a commit stored, and the tensors that lie otherwise than it records."""
-    ranks, world = _rank_of_unit(manifest), len(manifest.streams)
+    stored, world = reader.atoms(manifest), len(manifest.streams)
+    held = regions(manifest, stored)
     recorded, rows = {}, list[StoredTensor]()
-    for described in reader.atoms(manifest).values():
+    for key, described in stored.items():
         atom, boxes = _atom(described), dict[int, Box]()
-        for fragment in described["fragments"]:
-            box = Box.from_json(fragment["global"])
-            at = {AXIS: (ranks[fragment["unit"]], world)}
+        for rank, box in held[key]:
+            at = {AXIS: (rank, world)}
             boxes[len(rows)] = box
             rows.append(StoredTensor(len(rows), atom.name, box.shape, atom.dtype, atom.slot, at))
         recorded[atom.key] = atom, boxes
@@ -110,10 +109,6 @@ def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:
         return False
     full = {part: box for part, box in boxes.items() if box.elements}
     return {piece.part: piece.box for piece in ruled.pieces if piece.box.elements} == full
-
-
-def _rank_of_unit(manifest: Manifest) -> dict[str, int]:
-    return {unit: rank for rank, stream in enumerate(manifest.streams) for unit in manifest.files_of(stream)}
 
 
 def _atom(described: Mapping[str, Any]) -> Atom:

@@ -205,18 +205,22 @@ class Line:
         loaded: Callable[[int], None],
     ) -> None:
         """Of what ``files`` of ``stream`` hold load what is of owners that are ``wanted``. ``loaded`` is told bytes."""
+        atoms = self.atoms[stream]
         for unit, tensors in _loaded(self.store, files, loaded):
-            whole = {}
-            for key, tensor in tensors.items():
-                atom = self.atoms[stream][key]
-                if not self._is_wanted(stream, key, wanted, state):
-                    continue
+            found = {k: tensor for k, tensor in tensors.items() if self._is_wanted(stream, k, wanted, state)}
+            if all(len(atoms[key]["fragments"]) == 1 for key in found):
+                state.load(found)
+                continue
+            for (
+                key,
+                tensor,
+            ) in found.items():  # an optimizer has its slots in the order in which they are given
+                atom = atoms[key]
                 if len(atom["fragments"]) == 1:
-                    whole[key] = tensor
+                    state.load({key: tensor})
                 else:
                     box = next(f["global"] for f in atom["fragments"] if f["unit"] == unit)
                     state.load_part(atom["name"], atom["slot"], tensor, Box.from_json(box))
-            state.load(whole)
 
     def _is_wanted(self, stream: str, key: str, wanted: Collection[str], state: LiveState) -> bool:
         """Whether a tensor of ``stream`` is of one of the owners ``wanted``, or a residual of this rank's own."""

@@ -157,6 +157,7 @@ def test_a_place_that_is_no_bucket_is_refused(tmp_path):
 @pytest.mark.parametrize("replica", [False, True])
 def test_after_a_sigterm_the_copy_is_complete_when_the_process_ends(tmp_path, bucket, monkeypatch, replica):
     monkeypatch.setattr(helper, "start_process", Forked)
+    monkeypatch.setattr(remote, "SECONDS", 60)
     loop, checkpointer = begin(tmp_path / "run", bucket, replica=replica, base_every=100)
     checkpointer.resume()
     go_on(loop, checkpointer, 3)

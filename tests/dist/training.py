@@ -362,6 +362,7 @@ def train(
     asked_seconds: float | None = None,
     accumulate: int = 1,
     copied_at: int | None = None,
+    copies_every: float = 0.02,
     killed_copying: int | None = None,
     **options: Any,
 ) -> None:
@@ -373,7 +374,7 @@ def train(
     from holdfast.store.retention import Keep
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
-    remote.SECONDS = 0.02
+    remote.SECONDS = copies_every
     if killed_copying is not None:
         dying_at_object(killed_copying)
     allotment.LEAST_STORAGE = least_storage or allotment.LEAST_STORAGE

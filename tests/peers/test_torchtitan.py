@@ -93,14 +93,16 @@ def test_a_training_that_is_killed_in_a_save_goes_on_from_the_last_whole_commit(
     assert ends_as(said, never_ended)
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_other_numbers_of_ranks_go_on_as_from_torchtitans_own(titan, saved, never_ended, tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, []), (3, []), (2, ["--parallelism.tensor_parallel_degree", 2])]
+)
+def test_other_ranks_go_on_as_from_torchtitans_own(titan, saved, never_ended, tmp_path, ranks, more):
     ends = []
     for config, source in (("ours", saved[0]), ("theirs", never_ended[0])):
         folder = tmp_path / config
         folder.mkdir()
         run_of(folder).symlink_to(run_of(source))
-        said = titan(folder, "--checkpoint.load_step", 4, "--checkpoint.load_only", *OTHER_RANKS,
+        said = titan(folder, "--checkpoint.load_step", 4, "--checkpoint.load_only", *OTHER_RANKS, *more,
                      config=config, ranks=ranks)  # fmt: skip
         assert all("error" not in each and each["began"] == 4 for each in said), said
         ends.append([(each["state"], each["last"]) for each in said])

@@ -41,10 +41,12 @@ test-matrix: install
 	$(BIN)/pytest -n 2 --session-timeout=1800 tests/matrix
 
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
-# torch and accelerate do by being installed.
+# torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.
 PEERS := .venv-peers
-test-peers: $(PEERS)/.installed
+TITAN := .venv-titan
+test-peers: $(PEERS)/.installed $(TITAN)/.installed
 	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --session-timeout=2400 tests/peers
+	$(TITAN)/bin/pytest --session-timeout=600 tests/peers/test_torchtitan.py
 
 $(PEERS)/.installed: pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
@@ -52,6 +54,13 @@ $(PEERS)/.installed: pyproject.toml constraints.txt
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"
 	@touch $@
 
+$(TITAN)/.installed: pyproject.toml constraints.txt
+	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
+	grep -v -E '^(fsspec|huggingface_hub)==' constraints.txt > $(TITAN)/constraints.txt
+	$(TITAN)/bin/pip install --quiet --disable-pip-version-check -c $(TITAN)/constraints.txt torch
+	$(TITAN)/bin/pip install --quiet --disable-pip-version-check -c $(TITAN)/constraints.txt -e ".[titan]"
+	@touch $@
+
 # What `install` made. Runs are yours: nothing here removes them.
 clean:
-	rm -rf $(VENV) $(PEERS)
+	rm -rf $(VENV) $(PEERS) $(TITAN)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 
 import pytest
 
 from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import remote
+from holdfast.delta import helper, remote
 from holdfast.errors import BadInput, DiskFailed, RunMismatch
 from holdfast.events import read_events
 from holdfast.store.chain import verify_records
 from holdfast.store.objects import ObjectDisk
 from holdfast.store.reader import RunReader
+from replica_run import Forked
 from test_checkpointer import ADAMW, go_on, reference
 
 
@@ -149,3 +152,39 @@ def test_a_bucket_with_another_run_is_refused_before_anything_is_written(tmp_pat
 def test_a_place_that_is_no_bucket_is_refused(tmp_path):
     with pytest.raises(BadInput, match="give s3://BUCKET/PREFIX"):
         begin(tmp_path / "run", tmp_path / "copy")
+
+
+@pytest.mark.parametrize("replica", [False, True])
+def test_after_a_sigterm_the_copy_is_complete_when_the_process_ends(tmp_path, bucket, monkeypatch, replica):
+    monkeypatch.setattr(helper, "start_process", Forked)
+    monkeypatch.setattr(remote, "SECONDS", 60)
+    loop, checkpointer = begin(tmp_path / "run", bucket, replica=replica, base_every=100)
+    checkpointer.resume()
+    go_on(loop, checkpointer, 3)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit, match="143"):
+        go_on(loop, checkpointer, 9)
+    assert checkpointer.remote_durable_step == checkpointer.steps_done == 4
+    again, other = begin(tmp_path / "other", f"{bucket}-other", seed=5)
+    with other:
+        assert other.resume(source=str(bucket)) == 4
+        assert same(again.state(), reference(4, "batchnorm")[0][4])
+
+
+def test_after_a_sigterm_a_bucket_that_does_not_answer_does_not_keep_the_run_from_being_whole(
+    tmp_path, bucket, monkeypatch
+):
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    checkpointer.resume()
+    go_on(loop, checkpointer, 3)
+    with monkeypatch.context() as broken:
+        broken.setattr(ObjectDisk, "put_new", lambda *_: (_ for _ in ()).throw(DiskFailed("no network.")))
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.warns(UserWarning, match=r"of 4: no network\."), pytest.raises(SystemExit, match="143"):
+            go_on(loop, checkpointer, 9)
+    reader = RunReader(tmp_path / "run")
+    assert verify_records(reader, reader.head()) == (4, [])
+    loop, checkpointer = begin(tmp_path / "run", bucket)
+    with checkpointer:
+        assert checkpointer.resume() == 4
+    assert checkpointer.remote_durable_step == 4

@@ -29,6 +29,7 @@ from .delta.options import (
     refuse_clipping,
     refuse_of_several,
     refuse_other_calls,
+    refuse_other_copies,
 )
 from .delta.pulse import Pulse
 from .delta.recorder import BOUND
@@ -143,6 +144,7 @@ class Checkpointer:
 
         with ranks.closing_on_error():
             ranks.all_do(check)  # what is wrong on one rank is an error on all
+            refuse_other_copies(ranks, remote)
             self._loop.hook_up()
             self._loop.look()
             ranks.all_do(prepare)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
@@ -245,6 +246,20 @@ def wait_until(met: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def dying_at_object(number: int) -> None:
+    """Of those that a copy in a bucket gets one by one, before it is there."""
+    from holdfast.store.objects import ObjectDisk
+
+    put_new, count = ObjectDisk.put_new, itertools.count(1)
+
+    def put(self: Any, path: str, data: bytes) -> bool:
+        if next(count) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return put_new(self, path, data)
+
+    ObjectDisk.put_new = put
+
+
 class Meeting:
     """Files in ``folder``, by which ranks wait for each other where a collective would fail with the first of them."""
 
@@ -346,16 +361,22 @@ def train(
     survives_as: list[int] | None = None,
     asked_seconds: float | None = None,
     accumulate: int = 1,
+    copied_at: int | None = None,
+    copies_every: float = 0.02,
+    killed_copying: int | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step. Those that are killed at the same
     step wait for each other. ``survives_as`` is what ``replica_step`` is to become after each step."""
     from holdfast import checkpointer as module
-    from holdfast.delta import allotment, bases
+    from holdfast.delta import allotment, bases, remote
     from holdfast.store import journal
     from holdfast.store.retention import Keep
 
     bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    remote.SECONDS = copies_every
+    if killed_copying is not None:
+        dying_at_object(killed_copying)
     allotment.LEAST_STORAGE = least_storage or allotment.LEAST_STORAGE
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
@@ -501,7 +522,10 @@ def train(
             if step == wait_at:
                 checkpointer.wait()
             time.sleep(pause)
+            if copied_at == step and rank == 0:
+                wait_until(lambda: checkpointer.remote_durable_step >= step)  # noqa: B023
             say(durable=checkpointer.durable_step, survives=checkpointer.replica_step)
+            say(copied=checkpointer.remote_durable_step)
             if survives_as is not None:
                 meeting.tell(f"stepped-{step}")
                 expected = survives_as[min(step, len(survives_as)) - 1]
@@ -530,6 +554,7 @@ def train(
     if kind == "plain":  # nothing else has threads; those of a group end soon after it
         wait_until(lambda: left_here() == before)
     say(finished=True, durable=checkpointer.durable_step, digests=digests, losses=losses, after=left_here())
+    say(copied=checkpointer.remote_durable_step)
     if options.get("replica"):
         say(copied_again=checkpointer._tap.copied_again, early=sum(early))
     if dist.is_initialized():

@@ -148,6 +148,16 @@ def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
         )
 
 
+def refuse_other_copies(ranks: Ranks, remote: str | None) -> None:
+    """Raise unless ``remote`` is one on all ranks, which all call this: the first one copies for all."""
+    places = [None if place is None else str(place) for place in ranks.everyone(remote)]
+    if len(set(places)) > 1:
+        told = ", ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
+        raise BadInput(
+            f"remote = differs on the ranks ({told}): give the same on all, the first one copies for all"
+        )
+
+
 def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
     """Where there is no norm to clip by: torch has none of gradients that are cut over several meshes, or of which some
     are cut and others are not, and of a pipeline no rank has all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -64,6 +65,7 @@ def test_the_replica_is_the_trainer_after_every_step_and_training_waits_for_no_c
     with checkpointer:
         checkpointer.resume()
         assert not isinstance(checkpointer._tap, LayerTap)
+        assert len(device.pinned) == len(checkpointer._survival.pool.slots) * len(loop.optimizers)
         states = [loop.state()]
         for i in range(STEPS):
             loop.iteration(i, checkpointer.step)
@@ -98,6 +100,23 @@ def test_what_is_on_its_way_is_not_said_to_survive_and_no_slot_is_used_again_bef
         assert checkpointer.replica_step == 12 and checkpointer.durable_step == 0
     assert device.waiters == {"holdfast-post"} and not events(tmp_path, "drift")
     assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 12), states[12])
+
+
+@pytest.mark.parametrize("base_every", [2, 99])
+def test_comparisons_and_the_end_come_behind_the_steps_that_are_late(tmp_path, device, base_every):
+    """A base is of the step of which the trainer has told, and none is left behind when it closes without one."""
+    states = states_of("batchnorm")
+    loop, checkpointer = start(tmp_path, base_every=base_every, keep=Keep(99))
+    checkpointer.resume()
+    device.reached = partial(time.sleep, 0.02)
+    for i in range(STEPS):
+        loop.iteration(i, checkpointer.step)
+    checkpointer.close(save=False)
+    assert checkpointer.durable_step == STEPS and not events(tmp_path, "drift") and not device.pinned
+    bases = [event["step"] for event in events(tmp_path, "base")]
+    assert bases == [0, STEPS] if base_every == 99 else bases[:2] == [0, 2]
+    for step in bases:
+        assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", step), states[step]), step
 
 
 def test_what_had_arrived_when_the_device_failed_is_made_durable(tmp_path, device):

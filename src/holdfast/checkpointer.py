@@ -182,7 +182,7 @@ class Checkpointer:
     @property
     def replica_step(self) -> int:
         """The newest step that survives the death of this process, and of all ranks'; without a replica that is the
-        ``durable_step``."""
+        ``durable_step``. With one and a GPU, a step survives when its gradients have left that."""
         return self._survival.replica_step
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import leaving, recording, sealer, slots
+from holdfast.delta import leaving, recording, replica, replicating, sealer, slots
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import TopK
 from holdfast.store.retention import Keep
@@ -25,6 +25,8 @@ class Device:
 
     def __init__(self, monkeypatch):
         self.under_way, self.waiters, self.pinned = {leaving: [], slots: []}, set(), []
+        self.reached = lambda: None
+        """Called when somebody waits for a mark."""
         real_one = torch.Tensor.copy_
 
         def copy_each(targets, sources, non_blocking=False):
@@ -45,7 +47,7 @@ class Device:
         monkeypatch.setattr(torch, "_foreach_copy_", copy_each)
         monkeypatch.setattr(torch.Tensor, "copy_", copy_one)
         monkeypatch.setattr(leaving, "copied", copied)
-        for module in (leaving, sealer, recording):
+        for module in (leaving, sealer, recording, replica, replicating):
             monkeypatch.setattr(module, "devices_of", lambda tensors: ["a device"])
         for module in (leaving, slots):
             monkeypatch.setattr(module, "marks", partial(self.marks, module))
@@ -68,6 +70,7 @@ class Mark:
 
     def synchronize(self):
         self.device.waiters.add(threading.current_thread().name)
+        self.device.reached()
         while self.before:
             self.before.pop(0)()
 

@@ -122,6 +122,20 @@ def test_steps_that_not_all_are_known_to_have_are_kept_as_records(world, tmp_pat
     assert from_memory(tmp_path) == [6]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_that_come_from_a_device_late_are_in_time_for_all(world, tmp_path, memory, ranks):
+    """The device is played. What was killed with them is brought to one step by records, on that device as well."""
+    order = {"device": True, "clip": False, "clip_norm": 0.5}
+    said = ended(run(world, tmp_path, "ddp", 5, ranks, save_every=2, **order))
+    assert not events(tmp_path, "drift") and not any("early" in each for each in said)
+    shutil.rmtree(tmp_path / "run")
+    died = run(world, tmp_path, "ddp", 14, 2, kill=[0, 7], deaf_from=1, **order)
+    wait_for(lambda: [event["step"] for event in events(tmp_path, "kept")] == [0, 0])
+    step = goes_on(world, tmp_path, "ddp", died, **order)
+    assert from_memory(tmp_path) == [step] and 0 < step <= 6
+    assert not events(tmp_path, "drift")
+
+
 def lost(died, rank):
     """A replica was, and all ranks know of which."""
     assert "ReplicaDied" in died[rank]["error"]

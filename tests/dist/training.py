@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,10 +25,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from delta.test_leaving import Device
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.loader import loader as loader_of
-from holdfast.delta import agreement, helper, host, hosts, orphans, replica
+from holdfast.delta import agreement, helper, host, hosts, orphans, rebuild, replica, visiting
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.delta.powersgd import PowerSGD
@@ -364,10 +366,12 @@ def train(
     copied_at: int | None = None,
     copies_every: float = 0.02,
     killed_copying: int | None = None,
+    device: bool = False,
     **options: Any,
 ) -> None:
-    """Train to ``steps``; ``kill`` and its like name a rank, or "all", and a step. Those that are killed at the same
-    step wait for each other. ``survives_as`` is what ``replica_step`` is to become after each step."""
+    """Train to ``steps``, on a ``device`` that is played where one is asked for; ``kill`` and its like name a rank, or
+    "all", and a step. Those that are killed at the same step wait for each other. ``survives_as`` is what
+    ``replica_step`` is to become after each step."""
     from holdfast import checkpointer as module
     from holdfast.delta import allotment, bases, remote
     from holdfast.store import journal
@@ -406,6 +410,9 @@ def train(
     if failpoint is not None and failpoint[0] == rank:
         failpoints.armed = failpoint[1]
         failpoints.action = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    if device:
+        Device(pytest.MonkeyPatch())
+        rebuild.visited, visiting.VISIT_BYTES = lambda held: "cpu", 1
     if str(rank) in (killed_in or {}):
         threading.Timer(killed_in[str(rank)], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     if options.get("replica"):

@@ -13,7 +13,7 @@ import torch
 
 from gpu.training import OPTIMIZERS, Script
 from holdfast.delta.lossy import Int8, TopK
-from holdfast.errors import BadInput
+from holdfast.events import read_events
 from holdfast.store.retention import Keep
 
 pytestmark = [
@@ -103,12 +103,13 @@ def test_training_waits_for_nothing_that_is_on_its_way(tmp_path):
         assert checkpointer.steps_done == 7
 
 
-def run(root, steps, *kill_at):
+def run(root, steps, *kill_at, replica=False):
     """What the script said, until its end or its death."""
     tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests.parent / "src"), str(tests)])
     done = subprocess.run(
         [sys.executable, str(tests / "gpu" / "training.py"), str(root), str(steps), *map(str, kill_at)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent / "src"), str(tests)])},
+        env={**os.environ, "PYTHONPATH": path, "REPLICA": "1" if replica else ""},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == (-9 if kill_at else 0), done.stderr
@@ -122,7 +123,61 @@ def test_a_killed_script_goes_on_as_if_it_had_not_been(tmp_path, kill_at):
     assert run(tmp_path / "cut", 12) == whole[kill_at:]
 
 
-def test_a_replica_is_refused_since_it_would_round_otherwise(tmp_path):
-    with pytest.raises(BadInput, match="is on cuda:0, and a replica computes on the host"):
-        Script().checkpointer(tmp_path / "run", replica=True)
-    assert not (tmp_path / "run").exists()
+# With a replica, whose updates this device does too
+
+
+def drifts(root):
+    return [event for event in read_events(root / "events.jsonl") if event["event"] == "drift"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_replica_has_the_bits_of_the_device_after_every_step(tmp_path, name):
+    """Compared in full by digest at each base, by fingerprint after each step; read back from the disk."""
+    states, script = {}, Script(**SCRIPTS[name])
+    with script.checkpointer(tmp_path, replica=True, keep=Keep(99)) as checkpointer:
+        checkpointer.resume()
+        for i in range(STEPS):
+            script.step(i)
+            script.optimizer.zero_grad(set_to_none=False)  # overwrites what may be on its way
+            checkpointer.step()
+            if i % 3 != 1:
+                checkpointer.save()
+            states[i + 1] = script.state()
+    assert not drifts(tmp_path)
+    for step in (9, 7, 6, 4, 3, 1):
+        again = Script(**SCRIPTS[name])
+        with again.checkpointer(tmp_path, keep=Keep(99)) as checkpointer:
+            assert checkpointer.resume(step=step) == step
+            assert same(again.state(), states[step]), step
+
+
+def test_training_waits_for_nothing_that_is_on_its_way_to_a_replica(tmp_path):
+    """torch raises at each call that would wait for the device."""
+    script = Script()
+    with script.checkpointer(tmp_path, replica=True, base_every=1000) as checkpointer:
+        checkpointer.resume()
+        for i in range(6):
+            script.step(i)
+            checkpointer.step()
+        checkpointer.wait()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            script.optimizer.step()
+            checkpointer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        checkpointer._survival.settle()
+        assert checkpointer.replica_step == checkpointer.steps_done == 7
+    assert not drifts(tmp_path)
+
+
+@pytest.mark.parametrize("kill_at", [5, 8])
+def test_a_script_that_was_killed_goes_on_from_its_replica(tmp_path, kill_at):
+    whole = run(tmp_path / "whole", 12)
+    run(tmp_path / "cut", 12, kill_at, replica=True)
+    assert run(tmp_path / "cut", 12, replica=True) == whole[kill_at:]
+    resumed = [
+        event for event in read_events(tmp_path / "cut" / "events.jsonl") if event["event"] == "resumed"
+    ]
+    assert [event["step"] for event in resumed] == [kill_at] and not drifts(tmp_path / "cut")

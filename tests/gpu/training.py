@@ -2,7 +2,8 @@
 
     python training.py ROOT STEPS [KILL_AT]
 
-Prints a line of JSON per step, and kills itself once step KILL_AT is durable.
+Prints a line of JSON per step, and kills itself once step KILL_AT is durable; where the environment has REPLICA, once
+a replica has it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -79,15 +81,18 @@ class Script:
 
 
 def main(root: str, steps: int, kill_at: int | None) -> None:
-    script = Script()
-    with script.checkpointer(root, base_every=4) as checkpointer:
+    script, replica = Script(), bool(os.environ.get("REPLICA"))
+    with script.checkpointer(root, base_every=100 if replica else 4, replica=replica) as checkpointer:
         for i in range(checkpointer.resume(), steps):
             loss = script.step(i)
             script.optimizer.zero_grad()
             checkpointer.step()
             print(json.dumps({"step": i + 1, "loss": float(loss)}), flush=True)
             if i + 1 == kill_at:
-                checkpointer.wait()
+                if not replica:
+                    checkpointer.wait()
+                while checkpointer.replica_step < kill_at:
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
     print(
         json.dumps({"sums": {name: float(t.double().sum()) for name, t in script.state().items()}}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from importlib import import_module
 from typing import Any
 
@@ -17,11 +18,14 @@ from torch import nn
 
 from ..errors import BadInput
 from ..state.boxes import Box
-from ..state.capture import FROM_NAME, TO_NAME
+from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
 from ..state.cuts import local_of
-from ..state.live import LiveState
+from ..state.live import LiveState, Rounds, counts_on_host
 from ..state.progress import encode, hyper_parameters
+from ..update.kinds import is_elementwise
+from . import visiting
 from .shell import members_of, module_of, optimizer_of
+from .visiting import Visit, in_rounds, visit_bytes
 
 _KNOWN = {
     "defaults", "state", "param_groups", "step", "grad_scale", "found_inf", "_opt_called", "_step_supports_amp_scaling",
@@ -37,7 +41,7 @@ _INSTEAD = "Leave out replica=, and every step is recorded on the disk instead."
 
 class Part(LiveState):
     """What one rank stores of a state: of each parameter the region ``box``, as a tensor. Atoms are told with the
-    place that they have in the whole."""
+    place that they have in the whole. All rests on the host; what has one of ``devices`` visits it to be updated."""
 
     def __init__(
         self,
@@ -45,10 +49,41 @@ class Part(LiveState):
         optimizers: list[torch.optim.Optimizer],
         boxes: dict[str, Box],
         wholes: dict[str, tuple[int, ...]],
+        devices: dict[str, torch.device],
+        on_host: dict[str, set[str]],
     ) -> None:
-        """``wholes`` are the shapes of the whole parameters."""
+        """``wholes`` are the shapes of the whole parameters, ``on_host`` the slots that stay here during a visit, of
+        parameters of which that is known."""
         super().__init__(model, optimizers)
         self.boxes, self.wholes = boxes, wholes
+        self._devices, self._on_host = devices, on_host
+
+    def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
+        """As those of the whole; only an optimizer that is known to be elementwise has several."""
+        if not self._devices:
+            yield names
+            return
+        with_all = not is_elementwise(optimizer)
+        members = {
+            self.name_of[id(p)]: p
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if with_all or self.name_of[id(p)] in names
+        }
+        sizes = {name: visit_bytes(parameter, optimizer) for name, parameter in members.items()}
+        for some in in_rounds(sizes, sum(sizes.values()) if with_all else visiting.VISIT_BYTES):
+            visits = {name: self._visit(name, members[name], optimizer) for name in some}
+            try:
+                yield some
+            finally:
+                self._on_host |= {name: visit.end() for name, visit in visits.items()}
+
+    def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Visit:
+        stays = self._on_host.get(name)
+        if stays is None:  # it was loaded, to where an optimizer that was made anew would have it
+            group = optimizer.param_groups[self.parameter(name).group or 0]
+            stays = {"step"} if counts_on_host(group) else set()
+        return Visit(parameter, optimizer, self._devices[name], stays)
 
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """As that of the whole; ``kinds`` have the shapes of whole parameters."""
@@ -75,12 +110,13 @@ def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
                 f"optimizer {index}, a {kind.__name__}, holds {own[0]}, which is neither its state nor a"
                 f" hyper-parameter, so another process could not go on with it. {_INSTEAD}"
             )
-    for parameter in state.parameters:
-        if parameter.parameter.device.type != "cpu":
-            raise BadInput(
-                f"{parameter.name} is on {parameter.parameter.device}, and a replica computes on the host, which"
-                f" rounds otherwise. {_INSTEAD}"
-            )
+    kinds = {p.parameter.device.type: p for p in state.parameters}
+    odd = [p for kind, p in kinds.items() if kind not in ("cpu", "cuda")] or list(kinds.values())[1:]
+    if odd:
+        raise BadInput(
+            f"{odd[0].name} is on {odd[0].parameter.device}, and a replica takes parameters that are all on the host or"
+            f" all on CUDA devices. {_INSTEAD}"
+        )
 
 
 def describe(state: LiveState) -> dict[str, Any]:
@@ -88,9 +124,11 @@ def describe(state: LiveState) -> dict[str, Any]:
     parameters = []
     for p in state.stored:
         held = local_of(p.parameter.detach())
+        device = visited(held)
         parameters.append({
             "name": p.name, "dtype": TO_NAME[held.dtype], "shape": list(held.shape), "stride": list(held.stride()),
             "requires_grad": p.parameter.requires_grad, "whole": list(p.shape), "box": state.boxes[p.name].to_json(),
+            "device": device, "on_host": None if device is None else _on_host(state, p),
         })  # fmt: skip
     return {
         "parameters": parameters,
@@ -101,6 +139,18 @@ def describe(state: LiveState) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "precision": torch.get_float32_matmul_precision(),
     }
+
+
+def visited(held: torch.Tensor) -> str | None:
+    """The device on which a parameter is to be updated; None if that is where it rests."""
+    return None if held.device.type == "cpu" else str(held.device)
+
+
+def _on_host(state: LiveState, parameter: CapturedParameter) -> list[str] | None:
+    """The slots that its optimizer has on the host; None if it has none yet."""
+    held = {key.rpartition("/")[2]: tensor for key, (_, tensor) in state.owned(parameter).items()}
+    del held["param"]
+    return [slot for slot, tensor in held.items() if tensor.device.type == "cpu"] if held else None
 
 
 def _described(state: LiveState, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -134,6 +184,8 @@ def rebuild(about: dict[str, Any]) -> Part:
         optimizers,
         {item["name"]: Box.from_json(item["box"]) for item in about["parameters"]},
         {item["name"]: tuple(item["whole"]) for item in about["parameters"]},
+        {item["name"]: torch.device(item["device"]) for item in about["parameters"] if item["device"]},
+        {item["name"]: set(item["on_host"]) for item in about["parameters"] if item["on_host"] is not None},
     )
     there, here = json.dumps(list(parameters)), json.dumps([p.name for p in state.parameters])
     if there != here:

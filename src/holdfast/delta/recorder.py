@@ -36,7 +36,7 @@ class Sealed:
     about: dict[str, Any]
     parts: tuple[memoryview, ...]
     slots: tuple[Slot, ...]
-    finish: Callable[[], None] = lambda: None
+    finish: Callable[[], None] | None = None
     """Makes whole what the record holds, when that has left the device. Called by the thread that writes it."""
     late_bytes: int = 0
     """What that adds to ``parts`` at most."""
@@ -47,11 +47,17 @@ class Sealed:
         """Of what is written, but for headers: this at most."""
         return sum(map(len, self.parts)) + self.late_bytes
 
+    @property
+    def is_late(self) -> bool:
+        """Whether anything of it may be on its way from a device."""
+        return self.finish is not None or any(slot.is_late for slot in self.slots)
+
     def settle(self) -> None:
         """Return when all is there."""
         for slot in self.slots:
             slot.settle()
-        self.finish()
+        if self.finish is not None:
+            self.finish()
 
 
 @dataclass

@@ -7,6 +7,7 @@ of that step. What the run held after a step is compared with a fingerprint; whe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,7 +93,10 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
             grads |= _gradients(record, number, by_name)
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
             group.update({key: decode(value) for key, value in values.items()})
-        _step(state, optimizer, grads, update["consumed"])
+        with closing(state.rounds(optimizer, grads.keys())) as rounds:
+            for names in rounds:
+                some = {name: grads[name] for name in names if name in grads}
+                _step(state, optimizer, some, update["consumed"])
     failpoints.reach("in_replay")
     buffers = {}
     if about["buffers"] is not None and BUFFERS not in first.skipped:
@@ -123,7 +127,8 @@ def _step(
 ) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
-    device = parameters[0].device if parameters else None  # of a rank that stored nothing
+    there = [p.device for p in parameters if state.name_of[id(p)] in grads] or [p.device for p in parameters]
+    device = there[0] if there else None  # of a rank that stored nothing
     keeps_none = type(optimizer).__module__.startswith("torch.optim.")  # of the gradients' memory
     try:
         for parameter in parameters:

@@ -31,6 +31,8 @@ from . import drift, kept, tier
 from .agreement import Agreement
 from .codecs import Codec, Exact
 from .helper import Helper
+from .leaving import devices_of
+from .post import Post
 from .rebuild import describe, refuse_what_cannot_be_rebuilt
 from .recorder import Sealed
 from .recovery import Recovered, recover
@@ -122,11 +124,13 @@ class Replica:
         )  # fmt: skip
         self.pool: SharedPool | None = None
         self.last_put = -1
-        self._done = -1
+        self._handed = self._done = -1
+        """The newest step that the replica has been told of, and that it has done."""
         self._drift: str | None = None
         self._left: list[str] = []
         self._under_way = False
         self._helper = Helper(self._hear, deadline_seconds)
+        self._post = Post(self._send)
         self.agreement: Agreement | None = None
         """With other ranks, where there are some."""
         self._started = False
@@ -151,7 +155,7 @@ class Replica:
         """The newest step that survives the trainer's death."""
         if self._drift is not None or self._helper.failure is not None:
             return self.durable_step
-        return max(self.last_put, self.durable_step)
+        return max(self._handed, self.durable_step)
 
     # Beginning
 
@@ -208,7 +212,7 @@ class Replica:
 
     def begin(self, fork: Point | None, step: int, progress: dict[str, Any], num_slots: int) -> None:
         """Hand over everything at ``step``. When this returns the replica has it, and a run that begins is durable."""
-        self.last_put = self._done = step
+        self.last_put = self._handed = self._done = step
         self.sync(self._state, step, progress, num_slots, begin=self._beginning(fork))
         self._clean_up_after_others()
         if fork is None:
@@ -237,7 +241,8 @@ class Replica:
         if self.pool is not None:
             self.pool.close()
         self._state, self._left, self._under_way = state, [], False
-        self.pool = SharedPool(self._place, Exact().layouts(state), num_slots)
+        devices = devices_of(p.parameter for p in state.parameters)
+        self.pool = SharedPool(self._place, Exact().layouts(state), num_slots, devices)
         tier.remove(self._place / kept.SYNC)
         tier.put(self._place / kept.SYNC, state, step, {**progress, **self._mark(state)})
         failpoints.reach("after_state_handed")
@@ -281,9 +286,15 @@ class Replica:
         return taken[0]
 
     def put(self, sealed: Sealed) -> None:
-        """Hand over a step. When this returns it survives the trainer's death."""
+        """Hand over a step. When this returns it survives the trainer's death; one that is on its way from a device
+        does when it has arrived, as ``replica_step`` says."""
+        with self._helper.changed:
+            self.last_put = sealed.step
+        self._post.put(sealed)
+
+    def _send(self, sealed: Sealed) -> None:
+        """To the replica: a step that is there."""
         assert self.pool is not None
-        sealed.settle()
         places, data = [], bytearray()
         for part in sealed.parts:
             place = self._place_of(part, sealed)
@@ -293,9 +304,10 @@ class Replica:
         numbers = [self.pool.slots.index(slot) for slot in sealed.slots]
         failpoints.reach("before_step_handed")
         message = {"step": sealed.step, "about": sealed.about, "places": places, "slots": numbers}
-        with self._helper.changed:
-            self.last_put = sealed.step
         self._helper.send(message, data)
+        with self._helper.changed:
+            self._handed = sealed.step
+            self._helper.changed.notify_all()
         failpoints.reach("after_step_handed")
 
     def _place_of(self, part: memoryview, sealed: Sealed) -> list[int] | None:
@@ -310,7 +322,7 @@ class Replica:
     def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
         """At the end of ``step``: compare the next ``most_bytes`` of the state when a base is due, and hand everything
         over anew if the replica has drifted. Raises what the replica failed with."""
-        self._helper.check()
+        self._check()
         if self._drift is not None:
             self._resync(step, progress())
         elif not self._under_way and step - max(self.durable_step, 0) >= self._base_every:
@@ -333,6 +345,7 @@ class Replica:
     def _compare(self, step: int, most_bytes: int) -> None:
         found = drift.take(self._state, self._left, most_bytes)
         values = None if self._left else self._state.values()
+        self._wait_for_post()
         self._helper.send({"compare": found, "step": step, "last": not self._left, "values": values})
 
     def _resync(self, step: int, progress: dict[str, Any]) -> None:
@@ -355,20 +368,33 @@ class Replica:
 
     def settle(self) -> None:
         """Return when the replica has done every step."""
+        self._wait_for_post()
         self._wait_for(lambda: not self.pending)
 
     def _wait_for(self, reached: Callable[[], bool]) -> None:
-        self._helper.wait_for(lambda: self._check() or reached())
+        self._helper.wait_for(lambda: self._check() or reached(), lambda: not self._is_late)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether a step is on its way from a device, of which the replica knows nothing."""
+        return self._handed < self.last_put
+
+    def _wait_for_post(self) -> None:
+        """Return when the replica has been told of every step: what is sent then comes after those."""
+        self._helper.wait_for(lambda: self._check() or not self._is_late, lambda: False)
 
     def _check(self) -> None:
         """Raise what keeps training from going on."""
         self._helper.check()
+        if self._post.failure is not None:  # the replica has what had arrived before
+            raise self._post.failure
 
     def close(self) -> None:
-        """Let the replica persist what it has and end. Raises what it failed with."""
+        """Let the replica persist what it has and end. Raises what it failed with, or what kept a step from it."""
         if not self._started:
             return
         self._started = False
+        self._post.close()
         try:
             if self._helper.failure is None:
                 self._helper.send({"close": True})
@@ -378,6 +404,8 @@ class Replica:
             finally:
                 if self.pool is not None:  # what it left, if it was killed
                     self._clean_up()
+        if self._post.failure is not None:
+            raise self._post.failure
 
     def _clean_up(self) -> None:
         """Leave nothing in the tier but a state that the disk does not have."""

@@ -47,8 +47,6 @@ class Replicas(Replica):
     def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
         super().__init__(*args, ranks=ranks, **options)
         self._ranks = ranks
-        self._handed = -1
-        """How far this rank is for the others: its replica has been told of the step."""
         self._number = self._shared = self._ended = 0
         """Of the base that was begun last, of the one of which the replica has said its share, and of the one that is
         known not to be under way any more."""
@@ -179,7 +177,9 @@ class Replicas(Replica):
     def put(self, sealed: Sealed) -> None:
         """Hand over a step. It survives the trainers' death when all ranks have."""
         super().put(sealed)
-        self._handed = sealed.step
+
+    def _send(self, sealed: Sealed) -> None:
+        super()._send(sealed)
         self._look_soon()
 
     def go_on(self, step: int, progress: Callable[[], dict[str, Any]], most_bytes: int) -> None:
@@ -211,6 +211,7 @@ class Replicas(Replica):
             self.agreement.begin_base()
         compared = drift.take(self._state, drift.owners(self._state), 1 << 62)
         about = {"compare": compared, "step": step, "last": True, "base": self._number}
+        self._wait_for_post()
         self._helper.send({**about, "values": self._state.values()})
 
     # What the others are told, and what is heard
@@ -284,6 +285,8 @@ class Replicas(Replica):
         others = Others(agreement, self._deadline, self.last_put, self._number, self._base_at)
 
         def owes() -> bool:
+            if self._is_late:
+                return False
             all_have = agreement.standing.durable_step >= self.last_put
             if all_have and not self._ended < self._number <= self._shared:
                 return True
@@ -307,6 +310,7 @@ class Replicas(Replica):
         if not self._started:
             return
         self._started = False
+        self._post.close()
         if self._helper.failure is None and self.agreement is not None and self.durable_step < self.last_put:
             self._helper.leave()
             return
@@ -315,6 +319,8 @@ class Replicas(Replica):
         if self._helper.failure is None:
             self._helper.send({"close": True})
         self._helper.end()
+        if self._post.failure is not None:
+            raise self._post.failure
 
 
 def _why_not(without: list[int], world_size: int) -> str:

@@ -11,6 +11,7 @@ from ..store.entering import see_alike
 from ..store.local import LocalStore
 from .averaging import averaging
 from .layers import LayerTap
+from .leaving import devices_of
 from .loop import Loop
 from .options import Options
 from .recovery import Recovered
@@ -18,7 +19,7 @@ from .replica import Replica
 from .replicas import Replicas
 from .slots import Slot, SlotPool
 from .survival import Asked, Survival
-from .tap import Update
+from .tap import Tap, Update
 
 
 class Replicating(Survival):
@@ -83,8 +84,12 @@ class Replicating(Survival):
         finally:  # others are told of an error
             self.agreement = self.replica.agreement
 
-    def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> LayerTap:
+    def tap(self, take_slot: Callable[[], Slot | None], clip_norm: float | None) -> Tap:
+        """Copies that a device makes take its time whenever they are begun: there is nothing to be had from beginning
+        early, and which are to be made again could not be asked without waiting."""
         loop = self._loop
+        if devices_of(p.parameter for p in loop.state.parameters):
+            return Tap(loop.state, loop.codec, take_slot, clip_norm)
         alone = loop.ranks.alone
         state = None if alone else averaging(loop.model)
         return LayerTap(loop.state, loop.codec, take_slot, clip_norm, alone=alone, averaging=state)

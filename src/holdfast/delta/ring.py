@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from ..io.threads import open_file
 from ..store.files import Disk
 from ..store.layout import Layout
@@ -20,9 +22,12 @@ RING = "ring"
 
 
 class SharedPool(SlotPool):
-    """``count`` slots in the file ``ring`` of a tier, which is made and whose every page is faulted in."""
+    """``count`` slots in the file ``ring`` of a tier, which is made and whose every page is faulted in; pinned, where
+    gradients come from CUDA ``devices``."""
 
-    def __init__(self, place: Path, layouts: Sequence[Layout], count: int) -> None:
+    def __init__(
+        self, place: Path, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device] = ()
+    ) -> None:
         super().__init__(layouts, 0)
         self.part_bytes = [layout.file_bytes for layout in layouts]
         disk = Disk(place)
@@ -30,7 +35,7 @@ class SharedPool(SlotPool):
             RING, max(1, count * self.slot_bytes)
         )  # or a write would end the process for want of space
         self._ring = Ring(place, self.part_bytes, count)
-        self.slots = [Slot(layouts, self._ring.parts(number)) for number in range(count)]
+        self.slots = [Slot(layouts, self._ring.parts(number), devices) for number in range(count)]
         self._free = list(self.slots)
 
     def close(self) -> None:

@@ -50,6 +50,11 @@ class Slot:
         """Whether copies into the slot are not waited for where they are begun."""
         return bool(self._pinned)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether anything may be under way."""
+        return bool(self._marks)
+
     def begun(self) -> None:
         """Copies were begun, for which ``settle`` waits."""
         self._marks += marks(self._devices)

@@ -7,7 +7,7 @@ it is the local part that is held: shapes are local, and ``box`` says where the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,9 @@ SUBSPACE = "subspace"
 
 CARRIED = (RESIDUAL, SUBSPACE)
 """Slots of what one gradient leaves for the next, which no record brings forward."""
+
+Rounds = Generator[Collection[str], None, None]
+"""Names of parameters, some at a time."""
 
 Held = dict[str, tuple[Atom, torch.Tensor]]
 """Atoms by key, each with the tensor that holds it now."""
@@ -228,11 +231,16 @@ class LiveState:
             optimizer = self.optimizers[self._optimizer_of[name]]
             optimizer.state[self._parameter[name].parameter].update({s: decode(v) for s, v in slots.items()})
 
+    def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
+        """The parameters ``names``, as many at a time as ``optimizer`` is to update at once, while they are where they
+        are to be updated: here all, as they are. Who breaks off closes it."""
+        yield names
+
     def _load_slot(self, name: str, slot: str, value: torch.Tensor) -> None:
         """A new tensor where torch would have made it: counts of steps stay on the host, but for some kernels."""
         parameter, optimizer = self._parameter[name], self.optimizers[self._optimizer_of[name]]
         group = optimizer.param_groups[parameter.group or 0]
-        on_host = slot == "step" and not (group.get("capturable") or group.get("fused"))
+        on_host = slot == "step" and counts_on_host(group)
         device = torch.device("cpu") if on_host else parameter.parameter.device
         if value.shape == self.boxes[name].shape:  # fused kernels take it that both lie alike in memory
             made = torch.empty_like(parameter.parameter.detach(), dtype=value.dtype, device=device)
@@ -247,6 +255,12 @@ class LiveState:
     def _state(self, parameter: CapturedParameter) -> dict[str, Any]:
         index = self._optimizer_of.get(parameter.name)
         return {} if index is None else self.optimizers[index].state.get(parameter.parameter, {})
+
+
+def counts_on_host(group: Mapping[str, Any]) -> bool:
+    """Whether torch's optimizers keep the number of steps of a parameter of the ``group`` on the host, wherever that
+    is."""
+    return not (group.get("capturable") or group.get("fused"))
 
 
 def _persistent(module: nn.Module) -> list[str]:

@@ -57,6 +57,7 @@ def files_of(root):
 def train(root, steps, used=(), blocks=6, **options):
     """Take ``steps`` more steps; the losses."""
     model = decoder(blocks=blocks)
+    model.blocks[2].mlp.up.weight.requires_grad_(False)
     optimizer = adamw(model)
     options = {"dtype": "fp32", "scheduler": warm_up(optimizer), **options}
     with holdfast.offload(model, optimizer, root, drives=used, **options) as engine:
@@ -152,6 +153,30 @@ def test_measuring_a_drive_leaves_nothing_on_it(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("rest", [0.0, 1.0])
+def test_what_is_on_the_runs_own_drive_anyway_counts_as_its_part(tmp_path, rest):
+    """Working copies and block inputs; with all of that in host memory, two equal drives have half of the state."""
+    on_host = {f"{kind}_on_host": rest for kind in ("params", "optimizer", "activations")}
+    train(tmp_path / "run", 1, [tmp_path / "one"], **on_host)
+    first, second = json.loads((tmp_path / "run" / "drives.json").read_bytes())["drives"]
+    assert first["share"] + second["share"] == pytest.approx(1)
+    assert first["share"] == pytest.approx(0.5) if rest else first["share"] < 0.4
+
+
+def test_the_planner_knows_of_all_drives(tmp_path, rates):
+    rates["one"] = 2e9
+    taken = []
+    for name, used in ("run", []), ("other", [tmp_path / "one"]):
+        model = decoder()
+        options = {"sample": batches(0, 1)[0], "micro_batches": 2, "budget": "auto", "say": str}
+        with holdfast.offload(model, adamw(model), tmp_path / name, drives=used, **options) as engine:
+            prediction = engine.preflight.prediction
+            machine = prediction.choice.simulation.machine
+            taken.append((machine.ssd_read_bytes_per_second, machine.ssd_write_bytes_per_second))
+            assert prediction.limited == bool(used), "a profile is of one drive, and not corrected by several"
+    assert taken[1] == tuple(3 * rate for rate in taken[0])
+
+
 # Speed
 
 
@@ -202,14 +227,16 @@ def test_whoever_reads_verifies_prunes_or_copies_the_run_need_not_know(tmp_path)
     before = stored(root)
     shutil.copytree(root, tmp_path / "copy")  # follows links, as cp -rL does
     assert differing(stored(tmp_path / "copy"), before) == []
-    files = len(list(drive.glob("*.safetensors")))
+    files = len(written_on(drive))
     prune(root, Keep(last=1))
     assert [ref.step for ref in reader.commits()] == [3]
-    assert len(list(drive.glob("*.safetensors"))) == files // 2, (
-        "of two commits of three, and one file is free"
-    )
+    assert len(written_on(drive)) == files // 2, "of two commits of three, and one file is free"
     assert differing(stored(root), before) == []
     assert train(tmp_path / "copy", 1) == train(root, 1, [drive])
+
+
+def written_on(drive):
+    return [path for path in drive.glob("*.safetensors") if "frozen" not in path.name]
 
 
 def test_damage_on_a_drive_is_found(tmp_path):

@@ -101,6 +101,14 @@ def test_no_sync_of_a_run_on_a_drive_can_be_left_out(tmp_path, queue, why):
             check(image, queue)
 
 
+def test_opening_a_run_makes_the_names_on_its_drives_durable(tmp_path):
+    """Nobody may have synced them: it may be a copy."""
+    disk = record(tmp_path, "a")
+    disk.log.clear()
+    LocalStore.open("/sim", disk=disk).close()
+    assert ("data/drive_1", "reopen data directory") in {(op.place, op.why) for op in disk.log}
+
+
 STOPS = ["write_durably", "makedirs", "link", "sync_dir", "unlink"]
 
 

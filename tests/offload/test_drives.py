@@ -104,6 +104,17 @@ def test_a_run_goes_on_bit_for_bit_with_any_other_list_of_drives(tmp_path, rates
     assert len(list((root / "data").iterdir())) == len(list((tmp_path / "whole" / "data").iterdir()))
 
 
+def test_what_a_drive_had_goes_when_no_commit_names_it(tmp_path, rates):
+    rates |= {"one": 1e12, "two": 1e15}
+    train(tmp_path / "run", 2)
+    for used, left in ([tmp_path / "one"], tmp_path / "run" / "data"), ([tmp_path / "two"], tmp_path / "one"):
+        before = len(list(left.glob("*.safetensors")))
+        train(tmp_path / "run", 1, used)
+        assert len(list(left.glob("*.safetensors"))) < before
+        train(tmp_path / "run", 2, used)
+        assert not list(left.glob("*.safetensors"))
+
+
 def test_a_guess_is_undone_from_files_of_another_drive(tmp_path):
     options = {"clip_norm": 0.5, "clipping": "speculate"}
     whole = train(tmp_path / "whole", 5, **options)

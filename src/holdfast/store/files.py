@@ -14,7 +14,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -143,13 +143,10 @@ class Disk:
             raise _failure("remove", self.root / path, error, 0) from error
 
     def link(self, path: str, directory: str) -> None:
-        """Let ``path`` be a link to ``directory``. Not durable until the directory that ``path`` is in is synced."""
-        temporary = self.root / (path + TEMPORARY)
+        """Make ``path``, which is not there, a link to ``directory``. Not durable until the directory that it is in is
+        synced."""
         try:
-            with suppress(FileNotFoundError):
-                os.unlink(temporary)
-            os.symlink(directory, temporary)
-            os.replace(temporary, self.root / path)
+            os.symlink(directory, self.root / path)
         except OSError as error:
             raise _failure("link", self.root / path, error, 0) from error
 

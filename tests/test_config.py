@@ -150,10 +150,25 @@ def test_what_is_printed_reads_back_equal(text, rate, fraction, seed):
         run=RunConfig(dir=text, seed=seed),
         data=DataConfig(text=text),
         train=TrainConfig(learning_rate=rate),
-        offload=OffloadConfig(params_on_host=fraction),
+        offload=OffloadConfig(params_on_host=fraction, drives=(text, "two")),
     )
     again = config.from_values(dict(config._flatten(tomllib.loads(config.to_toml(chosen)))))
     assert again == chosen
+
+
+@pytest.mark.parametrize("text", ['["/a","/b c"]', "[/a,/b c]", "/a, /b c"])
+def test_a_list_may_be_given_as_a_shell_leaves_it(text):
+    assert load(f"offload.drives={text}").offload.drives == ("/a", "/b c")
+
+
+@pytest.mark.parametrize("value", [1, [1], [""], ["/a", ["/b"]], True, "/a,,/b"])
+def test_what_is_no_list_of_texts_is_refused(value):
+    with pytest.raises(ConfigError, match=r"offload.drives = .*must be a list of texts"):
+        config.from_values({"offload.drives": value})
+
+
+def test_an_empty_list_is_none():
+    assert load("offload.drives=[]").offload.drives == ()
 
 
 def test_what_differs_is_named_in_the_order_of_declaration():
@@ -189,7 +204,7 @@ def test_every_key_that_enters_the_arithmetic_is_marked():
         "clipping",
     }
     train = {f"train.{name}" for name in (*train, "dtype")}
-    assert marked["stated"] == {"model.dropout", "offload.order", "offload.device", *train}
+    assert marked["stated"] == {"model.dropout", "offload.order", "offload.device", "offload.drives", *train}
 
 
 def test_the_printed_configuration_says_what_may_change():

@@ -6,8 +6,8 @@ text such as ``"20GiB"``, rates are bytes per second, fractions lie between 0 an
 
 A key also says what may become of it when a run goes on. One marked ``fixed`` is part of what the run *is*
 and keeps its value: with another, the result would be neither the old run nor a new one. One marked
-``stated`` enters the arithmetic of the steps to come, and changes only when ``--set`` says so. Any other may
-change.
+``stated`` enters the arithmetic of the steps to come, or moves the run's files, and changes only when
+``--set`` says so. Any other may change.
 """
 
 # ruff: noqa: RUF009  (the calls in the defaults make dataclass fields)
@@ -149,6 +149,9 @@ class OffloadConfig:
     device_budget: str = _key("auto", "bytes")
     device: str = _key("auto", '"cpu", "cuda" or "cuda:1"; "auto" is CUDA where there is one', stated=True)
     ssd: str = _key("", 'directory of the state; "" is the run directory')
+    drives: tuple[str, ...] = _key(
+        (), "directories on further SSDs, over which the state's files are spread", stated=True
+    )
 
     def __post_init__(self) -> None:
         for key in ("params_on_host", "optimizer_on_host", "activations_on_host", "delayed_fraction"):
@@ -284,6 +287,8 @@ def literal(value: object) -> str:
     """``value`` as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{','.join(map(literal, value))}]"  # one word on a command line
     if not isinstance(value, str):
         return repr(value)
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
@@ -351,6 +356,13 @@ def _convert(key: str, hint: Any, value: object) -> object:
         number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
         _require(math.isfinite(number), key, value, "must be a number")
         return float(number)
+    elif get_origin(hint) is tuple:
+        items = value
+        if isinstance(value, str):  # on a command line, where a shell has taken the quotes
+            items = [item.strip() for item in value.strip("[]").split(",")]
+        texts = isinstance(items, (list, tuple)) and all(isinstance(item, str) and item for item in items)
+        _require(texts, key, value, 'must be a list of texts, like ["this", "that"]')
+        return tuple(items)  # type: ignore[arg-type]
     elif hint is str and type(value) is int:
         return str(value)  # a size without a unit
     else:

@@ -120,6 +120,49 @@ def test_killed_at_each_failpoint_in_turn_of_one_run(server, reference, text, tm
     end(server, reference, order, newest)
 
 
+@pytest.mark.parametrize("failpoint, arrival", FEW)
+def test_killed_at_a_failpoint_of_a_run_over_two_drives(
+    server, reference, text, tmp_path, failpoint, arrival
+):
+    order = {"root": tmp_path / "run", "text": text, "drives": [tmp_path / "one"]}
+    kill_at_failpoint(server, reference, order, failpoint, arrival)
+
+
+def kill_on_drives(server, reference, text, folder, rng, kills):
+    """Each begun on some drives, and ended on others: some are killed with their files on the way."""
+
+    def orders(number):
+        root = folder / f"run{number}"
+        lists = [[folder / f"{name}{number}" for name in names] for names in ("", "a", "b", "ab", "ba")]
+        order = {"root": root, "text": text}
+        return tuple(order | {"drives": rng.choice(lists)} | rng.choice(WAYS) for _ in range(2))
+
+    kill_often(server, reference, orders, rng, kills, reference.seconds)
+
+
+def test_killed_at_a_few_random_moments_on_drives_that_change(server, reference, text, tmp_path):
+    kill_on_drives(server, reference, text, tmp_path, random.Random(5), 3)
+
+
+@pytest.mark.crash
+def test_killed_at_fifty_random_moments_on_drives_that_change(server, reference, text, tmp_path):
+    kill_on_drives(server, reference, text, tmp_path, random.Random(6), KILLS)
+
+
+@pytest.mark.crash
+def test_killed_again_and_again_while_its_files_move(server, reference, text, tmp_path):
+    """Each process wants other drives than the one before, and is killed at the next failpoint."""
+    newest = -1
+    lists = [[], [tmp_path / "a"], [tmp_path / "a", tmp_path / "b"], [tmp_path / "b"]]
+    for number, failpoint in enumerate(failpoints.NAMES):
+        order = {"root": tmp_path / "run", "text": text, "drives": lists[number % 4]}
+        outcome = server.run(**order, steps=STEPS, failpoint=f"{failpoint}:{1 + number % 2}")
+        assert not outcome.error, outcome
+        newest = max(newest, outcome.durable)
+        reference.check_run(tmp_path / "run")
+    end(server, reference, order, newest)
+
+
 def test_a_skipped_step_is_counted_by_the_commit_that_it_ends_in(server, text, tmp_path):
     """The step after the kill finds the same count as in a run that was not killed."""
     order = {"root": tmp_path / "run", "text": text, "nan_at": 2}

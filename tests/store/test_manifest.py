@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import xxhash
 
 from holdfast.errors import ManifestCorrupt, RunMismatch
-from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Share, Timeline, timeline_of_name
 from holdfast.store.sealing import seal, unseal
 
 MANIFEST = Manifest(
@@ -55,6 +56,38 @@ def test_the_digest_covers_every_byte_before_it():
     data = MANIFEST.encode()
     body, _, _ = data.partition(b',\n "digest": ')
     assert data == body + b',\n "digest": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+OUTSIDE = [
+    "/etc/passwd", "../x", "data/../x", "data/drive_1/../../x", "data/drive_1/..", "data/a/b", "data/", "data/.x",
+    "data/drive_0/x", "data/drive_1/drive_2/x", "index/x", "lock", "data/x\0", 7, None,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OUTSIDE)
+def test_a_path_at_which_no_run_has_a_file_is_not_believed(path):
+    """Whoever made the manifest: what it names is read, and removed when it goes."""
+    ref = FileRef("data/x", 3, ())
+    for odd in (
+        replace(MANIFEST, files={"u": replace(ref, path=path)}),
+        replace(MANIFEST, index={**MANIFEST.index, "path": "data/x" if path == "index/x" else path}),
+        replace(MANIFEST, shares={"s": Share(str(path).removeprefix("index/"), 1, "", 1, {}, {}, {})}),
+    ):
+        with pytest.raises(ManifestCorrupt, match="does not read as one"):
+            Manifest.decode(odd.encode(), odd.path)
+    table = {
+        "files": {"u": {**ref.to_json(), "path": path}},
+        "index": MANIFEST.index,
+        "step": 1,
+        "progress": {},
+    }
+    with pytest.raises(ManifestCorrupt, match=r"index/ab.json .*does not read as one"):
+        Share.from_json(MANIFEST.index, table)
+
+
+def test_a_path_on_a_drive_is_believed():
+    odd = replace(MANIFEST, files={"u": FileRef("data/drive_12/u.0.safetensors", 3, ())})
+    assert Manifest.decode(odd.encode(), odd.path) == odd
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", MANIFEST.encode()[:-1], MANIFEST.encode() + b"\n"])

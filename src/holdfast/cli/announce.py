@@ -41,6 +41,7 @@ def announce(
         "text": f"{config.data.text}: {counted(len(corpus.paths), 'file')}, {format_bytes(corpus.num_bytes)}; "
         f"{counted(len(corpus.training), 'sample')} and {len(corpus.validation):,} held out",
         "space": f"{needed} needed, {free} free in {preflight.directory}",
+        **({"drives": _drives(preflight)} if preflight.drives else {}),
         "SSD": f"{format_bytes(written)} written and {format_bytes(read)} read per step",
         "wear": wear(written * steps_left),
         "memory": _memory(preflight, config.offload.host_budget == "auto"),
@@ -51,6 +52,14 @@ def announce(
         facts["plan"] = preflight.plan
     print_facts(console, facts, indent="  ")
     console.print()
+
+
+def _drives(preflight: Preflight) -> str:
+    """What is needed and free on each further one."""
+    return "; ".join(
+        f"{format_bytes(needed)} needed, {format_bytes(free)} free in {directory}"
+        for directory, needed, free in preflight.drives
+    )
 
 
 def say_how_to_go_on(console: Console, config: Config, *, extend_to: int | None = None) -> None:

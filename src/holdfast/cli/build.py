@@ -45,6 +45,7 @@ def make_engine(
         model,
         optimizer,
         config.offload.ssd or config.run.dir,
+        drives=config.offload.drives,
         scheduler=scheduler,
         loader=loader,
         dtype=config.train.dtype,

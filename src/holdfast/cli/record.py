@@ -32,6 +32,7 @@ def write_record(config: Config) -> None:
     run, state = Path(config.run.dir), state_directory(Path(config.run.dir), config)
     if config.offload.ssd:  # to be found from any working directory
         config = replace(config, offload=replace(config.offload, ssd=str(state.absolute())))
+    config = _found_anywhere(config)
     for directory in dict.fromkeys((state, run)):
         disk = Disk(directory)
         disk.makedirs("")
@@ -65,7 +66,7 @@ def changes_to_run(config: Config, stated: Collection[str]) -> dict[str, tuple[A
 
     ``stated`` are the keys given by ``--set``. Raises ``RunMismatch`` for a change that is not allowed.
     """
-    config, run = _with_rate(config), Path(config.run.dir)
+    config, run = _with_rate(_found_anywhere(config)), Path(config.run.dir)
     state = state_directory(run, config)
     record = read_record(run)
     if record is not None:
@@ -87,6 +88,12 @@ def _with_rate(config: Config) -> Config:
     return replace(config, train=replace(config.train, learning_rate=config.train.highest_rate))
 
 
+def _found_anywhere(config: Config) -> Config:
+    """With the drives as they are to be found from any working directory."""
+    drives = tuple(str(Path(drive).absolute()) for drive in config.offload.drives)
+    return replace(config, offload=replace(config.offload, drives=drives))
+
+
 def describe(changed: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key} {literal(before)} -> {literal(now)}" for key, (before, now) in changed.items())
 
@@ -102,11 +109,18 @@ def _refuse_another_run(directory: Path, changed: dict[str, tuple[Any, Any]]) ->
 
 def _refuse_unstated(run: Path, changed: dict[str, tuple[Any, Any]]) -> None:
     if changed:
-        before, now = (" ".join(f"--set {key}={pair[i]}" for key, pair in changed.items()) for i in (0, 1))
+        before, now = (
+            " ".join(f"--set {key}={_as_word(pair[i])}" for key, pair in changed.items()) for i in (0, 1)
+        )
         raise RunMismatch(
             f"{run} was trained otherwise: {describe(changed)}. Say {before} to go on as before, or {now} to change "
             "it from here on; another run needs another directory, --set run.dir=..."
         )
+
+
+def _as_word(value: Any) -> Any:
+    """``value`` as ``--set`` takes it from a shell."""
+    return f"[{','.join(value)}]" if isinstance(value, tuple) else value
 
 
 def _refuse_another_place(run: Path, there: Path, here: Path) -> None:

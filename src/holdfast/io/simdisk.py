@@ -111,6 +111,15 @@ class SimDisk:
             directory, name = self._place(path)
             self._do(Operation("unlink", directory, name))
 
+    def link(self, path: str, directory: str) -> None:
+        """A directory of this disk, whatever ``directory`` is. Not durable until that above it is synced."""
+        if path not in self._state.directories:
+            self._do(Operation("mkdir", *self._place(path)))
+            self._state.directories[path] = {}
+
+    def link_of(self, path: str) -> str | None:
+        return None
+
     def makedirs(self, path: str) -> None:
         parts = path.split("/") if path else []
         for depth in range(len(parts) + 1):

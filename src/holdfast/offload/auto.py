@@ -46,7 +46,7 @@ class Prediction:
     times: Times | None
     """None where the model could not be timed: by its floating-point operations, then."""
     limited: bool
-    """The SSD is slower than it could be, because somebody said so."""
+    """The SSD is slower than it could be, because somebody said so, or is not the only one."""
 
     @property
     def busy_seconds(self) -> dict[str, float]:
@@ -114,6 +114,8 @@ class Planner:
     commit_every: int
     limits: Limits
     say: Callable[[str], object] | None
+    speed_up: float = 1.0
+    """What all drives of the run take, over what its own does."""
 
     def predict(
         self,
@@ -129,12 +131,12 @@ class Planner:
         say = self.say or to_standard_error
         times = _timed(parts, device, sample, loss_fn)
         known = machine_at(
-            _nearest(Path(self.directory)),
+            nearest(Path(self.directory)),
             device.torch_device,
             lambda seconds: _block_times(times, work, device.torch_device),
             say,
         )
-        machine = within(known.profile, self.limits)
+        machine = sped_up(within(known.profile, self.limits), self.speed_up)
         question = ask(machine, work if times is None else with_times(work, times, machine))
         found = answer(question)
         shape = replace(question.shape, delayed_fraction=found.best.delayed_fraction)
@@ -143,7 +145,7 @@ class Planner:
             shape = replace(shape, commit=False)
             choice = play(replace(question, shape=shape), choice.placement, choice.delayed_fraction)
         stated = [*question.stated, *(["delayed"] if question.delayed_fraction != "auto" else [])]
-        limited = any(limit is not None for limit in self.limits)
+        limited = self.speed_up != 1.0 or any(limit is not None for limit in self.limits)
         prediction = Prediction(
             choice, shape, tuple(stated), found.tried, found.by_linear_program, known, times, limited
         )
@@ -181,6 +183,17 @@ def within(machine: MachineProfile, limits: Limits) -> MachineProfile:
         ssd_read_bytes_per_second=min(machine.ssd_read_bytes_per_second, int(read)),
         ssd_write_bytes_per_second=min(machine.ssd_write_bytes_per_second, int(write)),
         ssd_mixed_bytes_per_second=mixed and min(mixed, int(both), 2 * int(min(read, write))),
+    )
+
+
+def sped_up(machine: MachineProfile, factor: float) -> MachineProfile:
+    """``machine`` with ``factor`` times its SSD."""
+    mixed = machine.ssd_mixed_bytes_per_second
+    return replace(
+        machine,
+        ssd_read_bytes_per_second=int(machine.ssd_read_bytes_per_second * factor),
+        ssd_write_bytes_per_second=int(machine.ssd_write_bytes_per_second * factor),
+        ssd_mixed_bytes_per_second=mixed and int(mixed * factor),
     )
 
 
@@ -225,7 +238,7 @@ def _of_a_product(device: torch.device) -> BlockTimes:
     return BlockTimes(seconds, 3 * seconds, 2 * size**3 / seconds, "a matrix product")
 
 
-def _nearest(directory: Path) -> Path:
+def nearest(directory: Path) -> Path:
     """``directory``, or what of its path is there."""
     directory = directory.absolute()
     while not directory.is_dir():

@@ -9,6 +9,7 @@ import torch
 
 from ..io.buffers import Buffer, BufferPool
 from ..plan.memory import buffers
+from ..store.drives import HOME
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
@@ -17,6 +18,7 @@ from . import rng
 from .beginning import Beginning
 from .blocks import Patch
 from .device import Device
+from .drives import Drives
 from .fellows import Fellows
 from .initial import Init, initial_values
 from .lending import CROSSING
@@ -31,13 +33,14 @@ from .units import Unit, as_tensor
 from .zeroth import Zeroth
 
 
-def stored_units(parts: Parts, store: LocalStore) -> dict[str, Generations]:
+def stored_units(parts: Parts, store: LocalStore, drives: Drives) -> dict[str, Generations]:
     """The files of every unit, by the name under which a commit refers to them. Nothing is written yet."""
-    found = {}
+    found, folders = {}, drives.folders_of(parts)
     for unit in parts.all_units:
-        found[unit.file_name] = store.unit(unit.file_name, unit.layout, store.retain + store.spare)
+        folder = folders.get(unit.file_name, HOME)
+        found[unit.file_name] = store.unit(unit.file_name, unit.layout, store.retain + store.spare, folder)
         if unit.frozen:
-            found[unit.frozen_name] = store.unit(unit.frozen_name, unit.frozen_layout, 1)
+            found[unit.frozen_name] = store.unit(unit.frozen_name, unit.frozen_layout, 1, folder)
     return found
 
 
@@ -157,7 +160,7 @@ def _own_values(
 
 def _fill_from(run: Runtime, manifest: Manifest) -> None:
     """Every unit as ``manifest`` has it, each byte verified as it is read. What it has in other files, of another
-    number of ranks, is written to this rank's own."""
+    number of ranks or on another drive, is written to this rank's own."""
     recut = Recut(run.store, manifest)
     for block, unit in enumerate(run.units):
         state, frozen = _images(run, block)
@@ -171,7 +174,7 @@ def _fill_from(run: Runtime, manifest: Manifest) -> None:
 def _fill_image(run: Runtime, recut: Recut, unit: Unit, name: str, image: Buffer) -> None:
     """One image, from the file of this very name or from others."""
     ref, files = recut.file(name, never_changes=name == unit.frozen_name), run.stored[name]
-    if ref is None:
+    if ref is None or not files.is_mine(ref.path):
         recut.fill(image.view, files.layout, unit.places)
         _write(run, name, image)
         return

@@ -18,19 +18,20 @@ from torch import nn
 from ..config import Fraction
 from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
+from ..io.drives import DriveQueues
 from ..io.queue import IOQueue
 from ..plan.work import Clipping
 from ..ranks import Ranks
 from ..state.progress import hyper_parameters
 from ..store.entering import begin, see_alike
-from ..store.files import AnyDisk, check_place
+from ..store.files import AnyDisk, Disk, check_place
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..update.mezo import MeZO
 from ..update.threads import keep_torch_threads, one_torch_thread
 from .alike import agree_on_choices, agree_on_placement, agree_on_source
-from .auto import Planner, to_standard_error
+from .auto import Limits, Planner, to_standard_error
 from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
 from .checks import (
@@ -45,6 +46,7 @@ from .checks import (
     check_zeroth,
 )
 from .device import open_device
+from .drives import Drives
 from .engine import Engine
 from .fellows import Fellows, refuse_alone_only
 from .parts import Parts
@@ -63,6 +65,7 @@ def offload(
     optimizer: torch.optim.Optimizer,
     ssd: str | Path,
     *,
+    drives: Sequence[str | Path] = (),
     scheduler: Any = None,
     loader: Any = None,
     blocks: Sequence[nn.Module] | nn.ModuleList | None = None,
@@ -111,6 +114,11 @@ def offload(
     warned of, since the numbers are not those of an uninterrupted run any more, as is a change to or from
     ``clipping="per_block"``. A hyper-parameter that was changed before this call is warned of too, since the run's own
     is kept.
+
+    ``drives`` are directories on further SSDs, each this run's alone (made if absent): the state's files are shared out
+    among them and ``ssd`` in proportion to what each takes, which is measured once. The run names them by links. With
+    another list, files that are there stay readable, and all lies as that says once the next commits are made. Not yet
+    on several ranks.
 
     ``blocks`` are streamed, one at a time; without it they are the longest ``nn.ModuleList`` of one class. A list of
     modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
@@ -210,6 +218,8 @@ def offload(
             check_recorded(model)
             if disk is None:
                 check_place(ssd)
+            limits = (read_limit, write_limit, total_limit)
+            shared = _drives(ssd, drives, limits, say, fellows, disk)
             refuse_open(model)
             parts = Parts.of(model, optimizer, dtype, blocks, fellows.control)
             check_compiled(model, parts.blocks)
@@ -248,10 +258,11 @@ def offload(
                 sample,
                 loss_fn,
                 wanted,
-                Planner(ssd, commit_every, (read_limit, write_limit, total_limit), say),
+                Planner(ssd, commit_every, limits, say, shared.speed_up),
                 update_workers,
             )
             rules = replace(rules, delayed_fraction=plan.delayed_fraction)
+            shared = shared.shared_out(plan)
         choices = {
             **settings, "retain": retain, "delayed_fraction": delayed_fraction, "source": source is not None, **on_host,
         }  # fmt: skip
@@ -261,18 +272,20 @@ def offload(
             if plan.filled and fellows.rank == 0:
                 (say or to_standard_error)(f"plan: {plan.line}")
         keep_torch_threads()
-        queue = IOQueue(io_threads, read_limit, write_limit, total_limit, prepare=one_torch_thread)
+        queue = _queue(ssd, shared, io_threads, limits)
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         found = _found(store, parts, fellows.control)
         beginning, stored, preflight = _ready(
-            store, parts, user, plan, budget, confirm, source, found, fellows.control
+            store, parts, user, plan, budget, confirm, source, found, shared, fellows.control
         )
         before = store.names() if found is None and fellows.alone else None
         switch_off_cache(model)
         share_heaps()
         begin(store, fellows.control, found)
         with fellows.control.agreeing():
+            if fellows.rank == 0:
+                store.take_drives(shared.all)
             run = build(parts, plan, store, stored, target, fellows, seed)
         fill(run, found, init, beginning)
         with fellows.control.agreeing():
@@ -316,6 +329,7 @@ def _ready(
     confirm: Callable[[Preflight], None] | None,
     source: Opens | None,
     found: Manifest | None,
+    drives: Drives,
     ranks: Ranks,
 ) -> tuple[Beginning | None, dict[str, Generations], Preflight]:
     """The state to begin from where nothing was ``found`` to continue, if any, and the files of every unit. All has
@@ -323,10 +337,10 @@ def _ready(
     with ranks.agreeing():
         if found is None:
             refuse_emptied(parts.captured)
-        stored = stored_units(parts, store)
+        stored = stored_units(parts, store, drives)
         if found is not None and ranks.alone and not found.shares:
             same_files(stored, store, found)
-        preflight = preflight_of(parts, plan, budget, store, stored)
+        preflight = preflight_of(parts, plan, budget, store, stored, drives)
     needed = sum(ranks.everyone(preflight.needed_bytes))
     beginning, prepared = None, None
     with ranks.agreeing():
@@ -351,6 +365,35 @@ def _ready(
     if not ranks.alone:
         see_alike(store, ranks)
     return beginning, stored, preflight
+
+
+def _drives(
+    ssd: str | Path,
+    drives: Sequence[str | Path],
+    limits: Limits,
+    say: Callable[[str], object] | None,
+    fellows: Fellows,
+    disk: AnyDisk | None,
+) -> Drives:
+    """The drives of the run. Raises ``BadInput`` and its kin."""
+    if drives and not fellows.alone:
+        raise BadInput(
+            f"{fellows.world_size} ranks train together here, and drives= is of one process. Leave it out: all ranks"
+            " write to the run's own directory."
+        )
+    if drives and disk is not None:
+        raise BadInput("drives= are directories of the file system, and disk= is another. Give one of them")
+    return Drives.of(ssd, drives, limits, say)
+
+
+def _queue(ssd: str | Path, drives: Drives, threads: int, limits: Limits) -> IOQueue:
+    """What moves all bytes of the run: threads and limits are those of each drive."""
+    if not drives.all:
+        return IOQueue(threads, *limits, prepare=one_torch_thread)
+    root = Disk(ssd).root
+    return DriveQueues(
+        [root / folder for folder in drives.folders], threads, *limits, prepare=one_torch_thread
+    )
 
 
 def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 from ..errors import DoesNotFit
 from ..plan.ops import SSD_READ, SSD_WRITE, as_guessed, lane_bytes
+from ..store.drives import HOME
+from ..store.files import Disk
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..units import ample_budget, format_bytes
 from .auto import Prediction
+from .drives import Drives, device_of
 from .parts import Parts
 from .planning import Budget, Plan
 
@@ -36,6 +39,8 @@ class Preflight:
     """Memory of a separate device at its peak; None where the device is the host, or if not predicted."""
     device_budget: int | None
     block_names: tuple[str, ...]
+    drives: tuple[tuple[str, int, int], ...] = ()
+    """Of each further drive: its directory, the space that the run still has to take there, and what is free."""
     prediction: Prediction | None = None
     """Of the planner, if it was asked."""
     plan: str | None = None
@@ -49,6 +54,13 @@ class Preflight:
                 f"and {format_bytes(self.free_bytes)} are free. Free some, choose another directory, or set "
                 "durability.retain=1 (two files per block instead of three)."
             )
+        for directory, needed, free in self.drives:
+            if needed > free:
+                raise DoesNotFit(
+                    f"the drive {directory} needs {format_bytes(needed)} more ({needed} bytes), and "
+                    f"{format_bytes(free)} are free. Free some, or leave this one out of drives: the others then have "
+                    "its part."
+                )
         for place, needed, budget, advice in (
             (
                 "host",
@@ -66,15 +78,21 @@ class Preflight:
 
 
 def preflight_of(
-    parts: Parts, plan: Plan, budget: Budget, store: LocalStore, stored: dict[str, Generations]
+    parts: Parts,
+    plan: Plan,
+    budget: Budget,
+    store: LocalStore,
+    stored: dict[str, Generations],
+    drives: Drives,
 ) -> Preflight:
     """What ``plan`` takes in ``store``, whose files may be there already."""
     moved = lane_bytes(as_guessed(plan.operations))
+    here = store.space_needed([unit for unit in stored.values() if unit.folder == HOME], plan.scratch_bytes)
     return Preflight(
         directory=str(store.root),
         parameters=sum(p.parameter.numel() for p in parts.captured.parameters),
         state_bytes=sum(unit.layout.file_bytes for unit in parts.all_units),
-        needed_bytes=store.space_needed(stored.values(), plan.scratch_bytes),
+        needed_bytes=here,
         free_bytes=store.free_bytes(),
         read_bytes_per_step=moved[SSD_READ],
         written_bytes_per_step=moved[SSD_WRITE],
@@ -83,6 +101,19 @@ def preflight_of(
         device_bytes_predicted=plan.device_bytes,
         device_budget=None if plan.work.unified else budget.device_bytes(),
         block_names=tuple(unit.name for unit in parts.units),
+        drives=_space_on(drives, stored, here),
         prediction=plan.prediction,
         plan=plan.line,
     )
+
+
+def _space_on(drives: Drives, stored: dict[str, Generations], here: int) -> tuple[tuple[str, int, int], ...]:
+    """What is needed and free on each further drive; of those on one file system, each has what is left to it."""
+    if not drives.all:
+        return ()
+    found, taken = [], {device_of(drives.all[0].directory): here}
+    for directory, needed in drives.needed(stored):
+        device = device_of(directory)
+        found.append((directory, needed, max(0, Disk(directory).free_bytes() - taken.get(device, 0))))
+        taken[device] = taken.get(device, 0) + needed
+    return tuple(found)

@@ -61,6 +61,8 @@ class AnyDisk(Protocol):
     def sync_dir(self, path: str, *, why: str) -> None: ...
     def rename(self, src: str, dst: str) -> None: ...
     def unlink(self, path: str) -> None: ...
+    def link(self, path: str, directory: str) -> None: ...
+    def link_of(self, path: str) -> str | None: ...
     def makedirs(self, path: str) -> None: ...
     def is_named(self, path: str, file: Any) -> bool: ...
     def listdir(self, path: str) -> list[str]: ...
@@ -139,6 +141,19 @@ class Disk:
             return
         except OSError as error:
             raise _failure("remove", self.root / path, error, 0) from error
+
+    def link(self, path: str, directory: str) -> None:
+        """Make ``path``, which is not there, a link to ``directory``. Not durable until the directory that it is in is
+        synced."""
+        try:
+            os.symlink(directory, self.root / path)
+        except OSError as error:
+            raise _failure("link", self.root / path, error, 0) from error
+
+    def link_of(self, path: str) -> str | None:
+        """The directory to which ``path`` leads, which need not be there; None if ``path`` is no link."""
+        target = self.root / path
+        return os.path.realpath(target) if target.is_symlink() else None
 
     def makedirs(self, path: str) -> None:
         """Make the directory ``path`` and what is missing above it, the root included. All are durable.

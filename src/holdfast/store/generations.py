@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 import xxhash
@@ -20,6 +21,7 @@ from holdfast import failpoints
 from holdfast.errors import ChunkCorrupt, DiskFailed, PoolExhausted, RunMismatch
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
+from holdfast.store.drives import HOME, folders
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
 
@@ -30,7 +32,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
 class Generations:
-    """The files of the unit ``name``: ``data/<name>.<k>.safetensors``, k = 0..copies-1. Made by ``LocalStore.unit``.
+    """The files of the unit ``name``: ``<folder>/<name>.<k>.safetensors``, k = 0 to copies-1. Made by ``LocalStore``.
+    ``folder`` is ``data`` or a drive's. What lies in other folders, of a time when the unit lived there, is read by its
+    path, and goes when no retained manifest names it.
 
     ``retained`` gives the files that retained manifests name, with their sizes; ``way_out`` says what to do
     about a path that is damaged; ``check_writer`` raises if the run may not be written (any more).
@@ -50,6 +54,7 @@ class Generations:
         check_writer: Callable[[], None] = lambda: None,
         direct: bool = True,
         grows: bool = False,
+        folder: str = HOME,
     ) -> None:
         """One that ``grows`` may have more than ``copies`` files, as commits are kept for good."""
         if not _NAME.fullmatch(name):
@@ -62,18 +67,24 @@ class Generations:
         self._acquired: set[int] = set()
         self._synced: dict[int, tuple[str, ...]] = {}
         self._files: dict[int, OpenFile] = {}
+        self.folder = folder
         self._grows = grows
         self._surplus: set[int] = set()
+        self._elsewhere: set[str] = set()
 
     def path(self, generation: int) -> str:
-        return _path(self.name, generation)
+        return _path(self.folder, self.name, generation)
 
     def generation_of(self, path: str) -> int:
         """The generation that lies at ``path``, as a manifest names it."""
-        match = re.fullmatch(rf"data/{re.escape(self.name)}\.(\d+)\.safetensors", path)
+        match = re.fullmatch(rf"{re.escape(f'{self.folder}/{self.name}')}\.(\d+)\.safetensors", path)
         if not match:
             raise ValueError(f"{path} is no generation of the unit {self.name!r}")
         return int(match[1])
+
+    def is_mine(self, path: str) -> bool:
+        """Whether the file at ``path`` lies where this unit's do."""
+        return path.rpartition("/")[0] == self.folder
 
     def create(self) -> None:
         """Reserve the space of all generations. Durable in name; called before the first ``acquire``.
@@ -84,14 +95,21 @@ class Generations:
         for path in missing:
             self._disk.allocate(path, self.layout.file_bytes)
         if missing:  # the names of the others are durable since the run was opened
-            self._disk.sync_dir("data", why="unit directory")
+            self._disk.sync_dir(self.folder, why="unit directory")
+        self._elsewhere = {
+            _path(folder, self.name, generation)
+            for folder in folders(self._disk)
+            if folder != self.folder
+            for generation in generations_there(self._disk, folder, self.name)
+        }
         self.trim()
 
     def trim(self) -> None:
         """Remove generations beyond ``copies``, of a time when more commits were kept, that none needs now.
 
         Only those that follow without a gap and have the size of this unit's files: a writer makes no others, and
-        another may be somebody's own copy. Of a unit that grows all of this size, since gaps come of what was kept.
+        another may be somebody's own copy. Of a unit that grows all of this size, since gaps come of what was kept. So
+        do those in other folders.
         """
         with self._lock:  # of several ranks, one thread of a rank retires commits while another writes
             retained = self._retained()
@@ -110,10 +128,13 @@ class Generations:
                 if file is not None:
                     file.close()
                 self._disk.unlink(self.path(generation))
+            for path in sorted(self._elsewhere - retained.keys()):
+                self._elsewhere.remove(path)
+                remove_file(self._disk, path, self.layout.file_bytes)
 
     def _others(self) -> set[int]:
         """Generations beyond ``copies`` that are there, in whatever order they were made."""
-        found = generations_there(self._disk, self.name)
+        found = generations_there(self._disk, self.folder, self.name)
         return {k for k in found if k >= self.copies and self._usable(self.path(k))}
 
     def missing_bytes(self) -> int:
@@ -143,7 +164,7 @@ class Generations:
             self._surplus.add(generation)
             self._acquired.add(generation)
         self._disk.allocate(self.path(generation), self.layout.file_bytes)
-        self._disk.sync_dir("data", why="unit directory")
+        self._disk.sync_dir(self.folder, why="unit directory")
         return generation
 
     def release(self, generation: int) -> None:
@@ -321,21 +342,29 @@ class Generations:
 
 def remove_generations(disk: AnyDisk, unit: str, nbytes: int, retained: Collection[str]) -> None:
     """Remove the files of ``unit``, of ``nbytes`` each, that are not ``retained``."""
-    for generation in generations_there(disk, unit):
-        path = _path(unit, generation)
-        if path not in retained and disk.size(path) == nbytes:
+    for folder in folders(disk):
+        for generation in generations_there(disk, folder, unit):
+            path = _path(folder, unit, generation)
+            if path not in retained:
+                remove_file(disk, path, nbytes)
+
+
+def remove_file(disk: AnyDisk, path: str, nbytes: int) -> None:
+    """Remove the file ``path`` if it has ``nbytes``."""
+    with suppress(FileNotFoundError):
+        if disk.size(path) == nbytes:
             disk.unlink(path)
 
 
-def generations_there(disk: AnyDisk, unit: str) -> list[int]:
-    """The generations of ``unit`` that have a file, by the names alone."""
+def generations_there(disk: AnyDisk, folder: str, unit: str) -> list[int]:
+    """The generations of ``unit`` that have a file in ``folder``, by the names alone."""
     pattern = re.compile(rf"{re.escape(unit)}\.(0|[1-9]\d*)\.safetensors")
-    matches = map(pattern.fullmatch, disk.listdir("data"))
+    matches = map(pattern.fullmatch, disk.listdir(folder))
     return [int(match[1]) for match in matches if match]
 
 
-def _path(unit: str, generation: int) -> str:
-    return f"data/{unit}.{generation}.safetensors"
+def _path(folder: str, unit: str, generation: int) -> str:
+    return f"{folder}/{unit}.{generation}.safetensors"
 
 
 def corrupt(

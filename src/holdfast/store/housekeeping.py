@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from holdfast.errors import Damaged, NoCommit, RunMismatch
+from holdfast.store.drives import HOME, data_paths, folders
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.journal import segments, streams
 from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
@@ -55,7 +56,10 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
         for path in sorted(paths):
             with suppress(FileNotFoundError):  # a commit that is not whole, which verifying it will say
                 disk.sync(path, why=why)
-        disk.sync_dir(why.removeprefix("reopen "), why=f"{why} directory")
+        directory = why.removeprefix("reopen ")
+        for place in folders(disk) if directory == HOME else (directory,):
+            with suppress(FileNotFoundError):  # a drive that no commit needs
+                disk.sync_dir(place, why=f"{why} directory")
 
 
 def refuse_other_data(store: LocalStore) -> None:
@@ -74,9 +78,8 @@ def refuse_other_data(store: LocalStore) -> None:
                 f"{store.root} has no commit, and had some: {segment.path} has records that follow one. commits/ was"
                 f" emptied or not restored. {_OTHER_PLACE}"
             )
-    for name in store.disk.listdir("data"):
-        path = f"data/{name}"
-        if name.endswith(".safetensors") and (not records or _was_written_later(store.disk, path)):
+    for path in data_paths(store.disk):
+        if path.endswith(".safetensors") and (not records or _was_written_later(store.disk, path)):
             raise RunMismatch(
                 f"{store.root} has no commit, and {path} is in it, which no fresh start made. {_OTHER_PLACE}"
             )

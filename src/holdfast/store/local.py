@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 from holdfast import failpoints
 from holdfast.errors import DiskFailed, NoCommit, PoolExhausted, StaleCommit
 from holdfast.io.queue import IOQueue
+from holdfast.store import drives as drive_links
+from holdfast.store.drives import HOME, RECORD, Drive, data_paths, refuse_lost
 from holdfast.store.files import AnyDisk, check_place, write_durably
 from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
@@ -67,6 +69,7 @@ class LocalStore(SharedCommits):
             root, retain=retain, spare=spare, keep=keep, disk=disk, queue=self.queue, direct=direct
         )
         self._scratch: list[Scratch] = []
+        self._new_drives: list[str] = []
 
     @classmethod
     def open(cls, root: str | PurePath, **options: Any) -> LocalStore:
@@ -90,6 +93,9 @@ class LocalStore(SharedCommits):
                 refuse_other_data(self)
             retained = {ref: self._load_or_none(ref) for ref in self.commits()}
             refuse_two_runs(self, retained)
+            refuse_lost(
+                self.disk, [f.path for m in retained.values() if m is not None for f in m.files.values()]
+            )
             for directory in DIRECTORIES:
                 self.disk.makedirs(directory)
             sweep(self.disk)
@@ -158,8 +164,16 @@ class LocalStore(SharedCommits):
         assert self._fork is not None
         return self._fork
 
-    def unit(self, name: str, layout: Layout, copies: int) -> Generations:
-        """The files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``."""
+    def take_drives(self, drives: Sequence[Drive]) -> None:
+        """Make ``drives`` those of the run: its own, and others, whose directories ``directories_for`` has found good.
+        Without any, files are on the run's own. Called after ``begin``, before units there are created."""
+        self._check_writer()
+        with self._failing():
+            self._new_drives = drive_links.take(self.disk, drives, self._retained_files)
+
+    def unit(self, name: str, layout: Layout, copies: int, folder: str = HOME) -> Generations:
+        """The files of one unit; ``copies`` is 1 for one that never changes, else > ``retain``. ``folder`` says which
+        drive they are on."""
         if self.keep is None and copies != 1 and copies <= self.retain:
             raise ValueError(
                 f"unit {name!r} needs {self.retain + 1} copies to keep {self.retain} commits, not {copies}"
@@ -175,6 +189,7 @@ class LocalStore(SharedCommits):
             check_writer=self._check_writer,
             direct=self.direct,
             grows=self.keep is not None,
+            folder=folder,
         )
         self._units[name] = unit
         return unit
@@ -233,8 +248,10 @@ class LocalStore(SharedCommits):
 
     def names(self) -> set[str]:
         """The files that are there now in the directories in which a fresh start makes some that stay."""
-        folders = ("data", "index", "timelines")
-        return {f"{folder}/{name}" for folder in folders for name in self.disk.listdir(folder)}
+        found = {
+            f"{folder}/{name}" for folder in ("index", "timelines") for name in self.disk.listdir(folder)
+        }
+        return {*found, *data_paths(self.disk)}
 
     def withdraw(self, before: Collection[str]) -> None:
         """Remove what a fresh start, which has no commit yet, made since ``names`` was ``before``; files of others
@@ -247,10 +264,14 @@ class LocalStore(SharedCommits):
         self._lock.check()
         made = [unit.path(k) for unit in self._units.values() for k in range(unit.copies)]
         made += [f"index/{name}" for name in self.disk.listdir("index") if is_ours("index", name)]
-        made += [] if self._fork is None else [self._fork.path]
         for path in made:
             if path not in before:
                 self.disk.unlink(path)
+        if self._new_drives:
+            drive_links.leave(self.disk, self._new_drives)
+            self.disk.unlink(RECORD)
+        if self._fork is not None and self._fork.path not in before:
+            self.disk.unlink(self._fork.path)
 
     def space_needed(self, units: Iterable[Generations], scratch_bytes: int = 0) -> int:
         """Bytes that ``create`` of ``units`` and a scratch of ``scratch_bytes`` will still take."""

@@ -13,11 +13,14 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, Protocol
 
+from holdfast.store.drives import FOLDER
 from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unreadable, unseal
 
 ALONE = "rank-00000"
 """The journal of a process that trains by itself, and of the first of several."""
 _COMMIT_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.json")
+_PAYLOAD_PATH = re.compile(rf"data/({FOLDER}/)?[^./\0][^/\0]*")
+_SMALL_PATH = re.compile(r"index/[^./\0][^/\0]*")
 _INDEX_NAME = re.compile(r"[0-9a-f]{32}\.json")
 _TIMELINE_NAME = re.compile(r"t(\d{4,})\.json")
 
@@ -69,6 +72,8 @@ class FileRef:
 
     @classmethod
     def from_json(cls, item: dict[str, Any]) -> FileRef:
+        """Raises ``ValueError`` for a path at which no run has payload: nothing outside of it is read or removed."""
+        _require(_PAYLOAD_PATH, item["path"])
         return cls(item["path"], item["bytes"], tuple(item["xxh3_64"]), item.get("step"))
 
 
@@ -102,7 +107,9 @@ class Share:
 
     @classmethod
     def from_json(cls, ref: dict[str, Any], table: dict[str, Any]) -> Share:
-        files = {unit: FileRef.from_json(item) for unit, item in table["files"].items()}
+        with reading(ref["path"]):
+            files = {unit: FileRef.from_json(item) for unit, item in table["files"].items()}
+            _require(_SMALL_PATH, table["index"]["path"])
         return cls(**ref, files=files, **{name: table[name] for name in ("step", "index", "progress")})
 
 
@@ -264,9 +271,16 @@ class Manifest:
             }
             fields = {name: table[name] for name in (*names, "index", "progress")}
             manifest = cls(files=files, shares=shares, **fields)
+            for ref in [*table.get("shares", {}).values(), *([] if shares else [table["index"]])]:
+                _require(_SMALL_PATH, ref["path"])
         if manifest.path != path:
             raise unreadable(path, f"it is the manifest of {manifest.path}", len(data))
         return manifest
+
+
+def _require(pattern: re.Pattern[str], path: str) -> None:
+    if not pattern.fullmatch(path):
+        raise ValueError(f"{path!r} is no path of a run's file")
 
 
 def timeline_path(timeline: int) -> str:

@@ -110,6 +110,12 @@ class ObjectDisk:
         with self._asking("remove", path):
             obstore.delete(self._store, path)
 
+    def link(self, path: str, directory: str) -> None:
+        self._refuse()
+
+    def link_of(self, path: str) -> str | None:
+        return None
+
     def free_bytes(self) -> int:
         self._refuse()
 

@@ -21,6 +21,7 @@ import xxhash
 from ..errors import CommitRetired, Damaged, DiskFailed, RunMismatch
 from .chain import chain_of
 from .copying import Pushed, RecordsCopy
+from .drives import HOME
 from .generations import corrupt
 from .layout import block_spans
 from .manifest import CommitRef, FileRef, Manifest, Share, Timeline
@@ -284,9 +285,11 @@ class Pusher:
 
 
 def object_path(ref: FileRef) -> str:
-    """What the payload file is called in a bucket: by its content, since the directory writes the file again."""
+    """What the payload file is called in a bucket: by its content, since the directory writes the file again; whatever
+    drive it is on."""
     digest = xxhash.xxh3_128_hexdigest(" ".join((str(ref.bytes), *ref.checksums)).encode())
-    return f"{ref.path.removesuffix('.safetensors').rpartition('.')[0]}.{digest}.safetensors"
+    name = ref.path.rpartition("/")[2].removesuffix(".safetensors").rpartition(".")[0]
+    return f"{HOME}/{name}.{digest}.safetensors"
 
 
 def _tip(commits: Collection[CommitRef], timelines: dict[int, Timeline]) -> int:

@@ -16,6 +16,7 @@ import xxhash
 from holdfast.errors import FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
 from holdfast.state.boxes import Box, joined
+from holdfast.store.drives import lost_drive
 from holdfast.store.files import AnyDisk
 from holdfast.store.generations import corrupt
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
@@ -138,7 +139,10 @@ def check_size(disk: AnyDisk, ref: FileRef) -> None:
     try:
         size = disk.size(ref.path)
     except FileNotFoundError:
-        raise FileMissing(f"{ref.path} ({ref.bytes} bytes) is missing. {INSPECT}", path=ref.path) from None
+        where = lost_drive(disk, ref.path)
+        raise FileMissing(
+            f"{ref.path} ({ref.bytes} bytes) is missing{where}. {INSPECT}", path=ref.path
+        ) from None
     if size != ref.bytes:
         raise FileMissing(
             f"{ref.path} has {size} bytes, the manifest says {ref.bytes}. {INSPECT}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 
+from holdfast.store.drives import data_paths
 from holdfast.store.files import AnyDisk
 from holdfast.store.journal import steps_of_segments, streams
 from holdfast.store.manifest import CommitRef, Manifest
@@ -18,7 +19,7 @@ def used_bytes(
 ) -> int:
     """Of all files of a run, reserved space included; but for the log of events. Of several ranks those of one: of
     units and journals that are its own by ``is_mine``, and the ``small`` files (None: all there are)."""
-    paths = [f"data/{name}" for name in disk.listdir("data") if is_mine(name)]
+    paths = [path for path in data_paths(disk) if is_mine(path.rpartition("/")[2])]
     for stream in streams(disk):
         if is_mine(f"{stream}."):
             paths += [f"journal/{stream}/{name}" for name in disk.listdir(f"journal/{stream}")]

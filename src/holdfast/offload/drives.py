@@ -1,0 +1,140 @@
+"""Drives of a run: what each takes, measured once for a list of them, and which units live on it. Bytes, seconds.
+
+What is found is kept with the run, so that a unit stays where it is from one resume to the next. Only another list of
+drives is measured anew; units that live elsewhere by it are written there when the run goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..errors import BadInput, DoesNotFit
+from ..plan.drives import shares_of_state, spread
+from ..plan.ops import SSD_READ, SSD_WRITE, as_guessed
+from ..probe.ssd import LEAST_BYTES, measure_ssd
+from ..store.drives import HOME, Drive, directories_for, record_of
+from ..store.files import Disk
+from ..store.generations import Generations
+from ..units import MiB, format_bytes
+from .auto import Limits, nearest, to_standard_error
+from .parts import Parts
+from .planning import Plan
+
+SECONDS = 1.0
+"""Of a measurement of one drive."""
+
+FILE_BYTES = 256 * MiB
+OF_STATE = ("load_state", "store_state", "store_resident", "load_frozen")
+"""Kinds of operation whose bytes are in generation files; all others on the SSD stay on the run's own drive."""
+
+
+@dataclass(frozen=True)
+class Drives:
+    """The drives of a run, its own first; none where there is only that. Shares count once they are ``decided``."""
+
+    all: tuple[Drive, ...] = ()
+    decided: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        ssd: str | Path,
+        drives: Sequence[str | Path],
+        limits: Limits,
+        say: Callable[[str], object] | None,
+    ) -> Drives:
+        """Of a run in ``ssd`` that may use ``drives`` too: as it has them, or measured, with nothing left on them.
+
+        Raises ``BadInput`` and its kin."""
+        if isinstance(drives, (str, Path)):
+            raise BadInput(f"drives={drives!r} is one directory; give a list of them")
+        if not drives:
+            return cls()
+        disk = Disk(ssd)
+        wanted = {HOME: str(disk.root), **directories_for(disk, drives)}
+        known = record_of(disk)
+        if {drive.folder: drive.directory for drive in known} == wanted:
+            return cls(known)
+        _warn_of_one_file_system(wanted)
+        (say or to_standard_error)(f"measuring {len(wanted)} drives for a few seconds, once")
+        return cls(
+            tuple(
+                Drive(folder, directory, int(rate_of(Path(directory), limits)), 0.0)
+                for folder, directory in wanted.items()
+            ),
+            decided=False,
+        )
+
+    @property
+    def folders(self) -> list[str]:
+        """By which the run names others than its own."""
+        return [drive.folder for drive in self.all[1:]]
+
+    @property
+    def speed_up(self) -> float:
+        """What all take, over what the first does."""
+        rates = [drive.bytes_per_second for drive in self.all]
+        return sum(rates) / rates[0] if rates else 1.0
+
+    def shared_out(self, plan: Plan) -> Drives:
+        """With the part of the state that each has, where that is not known yet."""
+        if self.decided:
+            return self
+        moved = [op for op in as_guessed(plan.operations) if op.lane in (SSD_READ, SSD_WRITE)]
+        state = sum(op.nbytes for op in moved if op.key.kind in OF_STATE)
+        others = sum(op.nbytes for op in moved) - state
+        shares = shares_of_state([drive.bytes_per_second for drive in self.all], state, others)
+        return Drives(tuple(replace(d, share=share) for d, share in zip(self.all, shares, strict=True)))
+
+    def folders_of(self, parts: Parts) -> dict[str, str]:
+        """By the name of a unit's files, the folder in which they are."""
+        if not self.all:
+            return {}
+        units = parts.all_units
+        places = spread([unit.layout.file_bytes for unit in units], [drive.share for drive in self.all])
+        found = {}
+        for unit, place in zip(units, places, strict=True):
+            found[unit.file_name] = found[unit.frozen_name] = self.all[place].folder
+        return found
+
+    def needed(self, stored: dict[str, Generations]) -> list[tuple[str, int]]:
+        """Of each other drive its directory, and what ``create`` will take there."""
+        return [
+            (drive.directory, sum(u.missing_bytes() for u in stored.values() if u.folder == drive.folder))
+            for drive in self.all[1:]
+        ]
+
+
+def rate_of(directory: Path, limits: Limits) -> float:
+    """Bytes per second that the drive of ``directory`` takes, half of them reads, within ``limits``."""
+    there = nearest(directory)
+    free = Disk(there).free_bytes()
+    if free < 2 * LEAST_BYTES:
+        raise DoesNotFit(
+            f"there is too little room on the drive {directory} to measure it: {format_bytes(free)} are free"
+        )
+    found = measure_ssd(there, min(FILE_BYTES, free // 2), SECONDS)
+    read, write, both = limits
+    one_way = [2.0 * limit for limit in (read, write) if limit is not None]
+    return max(1.0, min([found.mixed, *one_way, *([] if both is None else [float(both)])]))
+
+
+def _warn_of_one_file_system(wanted: dict[str, str]) -> None:
+    devices: dict[int, str] = {}
+    for directory in wanted.values():
+        other = devices.setdefault(device_of(directory), directory)
+        if other != directory:
+            warnings.warn(
+                f"the drives {other} and {directory} are on one file system, so they share what it takes: a directory"
+                " on another disk is of use",
+                stacklevel=6,
+            )
+
+
+def device_of(directory: str) -> int:
+    """A number of the file system on which ``directory`` is or would be."""
+    return os.stat(nearest(Path(directory))).st_dev

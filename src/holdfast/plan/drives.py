@@ -1,0 +1,42 @@
+"""Drives: which of several SSDs each unit of state lives on. Bytes, bytes per second.
+
+A unit's files all lie on one drive, and units go round in proportion to what each drive takes, so that in every step
+and every stretch of blocks all of them are busy for about the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def shares_of_state(rates: Sequence[float], state_bytes: int, other_bytes: int) -> tuple[float, ...]:
+    """The part of the state that each drive of ``rates`` has, where a step moves ``state_bytes`` of it, and
+    ``other_bytes`` that lie on the first drive anyway.
+
+    >>> shares_of_state([1.0, 3.0], 100, 0)
+    (0.25, 0.75)
+    >>> shares_of_state([1.0, 1.0], 100, 50)
+    (0.25, 0.75)
+    """
+    total, others = sum(rates), sum(rates[1:])
+    if not state_bytes or not others:
+        return tuple(rate / total for rate in rates)
+    first = max(0.0, rates[0] / total * (state_bytes + other_bytes) - other_bytes) / state_bytes
+    return first, *((1 - first) * rate / others for rate in rates[1:])
+
+
+def spread(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
+    """By unit of ``sizes``, in the order in which a step goes through them, the drive that it lies on: the one that is
+    furthest behind its share.
+
+    >>> spread([8, 8, 8, 8, 8, 8], [1 / 3, 2 / 3])
+    [1, 0, 1, 1, 0, 1]
+    """
+    placed, total, found = [0] * len(shares), 0, []
+    for size in sizes:
+        total += size
+        behind = [share * total - there for share, there in zip(shares, placed, strict=True)]
+        drive = behind.index(max(behind))
+        placed[drive] += size
+        found.append(drive)
+    return found

@@ -1,0 +1,226 @@
+"""Drives: directories on other disks in which a run keeps some of its generation files.
+
+The run names each by a link, ``data/drive_1``, so that the path of a file there is below the run like any other:
+whoever reads, verifies, converts or removes files follows the link and knows of no drives. A file in the drive's own
+directory says whose it is. Nothing is written through a link to a directory that does not say that it is this run's:
+its disk may not be mounted, and a copy of the run has the same links. Rates are bytes per second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+from holdfast.errors import BadInput, ManifestCorrupt, RunMismatch
+from holdfast.store.files import TEMPORARY, AnyDisk, Disk, check_place, write_durably
+from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unseal
+
+HOME = "data"
+"""The directory of files that are on the run's own drive."""
+
+OWNER = "holdfast-drive.json"
+"""In the directory of a drive: whose it is."""
+
+RECORD = "drives.json"
+"""In the run: what its drives were found to take, and so how much of the state each has."""
+
+FOLDER = r"drive_[1-9]\d{0,2}"
+_GENERATION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(0|[1-9]\d*)\.safetensors")
+_NO_FILES = (OWNER, OWNER + TEMPORARY, "lost+found")
+
+
+@dataclass(frozen=True)
+class Drive:
+    """One drive of a run: the ``folder`` by which it is named in the run, and its own directory. The first of several
+    is the run's own."""
+
+    folder: str
+    directory: str
+    bytes_per_second: int
+    share: float
+    """Of the state."""
+
+
+def folders(disk: AnyDisk) -> list[str]:
+    """The directories of generation files: the run's own, and those of its drives, be they there or not."""
+    names = [name for name in disk.listdir(HOME) if re.fullmatch(FOLDER, name)]
+    return [HOME, *(f"{HOME}/{name}" for name in sorted(names, key=lambda name: (len(name), name)))]
+
+
+def data_paths(disk: AnyDisk) -> list[str]:
+    """What is in these directories."""
+    there = folders(disk)
+    found = [f"{folder}/{name}" for folder in there for name in disk.listdir(folder) if name != OWNER]
+    return [path for path in found if path not in there]
+
+
+def directories_for(disk: AnyDisk, drives: Sequence[str | Path]) -> dict[str, str]:
+    """By the folder that names or will name it in the run: the directory of each of ``drives``. Nothing is written.
+
+    Raises ``BadInput`` for one that cannot be used, ``RunMismatch`` for one that is somebody else's.
+    """
+    root, known = disk.root, {disk.link_of(folder): folder for folder in folders(disk)[1:]}
+    free = (f"{HOME}/drive_{number}" for number in count(1))
+    free = (folder for folder in free if not os.path.lexists(root / folder))
+    found: dict[str, str] = {}
+    for drive in drives:
+        check_place(drive)
+        directory = os.path.realpath(drive)
+        for other in (str(root), os.path.realpath(root / HOME), *found.values()):
+            if _within(directory, other) or _within(other, directory):
+                raise BadInput(
+                    f"drive {drive} and {other} are one directory, or lie one in the other. Give each drive a directory"
+                    " of its own, outside of the run's."
+                )
+        found[known.get(directory) or next(free)] = directory
+    for folder, directory in found.items():
+        _refuse_strange(disk, folder, directory)
+    return found
+
+
+def refuse_lost(disk: AnyDisk, named: Iterable[str]) -> None:
+    """Raise ``RunMismatch`` if a drive on which ``named`` files of commits are is not there, or not this run's."""
+    needed = {path.rpartition("/")[0] for path in named}
+    for folder in folders(disk)[1:]:
+        directory = disk.link_of(folder)
+        if directory is None or folder not in needed:
+            continue
+        problem = _problem(disk.root, folder, directory)
+        if problem is not None:
+            raise RunMismatch(f"{disk.root} has files of its commits on the drive {directory}, {problem}")
+
+
+def lost_drive(disk: AnyDisk, path: str) -> str:
+    """Where the file at ``path`` would be, if it is on a drive that is not there; for a message."""
+    folder = path.rpartition("/")[0]
+    directory = disk.link_of(folder) if folder != HOME else None
+    return "" if directory is None or os.path.isdir(directory) else f": its drive {directory} is not there"
+
+
+def take(disk: AnyDisk, drives: Sequence[Drive], named: Collection[str]) -> list[str]:
+    """Make ``drives`` (the first is the run's own) those of the run, durably; returns the folders that are new. One
+    that is none of them any more goes with its files when none of them is ``named`` by a commit."""
+    wanted = {drive.folder: drive.directory for drive in drives[1:]}
+    made = [folder for folder, directory in wanted.items() if disk.link_of(folder) != directory]
+    for folder, directory in wanted.items():
+        _refuse_strange(disk, folder, directory)
+    for folder, directory in wanted.items():
+        own = Disk(directory)
+        own.makedirs("")
+        owner = {"format": FORMAT, "version": VERSION, "run": str(disk.root), "folder": folder}
+        if _owner(directory) != owner:
+            write_durably(own, OWNER, json.dumps(owner).encode() + b"\n", why="drive")
+        if folder in made:
+            disk.link(folder, directory)
+    if made:
+        disk.sync_dir(HOME, why="drives")
+    if drives and record_of(disk) != tuple(drives):
+        table = {"format": FORMAT, "version": VERSION, "drives": [asdict(drive) for drive in drives]}
+        write_durably(disk, RECORD, seal(table), why="drives")
+    if not drives:
+        disk.unlink(RECORD)
+    needed = {path.rpartition("/")[0] for path in named}
+    leave(disk, [f for f in folders(disk)[1:] if f not in wanted and f not in needed])
+    return made
+
+
+def leave(disk: AnyDisk, gone: Sequence[str]) -> None:
+    """Let go of the drives that are named by the folders ``gone``, of which no commit needs a file."""
+    for folder in gone:
+        directory = disk.link_of(folder)
+        if directory is None:
+            continue
+        if _problem(disk.root, folder, directory) is None:
+            for name in filter(_GENERATION.fullmatch, disk.listdir(folder)):
+                disk.unlink(f"{folder}/{name}")
+            disk.unlink(f"{folder}/{OWNER}")
+            disk.sync_dir(folder, why="drives")
+        disk.unlink(folder)
+    if gone:
+        disk.sync_dir(HOME, why="drives")
+
+
+def record_of(disk: AnyDisk) -> tuple[Drive, ...]:
+    """The drives of the run as they were last taken, its own first; none where there is no record that can be read."""
+    with suppress(FileNotFoundError, ManifestCorrupt):
+        table = unseal(disk.read_bytes(RECORD), RECORD)
+        with reading(RECORD):
+            return tuple(Drive(**item) for item in table["drives"])
+    return ()
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def _within(path: str, other: str) -> bool:
+    return Path(path).is_relative_to(other)
+
+
+def _owner(directory: str) -> dict:
+    """What the directory says of whose it is."""
+    with suppress(OSError, ValueError):
+        found = json.loads((Path(directory) / OWNER).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _problem(root: Path, folder: str, directory: str) -> str | None:
+    """Why nothing may be written through the link ``folder`` to ``directory``, with the way out."""
+    if not os.path.isdir(directory):
+        return (
+            "which is not there. Mount its disk; if that is elsewhere now, turn the link"
+            f" {root / folder} to where it is."
+        )
+    if not _owner(directory):
+        return (
+            f"which does not say whose it is: {OWNER} is not in it. Is its disk mounted? Otherwise put back what was"
+            " there."
+        )
+    other = _other_owner(root, directory)
+    if _used_by(other, directory):
+        return (
+            f"which is a drive of the run {other}; this one is a copy of it. Remove the copy, or take it"
+            f" again with the files themselves (`cp -rL {other} ...`), which needs no drives."
+        )
+    return None
+
+
+def _other_owner(root: Path, directory: str) -> str:
+    """The run that ``directory`` says it is a drive of, where that is not this one; "" otherwise."""
+    other = str(_owner(directory).get("run", ""))
+    with suppress(OSError):
+        if os.path.samefile(other, root):
+            return ""
+    return "" if not other or os.path.realpath(other) == str(root) else other
+
+
+def _used_by(other: str, directory: str) -> bool:
+    """Whether the run ``other`` is where it was and has ``directory`` for a drive: it has not been moved."""
+    name = str(_owner(directory).get("folder", ""))
+    link = os.path.join(other, name)
+    return bool(other) and os.path.islink(link) and os.path.realpath(link) == directory
+
+
+def _refuse_strange(disk: AnyDisk, folder: str, directory: str) -> None:
+    """Raise ``RunMismatch`` if what is in ``directory`` is not this run's."""
+    other, linked = _other_owner(disk.root, directory), disk.link_of(folder) == directory
+    if other and (not linked or _used_by(other, directory)):
+        raise RunMismatch(
+            f"{directory} is a drive of another run, {other}. Give this one a directory of its own there; if that run"
+            " is gone for good, remove what it has left."
+        )
+    if linked or not os.path.isdir(directory):
+        return
+    names = [name for name in os.listdir(directory) if name not in _NO_FILES]
+    if names:
+        raise RunMismatch(
+            f"{directory} cannot be made a drive of {disk.root}: it has {len(names)} files in it, such as {min(names)},"
+            " which may be those of a run whose own disk is not mounted. Give an empty directory, or one that is not"
+            " there yet."
+        )

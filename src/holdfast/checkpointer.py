@@ -29,7 +29,7 @@ from .delta.options import (
     refuse_clipping,
     refuse_of_several,
     refuse_other_calls,
-    refuse_other_copies,
+    refuse_other_remotes,
 )
 from .delta.pulse import Pulse
 from .delta.recorder import BOUND
@@ -144,7 +144,7 @@ class Checkpointer:
 
         with ranks.closing_on_error():
             ranks.all_do(check)  # what is wrong on one rank is an error on all
-            refuse_other_copies(ranks, remote)
+            refuse_other_remotes(ranks, remote)
             self._loop.hook_up()
             self._loop.look()
             ranks.all_do(prepare)
@@ -182,7 +182,8 @@ class Checkpointer:
     @property
     def replica_step(self) -> int:
         """The newest step that survives the death of this process, and of all ranks'; without a replica that is the
-        ``durable_step``. With one and a GPU, a step survives when its gradients have left that."""
+        ``durable_step``. With a replica of a trainer on a GPU it may be behind the last step:
+        one survives when its gradients have left the device."""
         return self._survival.replica_step
 
     @property

@@ -20,7 +20,7 @@ from delta.test_replica import ADAMW, HABITS, events, forked, start, states_of  
 from holdfast.delta import rebuild, visiting
 from holdfast.delta.layers import LayerTap
 from holdfast.delta.rebuild import refuse_what_cannot_be_rebuilt
-from holdfast.delta.visiting import Visit, in_rounds
+from holdfast.delta.visiting import Visit
 from holdfast.errors import BadInput
 from holdfast.optim import AdamWBF16
 from holdfast.state.live import LiveState
@@ -183,14 +183,6 @@ def test_a_visit_that_is_broken_off_leaves_all_at_home(device, kind, rounds):
     assert "0.bias" in away()
     broken_off.close()
     assert not away()
-
-
-def test_a_round_takes_what_fits_and_one_at_least():
-    rounds = partial(in_rounds, {"a": 3, "b": 4, "c": 9, "d": 1})
-    assert list(rounds(7)) == [["a", "b"], ["c"], ["d"]]
-    assert list(rounds(1)) == [["a"], ["b"], ["c"], ["d"]]
-    assert list(rounds(99)) == [["a", "b", "c", "d"]]
-    assert list(in_rounds({}, 7)) == [[]]
 
 
 def test_parameters_in_several_kinds_of_places_are_refused():

@@ -160,7 +160,7 @@ def test_what_nobody_waits_for_is_not_corrected():
             step_seconds=1.0, simulation=SimpleNamespace(machine=SimpleNamespace(server=servers.get))
         ),
         busy_seconds={"cores": 0.9, "ssd": 0.4},
-        limited=False,
+        ssd_adjusted=False,
     )
     ops = [Span(KEY, "compute", 0.0, 1.35), Span(KEY, "ssd_read", 0.1, 1.4)]
     assert ratios(prediction, ops, [(0.0, 1.5)]) == {"cores": pytest.approx(1.5)}

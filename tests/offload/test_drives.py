@@ -17,7 +17,8 @@ import holdfast
 from holdfast.errors import BadInput, DoesNotFit, RunMismatch
 from holdfast.io.drives import DriveQueues
 from holdfast.io.queue import IOQueue, Request, Throttle
-from holdfast.offload import drives, entry, preflight
+from holdfast.offload import drives, preflight
+from holdfast.offload.fellows import refuse_alone_only
 from holdfast.probe import ssd as probe
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
@@ -75,7 +76,7 @@ def test_a_run_over_several_drives_has_every_bit_of_a_plain_loop(
     """One drive is much slower than the others."""
     used = [tmp_path / f"drive{k}" for k in range(num_drives)]
     rates |= {"drive0": 3e9, "drive1": 1.5e9}
-    monkeypatch.setattr(entry, "DriveQueues", slow_first)
+    monkeypatch.setattr(drives, "DriveQueues", slow_first)
     options = {"delayed_fraction": 0.5, "clip_norm": 0.5, **PLACEMENTS[placement]}
     check(tmp_path / "run", 6, 2, drives=used, **options)
     assert files_of(tmp_path / "run").keys() >= {path.name for path in used}
@@ -184,7 +185,9 @@ def test_the_planner_knows_of_all_drives(tmp_path, rates):
             prediction = engine.preflight.prediction
             machine = prediction.choice.simulation.machine
             taken.append((machine.ssd_read_bytes_per_second, machine.ssd_write_bytes_per_second))
-            assert prediction.limited == bool(used), "a profile is of one drive, and not corrected by several"
+            assert prediction.ssd_adjusted == bool(used), (
+                "a profile is of one drive, and not corrected by several"
+            )
     assert taken[1] == tuple(3 * rate for rate in taken[0])
 
 
@@ -367,10 +370,11 @@ def test_too_little_space_on_one_drive_is_said_before_anything_is_written(tmp_pa
 
 
 def test_drives_are_of_one_process_and_of_the_file_system(tmp_path):
-    for alone, disk, text in (False, None, "2 ranks train together"), (True, object(), "disk= is another"):
-        fellows = SimpleNamespace(alone=alone, world_size=2)
-        with pytest.raises(BadInput, match=text):
-            entry._drives(tmp_path, [tmp_path / "one"], (None, None, None), None, fellows, disk)
+    with pytest.raises(BadInput, match="2 ranks train together here, and drives= is of one process"):
+        refuse_alone_only(SimpleNamespace(alone=False, world_size=2), "vertical", [tmp_path / "one"])
+    with pytest.raises(BadInput, match="disk= is another"):
+        train(tmp_path / "run", 1, [tmp_path / "one"], disk=Disk(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 class SmallDisk(Disk):

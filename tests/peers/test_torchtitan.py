@@ -14,7 +14,7 @@ from holdfast.store.reader import RunReader
 pytestmark = [
     pytest.mark.peers,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not there (make test-titan)"),
+    pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not there (make test-peers)"),
 ]
 
 STEPS = 6

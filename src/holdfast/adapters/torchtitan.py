@@ -42,7 +42,8 @@ class CheckpointManager(titan.CheckpointManager):
         super().__init__(config, **options)
         if self.enable and "://" in self.folder:
             raise BadInput(
-                f"{self.folder} is no directory, and a run of dcp.save is in one that all ranks share"
+                f"checkpoint.folder = {self.folder!r} is no directory, and a run is in one that all ranks share. Give"
+                " such a directory; `holdfast push` copies the run to a bucket."
             )
 
     def dcp_save(

@@ -325,11 +325,11 @@ def of_one_base(index: dict[str, Any], timeline: int | None, step: int, prefix: 
 def _unit(
     prefix: str, number: int, owners: tuple[str, ...], rows: range | None, owned: dict[str, Held]
 ) -> Unit:
-    atoms = [atom for atom, _ in _held_of(owned, owners, rows).values()]
+    held = _held_of(owned, owners, rows)
+    atoms = [atom for atom, _ in held.values()]
     layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    late = any(atom.slot in CARRIED for atom in atoms)
-    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=late, rows=rows)
+    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=_is_late(held), rows=rows)
 
 
 def _held_of(owned: Mapping[str, Held], owners: Sequence[str], rows: range | None) -> Held:
@@ -351,14 +351,19 @@ def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, .
     """Owners in order, joined to about ``UNIT_BYTES``, or rows of one that has more; residuals, which come last, are
     apart. One group of none where a rank stores nothing, so that it has a part of a base all the same."""
     found: list[tuple[tuple[str, ...], range | None]] = []
-    for _, alike in groupby(owned, lambda owner: any(a.slot in CARRIED for a, _ in owned[owner].values())):
+    for _, alike in groupby(owned, lambda owner: _is_late(owned[owner])):
         for group in packed(alike, lambda owner: _bytes_of(owned[owner]), UNIT_BYTES):
             held = owned[group[0]]
-            if _bytes_of(held) > UNIT_BYTES and _has_rows(group[0], held, state):
+            if _bytes_of(held) > UNIT_BYTES and _has_rows(group[0], held, state):  # by itself, then
                 found += [(tuple(group), rows) for rows in _divided_rows(held)]
             else:
                 found.append((tuple(group), None))
-    return found or [((), None)]  # a rank that stores nothing has a file of nothing
+    return found or [((), None)]
+
+
+def _is_late(held: Held) -> bool:
+    """Whether no record brings forward what is held."""
+    return any(atom.slot in CARRIED for atom, _ in held.values())
 
 
 def _bytes_of(held: Held) -> int:

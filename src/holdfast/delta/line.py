@@ -211,16 +211,14 @@ class Line:
             if all(len(atoms[key]["fragments"]) == 1 for key in found):
                 state.load(found)
                 continue
-            for (
-                key,
-                tensor,
-            ) in found.items():  # an optimizer has its slots in the order in which they are given
-                atom = atoms[key]
-                if len(atom["fragments"]) == 1:
+            # one by one: an optimizer has its slots in the order in which they are given
+            for key, tensor in found.items():
+                name, slot, fragments = atoms[key]["name"], atoms[key]["slot"], atoms[key]["fragments"]
+                if len(fragments) == 1:
                     state.load({key: tensor})
                 else:
-                    box = next(f["global"] for f in atom["fragments"] if f["unit"] == unit)
-                    state.load_part(atom["name"], atom["slot"], tensor, Box.from_json(box))
+                    box = next(fragment["global"] for fragment in fragments if fragment["unit"] == unit)
+                    state.load_part(name, slot, tensor, Box.from_json(box))
 
     def _is_wanted(self, stream: str, key: str, wanted: Collection[str], state: LiveState) -> bool:
         """Whether a tensor of ``stream`` is of one of the owners ``wanted``, or a residual of this rank's own."""
@@ -290,7 +288,7 @@ class Line:
                 for stream, names in taken.items():
                     if units := later[stream].get(step):
                         files = {unit: self.base.files[unit] for unit in units}
-                        self._load(state, stream, files, names, lambda _: None)
+                        self._load(state, stream, files, names, lambda _: None)  # its time is that of replay
                 self.watch.replayed(len(records))
                 for stream, record, _ in records:
                     told = record.about["fingerprint"]

@@ -148,13 +148,13 @@ def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
         )
 
 
-def refuse_other_copies(ranks: Ranks, remote: str | None) -> None:
+def refuse_other_remotes(ranks: Ranks, remote: str | None) -> None:
     """Raise unless ``remote`` is one on all ranks, which all call this: the first one copies for all."""
-    places = [None if place is None else str(place) for place in ranks.everyone(remote)]
+    places = ranks.everyone(remote)
     if len(set(places)) > 1:
-        told = ", ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
+        told = ", ".join(f"rank {rank} {place or 'none'}" for rank, place in enumerate(places))
         raise BadInput(
-            f"remote = differs on the ranks ({told}): give the same on all, the first one copies for all"
+            f"remote= is not the same on all ranks ({told}). Give all the same; the first one copies for all."
         )
 
 

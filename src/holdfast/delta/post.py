@@ -19,8 +19,7 @@ class Post:
 
     def __init__(self, send: Callable[[Sealed], None]) -> None:
         self._send = send
-        self.failure: BaseException | None = None
-        """What went wrong on the thread, which sends nothing any more then."""
+        self._failure: BaseException | None = None
         self._waiting: queue.SimpleQueue[Sealed | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -32,6 +31,11 @@ class Post:
             self._thread = threading.Thread(target=self._work, name="holdfast-post", daemon=True)
             self._thread.start()
         self._waiting.put(sealed)
+
+    def check(self) -> None:
+        """Raise what went wrong on the thread, which sends nothing any more then."""
+        if self._failure is not None:
+            raise self._failure
 
     def close(self) -> None:
         """Return when everything has been sent, or nothing will be."""
@@ -46,5 +50,5 @@ class Post:
                 sealed.settle()
                 self._send(sealed)
             except BaseException as error:
-                self.failure = error
+                self._failure = error
                 return

@@ -22,10 +22,11 @@ from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
 from ..state.cuts import local_of
 from ..state.live import LiveState, Rounds, counts_on_host
 from ..state.progress import encode, hyper_parameters
+from ..units import packed
 from ..update.kinds import is_elementwise
 from . import visiting
 from .shell import members_of, module_of, optimizer_of
-from .visiting import Visit, in_rounds, visit_bytes
+from .visiting import Visit, visit_bytes
 
 _KNOWN = {
     "defaults", "state", "param_groups", "step", "grad_scale", "found_inf", "_opt_called", "_step_supports_amp_scaling",
@@ -71,7 +72,8 @@ class Part(LiveState):
             if with_all or self.name_of[id(p)] in names
         }
         sizes = {name: visit_bytes(parameter, optimizer) for name, parameter in members.items()}
-        for some in in_rounds(sizes, sum(sizes.values()) if with_all else visiting.VISIT_BYTES):
+        some_at_a_time = list(packed(members, lambda name: sizes[name], visiting.VISIT_BYTES))
+        for some in [list(members)] if with_all else some_at_a_time or [[]]:
             visits = {name: self._visit(name, members[name], optimizer) for name in some}
             try:
                 yield some

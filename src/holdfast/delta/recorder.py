@@ -37,7 +37,8 @@ class Sealed:
     parts: tuple[memoryview, ...]
     slots: tuple[Slot, ...]
     finish: Callable[[], None] | None = None
-    """Makes whole what the record holds, when that has left the device. Called by the thread that writes it."""
+    """Makes whole what the record holds, when that has left the device. Called by the thread that writes
+    it or hands it over."""
     late_bytes: int = 0
     """What that adds to ``parts`` at most."""
     sealed_at: float = field(default_factory=time.monotonic)

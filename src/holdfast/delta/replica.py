@@ -368,7 +368,6 @@ class Replica:
 
     def settle(self) -> None:
         """Return when the replica has done every step."""
-        self._wait_for_post()
         self._wait_for(lambda: not self.pending)
 
     def _wait_for(self, reached: Callable[[], bool]) -> None:
@@ -381,13 +380,12 @@ class Replica:
 
     def _wait_for_post(self) -> None:
         """Return when the replica has been told of every step: what is sent then comes after those."""
-        self._helper.wait_for(lambda: self._check() or not self._is_late, lambda: False)
+        self._wait_for(lambda: not self._is_late)
 
     def _check(self) -> None:
         """Raise what keeps training from going on."""
         self._helper.check()
-        if self._post.failure is not None:  # the replica has what had arrived before
-            raise self._post.failure
+        self._post.check()  # the replica has what had arrived before
 
     def close(self) -> None:
         """Let the replica persist what it has and end. Raises what it failed with, or what kept a step from it."""
@@ -404,8 +402,7 @@ class Replica:
             finally:
                 if self.pool is not None:  # what it left, if it was killed
                     self._clean_up()
-        if self._post.failure is not None:
-            raise self._post.failure
+        self._post.check()
 
     def _clean_up(self) -> None:
         """Leave nothing in the tier but a state that the disk does not have."""

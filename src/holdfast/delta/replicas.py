@@ -174,10 +174,6 @@ class Replicas(Replica):
 
     # Every step
 
-    def put(self, sealed: Sealed) -> None:
-        """Hand over a step. It survives the trainers' death when all ranks have."""
-        super().put(sealed)
-
     def _send(self, sealed: Sealed) -> None:
         super()._send(sealed)
         self._look_soon()
@@ -319,8 +315,7 @@ class Replicas(Replica):
         if self._helper.failure is None:
             self._helper.send({"close": True})
         self._helper.end()
-        if self._post.failure is not None:
-            raise self._post.failure
+        self._post.check()
 
 
 def _why_not(without: list[int], world_size: int) -> str:

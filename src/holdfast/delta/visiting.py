@@ -6,7 +6,7 @@ updates: then both have the same bits. Sizes are bytes. Not run on a device yet.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -54,19 +54,6 @@ def _at_home(tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
     if home is None or (home.shape, home.dtype) != (tensor.shape, tensor.dtype):
         return tensor.to("cpu", copy=True)
     return home.copy_(tensor)
-
-
-def in_rounds(sizes: Mapping[str, int], most_bytes: int) -> Iterator[list[str]]:
-    """The names of ``sizes`` in order, as many at once as take ``most_bytes``; one at least, unless there is none."""
-    names: list[str] = []
-    nbytes = 0
-    for name, size in sizes.items():
-        if names and nbytes + size > most_bytes:
-            yield names
-            names, nbytes = [], 0
-        names.append(name)
-        nbytes += size
-    yield names
 
 
 def visit_bytes(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> int:

@@ -45,8 +45,8 @@ class Prediction:
     known: Known
     times: Times | None
     """None where the model could not be timed: by its floating-point operations, then."""
-    limited: bool
-    """The SSD is slower than it could be, because somebody said so, or is not the only one."""
+    ssd_adjusted: bool
+    """Planned with an SSD that is not the profile's, limited or several, which so learns nothing from it."""
 
     @property
     def busy_seconds(self) -> dict[str, float]:
@@ -145,9 +145,9 @@ class Planner:
             shape = replace(shape, commit=False)
             choice = play(replace(question, shape=shape), choice.placement, choice.delayed_fraction)
         stated = [*question.stated, *(["delayed"] if question.delayed_fraction != "auto" else [])]
-        limited = self.speed_up != 1.0 or any(limit is not None for limit in self.limits)
+        adjusted = self.speed_up != 1.0 or any(limit is not None for limit in self.limits)
         prediction = Prediction(
-            choice, shape, tuple(stated), found.tried, found.by_linear_program, known, times, limited
+            choice, shape, tuple(stated), found.tried, found.by_linear_program, known, times, adjusted
         )
         say(f"plan: {prediction.line()}")
         if not found.by_linear_program and len(stated) < 4:

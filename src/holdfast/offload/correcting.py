@@ -94,7 +94,7 @@ def ratios(
     for server, predicted in prediction.busy_seconds.items():
         measured = median(covered(intervals[server], *step) for step in steps)
         tells = predicted >= LEAST_PART * prediction.choice.step_seconds and measured >= LEAST_PART * usual
-        if tells and not (server == SSD and prediction.limited):
+        if tells and not (server == SSD and prediction.ssd_adjusted):
             found[server] = measured / predicted
     return found
 

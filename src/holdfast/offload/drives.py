@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import BadInput, DoesNotFit
+from ..io.drives import DriveQueues
+from ..io.queue import IOQueue
 from ..plan.drives import shares_of_state, spread
 from ..plan.ops import SSD_READ, SSD_WRITE, as_guessed
 from ..probe.ssd import LEAST_BYTES, measure_ssd
@@ -20,6 +22,7 @@ from ..store.drives import HOME, Drive, directories_for, record_of
 from ..store.files import Disk
 from ..store.generations import Generations
 from ..units import MiB, format_bytes
+from ..update.threads import one_torch_thread
 from .auto import Limits, nearest, to_standard_error
 from .parts import Parts
 from .planning import Plan
@@ -47,7 +50,7 @@ class Drives:
         limits: Limits,
         say: Callable[[str], object] | None,
     ) -> Drives:
-        """Of a run in ``ssd`` that may use ``drives`` too: as it has them, or measured, with nothing left on them.
+        """Of a run in ``ssd`` that may use ``drives`` too: as the run has them, or measured and not shared out yet.
 
         Raises ``BadInput`` and its kin."""
         if isinstance(drives, (str, Path)):
@@ -67,6 +70,15 @@ class Drives:
                 for folder, directory in wanted.items()
             ),
             decided=False,
+        )
+
+    def queue(self, ssd: str | Path, threads: int, limits: Limits) -> IOQueue:
+        """What moves all bytes of the run: threads and limits are those of each drive."""
+        if not self.all:
+            return IOQueue(threads, *limits, prepare=one_torch_thread)
+        root = Disk(ssd).root
+        return DriveQueues(
+            [root / folder for folder in self.folders], threads, *limits, prepare=one_torch_thread
         )
 
     @property
@@ -115,7 +127,8 @@ def rate_of(directory: Path, limits: Limits) -> float:
     free = Disk(there).free_bytes()
     if free < 2 * LEAST_BYTES:
         raise DoesNotFit(
-            f"there is too little room on the drive {directory} to measure it: {format_bytes(free)} are free"
+            f"there is too little room on the drive {directory} to measure it: {format_bytes(free)} are free, and"
+            f" {format_bytes(2 * LEAST_BYTES)} are needed. Free some, or leave it out of drives=."
         )
     found = measure_ssd(there, min(FILE_BYTES, free // 2), SECONDS)
     read, write, both = limits
@@ -131,7 +144,7 @@ def _warn_of_one_file_system(wanted: dict[str, str]) -> None:
             warnings.warn(
                 f"the drives {other} and {directory} are on one file system, so they share what it takes: a directory"
                 " on another disk is of use",
-                stacklevel=6,
+                stacklevel=5,
             )
 
 

@@ -18,20 +18,18 @@ from torch import nn
 from ..config import Fraction
 from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
-from ..io.drives import DriveQueues
-from ..io.queue import IOQueue
 from ..plan.work import Clipping
 from ..ranks import Ranks
 from ..state.progress import hyper_parameters
 from ..store.entering import begin, see_alike
-from ..store.files import AnyDisk, Disk, check_place
+from ..store.files import AnyDisk, check_place
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..update.mezo import MeZO
-from ..update.threads import keep_torch_threads, one_torch_thread
+from ..update.threads import keep_torch_threads
 from .alike import agree_on_choices, agree_on_placement, agree_on_source
-from .auto import Limits, Planner, to_standard_error
+from .auto import Planner, to_standard_error
 from .beginning import Beginning, Opens, prepare, take_up
 from .builder import build, fill, stored_units
 from .checks import (
@@ -117,8 +115,8 @@ def offload(
 
     ``drives`` are directories on further SSDs, each this run's alone (made if absent): the state's files are shared out
     among them and ``ssd`` in proportion to what each takes, which is measured once. The run names them by links. With
-    another list, files that are there stay readable, and all lies as that says once the next commits are made. Not yet
-    on several ranks.
+    another list, files are read where they are, and written to their new places when the run goes on. Not yet on
+    several ranks.
 
     ``blocks`` are streamed, one at a time; without it they are the longest ``nn.ModuleList`` of one class. A list of
     modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
@@ -213,13 +211,17 @@ def offload(
                 groups = optimizer.param_groups
                 check_zeroth(groups, schedule, order, delayed_fraction, clip_norm, clipping, dtype)
                 schedule = ZEROTH
-            refuse_alone_only(fellows, schedule)
+            refuse_alone_only(fellows, schedule, drives)
             check_sample(sample)
             check_recorded(model)
             if disk is None:
                 check_place(ssd)
+            elif drives:
+                raise BadInput(
+                    "drives= are directories of the file system, and disk= is another. Give one of them"
+                )
             limits = (read_limit, write_limit, total_limit)
-            shared = _drives(ssd, drives, limits, say, fellows, disk)
+            placed = Drives.of(ssd, drives, limits, say)
             refuse_open(model)
             parts = Parts.of(model, optimizer, dtype, blocks, fellows.control)
             check_compiled(model, parts.blocks)
@@ -258,11 +260,11 @@ def offload(
                 sample,
                 loss_fn,
                 wanted,
-                Planner(ssd, commit_every, limits, say, shared.speed_up),
+                Planner(ssd, commit_every, limits, say, placed.speed_up),
                 update_workers,
             )
             rules = replace(rules, delayed_fraction=plan.delayed_fraction)
-            shared = shared.shared_out(plan)
+            placed = placed.shared_out(plan)
         choices = {
             **settings, "retain": retain, "delayed_fraction": delayed_fraction, "source": source is not None, **on_host,
         }  # fmt: skip
@@ -272,12 +274,12 @@ def offload(
             if plan.filled and fellows.rank == 0:
                 (say or to_standard_error)(f"plan: {plan.line}")
         keep_torch_threads()
-        queue = _queue(ssd, shared, io_threads, limits)
+        queue = placed.queue(ssd, io_threads, limits)
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         found = _found(store, parts, fellows.control)
         beginning, stored, preflight = _ready(
-            store, parts, user, plan, budget, confirm, source, found, shared, fellows.control
+            store, parts, user, plan, budget, confirm, source, found, placed, fellows.control
         )
         before = store.names() if found is None and fellows.alone else None
         switch_off_cache(model)
@@ -285,7 +287,7 @@ def offload(
         begin(store, fellows.control, found)
         with fellows.control.agreeing():
             if fellows.rank == 0:
-                store.take_drives(shared.all)
+                store.take_drives(placed.all)
             run = build(parts, plan, store, stored, target, fellows, seed)
         fill(run, found, init, beginning)
         with fellows.control.agreeing():
@@ -365,35 +367,6 @@ def _ready(
     if not ranks.alone:
         see_alike(store, ranks)
     return beginning, stored, preflight
-
-
-def _drives(
-    ssd: str | Path,
-    drives: Sequence[str | Path],
-    limits: Limits,
-    say: Callable[[str], object] | None,
-    fellows: Fellows,
-    disk: AnyDisk | None,
-) -> Drives:
-    """The drives of the run. Raises ``BadInput`` and its kin."""
-    if drives and not fellows.alone:
-        raise BadInput(
-            f"{fellows.world_size} ranks train together here, and drives= is of one process. Leave it out: all ranks"
-            " write to the run's own directory."
-        )
-    if drives and disk is not None:
-        raise BadInput("drives= are directories of the file system, and disk= is another. Give one of them")
-    return Drives.of(ssd, drives, limits, say)
-
-
-def _queue(ssd: str | Path, drives: Drives, threads: int, limits: Limits) -> IOQueue:
-    """What moves all bytes of the run: threads and limits are those of each drive."""
-    if not drives.all:
-        return IOQueue(threads, *limits, prepare=one_torch_thread)
-    root = Disk(ssd).root
-    return DriveQueues(
-        [root / folder for folder in drives.folders], threads, *limits, prepare=one_torch_thread
-    )
 
 
 def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:

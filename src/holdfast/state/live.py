@@ -233,7 +233,7 @@ class LiveState:
 
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
         """The parameters ``names``, as many at a time as ``optimizer`` is to update at once, while they are where they
-        are to be updated: here all, as they are. Who breaks off closes it."""
+        are to be updated: here all, as they are. Close it if you stop early: what is away comes home then."""
         yield names
 
     def _load_slot(self, name: str, slot: str, value: torch.Tensor) -> None:

@@ -79,7 +79,7 @@ def train(
     feature: str = FEATURE,
     said: Callable[..., None] = lambda **_: None,
     acknowledge: Callable[[int], None] = lambda step: None,
-    unit_bytes: int = 600,
+    unit_bytes: int = 1000,
     codec: str | None = None,
     exactness: Literal["state", "continuation"] = "state",
     keep_last: int = 2,

@@ -15,6 +15,7 @@ from holdfast.errors import BadInput, NoCommit
 from holdfast.store.files import Disk
 from holdfast.store.journal import read_segment, segments
 from holdfast.store.reader import RunReader
+from holdfast.store.reading import regions
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def content(root, step):
         assert reader.verify(manifest) == []
         atoms = reader.atoms(manifest)
         held = {key: bytes(reader.read_atom(manifest, atom)) for key, atom in atoms.items()}
-        cuts = {key: [part["global"] for part in atom["fragments"]] for key, atom in atoms.items()}
+        cuts = regions(manifest, atoms)
         progress = {stream: dict(share.progress) for stream, share in manifest.shares.items()}
         for each in progress.values():
             del each["rates"]

@@ -131,6 +131,16 @@ def test_frozen_parameters_move_with_their_block(tmp_path, rates):
     assert len(manifest.files) == 8
 
 
+def test_frozen_parameters_move_there_and_back_while_earlier_commits_are_kept(tmp_path):
+    whole = train(tmp_path / "whole", 6)
+    losses = []
+    for number, used in enumerate(([tmp_path / "one"], [], [tmp_path / "one"], [], [tmp_path / "one"], [])):
+        losses += train(tmp_path / "run", 1, used)
+        with LocalStore.read(tmp_path / "run") as reader:
+            assert all(reader.verify(reader.load(ref)) == [] for ref in reader.commits()), number
+    assert losses == whole
+
+
 # Where files are
 
 

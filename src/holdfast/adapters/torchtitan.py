@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ class CheckpointManager(titan.CheckpointManager):
                 state_dict, checkpoint_id.folder, async_mode, enable_garbage_collection, True
             )
         keep = Keep(last=self.keep_latest_k or sys.maxsize)
-        writer = StorageWriter(self.folder, step=checkpoint_id.step, keep=keep)
+        writer = StorageWriter(str(checkpoint_id), step=checkpoint_id.step, keep=keep)
         saved = None
         if async_mode == titan.AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
@@ -82,7 +83,7 @@ class CheckpointManager(titan.CheckpointManager):
         step = None
         if isinstance(checkpoint_id, _Step):
             step = checkpoint_id.step
-            if not _has(self.folder, step) and _is_torchs(checkpoint_id.folder):
+            if not _has(str(checkpoint_id), step) and _is_torchs(checkpoint_id.folder):
                 checkpoint_id = checkpoint_id.folder
         if from_hf or _is_torchs(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
@@ -92,8 +93,16 @@ class CheckpointManager(titan.CheckpointManager):
             self.states[titan.MODEL].load_state_dict(state_dict)
 
     def _find_load_step(self, folder: str = "") -> int:
-        newest = RunReader(folder or self.folder).head()
-        return super()._find_load_step(folder) if newest is None else newest.step
+        newest, of_titan = RunReader(folder or self.folder).head(), super()._find_load_step(folder)
+        if newest is None:
+            return of_titan
+        if of_titan > newest.step:
+            warnings.warn(
+                f"{folder or self.folder} has step-{of_titan} of torchtitan's own, and the newest commit is of step"
+                f" {newest.step}, which is loaded. Set checkpoint.load_step to load the other.",
+                stacklevel=2,
+            )
+        return newest.step
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
         return _Step(folder or self.folder, step, super()._create_checkpoint_id(step, folder))

@@ -100,8 +100,8 @@ class BaseMaker:
         self._last_write = 0.0
 
     def watch(self, state: LiveState) -> None:
-        """From here on bases are of ``state``. None is under way."""
-        self._state = state
+        """From here on bases are of ``state``, which is divided anew. None is under way."""
+        self._state, self._atoms = state, {}
 
     @property
     def under_way(self) -> bool:

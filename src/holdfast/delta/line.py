@@ -189,7 +189,7 @@ class Line:
         own_last = sorted(taken.items(), key=lambda item: item[0] == with_buffers)
         for stream, names in own_last:
             wanted = names | ({RESIDUAL} if stream == with_buffers else set())
-            later = {unit for units in self._later_rows(stream).values() for unit in units}
+            later = {unit for units in self._later_rows(stream, names).values() for unit in units}
             files = {unit: file for unit, file in self.base.files_of(stream).items() if unit not in later}
             self._load(state, stream, files, wanted, self.watch.loaded)
             values = self.base.progress_of(stream)["values"]
@@ -243,7 +243,7 @@ class Line:
     ) -> None:
         """Do the steps; ``taken`` says by stream of which owners. The first stream's records tell of the rest."""
         loaded = {stream: self._steps_loaded(stream) for stream in taken}
-        later = {stream: self._later_rows(stream) for stream in taken}
+        later = {stream: self._later_rows(stream, names) for stream, names in taken.items()}
         stored = {  # a stream of which not all is taken has no fingerprint that could be compared here
             stream: [state.parameter(name) for name in self.boxes(stream)]  # as their writer had them
             for stream, names in taken.items()
@@ -304,11 +304,13 @@ class Line:
             if atom["slot"] not in CARRIED  # always of the commit's own step
         }
 
-    def _later_rows(self, stream: str) -> dict[int, set[str]]:
-        """By step the units that hold rows of a parameter of which other rows are of an earlier step. They are loaded
-        when replay has come there; until then it updates those rows too, for nothing."""
+    def _later_rows(self, stream: str, names: Collection[str]) -> dict[int, set[str]]:
+        """By step the units that hold rows of one of the parameters ``names`` of which other rows are of an earlier
+        step. They are loaded when replay has come there; until then it updates those rows too, for nothing."""
         found: dict[int, set[str]] = {}
         for atom in self.atoms[stream].values():
+            if atom["name"] not in names:
+                continue
             steps = [self._step_of(fragment) for fragment in atom["fragments"]]
             for fragment, step in zip(atom["fragments"], steps, strict=True):
                 if step > min(steps):

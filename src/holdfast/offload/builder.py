@@ -173,7 +173,8 @@ def _fill_from(run: Runtime, manifest: Manifest) -> None:
 
 def _fill_image(run: Runtime, recut: Recut, unit: Unit, name: str, image: Buffer) -> None:
     """One image, from the file of this very name or from others."""
-    ref, files = recut.file(name, never_changes=name == unit.frozen_name), run.stored[name]
+    files = run.stored[name]
+    ref = recut.file(name, name == unit.frozen_name, files.is_mine)
     if ref is None or not files.is_mine(ref.path):
         recut.fill(image.view, files.layout, unit.places)
         _write(run, name, image)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -25,13 +25,17 @@ class Recut:
     def _atoms(self) -> dict[str, dict[str, Any]]:
         return self._store.atoms(self._manifest)
 
-    def file(self, name: str, never_changes: bool) -> FileRef | None:
+    def file(self, name: str, never_changes: bool, is_here: Callable[[str], bool]) -> FileRef | None:
         """The file that the commit calls by a name that says what is in it: of what ``never_changes``, another commit's
-        will do."""
+        will do, and one that ``is_here`` of the same content is preferred."""
         found = self._manifest.files.get(name)
-        for ref in self._store.commits() if found is None and never_changes else ():
+        if not never_changes or (found is not None and is_here(found.path)):
+            return found
+        for ref in self._store.commits():
             with suppress(Damaged, NoCommit):
-                found = found or self._store.load(ref).files.get(name)
+                other = self._store.load(ref).files.get(name)
+                if other is not None and (found is None or (_is_same(found, other) and is_here(other.path))):
+                    return other
         return found
 
     def fill(
@@ -44,3 +48,7 @@ class Recut:
             image[entry.offset : entry.end] = read_box(
                 self._files, self._manifest, self._atoms[entry.key], box
             )
+
+
+def _is_same(one: FileRef, other: FileRef) -> bool:
+    return (one.bytes, one.checksums) == (other.bytes, other.checksums)

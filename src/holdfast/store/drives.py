@@ -148,10 +148,13 @@ def leave(disk: AnyDisk, gone: Sequence[str]) -> None:
 
 def record_of(disk: AnyDisk) -> tuple[Drive, ...]:
     """The drives of the run as they were last taken, its own first; none where there is no record that can be read."""
-    with suppress(FileNotFoundError, ManifestCorrupt):
+    with suppress(FileNotFoundError, ManifestCorrupt, RunMismatch):
         table = unseal(disk.read_bytes(RECORD), RECORD)
         with reading(RECORD):
-            return tuple(Drive(**item) for item in table["drives"])
+            drives = tuple(Drive(**item) for item in table["drives"])
+            numbers = [(int(drive.bytes_per_second), float(drive.share)) for drive in drives]
+        if all(rate > 0 and 0.0 <= share <= 1.0 for rate, share in numbers):
+            return drives
     return ()
 
 

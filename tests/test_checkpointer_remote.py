@@ -10,13 +10,12 @@ import pytest
 
 from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import helper, remote
+from holdfast.delta import remote
 from holdfast.errors import BadInput, DiskFailed, RunMismatch
 from holdfast.events import read_events
 from holdfast.store.chain import verify_records
 from holdfast.store.objects import ObjectDisk
 from holdfast.store.reader import RunReader
-from replica_run import Forked
 from test_checkpointer import ADAMW, go_on, reference
 
 
@@ -156,7 +155,6 @@ def test_a_place_that_is_no_bucket_is_refused(tmp_path):
 
 @pytest.mark.parametrize("replica", [False, True])
 def test_after_a_sigterm_the_copy_is_complete_when_the_process_ends(tmp_path, bucket, monkeypatch, replica):
-    monkeypatch.setattr(helper, "start_process", Forked)
     monkeypatch.setattr(remote, "SECONDS", 60)
     loop, checkpointer = begin(tmp_path / "run", bucket, replica=replica, base_every=100)
     checkpointer.resume()

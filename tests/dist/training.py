@@ -416,7 +416,9 @@ def train(
     if str(rank) in (killed_in or {}):
         threading.Timer(killed_in[str(rank)], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     if options.get("replica"):
-        helper.start_process, replica.LINGER_SECONDS = Forked, linger_seconds
+        replica.LINGER_SECONDS = linger_seconds
+        if not options.get("remote"):  # a bucket's client has threads, whose locks a fork would find taken
+            helper.start_process = Forked
         if drift_at is not None and drift_at[0] == rank:
             host.apply = partial(drifting, host.apply, drift_at[1], slot=drifting_slot)
         if not orphans_persist:

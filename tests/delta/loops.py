@@ -169,7 +169,7 @@ def same(a: Any, b: Any) -> bool:
 
 def cut_small(monkeypatch: Any, groups: int = 64) -> None:
     """A base is of several units, one of them copied in each step; a segment holds so many ``groups`` of records."""
-    monkeypatch.setattr(bases, "UNIT_BYTES", 600)
+    monkeypatch.setattr(bases, "UNIT_BYTES", 1000)
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", groups)
 

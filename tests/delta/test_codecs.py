@@ -178,7 +178,7 @@ def test_residuals_that_do_not_fit_the_staging_share_make_training_wait(tmp_path
         assert same(go_on(loop, again, STEPS)[STEPS], states[STEPS])
 
 
-@pytest.mark.parametrize("bytes_per_step", [1, 12_000, 20_000])
+@pytest.mark.parametrize("bytes_per_step", [1, 9_000, 16_000])
 def test_residuals_are_copied_at_the_step_of_the_commit_and_all_else_before(
     tmp_path, small_units, monkeypatch, bytes_per_step
 ):

@@ -133,9 +133,9 @@ def train(
     has all that it had open. With ``no_memory`` nothing can be kept there, with ``no_disk`` no base is written there
     after the first."""
     from holdfast import checkpointer as module
-    from holdfast.delta import bases, helper, replica
+    from holdfast.delta import division, helper, replica
 
-    bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
+    division.UNIT_BYTES, module.BASE_BYTES_PER_STEP = unit_bytes, 1
     if slow_seconds:
         host.apply = partial(slowly, host.apply, slow_seconds)
     if drifts_at is not None:

@@ -12,7 +12,7 @@ import pytest
 
 from delta.loops import make
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases
+from holdfast.delta import division
 from holdfast.delta.recovery import recover
 from holdfast.delta.script import Script
 from holdfast.errors import HoldfastError
@@ -29,7 +29,7 @@ ROOT, STEPS = "/sim", 9
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(bases, "UNIT_BYTES", 2500)
+    monkeypatch.setattr(division, "UNIT_BYTES", 2500)
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 2)
 

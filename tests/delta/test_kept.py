@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from delta.loops import make, same
-from holdfast.delta import bases, kept
+from holdfast.delta import division, kept
 from holdfast.delta.recovery import recover
 from holdfast.delta.script import NoScript
 from holdfast.errors import ChunkCorrupt
@@ -23,7 +23,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.01)
 @pytest.fixture
 def left(tmp_path, monkeypatch):
     """A run with nothing on the disk, the place where step 5 of it is kept, and the loop that was there."""
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
+    monkeypatch.setattr(division, "UNIT_BYTES", 100)
     loop = make(ADAMW, "batchnorm")
     for i in range(5):
         loop.iteration(i, lambda: None)

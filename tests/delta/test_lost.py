@@ -8,7 +8,7 @@ from torch import nn
 
 from delta.loops import same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases
+from holdfast.delta import division
 from holdfast.store import journal
 from holdfast.store.files import Disk
 from holdfast.store.journal import read_segment, segments
@@ -19,7 +19,7 @@ from test_checkpointer import reference, start
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch):
     """A base is of several units, one of them in each step; a segment holds one group."""
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
+    monkeypatch.setattr(division, "UNIT_BYTES", 100)
     monkeypatch.setattr("holdfast.checkpointer.BASE_BYTES_PER_STEP", 1)
     monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 1)
 

@@ -17,7 +17,7 @@ from torch import nn
 from delta.loops import make, same
 from delta.test_replay import FUSED, OPTIMIZERS, recovered
 from holdfast.checkpointer import BOUND, Checkpointer
-from holdfast.delta import bases, helper, host, kept, layers, replicating, tier
+from holdfast.delta import division, helper, host, kept, layers, replicating, tier
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
@@ -41,7 +41,7 @@ def forked(monkeypatch, tmp_path):
     memory.mkdir()
     monkeypatch.setattr(helper, "start_process", Forked)
     monkeypatch.setattr(tier, "MEMORY", memory)
-    monkeypatch.setattr(bases, "UNIT_BYTES", 100)
+    monkeypatch.setattr(division, "UNIT_BYTES", 100)
     before = set(psutil.Process().children())  # of other tests: a resource tracker, loader workers
     yield
     assert os.listdir(memory) == []

@@ -373,11 +373,11 @@ def train(
     "all", and a step. Those that are killed at the same step wait for each other. ``survives_as`` is what
     ``replica_step`` is to become after each step."""
     from holdfast import checkpointer as module
-    from holdfast.delta import allotment, bases, remote
+    from holdfast.delta import allotment, division, remote
     from holdfast.store import journal
     from holdfast.store.retention import Keep
 
-    bases.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
+    division.UNIT_BYTES, module.BASE_BYTES_PER_STEP, journal.GROUPS_PER_SEGMENT = unit_bytes, 1, 3
     remote.SECONDS = copies_every
     if killed_copying is not None:
         dying_at_object(killed_copying)

@@ -84,10 +84,11 @@ def test_compressed_records_are_expanded_where_they_were_made(tmp_path, codec):
             assert same(again.state(), states[step]), step
 
 
-def test_training_waits_for_nothing_that_is_on_its_way(tmp_path):
+@pytest.mark.parametrize("replica", [False, True])
+def test_training_waits_for_nothing_that_is_on_its_way(tmp_path, replica):
     """torch raises at each call that would wait for the device."""
     script = Script()
-    with script.checkpointer(tmp_path, base_every=1000) as checkpointer:
+    with script.checkpointer(tmp_path, replica=replica, base_every=1000) as checkpointer:
         checkpointer.resume()
         for i in range(6):
             script.step(i)
@@ -101,6 +102,10 @@ def test_training_waits_for_nothing_that_is_on_its_way(tmp_path):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert checkpointer.steps_done == 7
+        if replica:
+            checkpointer._survival.settle()
+            assert checkpointer.replica_step == 7
+    assert not drifts(tmp_path)
 
 
 def run(root, steps, *kill_at, replica=False):
@@ -149,27 +154,6 @@ def test_a_replica_has_the_bits_of_the_device_after_every_step(tmp_path, name):
         with again.checkpointer(tmp_path, keep=Keep(99)) as checkpointer:
             assert checkpointer.resume(step=step) == step
             assert same(again.state(), states[step]), step
-
-
-def test_training_waits_for_nothing_that_is_on_its_way_to_a_replica(tmp_path):
-    """torch raises at each call that would wait for the device."""
-    script = Script()
-    with script.checkpointer(tmp_path, replica=True, base_every=1000) as checkpointer:
-        checkpointer.resume()
-        for i in range(6):
-            script.step(i)
-            checkpointer.step()
-        checkpointer.wait()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            script.optimizer.step()
-            checkpointer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        checkpointer._survival.settle()
-        assert checkpointer.replica_step == checkpointer.steps_done == 7
-    assert not drifts(tmp_path)
 
 
 @pytest.mark.parametrize("kill_at", [5, 8])

@@ -18,7 +18,7 @@ from ..store.manifest import Manifest, Point
 from ..store.pruning import reach_needs
 from ..store.retention import Keep
 from ..store.written import Written
-from .bases import divided, of_one_base, owned_by
+from .division import divided, of_one_base, owned_by
 from .holder import rebuilt
 from .image import Image
 from .line import Differs, Line

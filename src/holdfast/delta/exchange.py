@@ -12,7 +12,7 @@ from ..ranks import Ranks
 from ..state.boxes import Box
 from ..state.live import LiveState
 from ..units import packed
-from .bases import UNIT_BYTES
+from .division import UNIT_BYTES
 from .image import image_of
 from .slots import tensors_of
 

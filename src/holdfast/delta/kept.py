@@ -29,8 +29,8 @@ from ..store.manifest import ALONE, FileRef
 from ..store.reading import index_of_stream, read_file
 from ..store.retention import ancestry
 from . import tier
-from .bases import of_one_base
 from .channel import Channel, Gone
+from .division import of_one_base
 from .line import Line
 
 KEPT, SYNC, SOCKET = "state", "sync", "socket"

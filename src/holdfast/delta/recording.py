@@ -16,7 +16,7 @@ from ..store.local import LocalStore
 from . import entering, kept
 from .agreement import Agreement
 from .allotment import Allotment
-from .bases import owned_by
+from .division import owned_by
 from .leaving import devices_of
 from .loop import Loop
 from .options import Options

@@ -1,0 +1,174 @@
+"""Division: the state as units, each of which a base copies and writes by itself. Sizes are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import torch
+import xxhash
+
+from ..state.atoms import Atom
+from ..state.boxes import Box
+from ..state.live import BUFFERS, CARRIED, Held, LiveState
+from ..store.generations import Generations
+from ..store.layout import Layout
+from ..units import MiB, packed
+from ..update.kinds import is_elementwise
+from .image import METADATA
+
+UNIT_BYTES = 64 * MiB
+"""About how large a unit is. A parameter that has more is divided by rows where its optimizer updates each element by
+itself, and is a unit otherwise."""
+
+
+@dataclass
+class Unit:
+    name: str
+    owners: tuple[str, ...]
+    layout: Layout
+    files: Generations | None = None
+    """Not there before the recorder has made them."""
+    late: bool = False
+    """What is in it no record brings forward: it is copied last, at the commit's own step."""
+    rows: range | None = None
+    """Of its one owner, which is divided, these rows; the first unit of it has what has no rows as well."""
+
+    def held_of(self, owned: Mapping[str, Held]) -> Held:
+        """What is in it of all that is ``owned``."""
+        return _held_of(owned, self.owners, self.rows)
+
+    def tensors_of(self, owned: Mapping[str, Held]) -> dict[str, torch.Tensor]:
+        """The same, the tensors alone."""
+        return {key: tensor for key, (_, tensor) in self.held_of(owned).items()}
+
+
+def owned_by(state: LiveState) -> dict[str, Held]:
+    """What is in a base of ``state``, by owner."""
+    owned = {p.name: state.owned(p) for p in state.stored}
+    buffers = state.buffers()
+    if buffers:
+        owned[BUFFERS] = buffers
+    return owned | {key: {key: held} for key, held in state.residuals_held().items()}
+
+
+def divided(owned: dict[str, Held], state: LiveState, prefix: str = "") -> tuple[list[Unit], dict[str, Any]]:
+    """The units that hold what is ``owned``, without files yet, and the index that says so."""
+    units = [_unit(prefix, number, *of, owned) for number, of in enumerate(_groups(owned, state))]
+    return units, _index_of(units, owned, state)
+
+
+def of_one_base(index: dict[str, Any], timeline: int | None, step: int, prefix: str = "") -> dict[str, Any]:
+    """``index`` as no other base and no other rank has it: the loss of its file is that of one base, and no two write
+    it at once."""
+    return {**index, "timeline": timeline, "step": step, "prefix": prefix}
+
+
+def _unit(
+    prefix: str, number: int, owners: tuple[str, ...], rows: range | None, owned: dict[str, Held]
+) -> Unit:
+    held = _held_of(owned, owners, rows)
+    atoms = [atom for atom, _ in held.values()]
+    layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
+    form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
+    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=_is_late(held), rows=rows)
+
+
+def _held_of(owned: Mapping[str, Held], owners: Sequence[str], rows: range | None) -> Held:
+    held = {key: found for owner in owners for key, found in owned[owner].items()}
+    return held if rows is None else _rows_of(held, rows)
+
+
+def atoms_of(owned: dict[str, Held]) -> dict[str, Atom]:
+    """By key, what is in a base."""
+    return {key: atom for held in owned.values() for key, (atom, _) in held.items()}
+
+
+def _groups(owned: dict[str, Held], state: LiveState) -> list[tuple[tuple[str, ...], range | None]]:
+    """Owners in order, joined to about ``UNIT_BYTES``, or rows of one that has more; residuals, which come last, are
+    apart. One group of none where a rank stores nothing, so that it has a part of a base all the same."""
+    found: list[tuple[tuple[str, ...], range | None]] = []
+    for _, alike in groupby(owned, lambda owner: _is_late(owned[owner])):
+        for group in packed(alike, lambda owner: _bytes_of(owned[owner]), UNIT_BYTES):
+            held = owned[group[0]]
+            if _bytes_of(held) > UNIT_BYTES and _has_rows(group[0], held, state):  # by itself, then
+                found += [(tuple(group), rows) for rows in _divided_rows(held)]
+            else:
+                found.append((tuple(group), None))
+    return found or [((), None)]
+
+
+def _is_late(held: Held) -> bool:
+    """Whether no record brings forward what is held."""
+    return any(atom.slot in CARRIED for atom, _ in held.values())
+
+
+def _bytes_of(held: Held) -> int:
+    return sum(atom.nbytes for atom, _ in held.values())
+
+
+def _has_rows(owner: str, held: Held, state: LiveState) -> bool:
+    """Whether rows of a parameter can be of other steps than the rest: its optimizer updates each element by itself,
+    and what it holds beside tensors of the parameter's shape is one number for all."""
+    if any(atom.slot in ("buffer", *CARRIED) for atom, _ in held.values()):
+        return False
+    index = state.optimizer_of(state.parameter(owner))
+    whole = _whole_shape(held)
+    alike = all(atom.shape == whole or prod(atom.shape) == 1 for atom, _ in held.values())
+    return alike and len(whole) > 0 and (index is None or is_elementwise(state.optimizers[index]))
+
+
+def _divided_rows(held: Held) -> list[range]:
+    """Rows of a parameter, in ranges of ``UNIT_BYTES`` at most with what belongs to them, or of one row."""
+    rows = _whole_shape(held)[0]
+    count = -(-rows // max(rows * UNIT_BYTES // _bytes_of(held), 1))
+    return [range(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+
+
+def _rows_of(held: Held, rows: range) -> Held:
+    """Of what one owner holds the part that belongs to ``rows``."""
+    whole = _whole_shape(held)
+    part: Held = {}
+    for key, (atom, tensor) in held.items():
+        if atom.shape == whole:
+            there = replace(atom, shape=(len(rows), *whole[1:]))
+            part[key] = there, tensor.narrow(0, rows.start, len(rows))
+        elif rows.start == 0:
+            part[key] = atom, tensor
+    return part
+
+
+def _whole_shape(held: Held) -> tuple[int, ...]:
+    """Of the parameter, which an owner holds first."""
+    return next(iter(held.values()))[0].shape
+
+
+def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -> dict[str, Any]:
+    atoms: dict[str, Any] = {}
+    whole = atoms_of(owned)
+    for unit in units:
+        for key, (part, _) in unit.held_of(owned).items():
+            atom = whole[key]
+            shape, box = state.place_of(atom)
+            if part.shape != atom.shape and unit.rows is not None:
+                box = box.rows(unit.rows)
+            known = atoms.setdefault(
+                key,
+                {
+                    "name": atom.name,
+                    "slot": atom.slot,
+                    "shape": list(shape),
+                    "dtype": atom.dtype,
+                    "fragments": [],
+                },
+            )
+            local = Box.whole(part.shape)
+            known["fragments"].append(
+                {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}
+            )
+    if not atoms:  # two ranks that store nothing write two files
+        return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
+    return {"version": 1, "atoms": atoms}

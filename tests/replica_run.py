@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, partialmethod
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from delta.loops import make
 from holdfast import failpoints
@@ -26,28 +29,58 @@ from survive_run import FEATURE, OPTIMIZER, digest
 
 
 class Forked:
-    """A replica's process that is a fork of this one."""
+    """A replica's process that is a fork of this one. Where this one is to have threads, ``prepare`` it before."""
+
+    stacks: ClassVar[Path | None] = None
+    """Where one that hangs says at what."""
+
+    _spares: ClassVar[list[tuple[int, socket.socket]]] = []
 
     def __init__(self, sock: socket.socket) -> None:
         self.code: int | None = None
+        if self._spares:
+            self.pid, channel = self._spares.pop()
+            with channel:
+                socket.send_fds(channel, [b"."], [sock.fileno()])
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # this process may have other threads
             self.pid = os.fork()
         if self.pid == 0:
-            self.serve(sock)
+            self.serve(os.dup(sock.fileno()))
 
-    def serve(self, sock: socket.socket) -> None:
+    @classmethod
+    def prepare(cls, number: int = 2) -> None:
+        """Fork so many now, each of which waits to be needed: what other threads have locked stays locked in a fork."""
+        for _ in range(number):
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
+                if not descriptors:  # nobody needed it
+                    os._exit(0)
+                cls.serve(descriptors[0])
+            theirs.close()
+            cls._spares.append((pid, ours))
+
+    @classmethod
+    def serve(cls, descriptor: int) -> None:
         """In the child: nothing of the parent's stays but its end of the channel."""
         try:
             gc.freeze()  # what the parent has dropped would close descriptors that are others by then
             os.setsid()
             failpoints._arrivals.clear()
-            descriptor = os.dup(sock.fileno())
             null = os.open(os.devnull, os.O_RDWR)
             for number in (0, 1, 2):
                 os.dup2(null, number)
             os.dup2(descriptor, 3)
             os.closerange(4, 1024)
+            if cls.stacks is not None:
+                stacks = open(cls.stacks, "w")  # noqa: SIM115 (until it ends)
+                late = threading.Timer(20, lambda: faulthandler.dump_traceback(stacks))
+                late.daemon = True
+                late.start()
             host.main(3)
             os._exit(0)
         except BaseException:

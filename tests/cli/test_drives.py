@@ -70,8 +70,8 @@ def test_a_run_goes_on_with_its_drives_and_leaves_them_only_if_told_so(
 ):
     drive = tmp_path / "drive"
     result = holdfast(*arguments(run, train__steps=5))
-    assert result.code == 2 and f"Say --set offload.drives=[{drive}] to go on" in result.err
-    assert "--set offload.drives=[] to change" in result.err
+    assert result.code == 2 and f"Say --set 'offload.drives=[{drive}]' to go on" in result.err
+    assert "--set 'offload.drives=[]' to change" in result.err
     monkeypatch.chdir(tmp_path)
     assert holdfast(*arguments(run, train__steps=5, offload__drives="drive")).code == 0
     assert list(drive.glob("*.safetensors"))

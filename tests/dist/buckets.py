@@ -67,9 +67,10 @@ class Strided(nn.Module):
 
 
 def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], **order: Any) -> None:
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     helper.start_process = Forked
     watch()
+    Forked.prepare()
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     if order["slow"]:
         exchange = dist.all_reduce
         dist.all_reduce = lambda *args, **more: Late(exchange(*args, **more))

@@ -56,7 +56,7 @@ TRAINER: dict[str, dict[str, Any]] = {
 
 def ended(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for said in ranks:
-        assert said.get("finished"), said.get("trace") or said.get("stacks") or said
+        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
         assert said["processes"] == len(ranks)
     return ranks
 

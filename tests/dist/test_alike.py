@@ -19,7 +19,7 @@ def world():
 def finished(ranks):
     """All came to the end, whatever they hold."""
     for said in ranks:
-        assert said.get("finished"), said.get("trace") or said.get("stacks") or said
+        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
     return ranks
 
 

@@ -20,7 +20,7 @@ def world():
 
 def ended(ranks):
     for said in ranks:
-        assert said.get("finished"), said.get("trace") or said.get("stacks") or said
+        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
     assert all(said["digests"] == ranks[0]["digests"] for said in ranks)
     return ranks
 

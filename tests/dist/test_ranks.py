@@ -25,7 +25,7 @@ def world():
 def ended(ranks):
     """All ranks came to the end, with one state."""
     for said in ranks:
-        assert said.get("finished"), said.get("trace") or said.get("stacks") or said
+        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
     assert all(said["digests"] == ranks[0]["digests"] for said in ranks)
     return ranks
 

@@ -18,7 +18,7 @@ def world():
 
 def ended(ranks):
     for said in ranks:
-        assert said.get("finished"), said.get("trace") or said.get("stacks") or said
+        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
     return ranks
 
 

@@ -19,7 +19,7 @@ def world():
 @pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])
 def test_rules_inferred_of_ranks_fit_them(world, tmp_path, kind, ranks):
     for said in world.run(ranks, kind=kind, root=tmp_path, steps=2, base_every=2):
-        assert said.get("finished"), said.get("trace") or said.get("stacks") or said
+        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
     reader = RunReader(tmp_path, direct=False)
     manifest = reader.head()
     assert manifest is not None and len(manifest.streams) == ranks

@@ -266,15 +266,15 @@ class Meeting:
     """Files in ``folder``, by which ranks wait for each other where a collective would fail with the first of them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+        self.folder, self._rank = folder, rank
 
     def tell(self, what: str) -> None:
         """This rank has got to ``what``."""
-        (self._folder / f"{what}-{self._rank}").touch()
+        (self.folder / f"{what}-{self._rank}").touch()
 
     def have(self, what: str, ranks: Iterable[int]) -> bool:
         """Whether all of ``ranks`` have got there."""
-        return all((self._folder / f"{what}-{rank}").exists() for rank in ranks)
+        return all((self.folder / f"{what}-{rank}").exists() for rank in ranks)
 
 
 def but_news(real: Callable[..., None], about: dict[str, Any], *data: Any) -> None:
@@ -292,21 +292,20 @@ def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], 
     if "topology" in order:
         from dist import awkward
 
+        if "replica" in order:
+            Forked.prepare()
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
         run = awkward.train_each if "sources" in order else awkward.train
         run(rank, world_size, say, **order)
         return dist.destroy_process_group()
-    if world_size > 1 or order["kind"] == "fsdp":
-        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
-    meeting = Meeting(Path(rendezvous.removeprefix("file://")).parent, rank)
-    train(rank, world_size, say, meeting, **order)
+    train(rank, world_size, rendezvous, say, **order)
 
 
 def train(
     rank: int,
     world_size: int,
+    rendezvous: str,
     say: Callable[..., None],
-    meeting: Meeting,
     *,
     kind: str,
     root: str,
@@ -382,28 +381,12 @@ def train(
     if killed_copying is not None:
         dying_at_object(killed_copying)
     allotment.LEAST_STORAGE = least_storage or allotment.LEAST_STORAGE
+    meeting = Meeting(Path(rendezvous.removeprefix("file://")).parent, rank)
     root = f"{root}-{rank}" if rank == elsewhere else root
     if codec is not None:
         options["codec"] = CODECS[codec[0]](codec[1])
-    model = wrapped(kind, world_size, width, tiny, mlp)
-    if spoilt is not None:
-        options |= SPOILT[spoilt](model)
-    chosen = OPTIMIZERS[optimizer](model.parameters())
-    resume = (resume_of or {}).get(str(rank), resume)
     options |= (options_of or {}).get(str(rank), {})
-    plain = getattr(model, "module", model)
-    if loader is not None:
-        options["loader"] = LOADERS[loader]()
-    averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
-    if averages is not None:
-        options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
-    same_batch = {"plain": world_size, "tp": 2, "fsdp_tp": 2}.get(kind, 1)  # so many ranks in a row
-    torch.manual_seed(100 + rank // same_batch)
-    losses: list[float] = []
-    digests: dict[int, str] = {}
     early: list[bool] = []
-    survived: list[int] = []
     if slow_publish:
         real = Together.publish_shares
         Together.publish_shares = lambda *args: (time.sleep(slow_publish), real(*args))[1]
@@ -413,12 +396,10 @@ def train(
     if device:
         Device(pytest.MonkeyPatch())
         rebuild.visited, visiting.VISIT_BYTES = lambda held: "cpu", 1
-    if str(rank) in (killed_in or {}):
-        threading.Timer(killed_in[str(rank)], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     if options.get("replica"):
         replica.LINGER_SECONDS = linger_seconds
         if not options.get("remote"):  # a bucket's client has threads, whose locks a fork would find taken
-            helper.start_process = Forked
+            helper.start_process, Forked.stacks = Forked, meeting.folder / f"stacks-{rank}-replica"
         if drift_at is not None and drift_at[0] == rank:
             host.apply = partial(drifting, host.apply, drift_at[1], slot=drifting_slot)
         if not orphans_persist:
@@ -441,6 +422,29 @@ def train(
             Replicas._hear = lambda self, about: None if "drift" in about else hear(self, about)
         arrived = LayerTap.arrived
         LayerTap.arrived = lambda *args: early.append(True) or arrived(*args)
+        if not options.get("remote"):
+            Forked.prepare()
+    if world_size > 1 or kind == "fsdp":
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    model = wrapped(kind, world_size, width, tiny, mlp)
+    if spoilt is not None:
+        options |= SPOILT[spoilt](model)
+    chosen = OPTIMIZERS[optimizer](model.parameters())
+    resume = (resume_of or {}).get(str(rank), resume)
+    plain = getattr(model, "module", model)
+    if loader is not None:
+        options["loader"] = LOADERS[loader]()
+    averages = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if average else None
+    if averages is not None:
+        options |= {"after_update": lambda: averages.update_parameters(plain), "averages": averages}
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(chosen, 20)
+    same_batch = {"plain": world_size, "tp": 2, "fsdp_tp": 2}.get(kind, 1)  # so many ranks in a row
+    torch.manual_seed(100 + rank // same_batch)
+    losses: list[float] = []
+    digests: dict[int, str] = {}
+    survived: list[int] = []
+    if str(rank) in (killed_in or {}):
+        threading.Timer(killed_in[str(rank)], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     doomed = {int(each): step for each, step in (killed_after or {}).items()}
     if kill is not None:
         doomed |= dict.fromkeys(range(world_size) if kill[0] == "all" else [kill[0]], kill[1])

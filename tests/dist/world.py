@@ -81,8 +81,8 @@ def _supervise(world_size: int, **order: Any) -> dict[str, Any]:
             said: dict[str, Any] = {"code": codes[rank]}
             for line in (Path(folder) / f"said-{rank}").read_text().splitlines():
                 said |= json.loads(line)
-            stacks = Path(folder) / f"stacks-{rank}"
-            if stacks.exists() and (text := stacks.read_text()):
+            stacks = sorted(Path(folder).glob(f"stacks-{rank}*"))
+            if text := "\n".join(filter(None, (path.read_text() for path in stacks))):
                 said["stacks"] = text
             ranks.append(said)
     return {"ranks": ranks, "late": late}

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from ..config import Config, changed_keys, is_marked, literal, load_config, to_toml
@@ -110,7 +111,8 @@ def _refuse_another_run(directory: Path, changed: dict[str, tuple[Any, Any]]) ->
 def _refuse_unstated(run: Path, changed: dict[str, tuple[Any, Any]]) -> None:
     if changed:
         before, now = (
-            " ".join(f"--set {key}={_as_word(pair[i])}" for key, pair in changed.items()) for i in (0, 1)
+            " ".join(f"--set {quote(f'{key}={_as_word(pair[i])}')}" for key, pair in changed.items())
+            for i in (0, 1)
         )
         raise RunMismatch(
             f"{run} was trained otherwise: {describe(changed)}. Say {before} to go on as before, or {now} to change "

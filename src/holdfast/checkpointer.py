@@ -42,7 +42,6 @@ from .delta.sigterm import SigTerm
 from .delta.survival import Asked, Survival
 from .delta.tap import Update
 from .delta.watching import Recovery
-from .delta.witness import last_durable, refuse_emptied
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
@@ -51,6 +50,7 @@ from .sources import From, begin_from
 from .store.files import check_place
 from .store.local import LocalStore
 from .store.retention import Keep
+from .store.witness import last_durable, refuse_emptied
 from .units import GiB, MiB
 
 BASE_BYTES_PER_STEP = 64 * MiB

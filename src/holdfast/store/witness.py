@@ -23,7 +23,7 @@ def last_durable(log: Path | None) -> int:
     for event in parsed(_tail(log) if log is not None else []):
         if event.get("event") == "recovered":  # what was newer was left
             step = _number(event, "step", step)
-        if event.get("event") == "checkpointer":  # likewise; a fresh run has a base by now
+        if event.get("event") in ("checkpointer", "engine"):  # likewise; a fresh run has a commit by now
             first = _number(event, "first_step", step)
             step = first if step < 0 else min(step, first)
         step = max(step, _number(event, "durable_step", -1))

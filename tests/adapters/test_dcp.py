@@ -303,6 +303,12 @@ def test_saves_without_collectives_and_with_cached_plans_are_refused(tmp_path):
     assert steps_of(tmp_path) == [(0, 1)]
 
 
+@pytest.mark.parametrize("step", [-1, 2.0])
+def test_a_step_that_no_commit_can_have_is_refused(tmp_path, step):
+    with pytest.raises(BadInput, match="a number from 0 on"):
+        StorageWriter(tmp_path, step=step)
+
+
 def test_a_place_that_is_no_directory_or_none_is_refused(tmp_path):
     (tmp_path / "file").touch()
     for place, text in ((tmp_path / "file", "is a file"), ("", "no directory was given")):

@@ -11,7 +11,11 @@ import threading
 
 import pytest
 
+from holdfast.cli import push
+from holdfast.errors import Damaged, DiskFailed
 from holdfast.store.chain import last_step
+from holdfast.store.copying import Pushed
+from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
 from test_checkpointer import go_on, start
 
@@ -99,6 +103,23 @@ def test_a_followed_run_is_copied_as_it_goes_on(run, bucket):
     finally:
         child.kill()
         child.communicate()
+
+
+def test_a_run_is_followed_whatever_the_network_does(run, monkeypatch, capsys):
+    """And what was damaged is in the exit code, however it ends."""
+    damaged, fails = Pushed(damaged=[Damaged("a.safetensors: a bit")]), DiskFailed("no answer.")
+    answers = iter([damaged, fails, fails, Pushed(), fails, KeyboardInterrupt])
+
+    def answer(*_):
+        found = next(answers)
+        if isinstance(found, Pushed):
+            return found
+        raise found
+
+    monkeypatch.setattr(push, "SECONDS", 0)
+    monkeypatch.setattr(Pusher, "push", answer)
+    assert push.push_run(run, "s3://bucket/run", keep_last=None, follow=True, as_json=True) is False
+    assert capsys.readouterr().err == 2 * "no answer. It is tried again until Ctrl-C.\n"
 
 
 def newest(bucket):

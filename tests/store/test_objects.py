@@ -472,6 +472,20 @@ def test_a_server_that_does_not_answer_is_one_error(bucket, monkeypatch, run):
     assert caught.value.exit_code == 3 and "\n" not in str(caught.value)
 
 
+def test_without_an_endpoint_it_is_amazons(monkeypatch):
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_REGION", "eu-central-1")
+    store = objects._connected(Url("s3://bucket/runs/a"))
+    assert store.prefix == "runs/a" and "endpoint" not in store.config
+
+
+def test_an_endpoint_without_its_scheme_is_refused(monkeypatch, run):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(BadInput, match="'localhost:9000': it begins with http:// or https://"):
+        Pusher(run, Url("s3://bucket/run")).push()
+
+
 def test_a_bucket_that_is_not_there_is_named(bucket, run):
     with pytest.raises(BadInput, match="there is no bucket 'other'"):
         Pusher(run, Url("s3://other/run")).push()

@@ -44,6 +44,8 @@ class StorageWriter(OfRun, dcp.StorageWriter):
     def __init__(
         self, root: str | os.PathLike = "", *, step: int | None = None, keep: Keep | None = None
     ) -> None:
+        if step is not None and (not isinstance(step, int) or step < 0):
+            raise BadInput(f"step = {step!r}: that of a commit is a number from 0 on")
         super().__init__(root, step)
         self.keep = keep or Keep()
         self._paths: dict[str, tuple[Any, ...]] = {}

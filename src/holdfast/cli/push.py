@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ..errors import BadInput
+from ..errors import BadInput, DiskFailed
 from ..store.pushing import Pushed, Pusher
 from ..store.retention import Keep
 from ..store.target import Url, place_of
@@ -22,24 +23,30 @@ SECONDS = 2.0
 
 
 def push_run(run: Path, destination: str, *, keep_last: int | None, follow: bool, as_json: bool) -> bool:
-    """Copy what of ``run`` is not at ``destination``, and say so; with ``follow`` again and again until Ctrl-C. Whether
-    all of it was as it was written."""
+    """Copy what of ``run`` is not at ``destination``, and say so; with ``follow`` again and again until Ctrl-C,
+    whatever the network does meanwhile. Whether all of it was as it was written."""
     place = place_of(destination)
     if not isinstance(place, Url):
         raise BadInput(
             f"{destination} is no place in a bucket: give s3://BUCKET/PREFIX. A directory can be copied."
         )
     pusher = Pusher(directory_of(run, "push"), place, keep=None if keep_last is None else Keep(keep_last))
+    whole, told = True, ""
     try:
-        done = _push(pusher, place, follow, as_json)
+        whole = not _push(pusher, place, follow, as_json).damaged
         while follow:
             time.sleep(SECONDS)
-            _push(pusher, place, follow, as_json)
+            try:
+                whole &= not _push(pusher, place, follow, as_json).damaged
+                told = ""
+            except DiskFailed as error:
+                if str(error) != told:
+                    print(f"{error} It is tried again until Ctrl-C.", file=sys.stderr, flush=True)
+                told = str(error)
     except KeyboardInterrupt:
         if not follow:
             raise
-        return True
-    return not done.damaged
+    return whole
 
 
 def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> Pushed:

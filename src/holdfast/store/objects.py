@@ -222,13 +222,16 @@ def _connected(root: Url) -> S3Store:
         from obstore.store import S3Store
     except ImportError as error:
         raise BadInput(f"{root} is in a bucket, which takes obstore: pip install 'holdfast[s3]'") from error
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise BadInput(f"AWS_ENDPOINT_URL is {endpoint!r}: it begins with http:// or https://")
+    elsewhere = {"endpoint": endpoint} if endpoint else {}  # than at Amazon's
     return S3Store(
         root.parts[1],
         prefix="/".join(root.parts[2:]) or None,
-        endpoint=endpoint,
+        **elsewhere,
         client_options={
-            "allow_http": (endpoint or "").startswith("http://"),
+            "allow_http": endpoint.startswith("http://"),
             "connect_timeout": timedelta(seconds=10),
             "timeout": timedelta(seconds=180),
         },

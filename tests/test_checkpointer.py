@@ -8,9 +8,11 @@ import signal
 import threading
 import time
 import warnings
+from collections import defaultdict
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,6 +20,7 @@ from torch import nn
 import holdfast
 from delta.loops import cut_small, make, same
 from holdfast.checkpointer import BOUND, Checkpointer
+from holdfast.delta.loop import Loop
 from holdfast.errors import (
     BadInput,
     DiskFailed,
@@ -30,6 +33,7 @@ from holdfast.errors import (
 )
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
+from holdfast.state.progress import decode, encode
 from holdfast.store.local import LocalStore
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -608,3 +612,42 @@ def test_another_model_or_a_second_writer_is_refused(tmp_path):
         Checkpointer(tmp_path, model=model, optimizer=ADAMW(model.parameters())).resume()
     with pytest.raises(NoCommit, match="cannot be brought to step 9: after step 2"):
         start(tmp_path)[1].resume(step=9)
+
+
+def test_a_log_stays_with_its_run_wherever_the_script_goes(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    loop, checkpointer = start("run")
+    monkeypatch.chdir("elsewhere")
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 1)
+    assert (tmp_path / "run" / "events.jsonl").exists() and not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_run_in_a_bucket_is_refused_at_once():
+    with pytest.raises(BadInput, match="s3://bucket/run is in a bucket"):
+        start("s3://bucket/run")
+
+
+def test_a_constructor_that_fails_leaves_no_hook_active(tmp_path, monkeypatch):
+    let_go = []
+    monkeypatch.setattr(Loop, "let_go", lambda self: let_go.append(self))
+    with pytest.raises(BadInput):
+        start(tmp_path, memory=10)
+    assert len(let_go) == 1
+
+
+class Named(dict):
+    """Of somebody's own."""
+
+
+@pytest.mark.parametrize("value", [defaultdict(int), Named()])
+def test_a_dict_that_would_come_back_as_another_is_refused(value):
+    with pytest.raises(BadInput, match=type(value).__name__):
+        encode(value)
+
+
+def test_a_number_of_numpy_comes_back_as_one():
+    back = decode(encode(np.float64(0.1)))
+    assert type(back) is np.float64 and back == 0.1

@@ -53,6 +53,15 @@ def test_another_beginning_of_a_schedule_is_told(tmp_path):
     assert "param_groups[0]['initial_lr'] is 0.001 and not 0.1" in told
 
 
+def test_a_schedule_that_the_run_does_not_have_is_told_once(tmp_path):
+    resumed(tmp_path, 3, lr=0.001)
+    told, _ = resumed(tmp_path, 5, falling, lr=0.001)
+    assert any(
+        "the run has no scheduler: the one that was passed begins where it is" in text for text in told
+    )
+    assert resumed(tmp_path, 7, falling, lr=0.001)[0] == []
+
+
 @pytest.mark.parametrize("schedule", [None, falling])
 def test_what_the_script_has_as_ever_is_not_told(tmp_path, schedule):
     for steps in (3, 5, 7):

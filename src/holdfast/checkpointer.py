@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,7 +112,8 @@ class Checkpointer:
         """Raises ``BadInput`` and its kin with nothing written."""
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
-        self._events = EventLog(Path(run) / "events.jsonl" if disk is None and not ranks.rank else None)
+        log = Path(run).absolute() / "events.jsonl"
+        self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
 
         def check() -> None:
@@ -142,12 +143,14 @@ class Checkpointer:
             if remote is not None and ranks.rank == 0:
                 self._remote = Remote(run, remote, keep, self._events)
 
-        with ranks.closing_on_error():
+        with ranks.closing_on_error(), ExitStack() as undoing:
             ranks.all_do(check)  # what is wrong on one rank is an error on all
             refuse_other_remotes(ranks, remote)
+            undoing.callback(self._loop.let_go)
             self._loop.hook_up()
             self._loop.look()
             ranks.all_do(prepare)
+            undoing.pop_all()
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         self._tap = self._survival.tap(self._take_slot, clip_norm)

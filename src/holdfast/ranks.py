@@ -242,22 +242,22 @@ class Ranks:
 
     def board(self, initial: Mapping[str, str], deadline_seconds: float) -> dist.TCPStore:
         """A key-value store that all ranks share, with ``initial`` values. Called on all ranks."""
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         timeout = timedelta(seconds=deadline_seconds)
 
         made: list[dist.TCPStore] = []
 
-        def serve() -> int:
+        def serve() -> tuple[str, int]:
+            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
             made.append(dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False))
             for key, value in initial.items():
                 made[0].set(key, value)
-            return made[0].port
+            return host, made[0].port
 
         def connect() -> None:
             if self.rank:
                 made.append(dist.TCPStore(host, port, is_master=False, timeout=timeout))
 
-        port = self.first_does(serve)
+        host, port = self.first_does(serve)
         self.all_do(connect)
         return made[0]
 

@@ -461,6 +461,16 @@ def test_a_run_never_takes_more_of_the_disk_than_it_may(tmp_path, small_units, p
     assert resumed_at(tmp_path, 600, states)
 
 
+def test_a_run_that_goes_on_keeps_the_cap_before_its_first_base(tmp_path, small_units):
+    for steps in (200, 400):
+        loop, checkpointer = start(tmp_path, base_every=100_000, storage=1_000_000)
+        with checkpointer:
+            for i in range(checkpointer.resume(), steps):
+                loop.iteration(i, checkpointer.step)
+                if i % 5 == 0:
+                    assert on_disk(tmp_path) <= 1_000_000
+
+
 def test_what_is_kept_for_good_gives_way_to_the_cap_oldest_first(tmp_path, small_units):
     loop, checkpointer = start(tmp_path, base_every=10, keep=holdfast.Keep(2, every=10), storage=2_000_000)
     most = 0
@@ -481,7 +491,7 @@ def test_what_is_kept_for_good_gives_way_to_the_cap_oldest_first(tmp_path, small
 
 def test_a_cap_that_no_two_bases_fit_in_is_refused_with_what_would_do(tmp_path):
     loop, checkpointer = start(tmp_path, storage=20_000)
-    with pytest.raises(DoesNotFit, match=r"storage = 19\.5 KiB is too little: .* Give at least \d+ bytes"):
+    with pytest.raises(DoesNotFit, match=r"storage = 19\.5 KiB is too little: .* Give more than \d+ bytes"):
         checkpointer.resume()
         go_on(loop, checkpointer, 5)
     with suppress(DoesNotFit):

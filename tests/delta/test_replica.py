@@ -656,6 +656,35 @@ def test_training_without_a_replica_leaves_no_newer_step_in_memory_behind(tmp_pa
     tier.remove(place)
 
 
+def test_what_a_replica_keeps_elsewhere_is_not_left_behind_either(tmp_path):
+    aside = tmp_path / "aside"
+    aside.mkdir()
+
+    def begun(**options):
+        loop = make(ADAMW, "batchnorm")
+        model, optimizer = loop.model, loop.optimizers
+        return loop, Checkpointer(
+            tmp_path / "run", model=model, optimizer=optimizer, **loop.things, **options
+        )
+
+    loop, checkpointer = begun(replica=aside)
+    with checkpointer:
+        checkpointer.resume()
+        loop.iteration(0, checkpointer.step)
+        progress = checkpointer._loop.progress()
+    with LocalStore.read(tmp_path / "run") as reader:
+        timelines = reader.timelines()[0]
+    place = tier.place_of(tmp_path / "run", aside)
+    tier.make(place)
+    run = [max(timelines), timelines[max(timelines)].key]
+    kept.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, run)
+    with (
+        begun()[1] as alone,
+        pytest.raises(BadInput, match=r"kept step 5 in memory, and step 1 is on the disk"),
+    ):
+        alone.resume()
+
+
 def test_a_place_of_somebody_else_is_refused(tmp_path):
     place = tier.place_of(tmp_path / "run", tier.MEMORY)
     place.mkdir(mode=0o755)

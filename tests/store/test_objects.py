@@ -63,6 +63,20 @@ def test_what_is_there_is_not_sent_again(run, bucket, monkeypatch):
     assert (done.commits, done.records, done.bytes, done.durable_step) == ([], 0, 0, 7)
 
 
+def test_records_that_are_there_are_read_once(run, bucket, monkeypatch):
+    Pusher(run, bucket).push()
+    pusher, begun = Pusher(run, bucket), []
+    monkeypatch.setattr(
+        copying,
+        "read_segment",
+        lambda disk, ref, start=0: begun.append(start) or read_segment(disk, ref, start),
+    )
+    pusher.push()
+    del begun[:]
+    pusher.push()
+    assert begun and all(begun)
+
+
 def test_payload_of_a_copy_that_was_interrupted_is_not_sent_again(run, bucket, monkeypatch):
     [ref] = Pusher(run, bucket).push().commits
     ObjectDisk(bucket).unlink(ref.path)

@@ -89,7 +89,6 @@ class Agreement:
         self._alike.tell = self.tell
         self._seen: set[int] = set()
         self._missed: set[int] = set()
-        ranks.tell_lost = self._tell_lost
         start = how_far()
         common = {
             "durable": f"{start} 0",
@@ -121,6 +120,7 @@ class Agreement:
         self._leading, self._newest_base = threading.Lock(), 0
         self._closing = self._all_closed = False
         self._thread = threading.Thread(target=self._work, name="holdfast-agreement", daemon=True)
+        ranks.tell_lost = self._tell_lost
         self._thread.start()
 
     def tell(self, name: str, value: str) -> None:

@@ -219,7 +219,8 @@ class BaseMaker:
             raise DoesNotFit(
                 f"storage = {format_bytes(store.told_cap_bytes)} is too little: of"
                 f" {store.root}, {who} takes {format_bytes(store.used_bytes)}, and the files for bases of"
-                f" {format_bytes(self.full_bytes)} take {format_bytes(nbytes)} more. Give at least {least} bytes."
+                f" {format_bytes(self.full_bytes)} take {format_bytes(nbytes)} more. Give more than {least} bytes,"
+                " since records take some as well."
             )
         for each in files:
             each.create()

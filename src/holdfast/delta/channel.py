@@ -64,7 +64,7 @@ class Channel:
     """One end. One thread sends, one receives."""
 
     def __init__(self, sock: socket.socket, deadline_seconds: float | None = None) -> None:
-        """A ``send`` that gets nothing through for ``deadline_seconds`` raises ``TimeoutError``."""
+        """A part of a ``send`` that takes longer than ``deadline_seconds`` in all raises ``TimeoutError``."""
         self._socket, self._received, self._idle = sock, bytearray(), False
         sock.settimeout(deadline_seconds)
 

@@ -28,6 +28,7 @@ from ..store.lock import own_text
 from ..store.manifest import ALONE, FileRef
 from ..store.reading import index_of_stream, read_file
 from ..store.retention import ancestry
+from ..store.witness import last_memory
 from . import tier
 from .channel import Channel, Gone
 from .division import of_one_base
@@ -103,7 +104,8 @@ def newest_of(places: Iterable[Path], store: LocalStore) -> int:
 def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
     """Raise ``BadInput`` if a replica of ``run`` kept a newer step than ``step``, which the disk has: for who trains
     without one, and would leave it behind."""
-    last = newest_of(tier.places_of(run, tier.MEMORY), store)
+    memories = {tier.MEMORY, last_memory(run / "events.jsonl") or tier.MEMORY}
+    last = max(newest_of(tier.places_of(run, memory), store) for memory in memories)
     if last > step:
         raise BadInput(
             f"{run}: a replica kept step {last} in memory, and step {step} is on the disk."

@@ -108,6 +108,7 @@ class Recording(Survival):
 
     def begin(self, found: Recovered | None) -> None:
         opening.begin(self._store, self._loop.ranks, None if found is None else found.point)
+        self._store.measure()
         self._pool = self._slot_pool()
         self._recorder = self._make_recorder(self._pool)
         self.begun = True

@@ -32,6 +32,7 @@ class Replicating(Survival):
     ) -> None:
         """Raises ``BadInput`` if there can be no replica of the loop's state."""
         super().__init__(loop, options, events)
+        self._memory = memory.absolute()
         self.replica = (Replica if loop.ranks.alone else Replicas)(
             run, loop.state, memory=memory, staging_bytes=self.staging_bytes, base_every=options.base_every,
             keep=options.keep, direct=options.direct, deadline_seconds=options.deadline_seconds, events=events,
@@ -64,6 +65,9 @@ class Replicating(Survival):
 
     def standing(self) -> dict[str, Any]:
         return {"replica_step": self.replica_step}
+
+    def about(self) -> dict[str, Any]:
+        return super().about() | {"replica_in": str(self._memory)}
 
     # Beginning
 

@@ -89,10 +89,14 @@ class Script:
 
     def told_of_kept(self, base: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
         """Which hyper-parameters were given otherwise than to the script that made ``base``, and will be those of
-        ``progress`` all the same. A base of an earlier version does not say what was given."""
+        ``progress`` all the same, and what was passed that the run does not have. A base of an earlier version does not
+        say what was given."""
         each = zip(base.get("given", []), progress["groups"], self.given, strict=False)
         told = [told_of_kept(before, own, given, "resume()") for before, own, given in each]
-        return [text for text in told if text is not None]
+        new = [name for name in self._things if name not in progress["things"]]
+        return [text for text in told if text is not None] + [
+            f"the run has no {name}: the one that was passed begins where it is" for name in new
+        ]
 
     def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
         """Put what there is in the progress of some other run, of any format, where it belongs; what is not there is

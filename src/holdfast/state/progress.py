@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +28,7 @@ ARRAYS = {
 
 def encode(value: Any, where: str = "progress") -> Any:
     """``value`` as JSON-able data. Raises ``BadInput`` naming the first thing that cannot be stored."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, np.generic)):
         return value
     if isinstance(value, bytes):
         return {"__bytes__": base64.b64encode(value).decode()}
@@ -54,7 +54,7 @@ def encode(value: Any, where: str = "progress") -> Any:
         return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, Counter):
         return {"__counter__": encode(dict(value), where)}
-    if isinstance(value, dict):
+    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
         items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
         return dict(items) if plain else {"__dict__": items}

@@ -74,6 +74,8 @@ class RecordsCopy:
         was on its way when its writer was stopped."""
         found, odd = read_segment(self._here, ref, self._ends.get(ref, 0))
         left = [record for record in found if record.step > self._last_of(ref)]
+        if found and not left:  # all of it is there
+            self._ends[ref] = found[-1].end
         while left:
             group = next(groups_of(left))
             pushed, wrong = self._push_group(ref, group, done)

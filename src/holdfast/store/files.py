@@ -302,7 +302,12 @@ class Disk:
 
 def check_place(root: str | Path) -> None:
     """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written: it is no directory, a link to
-    nothing, or cannot be made or written in. Nothing is changed."""
+    nothing, in a bucket, or cannot be made or written in. Nothing is changed."""
+    if str(root).startswith("s3:/"):
+        raise BadInput(
+            f"{root} is in a bucket, and no run is written there: write it in a directory, and copy it with remote= or"
+            " `holdfast push`."
+        )
     path = Path(root)
     try:
         if path.is_symlink() and not path.exists():

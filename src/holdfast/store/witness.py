@@ -7,6 +7,7 @@ than a word is said only where the disk has less.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -28,6 +29,15 @@ def last_durable(log: Path | None) -> int:
             step = first if step < 0 else min(step, first)
         step = max(step, _number(event, "durable_step", -1))
     return step
+
+
+def last_memory(log: Path) -> Path | None:
+    """Where ``log`` says that the newest replica of the run kept things; None if it says of none."""
+    place = None
+    with suppress(OSError), open(log, "rb") as lines:
+        for event in parsed(line for line in lines if b'"replica_in"' in line):
+            place = event.get("replica_in")
+    return Path(place) if isinstance(place, str) else None
 
 
 def _number(event: dict[str, Any], name: str, default: int) -> int:

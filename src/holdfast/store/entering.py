@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 from holdfast.errors import RunMismatch
@@ -34,6 +37,32 @@ def see_alike(store: LocalStore, ranks: Together) -> None:
 
     writer = ranks.first_does(store.writer)
     ranks.all_do(see)
+
+
+def see_drives(directories: Sequence[str], ranks: Together) -> None:
+    """Raise ``RunMismatch`` unless all ranks see each of ``directories`` as the first one does, by a file that it has
+    there for a moment. Called on all ranks."""
+
+    def show() -> list[tuple[str, str]]:
+        marks = []
+        for directory in directories:
+            with suppress(OSError):  # who is to write there says what is wrong
+                file = NamedTemporaryFile(prefix="holdfast-", dir=directory)  # noqa: SIM115 (until all have seen it)
+                marks.append((directory, shown.enter_context(file).name))
+        return marks
+
+    def see() -> None:
+        for directory, mark in marks:
+            if not os.path.exists(mark):
+                raise RunMismatch(
+                    f"{directory} as rank {ranks.rank} sees it on {socket.gethostname()} is not the directory that rank"
+                    " 0 has there. Every rank reads and writes the drives, so those of several hosts need a file system"
+                    " that they share; leave out disks that only one of them has."
+                )
+
+    with ExitStack() as shown:
+        marks = ranks.first_does(show)
+        ranks.all_do(see)
 
 
 def begin(store: LocalStore, ranks: Together, point: Point | None) -> None:

@@ -44,7 +44,7 @@ def go_on_to_the_end(world, root, options, said):
             assert reader.verify(reader.load(ref)) == []
     else:
         assert told == -1
-    rest = world.run(RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=options)
+    rest = world.run(RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=options, rates={})
     losses, _, state = plain([(STEPS, RANKS, COUNT)], clip_norm=options.get("clip_norm"))
     for each in rest:
         assert each.get("finished"), each.get("trace") or each
@@ -85,3 +85,19 @@ def test_a_rank_is_killed_at_any_moment(world, tmp_path, seed, seconds):
         )
         said += made
     go_on_to_the_end(world, tmp_path, options, said)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_is_killed_at_any_moment_over_drives_that_change(world, tmp_path, seed, seconds):
+    """Each time over other drives, which what is killed may be moving files to."""
+    chance, said, root = random.Random(100 + seed), [], tmp_path / "run"
+    lists = [[str(tmp_path / name) for name in names] for names in (["one"], ["two"], ["two", "one"], [])]
+    options = chance.choice(OPTIONS)
+    for used in chance.sample(lists, 3):
+        moment = [chance.randrange(RANKS), chance.uniform(0, seconds)]
+        said += world.run(
+            RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=options | {"drives": used}, rates={},
+            kill_after=moment,
+        )  # fmt: skip
+    go_on_to_the_end(world, root, options | {"drives": chance.choice(lists)}, said)

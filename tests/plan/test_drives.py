@@ -36,6 +36,9 @@ def test_four_units_of_all_ranks_and_all_units_of_a_rank_are_as_the_shares(num_r
     for start in range(0, 24, 4):
         stretch = [drive for own in places for drive in own[start : start + 4]]
         assert [stretch.count(drive) / len(stretch) for drive in range(len(shares))] == [*shares]
+    for parts in zip(*places, strict=True) if len(set(shares)) == 1 else ():
+        counts = [parts.count(drive) for drive in range(len(shares))]
+        assert max(counts) - min(counts) <= 1, "of one unit"
     for own in places:
         assert [own.count(drive) / 24 for drive in range(len(shares))] == [*shares]
 

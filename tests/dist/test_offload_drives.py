@@ -199,14 +199,18 @@ def test_a_list_in_another_order_is_the_same(train, tmp_path):
 def test_a_drive_that_one_rank_does_not_see_is_refused(train, tmp_path):
     """As of a host that has a disk of its own at that path."""
     said = train(2, blind=[1])
-    assert said[1]["error"].startswith(f"RunMismatch: {tmp_path} as rank 1 sees it"), said[1]
+    assert said[1]["error"].startswith(f"RunMismatch: the drive {tmp_path / 'one'} as rank 1 sees it"), said[
+        1
+    ]
     assert "leave out disks that only one of them has" in said[1]["error"]
     assert said[0]["error"].startswith("RankFailed: rank 1 failed, so no rank goes on. RunMismatch"), said[0]
     assert not list(tmp_path.iterdir())
     train(2, 2)
     before = what_is_in(tmp_path / "run")
     said = train(2, 3, blind=[1])
-    assert said[1]["error"].startswith(f"RunMismatch: {tmp_path / 'one'} as rank 1 sees it"), said[1]
+    assert said[1]["error"].startswith(f"RunMismatch: the drive {tmp_path / 'one'} as rank 1 sees it"), said[
+        1
+    ]
     assert what_is_in(tmp_path / "run") == before
 
 

@@ -118,7 +118,7 @@ class Drives:
         if not self.all:
             return self
         if not ranks.alone:
-            see_drives([str(nearest(Path(drive.directory))) for drive in self.all[1:]], ranks)
+            see_drives({d.directory: nearest(Path(d.directory)) for d in self.all[1:]}, ranks)
         sizes = [unit.layout.file_bytes for unit in parts.all_units]
         told = ranks.everyone((*moved_bytes(plan), sizes))
         shares = [drive.share for drive in self.all]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
@@ -39,23 +40,23 @@ def see_alike(store: LocalStore, ranks: Together) -> None:
     ranks.all_do(see)
 
 
-def see_drives(directories: Sequence[str], ranks: Together) -> None:
-    """Raise ``RunMismatch`` unless all ranks see each of ``directories`` as the first one does, by a file that it has
-    there for a moment. Called on all ranks."""
+def see_drives(drives: Mapping[str, Path], ranks: Together) -> None:
+    """Raise ``RunMismatch`` unless all ranks see each of ``drives`` as the first one does, by a file that it has for a
+    moment in the directory given for it: the drive's own, or where that will be. Called on all ranks."""
 
     def show() -> list[tuple[str, str]]:
         marks = []
-        for directory in directories:
+        for drive, directory in drives.items():
             with suppress(OSError):  # who is to write there says what is wrong
                 file = NamedTemporaryFile(prefix="holdfast-", dir=directory)  # noqa: SIM115 (until all have seen it)
-                marks.append((directory, shown.enter_context(file).name))
+                marks.append((drive, shown.enter_context(file).name))
         return marks
 
     def see() -> None:
-        for directory, mark in marks:
+        for drive, mark in marks:
             if not os.path.exists(mark):
                 raise RunMismatch(
-                    f"{directory} as rank {ranks.rank} sees it on {socket.gethostname()} is not the directory that rank"
+                    f"the drive {drive} as rank {ranks.rank} sees it on {socket.gethostname()} is not the one that rank"
                     " 0 has there. Every rank reads and writes the drives, so those of several hosts need a file system"
                     " that they share; leave out disks that only one of them has."
                 )

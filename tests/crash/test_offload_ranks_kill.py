@@ -19,6 +19,8 @@ OPTIONS = [
     {"delayed_fraction": 0.5, "retain": 1, "commit_every": 2},
     {"clip_norm": 0.5, "clipping": "speculate", "params_on_host": 0.5, "optimizer_on_host": 0.5},
 ]
+SOON = {"deadline_seconds": 20.0}
+"""Where a rank is killed before all have found each other, the others wait for so long."""
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,10 @@ def world():
 
 @pytest.fixture(scope="module")
 def seconds(world, tmp_path_factory):
-    """What a run takes that nobody disturbs."""
-    root, started = tmp_path_factory.mktemp("whole"), time.perf_counter()
-    world.run(RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=OPTIONS[0])
+    """What a run takes that nobody disturbs; not the first, which waits until torch is loaded."""
+    for name in "first", "second":
+        root, started = tmp_path_factory.mktemp(name), time.perf_counter()
+        world.run(RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=OPTIONS[0])
     return time.perf_counter() - started
 
 
@@ -44,7 +47,7 @@ def go_on_to_the_end(world, root, options, said):
             assert reader.verify(reader.load(ref)) == []
     else:
         assert told == -1
-    rest = world.run(RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=options)
+    rest = world.run(RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=options, rates={})
     losses, _, state = plain([(STEPS, RANKS, COUNT)], clip_norm=options.get("clip_norm"))
     for each in rest:
         assert each.get("finished"), each.get("trace") or each
@@ -77,7 +80,7 @@ def test_a_rank_is_killed_at_a_failpoint(world, tmp_path, rank, failpoint, optio
 @pytest.mark.parametrize("seed", range(20))
 def test_a_rank_is_killed_at_any_moment(world, tmp_path, seed, seconds):
     chance, said = random.Random(seed), []
-    options = chance.choice(OPTIONS)
+    options = chance.choice(OPTIONS) | SOON
     for _ in range(2):
         moment = [chance.randrange(RANKS), chance.uniform(0, seconds)]
         made = world.run(
@@ -85,3 +88,19 @@ def test_a_rank_is_killed_at_any_moment(world, tmp_path, seed, seconds):
         )
         said += made
     go_on_to_the_end(world, tmp_path, options, said)
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", range(20))
+def test_a_rank_is_killed_at_any_moment_over_drives_that_change(world, tmp_path, seed, seconds):
+    """Each time over other drives, which what is killed may be moving files to."""
+    chance, said, root = random.Random(100 + seed), [], tmp_path / "run"
+    lists = [[str(tmp_path / name) for name in names] for names in (["one"], ["two"], ["two", "one"], [])]
+    options = chance.choice(OPTIONS) | SOON
+    for used in chance.sample(lists, 3):
+        moment = [chance.randrange(RANKS), chance.uniform(0, seconds)]
+        said += world.run(
+            RANKS, root=root, steps=STEPS, micro_batches=COUNT, options=options | {"drives": used}, rates={},
+            kill_after=moment,
+        )  # fmt: skip
+    go_on_to_the_end(world, root, options | {"drives": chance.choice(lists)}, said)

@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +18,9 @@ import torch.distributed as dist
 import holdfast
 from holdfast import failpoints
 from holdfast.errors import BadInput
-from holdfast.offload import entry
+from holdfast.offload import drives, entry, preflight
 from holdfast.plan.ops import traffic
+from holdfast.store import entering
 from training import VOCABULARY, adamw, batches, decoder, state_of, warm_up
 
 WIDE = {"width": 64, "hidden": 128, "kv_heads": 2}
@@ -102,12 +105,18 @@ def main(
     cursor: bool = False,
     slow_seconds: float = 0.0,
     sampled: bool = False,
+    rates: dict[str, float] | None = None,
+    blind: Sequence[int] = (),
+    full: Sequence[str] = (),
+    early: bool = False,
     options: dict[str, Any] | None = None,
 ) -> None:
     """``kill``, ``hang``, ``nan_at``, ``fewer_at``, ``leave_at``, ``refuse_at`` (a step with no list of micro-batches
     before the step) and ``faster_at`` (another learning rate) are a rank and a step, ``kill_after`` a rank and
     seconds; ``wrong`` are options by rank, and ``sources`` what each begins from. A commit takes ``slow_seconds`` to
-    be verified. With ``sampled`` memory is predicted. With ``settle`` nothing is under way between two steps."""
+    be verified. With ``sampled`` memory is predicted. With ``settle`` nothing is under way between two steps. ``rates``
+    are what drives take, by their names, as the first rank finds; the ranks that are ``blind`` see nothing that it
+    shows them; drives that are ``full`` have no room. An ``early`` failpoint is armed before the run is opened."""
     if world_size > 1:
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     if kill_after and kill_after[0] == rank:
@@ -126,6 +135,16 @@ def main(
         given["source"] = holdfast.From(sources[rank])
     if cursor:
         given["loader"] = Cursor()
+    if rates is not None:
+        drives.rate_of = lambda directory, limits: measured(rank, directory.name, rates, say)
+    if rank in blind:
+        entering.os = SimpleNamespace(path=SimpleNamespace(exists=lambda path: False))
+    if full:
+        preflight.Disk = lambda path: SimpleNamespace(
+            free_bytes=lambda: 0 if Path(path).name in full else 1 << 40
+        )
+    if early and failpoint[0] == rank:
+        failpoints.armed = failpoint[1]
     planned: list[str] = []
     if "host_budget" in given:
         given |= {"budget": holdfast.Budget(host=given.pop("host_budget"))}
@@ -184,6 +203,13 @@ def main(
     given_back = {name: value.detach() for name, value in model.named_parameters()}
     say(given_back=all(torch.equal(given_back[name], values[name]) for name in given_back))
     say(finished=True)
+
+
+def measured(rank: int, name: str, rates: dict[str, float], say: Callable[..., None]) -> float:
+    """What a drive takes; others as much as the run's own."""
+    assert rank == 0, "the first measures for all"
+    say(**{f"measured {name}": True})
+    return rates.get(name, 1e9)
 
 
 def slowly(function: Callable[..., Any], seconds: float, *args: Any) -> Any:

@@ -100,6 +100,18 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path, text):
     assert "is finished: step 6 is durable and whole" in train(2, run, text, **sets)
 
 
+def test_ranks_over_drives_have_the_losses_of_ranks_without(tmp_path, text):
+    """And are told at a resume that gives no drives."""
+    run, other, drive = tmp_path / "run", tmp_path / "other", f"[{tmp_path / 'drive'}]"
+    out = train(2, run, text, offload__drives=drive)
+    assert str(tmp_path / "drive") in "".join(out.split()), "its space is announced"
+    train(2, other, text)
+    assert (losses(run), validations(run)) == (losses(other), validations(other)) and len(losses(run)) == 6
+    assert any("drive_1/rank-00001" in ref.path for ref in LocalStore.read(run).head().files.values())
+    code, _, err = ended(start(2, run, text, train__steps=8))
+    assert code and f"Say --set offload.drives={drive} to go on" in err
+
+
 def test_ranks_stop_together_and_go_on(tmp_path, text):
     """One of them alone is asked to."""
     run = tmp_path / "run"

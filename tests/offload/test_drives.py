@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 from threading import Event
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from holdfast.errors import BadInput, DoesNotFit, RunMismatch
 from holdfast.io.drives import DriveQueues
 from holdfast.io.queue import IOQueue, Request, Throttle
 from holdfast.offload import drives, preflight
-from holdfast.offload.fellows import refuse_alone_only
 from holdfast.probe import ssd as probe
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
@@ -379,9 +377,7 @@ def test_too_little_space_on_one_drive_is_said_before_anything_is_written(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_drives_are_of_one_process_and_of_the_file_system(tmp_path):
-    with pytest.raises(BadInput, match="2 ranks train together here, and drives= is of one process"):
-        refuse_alone_only(SimpleNamespace(alone=False, world_size=2), "vertical", [tmp_path / "one"])
+def test_drives_are_of_the_file_system(tmp_path):
     with pytest.raises(BadInput, match="disk= is another"):
         train(tmp_path / "run", 1, [tmp_path / "one"], disk=Disk(tmp_path))
     assert not list(tmp_path.iterdir())

@@ -35,9 +35,9 @@ from .zeroth import Zeroth
 
 def stored_units(parts: Parts, store: LocalStore, drives: Drives) -> dict[str, Generations]:
     """The files of every unit, by the name under which a commit refers to them. Nothing is written yet."""
-    found, folders = {}, drives.folders_of(parts)
+    found = {}
     for unit in parts.all_units:
-        folder = folders.get(unit.file_name, HOME)
+        folder = drives.folders_of.get(unit.file_name, HOME)
         found[unit.file_name] = store.unit(unit.file_name, unit.layout, store.retain + store.spare, folder)
         if unit.frozen:
             found[unit.frozen_name] = store.unit(unit.frozen_name, unit.frozen_layout, 1, folder)

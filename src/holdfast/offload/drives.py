@@ -1,7 +1,8 @@
 """Drives of a run: what each takes, measured once for a list of them, and which units live on it. Bytes, seconds.
 
 What is found is kept with the run, so that a unit stays where it is from one resume to the next. Only another list of
-drives is measured anew; units that live elsewhere by it are written there when the run goes on.
+drives is measured anew; units that live elsewhere by it are written there when the run goes on. Several ranks have the
+same drives, by what the first of them finds.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ..errors import BadInput, DoesNotFit
@@ -18,7 +20,9 @@ from ..io.queue import IOQueue
 from ..plan.drives import shares_of_state, spread
 from ..plan.ops import SSD_READ, SSD_WRITE, as_guessed
 from ..probe.ssd import LEAST_BYTES, measure_ssd
+from ..ranks import Ranks
 from ..store.drives import HOME, Drive, directories_for, record_of
+from ..store.entering import see_drives
 from ..store.files import Disk
 from ..store.generations import Generations
 from ..units import MiB, format_bytes
@@ -41,6 +45,8 @@ class Drives:
 
     all: tuple[Drive, ...] = ()
     decided: bool = True
+    folders_of: dict[str, str] = field(default_factory=dict)
+    """By the name of a unit's files, the folder in which they are; empty where all are in the run's own."""
 
     @classmethod
     def of(
@@ -49,10 +55,24 @@ class Drives:
         drives: Sequence[str | Path],
         limits: Limits,
         say: Callable[[str], object] | None,
+        ranks: Ranks,
     ) -> Drives:
         """Of a run in ``ssd`` that may use ``drives`` too: as the run has them, or measured and not shared out yet.
+        Called on all ``ranks``; what the first finds holds for all.
 
         Raises ``BadInput`` and its kin."""
+        with ranks.agreeing():
+            found = ranks.first_takes_its_time(partial(cls._found, ssd, drives, limits, say))
+        return ranks.everyone(found or cls())[0]
+
+    @classmethod
+    def _found(
+        cls,
+        ssd: str | Path,
+        drives: Sequence[str | Path],
+        limits: Limits,
+        say: Callable[[str], object] | None,
+    ) -> Drives:
         if isinstance(drives, (str, Path)):
             raise BadInput(f"drives={drives!r} is one directory; give a list of them")
         if not drives:
@@ -92,33 +112,39 @@ class Drives:
         rates = [drive.bytes_per_second for drive in self.all]
         return sum(rates) / rates[0] if rates else 1.0
 
-    def shared_out(self, plan: Plan) -> Drives:
-        """With the part of the state that each has, where that is not known yet."""
-        if self.decided:
-            return self
-        moved = [op for op in as_guessed(plan.operations) if op.lane in (SSD_READ, SSD_WRITE)]
-        state = sum(op.nbytes for op in moved if op.key.kind in OF_STATE)
-        others = sum(op.nbytes for op in moved) - state
-        shares = shares_of_state([drive.bytes_per_second for drive in self.all], state, others)
-        return Drives(tuple(replace(d, share=share) for d, share in zip(self.all, shares, strict=True)))
-
-    def folders_of(self, parts: Parts) -> dict[str, str]:
-        """By the name of a unit's files, the folder in which they are."""
+    def shared_out(self, plan: Plan, parts: Parts, ranks: Ranks) -> Drives:
+        """With the part of the state that each has, where that is not known yet, and the units of this rank that lie on
+        it. Called on all ``ranks``. Raises ``RunMismatch`` if one does not see the drives of the first."""
         if not self.all:
-            return {}
-        units = parts.all_units
-        places = spread([unit.layout.file_bytes for unit in units], [drive.share for drive in self.all])
-        found = {}
-        for unit, place in zip(units, places, strict=True):
-            found[unit.file_name] = found[unit.frozen_name] = self.all[place].folder
-        return found
+            return self
+        if not ranks.alone:
+            see_drives({d.directory: nearest(Path(d.directory)) for d in self.all[1:]}, ranks)
+        sizes = [unit.layout.file_bytes for unit in parts.all_units]
+        told = ranks.everyone((*moved_bytes(plan), sizes))
+        shares = [drive.share for drive in self.all]
+        if not self.decided:
+            rates = [drive.bytes_per_second for drive in self.all]
+            shares = [*shares_of_state(rates, sum(state for state, _, _ in told), sum(o for _, o, _ in told))]
+        places = spread([each for _, _, each in told], shares)[ranks.rank]
+        folders = {}
+        for unit, place in zip(parts.all_units, places, strict=True):
+            folders[unit.file_name] = folders[unit.frozen_name] = self.all[place].folder
+        decided = tuple(replace(d, share=share) for d, share in zip(self.all, shares, strict=True))
+        return Drives(decided, True, folders)
 
-    def needed(self, stored: dict[str, Generations]) -> list[tuple[str, int]]:
-        """Of each other drive its directory, and what ``create`` will take there."""
+    def needed(self, stored: dict[str, Generations]) -> list[int]:
+        """Of each other drive, what ``create`` will take there."""
         return [
-            (drive.directory, sum(u.missing_bytes() for u in stored.values() if u.folder == drive.folder))
-            for drive in self.all[1:]
+            sum(unit.missing_bytes() for unit in stored.values() if unit.folder == folder)
+            for folder in self.folders
         ]
+
+
+def moved_bytes(plan: Plan) -> tuple[int, int]:
+    """What a step of this rank moves to and from the SSD: of the state, and others."""
+    moved = [op for op in as_guessed(plan.operations) if op.lane in (SSD_READ, SSD_WRITE)]
+    state = sum(op.nbytes for op in moved if op.key.kind in OF_STATE)
+    return state, sum(op.nbytes for op in moved) - state
 
 
 def rate_of(directory: Path, limits: Limits) -> float:
@@ -144,7 +170,7 @@ def _warn_of_one_file_system(wanted: dict[str, str]) -> None:
             warnings.warn(
                 f"the drives {other} and {directory} are on one file system, so they share what it takes: a directory"
                 " on another disk is of use",
-                stacklevel=5,
+                stacklevel=6,
             )
 
 

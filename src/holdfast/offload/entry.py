@@ -6,6 +6,7 @@ commit, and a resumed one a new timeline that continues its newest whole commit.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -50,7 +51,7 @@ from .engine import Engine
 from .fellows import Fellows, refuse_alone_only
 from .parts import Parts
 from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
-from .preflight import Preflight, preflight_of
+from .preflight import Preflight, preflight_of, space_on
 from .process import share_heaps
 from .progress import UserState
 from .resume import newest_commit, progress_here, same_files
@@ -116,8 +117,8 @@ def offload(
 
     ``drives`` are directories on further SSDs, each this run's alone (made if absent): the state's files are shared out
     among them and ``ssd`` in proportion to what each takes, which is measured once. The run names them by links. With
-    another list, files are read where they are, and written to their new places when the run goes on. Not yet on
-    several ranks.
+    another list, files are read where they are, and written to their new places when the run goes on. Several ranks
+    give the same list, of directories that all of them see.
 
     ``blocks`` are streamed, one at a time; without it they are the longest ``nn.ModuleList`` of one class. A list of
     modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
@@ -212,7 +213,7 @@ def offload(
                 groups = optimizer.param_groups
                 check_zeroth(groups, schedule, order, delayed_fraction, clip_norm, clipping, dtype)
                 schedule = ZEROTH
-            refuse_alone_only(fellows, schedule, drives)
+            refuse_alone_only(fellows, schedule)
             check_sample(sample)
             check_recorded(model)
             if disk is None:
@@ -221,8 +222,9 @@ def offload(
                 raise BadInput(
                     "drives= are directories of the file system, and disk= is another. Give one of them"
                 )
-            limits = (read_limit, write_limit, total_limit)
-            placed = Drives.of(ssd, drives, limits, say)
+        limits = (read_limit, write_limit, total_limit)
+        placed = Drives.of(ssd, drives, limits, say, fellows.control)
+        with fellows.control.agreeing():
             refuse_open(model)
             parts = Parts.of(model, optimizer, dtype, blocks, fellows.control)
             check_compiled(model, parts.blocks)
@@ -265,12 +267,13 @@ def offload(
                 update_workers,
             )
             rules = replace(rules, delayed_fraction=plan.delayed_fraction)
-            placed = placed.shared_out(plan)
         choices = {
             **settings, "retain": retain, "delayed_fraction": delayed_fraction, "source": source is not None, **on_host,
+            "drives": sorted(os.path.realpath(drive) for drive in drives),
         }  # fmt: skip
         agree_on_choices(fellows.control, parts, optimizer, rules, choices, given)
         plan = agree_on_placement(plan, schedule, shape, fellows.control)
+        placed = placed.shared_out(plan, parts, fellows.control)
         with fellows.control.agreeing():
             if plan.filled and fellows.rank == 0:
                 (say or to_standard_error)(f"plan: {plan.line}")
@@ -286,9 +289,8 @@ def offload(
         switch_off_cache(model)
         share_heaps()
         begin(store, fellows.control, found)
+        fellows.control.first_does(lambda: store.take_drives(placed.all))
         with fellows.control.agreeing():
-            if fellows.rank == 0:
-                store.take_drives(placed.all)
             run = build(parts, plan, store, stored, target, fellows, seed)
         fill(run, found, init, beginning)
         with fellows.control.agreeing():
@@ -343,11 +345,12 @@ def _ready(
         stored = stored_units(parts, store, drives)
         if found is not None and ranks.alone and not found.shares:
             same_files(stored, store, found)
-        preflight = preflight_of(parts, plan, budget, store, stored, drives)
-    needed = sum(ranks.everyone(preflight.needed_bytes))
+        preflight = preflight_of(parts, plan, budget, store, stored)
+        mine = [preflight.needed_bytes, *drives.needed(stored)]
+    needed, *there = [sum(column) for column in zip(*ranks.everyone(mine), strict=True)]
     beginning, prepared = None, None
     with ranks.agreeing():
-        preflight = replace(preflight, needed_bytes=needed)
+        preflight = replace(preflight, needed_bytes=needed, drives=space_on(drives, needed, there))
         preflight.check()
         if confirm is not None and ranks.rank == 0:
             confirm(preflight)

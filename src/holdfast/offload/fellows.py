@@ -142,7 +142,7 @@ class Fellows:
         }
 
 
-def refuse_alone_only(fellows: Fellows, schedule: str, drives: Sequence[object]) -> None:
+def refuse_alone_only(fellows: Fellows, schedule: str) -> None:
     """Raise ``BadInput`` for what several ranks cannot do."""
     if fellows.alone:
         return
@@ -151,7 +151,5 @@ def refuse_alone_only(fellows: Fellows, schedule: str, drives: Sequence[object])
         what = "MeZO is of one process. Use an optimizer with gradients, or one process"
     elif schedule != "vertical":
         what = f"schedule={schedule!r} is of one process: several ranks sum their gradients once a step. Leave it out"
-    elif drives:
-        what = "drives= is of one process: all ranks write to the run's own directory. Leave it out"
     if what is not None:
         raise BadInput(f"{fellows.world_size} ranks train together here, and {what}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import DoesNotFit
@@ -83,9 +84,8 @@ def preflight_of(
     budget: Budget,
     store: LocalStore,
     stored: dict[str, Generations],
-    drives: Drives,
 ) -> Preflight:
-    """What ``plan`` takes in ``store``, whose files may be there already."""
+    """What ``plan`` takes in ``store``, whose files may be there already; of other drives see ``space_on``."""
     moved = lane_bytes(as_guessed(plan.operations))
     here = store.space_needed([unit for unit in stored.values() if unit.folder == HOME], plan.scratch_bytes)
     return Preflight(
@@ -101,19 +101,20 @@ def preflight_of(
         device_bytes_predicted=plan.device_bytes,
         device_budget=None if plan.work.unified else budget.device_bytes(),
         block_names=tuple(unit.name for unit in parts.units),
-        drives=_space_on(drives, stored, here),
         prediction=plan.prediction,
         plan=plan.line,
     )
 
 
-def _space_on(drives: Drives, stored: dict[str, Generations], here: int) -> tuple[tuple[str, int, int], ...]:
-    """What is needed and free on each further drive; of those on one file system, each has what is left to it."""
+def space_on(drives: Drives, here: int, there: Sequence[int]) -> tuple[tuple[str, int, int], ...]:
+    """As ``Preflight.drives``, where the run's own drive needs ``here`` and the further ones ``there``. Of those on one
+    file system, each has what is left to it."""
     if not drives.all:
         return ()
     found, taken = [], {device_of(drives.all[0].directory): here}
-    for directory, needed in drives.needed(stored):
-        device = device_of(directory)
-        found.append((directory, needed, max(0, Disk(directory).free_bytes() - taken.get(device, 0))))
+    for drive, needed in zip(drives.all[1:], there, strict=True):
+        device = device_of(drive.directory)
+        free = Disk(drive.directory).free_bytes() - taken.get(device, 0)
+        found.append((drive.directory, needed, max(0, free)))
         taken[device] = taken.get(device, 0) + needed
     return tuple(found)

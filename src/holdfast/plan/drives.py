@@ -1,7 +1,8 @@
 """Drives: which of several SSDs each unit of state lives on. Bytes, bytes per second.
 
 A unit's files all lie on one drive, and units go round in proportion to what each drive takes, so that in every step
-and every stretch of blocks all of them are busy for about the same time.
+and every stretch of blocks all of them are busy for about the same time. Several ranks move their parts of one
+unit at once, so these lie on different drives too.
 """
 
 from __future__ import annotations
@@ -25,18 +26,24 @@ def shares_of_state(rates: Sequence[float], state_bytes: int, other_bytes: int) 
     return first, *((1 - first) * rate / others for rate in rates[1:])
 
 
-def spread(sizes: Sequence[int], shares: Sequence[float]) -> list[int]:
-    """By unit of ``sizes``, in the order in which a step goes through them, the drive that it lies on: the one that is
-    furthest behind its share.
+def spread(sizes: Sequence[Sequence[int]], shares: Sequence[float]) -> list[list[int]]:
+    """By rank of ``sizes`` and by its units, in the order in which a step goes through them, the drive that each lies
+    on: the one that is furthest behind its share, of all ranks and of this one together.
 
-    >>> spread([8, 8, 8, 8, 8, 8], [1 / 3, 2 / 3])
-    [1, 0, 1, 1, 0, 1]
+    >>> spread([[8, 8, 8, 8, 8, 8]], [1 / 3, 2 / 3])
+    [[1, 0, 1, 1, 0, 1]]
+    >>> spread([[8, 8, 8, 8], [8, 8, 8, 8]], [1 / 2, 1 / 2])
+    [[0, 1, 0, 1], [1, 0, 1, 0]]
     """
-    placed, total, found = [0] * len(shares), 0, []
-    for size in sizes:
-        total += size
-        behind = [share * total - there for share, there in zip(shares, placed, strict=True)]
-        drive = behind.index(max(behind))
-        placed[drive] += size
-        found.append(drive)
+    found: list[list[int]] = [[] for _ in sizes]
+    placed, together = [[0] * len(shares) for _ in sizes], [0] * len(shares)
+    for unit in range(len(sizes[0])):
+        for rank, own in enumerate(placed):
+            nbytes = sizes[rank][unit]
+            wanted = sum(own) + sum(together) + 2 * nbytes
+            behind = [share * wanted - (a + b) for share, a, b in zip(shares, own, together, strict=True)]
+            drive = behind.index(max(behind))
+            own[drive] += nbytes
+            together[drive] += nbytes
+            found[rank].append(drive)
     return found

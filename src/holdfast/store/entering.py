@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 from holdfast.errors import RunMismatch
@@ -34,6 +38,32 @@ def see_alike(store: LocalStore, ranks: Together) -> None:
 
     writer = ranks.first_does(store.writer)
     ranks.all_do(see)
+
+
+def see_drives(drives: Mapping[str, Path], ranks: Together) -> None:
+    """Raise ``RunMismatch`` unless all ranks see each of ``drives`` as the first one does, by a file that it has for a
+    moment in the directory given for it: the drive's own, or where that will be. Called on all ranks."""
+
+    def show() -> list[tuple[str, str]]:
+        marks = []
+        for drive, directory in drives.items():
+            with suppress(OSError):  # who is to write there says what is wrong
+                file = NamedTemporaryFile(prefix="holdfast-", dir=directory)  # noqa: SIM115 (until all have seen it)
+                marks.append((drive, shown.enter_context(file).name))
+        return marks
+
+    def see() -> None:
+        for drive, mark in marks:
+            if not os.path.exists(mark):
+                raise RunMismatch(
+                    f"the drive {drive} as rank {ranks.rank} sees it on {socket.gethostname()} is not the one that rank"
+                    " 0 has there. Every rank reads and writes the drives, so those of several hosts need a file system"
+                    " that they share; leave out disks that only one of them has."
+                )
+
+    with ExitStack() as shown:
+        marks = ranks.first_does(show)
+        ranks.all_do(see)
 
 
 def begin(store: LocalStore, ranks: Together, point: Point | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -307,6 +309,40 @@ def test_a_state_dict_of_no_sense_is_refused_by_file(tmp_path, content):
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(Damaged, match=r"x\.pt"):
         open_source(tmp_path / "x.pt")
+
+
+def test_milestones_are_those_that_were_counted(tmp_path):
+    model, optimizer = trained()
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**states, "scheduler": schedule.state_dict()}, tmp_path / "x.pt")
+    found = decode(open_source(tmp_path / "x.pt").progress["scheduler"])
+    assert found == schedule.state_dict() and isinstance(found["milestones"], Counter)
+
+
+def test_hyper_parameters_and_a_step_may_be_numbers_of_numpy(tmp_path):
+    there, here = trained(), trained(seed=2)
+    there[1].param_groups[0]["lr"] = np.float64(0.25)
+    states = {"model": there[0].state_dict(), "optimizer": there[1].state_dict()}
+    torch.save({**states, "step": np.int64(7)}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        assert checkpointer.resume(source=tmp_path / "x.pt") == 7
+    lr = here[1].param_groups[0]["lr"]
+    assert lr == 0.25 and type(lr) is float
+
+
+def test_a_hyper_parameter_that_is_an_object_is_refused_before_anything_changes(tmp_path):
+    there, here = trained(), trained(seed=2)
+    there[1].param_groups[0]["lr"] = argparse.Namespace(a=1)
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    before = state_of(here)
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with (
+        checkpointer,
+        pytest.raises(BadInput, match=r"'lr' of embed\.weight is an object .argparse\.Namespace"),
+    ):
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of(here) == before
 
 
 def test_a_negative_step_is_none(tmp_path):

@@ -9,6 +9,7 @@ shapes of both allow that in one way alone.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def _state_dict_of(archive: Archive) -> dict[Any, Any]:
 
 def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
     """Tensors, and what holds none, each with the names on the way to it."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not isinstance(value, Counter):
         for name, inner in _by_name(value).items():
             yield from _leaves(inner, (*way, name))
     elif isinstance(value, list | tuple) and any(isinstance(each, dict | Tensor) for each in value):

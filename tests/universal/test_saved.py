@@ -345,6 +345,42 @@ def test_a_hyper_parameter_that_is_an_object_is_refused_before_anything_changes(
     assert state_of(here) == before
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_old_versions_counted_in_numbers_are_counted_on(tmp_path, fused):
+    there, here = trained(), trained(seed=2)
+    here[1].param_groups[0]["fused"] = fused or None
+    old = there[1].state_dict()
+    old["state"] = {n: {**slots, "step": int(slots["step"])} for n, slots in old["state"].items()}
+    torch.save({"model": there[0].state_dict(), "optimizer": old}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    steps = [slots["step"] for slots in here[1].state.values()]
+    assert steps == [3.0] * len(old["state"]) and {step.dtype for step in steps} == {torch.float32}
+    for parts in (there, here):
+        go_on(*parts, steps=2, seed=3)
+    if not fused:
+        assert exact(here[0].state_dict()) == exact(there[0].state_dict())
+
+
+class Counting(torch.optim.SGD):
+    """Of those that count in numbers."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+        return super().step(closure)
+
+
+def test_a_class_that_counts_in_numbers_goes_on_with_numbers(tmp_path):
+    there, here = (trained(lambda model: Counting(model.parameters(), lr=0.1), seed) for seed in (1, 2))
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert [type(slots["step"]) for slots in here[1].state.values()] == [int] * len(here[1].state)
+    assert state_of(here) == state_of(there)
+
+
 def test_a_negative_step_is_none(tmp_path):
     torch.save({"model": {"w": torch.ones(2)}, "step": -3}, tmp_path / "x.pt")
     assert "step" not in open_source(tmp_path / "x.pt").progress

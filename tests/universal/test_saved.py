@@ -389,6 +389,7 @@ BESIDE_AVERAGES = {
     "deeper": lambda m, o: {"ema": {"model": raised(m, 1)}, "model": m, "optimizer": o},
     "deeper, and no optimizer": lambda m, o: {"ema": {"model": raised(m, 1)}, "model": m},
     "deeper, by number": lambda m, o: {"a": {"state_dict": raised(m, 1)}, "state_dict": m, "optimizer": o},
+    "deeper, by another name": lambda m, o: {"ema": {"model": raised(m, 1)}, "state_dict": m, "optimizer": o},
     "above": lambda m, o: {"ema": raised(m, 1), **m},
 }
 

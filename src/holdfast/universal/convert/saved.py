@@ -81,8 +81,10 @@ class Saved(Files):
 
     def _take(self, ways: dict[str, Way], values: dict[str, Any]) -> None:
         kinds = {key: Kind(tensor.shape, tensor.storage.dtype) for key, (_, tensor) in self._held.items()}
-        tied = self._tied(name_all(kinds, ways, values))
-        named = name_all({key: kind for key, kind in kinds.items() if key not in tied}, ways, values)
+        tied = self._tied(name_all(kinds, ways, values, self.path))
+        named = name_all(
+            {key: kind for key, kind in kinds.items() if key not in tied}, ways, values, self.path
+        )
         rest = dict(values)
         for key, (name, slot) in named.tensors.items():
             stored = self._stored(Atom(name, slot, *kinds[key]), *self._held[key])

@@ -359,6 +359,24 @@ def test_a_view_that_torch_conjugates_when_it_is_read_is_refused(tmp_path, chang
     assert read_tensors(archive, archive.content)["c"].tobytes() == bits(tensor.resolve_conj().resolve_neg())
 
 
+def test_a_type_that_is_not_supported_says_so(tmp_path):
+    torch.save({"c": torch.ones(2, dtype=torch.complex128)}, tmp_path / "x.pt")
+    with pytest.raises(
+        Damaged, match=r"holds a tensor of ComplexDoubleStorage, and supported are .*complex64"
+    ):
+        Archive(tmp_path / "x.pt")
+    for name in ("complex128", "float8_e8m0fnu", "quint8"):
+        with pytest.raises(Damaged, match=f"somewhere holds a tensor of {name}, and supported"):
+            pickles.load(b"ctorch\n" + name.encode() + b"\n.", "somewhere")
+    with pytest.raises(Damaged, match=r"names torch\.float_power, .* Nothing was executed"):
+        pickles.load(b"ctorch\nfloat_power\n.", "somewhere")
+
+
+def test_a_storage_of_a_type_that_is_none_is_refused():
+    with pytest.raises(Damaged, match="no storage of torch"):
+        pickles.load(b"(X\x07\0\0\0storageX\x01\0\0\0YX\x01\0\0\x000X\x03\0\0\0cpuI4\ntQ.", "somewhere")
+
+
 def test_what_was_counted_is_so_again(tmp_path):
     archive = archive_of(tmp_path / "x.pt", {"milestones": Counter([2, 4, 4])})
     assert decode(json.loads(json.dumps(Plain(archive)(archive.content)))) == {

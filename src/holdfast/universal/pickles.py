@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ STORAGES = {
 }  # fmt: skip
 """Names of safetensors, by the kinds of storage in files of torch."""
 DTYPES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
+_TYPE = re.compile(r"\w+Storage|(q?u?int|float|complex|bits)\d\w*")
+"""What torch calls types of elements."""
 
 MOST_ELEMENTS = 1 << 62
 """More than any tensor has along an axis."""
@@ -279,6 +282,12 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
             return DTYPES[name]
         if module in ("torch", "torch.storage") and name in STORAGES:
             return STORAGES[name]
+        if module in ("torch", "torch.storage") and _TYPE.fullmatch(name):
+            raise Damaged(
+                f"{self._where} holds a tensor of {name}, and supported are {', '.join(DTYPES)}. Load it with torch and"
+                " save it as one of these.",
+                path=self._where,
+            )
         if full in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"):
             return _tensor
         if full == "torch._utils._rebuild_tensor_v3":
@@ -299,7 +308,7 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
     def persistent_load(self, pid: Any) -> Storage:
         """Of torch: ("storage", type, key, device, elements)."""
         kind, dtype, key, _, elements = pid
-        if kind != "storage" or not isinstance(dtype, str) or not isinstance(elements, int) or elements < 0:
+        if kind != "storage" or dtype not in DTYPE_BYTES or not isinstance(elements, int) or elements < 0:
             raise ValueError("a persistent id that is no storage of torch")
         return Storage(str(key), dtype, elements)
 

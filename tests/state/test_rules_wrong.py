@@ -13,6 +13,8 @@ from ruled import rule_of
 W = {"tp": (0, 2)}, {"tp": (1, 2)}
 PAIR = [("w", (2,), at) for at in W]
 UNEQUAL = [("w", (2,), W[0]), ("w", (3,), W[1])]
+SCALARS = [("w", (), at) for at in W]
+VW = [{"name": "v", "shape": [4]}]
 ONE = [("w", (2,), {})]
 SEVEN = [("w", (7,), {})]
 HALVES = {"dim": 0, "names": ["a", "b"]}
@@ -41,6 +43,11 @@ TWO_RULES = rule_of(match="w") + "\n[[rule]]\nmatch = 'u'\nrename = 'w'"
         (rule_of(boxes="tp", at=[[[0], [2]], []]), PAIR, "1 of 2 should hold None, and holds [2]"),
         (rule_of(boxes="tp", at=[[[0], [2]]]), PAIR, "1 boxes are given, of 2 ranks"),
         (rule_of(flat="tp", shape=[5]), PAIR, "have 4 elements, and [5] has 5"),
+        (rule_of(flat="tp", shape=[2]), SCALARS, "the part at 0 of 2 is [], and a flat one has one dim"),
+        (rule_of(flat="tp", tensors=VW, align=0), PAIR, "nothing is a multiple of 0"),
+        (rule_of(flat="tp", tensors=VW, tensor_align=0), PAIR, "nothing is a multiple of 0"),
+        (rule_of(shard="tp", dim=0, widths={"repeat": 0}), PAIR, "0 heads are shared by 2: repeat is"),
+        (rule_of(blocks="tp", dim=0, sizes=[4], widths=[{"repeat": 0}]), PAIR, "0 heads are shared by 2"),
         (rule_of(flat="tp", tensors=[{"name": "v", "shape": [9]}]), PAIR, "at 0 of 2 is [2]; its share of"),
         (rule_of(flat="tp", tensors=[{"name": "v", "shape": [1]}]), PAIR, "has 1 elements, and 1 with padding"),
         (rule_of(pad={"dim": 0, "size": 3}), ONE, "3 cannot be its length without padding"),

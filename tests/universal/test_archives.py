@@ -9,7 +9,7 @@ import os
 import resource
 import struct
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from torch import nn
 from holdfast.errors import ChunkCorrupt, Damaged
 from holdfast.state.atoms import Atom
 from holdfast.state.boxes import Box
-from holdfast.state.pieces import Pieces
+from holdfast.state.pieces import Piece, Pieces
 from holdfast.state.progress import decode
 from holdfast.universal import pickles
 from holdfast.universal.archives import Archive, piece_of
@@ -112,8 +112,11 @@ def test_a_tensor_with_attributes_is_read_and_no_other_way_to_make_one_is_known(
 
 @pytest.mark.parametrize(
     ("shape", "strides", "offset"),
-    [((1 << 70,), (1,), 0), ((2,), (-1,), 1), ((2,), (1,), -3), ((-2,), (1,), 0)],
-)
+    [
+        ((1 << 70,), (1,), 0), ((2,), (-1,), 1), ((2,), (1,), -3), ((-2,), (1,), 0), ((2, 2), (1,), 0),
+        ((1 << 40, 1 << 40), (0, 0), 0),
+    ],
+)  # fmt: skip
 def test_a_tensor_of_sizes_that_no_tensor_has_is_refused(shape, strides, offset):
     storage = pickles.Storage("0", "F32", 4)
     with pytest.raises(ValueError, match="a tensor of"):
@@ -299,6 +302,88 @@ def test_a_key_that_takes_long_to_look_up_is_refused_at_once():
             pickles.load(data, "somewhere")
 
 
+def test_a_tensor_gets_no_attributes_after_it_was_checked(tmp_path):
+    """With negative strides as_strided would give what lies around the bytes that were read."""
+    whole, attributes = io.BytesIO(), b"}(X\x05\0\0\0shapeI2\nI2\n\x86X\x07\0\0\0stridesI7000\nI-7000\n\x86ub"
+    torch.save({"w": torch.ones(1)}, whole)
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(tmp_path / "x.pt", "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            made = data.rindex(b"Rq") + 1 if info.filename.endswith("data.pkl") else len(data)
+            new.writestr(info, data[:made] + attributes * (made < len(data)) + data[made:])
+    with pytest.raises(Damaged, match="attributes of a Tensor"):
+        Archive(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("strides", [(7000, -7000), (1 << 61, 1 << 61), (-1, 3)])
+def test_a_source_has_nothing_at_places_before_its_start_or_beyond_all_numbers(tmp_path, strides):
+    archive = archive_of(tmp_path / "x.pt", {"a": torch.arange(4.0)})
+    source = Files("x", "torch")
+    part = source.add_part(archive.part(archive.content["a"].storage))
+    shape = (5, 5) if strides[0] == 1 << 61 else (2, 2)  # 8 * 2**61 is 0 in 64 bits
+    piece = Piece(Box.whole(shape), part, 1, strides)
+    with pytest.raises(Damaged, match="lies outside of it"):
+        source.add(Stored(Atom("a", "param", shape, "F32"), Pieces.of([piece], 2)))
+
+
+def test_a_source_has_no_tensor_of_many_more_elements_than_are_stored(tmp_path):
+    archive = archive_of(tmp_path / "x.pt", {"a": torch.ones(1)})
+    source = Files("x", "torch")
+    part = source.add_part(archive.part(archive.content["a"].storage))
+    piece = Piece(Box.whole((1 << 11, 1 << 10)), part, 0, (0, 0))
+    with pytest.raises(Damaged, match=r"a/param \[2048, 1024\] has many more elements.*\.contiguous"):
+        source.add(Stored(Atom("a", "param", (1 << 11, 1 << 10), "F32"), Pieces.of([piece], 2)))
+
+
+def test_a_dictionary_that_hides_what_it_holds_is_refused():
+    hidden = b"\x80\x02ccollections\nOrderedDict\n)R\x94"
+    nothing = b"}(X\x04\0\0\0keysc__builtin__\nlist\nX\x06\0\0\0valuesc__builtin__\nlist\nub"
+    data = hidden + b"X\x01\0\0\0ah\0s" + nothing + b"."
+    with pytest.raises(Damaged, match="it holds itself"):
+        pickles.load(data, "somewhere")
+
+
+@pytest.mark.parametrize("data", [b"ccollections\nCounter\n(]tR.", b"cbuiltins\ndict\n)R}b.", b"]}b."])
+def test_what_has_no_attributes_and_what_is_not_counted_is_refused(data):
+    with pytest.raises(Damaged, match=r"attributes of a|was not counted"):
+        pickles.load(b"\x80\x02" + data, "somewhere")
+
+
+@pytest.mark.parametrize("change", [torch.conj, lambda z: z.conj().imag])
+def test_a_view_that_torch_conjugates_when_it_is_read_is_refused(tmp_path, change):
+    tensor = change(torch.tensor([1 + 2j, 3 - 4j]))
+    torch.save({"c": tensor}, tmp_path / "x.pt")
+    with pytest.raises(Damaged, match=r"conjugated or negated .*\.resolve_conj\(\)"):
+        Archive(tmp_path / "x.pt")
+    archive = archive_of(tmp_path / "y.pt", {"c": tensor.resolve_conj().resolve_neg()})
+    assert read_tensors(archive, archive.content)["c"].tobytes() == bits(tensor.resolve_conj().resolve_neg())
+
+
+def test_a_type_that_is_not_supported_says_so(tmp_path):
+    torch.save({"c": torch.ones(2, dtype=torch.complex128)}, tmp_path / "x.pt")
+    with pytest.raises(
+        Damaged, match=r"holds a tensor of ComplexDoubleStorage, and supported are .*complex64"
+    ):
+        Archive(tmp_path / "x.pt")
+    for name in ("complex128", "float8_e8m0fnu", "quint8"):
+        with pytest.raises(Damaged, match=f"somewhere holds a tensor of {name}, and supported"):
+            pickles.load(b"ctorch\n" + name.encode() + b"\n.", "somewhere")
+    with pytest.raises(Damaged, match=r"names torch\.float_power, .* Nothing was executed"):
+        pickles.load(b"ctorch\nfloat_power\n.", "somewhere")
+
+
+def test_a_storage_of_a_type_that_is_none_is_refused():
+    with pytest.raises(Damaged, match="no storage of torch"):
+        pickles.load(b"(X\x07\0\0\0storageX\x01\0\0\0YX\x01\0\0\x000X\x03\0\0\0cpuI4\ntQ.", "somewhere")
+
+
+def test_what_was_counted_is_so_again(tmp_path):
+    archive = archive_of(tmp_path / "x.pt", {"milestones": Counter([2, 4, 4])})
+    assert decode(json.loads(json.dumps(Plain(archive)(archive.content)))) == {
+        "milestones": Counter([2, 4, 4])
+    }
+
+
 def test_copies_of_copies_are_refused_before_they_fill_the_memory():
     data = b"\x80\x04](" + b"N" * 100_000 + b"e\x94" + b"(cbuiltins\nlist\n(h\x00tR" * 1000 + b"l."
     with pytest.raises(Damaged, match="copies what it holds"):
@@ -343,6 +428,30 @@ def test_what_is_beside_tensors_is_json_that_says_what_it_was(tmp_path):
         "args": {"__object__": "argparse.Namespace", "fields": {"tp": 2}},
         "complex": {"__object__": "complex", "args": ["1j"]},
     }
+
+
+def test_numbers_of_numpy_are_plain_ones(tmp_path):
+    numbers = [
+        np.float64(0.1),
+        np.int64(-7),
+        np.float32(2.5),
+        np.uint8(200),
+        np.bool_(True),
+        np.float64("nan"),
+    ]
+    more = [np.dtype(">i4").type(5), np.array(3, ">i4")[()], np.datetime64(1, "s")]
+    archive = archive_of(tmp_path / "x.pt", {"a": numbers, "b": more})
+    found = Plain(archive)(archive.content)
+    assert repr(found["a"]) == "[0.1, -7, 2.5, 200, True, nan]" and found["b"][:2] == [5, 3]
+    assert found["b"][2]["__object__"].endswith("multiarray.scalar")
+
+
+@pytest.mark.parametrize("scalar", [b"N", b"I1\n", b"X\x02\0\0\0ab"])
+def test_numbers_of_numpy_of_other_bytes_are_refused(tmp_path, scalar):
+    data = b"\x80\x02cnumpy.core.multiarray\nscalar\n(cnumpy\ndtype\n(X\x02\0\0\0f8tR" + scalar + b"tR."
+    archive = archive_of(tmp_path / "x.pt", {})
+    with pytest.raises(Damaged, match=r"x\.pt: lr is a number of f8 and has other bytes"):
+        Plain(archive)(pickles.load(data, "somewhere"), "lr")
 
 
 def test_long_tensors_are_named_where_they_are_not_wanted(tmp_path):

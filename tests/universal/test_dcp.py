@@ -8,7 +8,7 @@ import pickle
 import re
 import resource
 import shutil
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import numpy as np
 import pytest
@@ -535,6 +535,30 @@ def test_a_training_goes_on_from_a_folder_of_any_parallelism(saved, tmp_path, ki
     ) as checkpointer:
         assert checkpointer.resume(source=folder) == 2
         assert digest_of(state_of(parts, flat=False)) == said["digest"]
+
+
+def scheduled():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+
+
+def test_a_schedule_goes_on_at_its_milestones(tmp_path):
+    """Torch makes texts of the numbers that are keys."""
+    there, here = scheduled(), scheduled()
+    for _ in range(3):
+        there[1].step()
+        there[2].step()
+    of_model, of_optimizer = get_state_dict(*there[:2])
+    state = {"model": of_model, "optim": of_optimizer, "scheduler": there[2].state_dict()}
+    save(state, tmp_path / "x")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1], scheduler=here[2]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x")
+    for _, optimizer, schedule in (there, here):
+        optimizer.step()
+        schedule.step()
+    assert here[2].state_dict() == there[2].state_dict() and here[2].get_last_lr() == there[2].get_last_lr()
+    assert type(here[2].milestones) is Counter
 
 
 def test_the_tools_know_folders(saved, tmp_path):

@@ -90,6 +90,10 @@ HOSTILE = {
     "numbers that are none": (lambda h: move(h, "a", "b"), "does not say where its shards belong"),
     "more than any": (lambda h: move(h, 1 << 70, 0), "does not say where its shards belong"),
     "halves": (lambda h: move(h, 2.5, 0), "does not say where its shards belong"),
+    "nested": (
+        lambda h: h["__metadata__"].update(DCP_SHARDING_INFO='{"a":' * 5000),
+        "does not say where its shards belong",
+    ),
     "nothing said": (
         lambda h: h["__metadata__"].pop("DCP_SHARDING_INFO"),
         "does not say where its shards belong",

@@ -162,7 +162,9 @@ def entry(start, stop, shape, dtype="F32"):
         header({"a": entry(0, 8, [-2, -1])}, b"12345678"), header({"a": entry(0, 8, [1 << 40, 1 << 40])}, b"12345678"),
         header({"a": entry(0, 8, [2], "F99")}, b"12345678"), header({"a": entry(0, -8, [2])}, b"12345678"),
         header({"a": 3}), header({"a": {"dtype": "F32"}}), header({"__metadata__": [1]}),
-        header(b'{"a":[' * 5000),
+        header(b'{"a":[' * 5000), header({"a": entry(0, 0, [0, 1 << 70])}),
+        header({"a": entry(0, 8, [2.0])}, b"12345678"),
+        header({"a": entry(0, 8.0, [2])}, b"12345678"), header({"a": entry(0, 1, [True], "U8")}, b"1"),
     ],
 )  # fmt: skip
 def test_headers_of_no_sense_are_refused_by_file(tmp_path, data):
@@ -170,6 +172,22 @@ def test_headers_of_no_sense_are_refused_by_file(tmp_path, data):
     path.write_bytes(data)
     with pytest.raises(Damaged, match=r"bad\.safetensors"):
         SafetensorsFiles(path)
+
+
+def test_a_type_that_is_not_supported_is_named_with_its_tensor(tmp_path):
+    path = tmp_path / "mx.safetensors"
+    path.write_bytes(header({"scales": entry(0, 2, [2], "F8_E8M0")}, b"12"))
+    with pytest.raises(
+        Damaged, match=r"mx\.safetensors .*'scales' is of the type 'F8_E8M0', and supported"
+    ) as raised:
+        SafetensorsFiles(path)
+    assert "holdfast verify" not in str(raised.value)
+
+
+def test_an_index_that_is_nested_too_deep_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map":' * 5000)
+    with pytest.raises(Damaged, match="is no index of safetensors files"):
+        SafetensorsFiles(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["missing file", "missing tensor", "outside", "no json"])

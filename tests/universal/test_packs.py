@@ -254,6 +254,10 @@ def test_all_packs_can_be_read_and_say_what_they_are_for():
         assert packs.load(name).rules and len(purpose) > 20
     with pytest.raises(BadInput, match="no pack 'bert' of rules; there are: decoder-to-llama, gpt-neox, "):
         packs.load("bert")
+    with pytest.raises(
+        BadInput, match=r"^megatron-to-lama is no file, and no pack of rules; .*megatron-to-llama"
+    ):
+        packs.find("megatron-to-lama", None)
 
 
 def test_a_value_that_is_missing_is_named():

@@ -162,6 +162,7 @@ def test_rules_that_do_not_fit_the_files_are_refused(folder, old, new, says):
 
 def test_a_configuration_that_is_none_is_refused(folder):
     path, _ = folder
-    (path / "config.json").write_text("[")
-    with pytest.raises(BadInput, match=r"its rules\.toml or config\.json cannot be read"):
-        open_source(path)
+    for text in ("[", '{"a":' * 5000):
+        (path / "config.json").write_text(text)
+        with pytest.raises(BadInput, match=r"its rules\.toml or config\.json cannot be read"):
+            open_source(path)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, HoldfastError, RunMismatch
 from holdfast.sources import From
 from holdfast.state.boxes import Box
-from holdfast.state.progress import decode
+from holdfast.state.progress import adopt, decode, encode
 from holdfast.universal import small
 from holdfast.universal.convert import format_of, open_source
 from holdfast.universal.restore import read_tensors
@@ -307,6 +309,150 @@ def test_a_state_dict_of_no_sense_is_refused_by_file(tmp_path, content):
     torch.save(content, tmp_path / "x.pt")
     with pytest.raises(Damaged, match=r"x\.pt"):
         open_source(tmp_path / "x.pt")
+
+
+def test_milestones_are_those_that_were_counted(tmp_path):
+    model, optimizer = trained()
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**states, "scheduler": schedule.state_dict()}, tmp_path / "x.pt")
+    found = decode(open_source(tmp_path / "x.pt").progress["scheduler"])
+    assert found == schedule.state_dict() and isinstance(found["milestones"], Counter)
+
+
+def test_hyper_parameters_and_a_step_may_be_numbers_of_numpy(tmp_path):
+    there, here = trained(), trained(seed=2)
+    there[1].param_groups[0]["lr"] = np.float64(0.25)
+    states = {"model": there[0].state_dict(), "optimizer": there[1].state_dict()}
+    torch.save({**states, "step": np.int64(7)}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        assert checkpointer.resume(source=tmp_path / "x.pt") == 7
+    lr = here[1].param_groups[0]["lr"]
+    assert lr == 0.25 and type(lr) is float
+
+
+def test_a_hyper_parameter_that_is_an_object_is_refused_before_anything_changes(tmp_path):
+    there, here = trained(), trained(seed=2)
+    there[1].param_groups[0]["lr"] = argparse.Namespace(a=1)
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    before = state_of(here)
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with (
+        checkpointer,
+        pytest.raises(BadInput, match=r"'lr' of embed\.weight is an object .argparse\.Namespace"),
+    ):
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of(here) == before
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_old_versions_counted_in_numbers_are_counted_on(tmp_path, fused):
+    there, here = trained(), trained(seed=2)
+    here[1].param_groups[0]["fused"] = fused or None
+    old = there[1].state_dict()
+    old["state"] = {n: {**slots, "step": int(slots["step"])} for n, slots in old["state"].items()}
+    torch.save({"model": there[0].state_dict(), "optimizer": old}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    steps = [slots["step"] for slots in here[1].state.values()]
+    assert steps == [3.0] * len(old["state"]) and {step.dtype for step in steps} == {torch.float32}
+    for parts in (there, here):
+        go_on(*parts, steps=2, seed=3)
+    if not fused:
+        assert exact(here[0].state_dict()) == exact(there[0].state_dict())
+
+
+class Counting(torch.optim.SGD):
+    """Of those that count in numbers."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+        return super().step(closure)
+
+
+def test_a_class_that_counts_in_numbers_goes_on_with_numbers(tmp_path):
+    there, here = (trained(lambda model: Counting(model.parameters(), lr=0.1), seed) for seed in (1, 2))
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert [type(slots["step"]) for slots in here[1].state.values()] == [int] * len(here[1].state)
+    assert state_of(here) == state_of(there)
+
+
+def raised(state, by):
+    return {name: tensor + by for name, tensor in state.items()}
+
+
+BESIDE_AVERAGES = {
+    "deeper": lambda m, o: {"ema": {"model": raised(m, 1)}, "model": m, "optimizer": o},
+    "deeper, and no optimizer": lambda m, o: {"ema": {"model": raised(m, 1)}, "model": m},
+    "deeper, by number": lambda m, o: {"a": {"state_dict": raised(m, 1)}, "state_dict": m, "optimizer": o},
+    "deeper, by another name": lambda m, o: {"ema": {"model": raised(m, 1)}, "state_dict": m, "optimizer": o},
+    "above": lambda m, o: {"ema": raised(m, 1), **m},
+}
+
+
+@pytest.mark.parametrize("by_names", [False, True])
+@pytest.mark.parametrize("form", BESIDE_AVERAGES)
+def test_averages_are_not_taken_for_the_model(tmp_path, form, by_names):
+    model, optimizer = trained()
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    torch.save(
+        BESIDE_AVERAGES[form](of_model, of_optimizer if by_names else optimizer.state_dict()), tmp_path / "x"
+    )
+    found = tensors_of(open_source(tmp_path / "x"))
+    assert torch.equal(found["embed.weight/param"], model.embed.weight)
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+@pytest.mark.parametrize("names", [("ema", "unet"), ("unet", "ema"), ("a.model", "b.model")])
+def test_which_of_two_is_the_model_is_not_guessed(tmp_path, names, with_optimizer):
+    model, optimizer = trained()
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    states = {}
+    for by, name in enumerate(names):
+        place = states
+        for part in name.split("."):
+            place = place.setdefault(part, {})
+        place.update(raised(of_model, by))
+    torch.save({**states, "optimizer": of_optimizer} if with_optimizer else states, tmp_path / "x.pt")
+    with pytest.raises(BadInput, match=rf"x\.pt holds several .* model: {names[0]}, {names[1]}\. Save it"):
+        open_source(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize(
+    ("steps", "step"),
+    [
+        ({"step": 37, "global_step": 120_000}, 120_000), ({"loop": {"step": 5}, "global_step": 9}, 9),
+        ({"step": 37, "loop": {"global_step": 9}}, 37), ({"iter_num": 3}, 3),
+    ],
+)  # fmt: skip
+def test_the_step_is_the_outermost_and_of_all_epochs(tmp_path, steps, step):
+    torch.save({"model": {"w": torch.ones(2)}, **steps}, tmp_path / "x.pt")
+    assert open_source(tmp_path / "x.pt").progress.get("step") == step
+
+
+def test_a_schedule_by_numbers_is_no_list(tmp_path):
+    torch.save(
+        {"model": {"w": torch.ones(2)}, "scheduler": {"at": {5: 0.1, 7: 0.2}, "l": [{"a": 1}]}},
+        tmp_path / "x.pt",
+    )
+    assert open_source(tmp_path / "x.pt").progress["scheduler"] == {
+        "at": {"5": 0.1, "7": 0.2},
+        "l": [{"a": 1}],
+    }
+
+
+def test_a_schedule_of_other_keys_is_left_and_named():
+    _, optimizer = trained()
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    before = schedule.state_dict()
+    for milestones, left in (({"a": 1}, ["scheduler"]), ({"2.5": 1}, ["scheduler"]), ({"3": 1}, [])):
+        saved = {"scheduler": encode({**before, "milestones": milestones})}
+        assert adopt({"scheduler": schedule}, saved) == left
+    assert schedule.milestones == Counter([3])
 
 
 def test_a_negative_step_is_none(tmp_path):

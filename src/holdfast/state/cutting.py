@@ -238,6 +238,10 @@ class Flat(Cut):
         need, first, at, cells = Box.whole(shape).elements, parts[0], 0, []
         for number in range(count):
             laid = parts[number]
+            if len(laid.shape) != 1:
+                raise ValueError(
+                    f"the part at {number} of {count} is {list(laid.shape)}, and a flat one has one dim"
+                )
             _need_alike(first, laid, 0)
             stop = min(at + laid.shape[0], need)
             cells.append([unflattened(pieces, shape, at, stop) for pieces in laid.copies])

@@ -49,6 +49,8 @@ def repeated(size: int, count: int, units: int) -> list[Span]:
     >>> repeated(20, 4, 2)
     [(0, 10), (0, 10), (10, 20), (10, 20)]
     """
+    if units < 1:
+        raise ValueError(f"{units} heads are shared by {count}: repeat is the number of heads, 1 or more")
     if size % units or max(count, units) % min(count, units):
         raise ValueError(f"{units} heads of {size} elements in all are not shared by {count}")
     width = size // min(count, units)
@@ -113,6 +115,8 @@ def flat_shares(
     >>> size, *shares[1:]
     (4, FlatShare(rank=0, tensor=1, start=0, stop=1, offset=3), FlatShare(rank=1, tensor=1, start=1, stop=4, offset=0))
     """
+    if align < 1 or tensor_align < 1:
+        raise ValueError(f"nothing is a multiple of {min(align, tensor_align)}: it is aligned to 1 or more")
     if align % world:
         raise ValueError(f"a bucket that is a multiple of {align} is not divided by {world} ranks")
     found, tensor, base = [], 0, 0

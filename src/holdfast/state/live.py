@@ -230,6 +230,10 @@ class LiveState:
         for name, slots in values.items():
             optimizer = self.optimizers[self._optimizer_of[name]]
             optimizer.state[self._parameter[name].parameter].update({s: decode(v) for s, v in slots.items()})
+        counted = {self._optimizer_of[name] for name, slots in values.items() if "step" in slots}
+        for optimizer in (self.optimizers[number] for number in sorted(counted)):
+            # as load_state_dict does: torch's own make tensors of the numbers that they counted with before 1.12
+            optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
         """The parameters ``names``, as many at a time as ``optimizer`` is to update at once, while they are where they

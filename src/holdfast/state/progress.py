@@ -165,11 +165,34 @@ def adopt(things: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
     left = []
     for name, thing in things.items():
         saved = decode(there[name]) if isinstance(there.get(name), dict) else None
-        if saved is not None and saved.keys() == thing.state_dict().keys():
-            thing.load_state_dict(saved)
-        else:
+        own = thing.state_dict()
+        fitting = _fitting(own, saved) if saved is not None and saved.keys() == own.keys() else None
+        if fitting is None:
             left.append(name)
+        else:
+            thing.load_state_dict(fitting)
     return left
+
+
+def _fitting(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any] | None:
+    """``saved`` as a state like ``own``; None if it is none."""
+    try:
+        return _with_keys_of(own, saved)
+    except ValueError:
+        return None
+
+
+def _with_keys_of(own: Any, saved: Any) -> Any:
+    """``saved`` with whole numbers as keys where ``own`` has them: who flattens a state by names makes texts of them.
+    Raises ``ValueError`` if these are no numbers."""
+    if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
+        return [_with_keys_of(mine, theirs) for mine, theirs in zip(own, saved, strict=True)]
+    if not isinstance(own, dict) or not isinstance(saved, dict):
+        return saved
+    if own and all(type(key) is int for key in own):
+        saved = {int(str(key)): value for key, value in saved.items()}
+    made = {key: _with_keys_of(own.get(key), value) for key, value in saved.items()}
+    return Counter(made) if isinstance(own, Counter) else made
 
 
 def refuse_other_ranks(loader: Any, progress: Mapping[str, Any], here: int) -> None:

@@ -183,7 +183,10 @@ def numbers_of(text: str) -> dict[str, int]:
     >>> numbers_of('{"vocab_size": 37, "tied": true}')
     {'vocab_size': 37}
     """
-    table = json.loads(text)
+    try:
+        table = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
     if not isinstance(table, dict):
         raise ValueError("it holds no table of names and numbers")
     return {name: value for name, value in table.items() if type(value) is int and value >= 0}

@@ -24,6 +24,8 @@ CHECKSUM_BLOCK = 4 * MiB
 
 LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT = 16 * KiB, 16 * KiB, 64
 PAD = "__pad__"
+MOST = 1 << 62
+"""More than any size of a tensor is."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,15 @@ class Layout:
             ]  # fmt: skip
             placed.sort(key=lambda entry: (entry.offset, entry.end))
             _check_placed(placed, length)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+            struct.error,
+        ) as error:
             raise Damaged(
                 f"not the header of a payload file: {error}. Check the run with `holdfast verify`."
             ) from error
@@ -165,8 +175,14 @@ def _encode(placed: list[Entry], header_bytes: int, metadata: dict[str, str] | N
 def _check_placed(placed: list[Entry], header_bytes: int) -> None:
     position = header_bytes
     for entry in placed:
-        if min(entry.shape, default=0) < 0:
+        if not all(type(size) is int and 0 <= size < MOST for size in entry.shape):
             raise ValueError(f"tensor {entry.key!r} has the shape {entry.shape}")
+        if entry.dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"tensor {entry.key!r} is of the type {entry.dtype!r}, and supported are {', '.join(DTYPE_BYTES)}"
+            )
+        if type(entry.offset) is not int or type(entry.nbytes) is not int:
+            raise ValueError(f"tensor {entry.key!r} lies at {entry.offset}, {entry.nbytes} bytes")
         if entry.offset != position or entry.nbytes != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
             raise ValueError(f"tensor {entry.key!r} at {entry.offset} does not follow the one before it")
         position = entry.end

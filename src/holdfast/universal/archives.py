@@ -19,12 +19,10 @@ from ..errors import Damaged
 from ..state.boxes import Box
 from ..state.pieces import Piece
 from . import pickles
-from .source import Part
+from .source import MOST_EXPANDED, Part
 
 PICKLE_BYTES = 1 << 30
 """More than any pickle beside tensors has."""
-MOST_EXPANDED = 1 << 20
-"""Elements at most of a tensor that has more of them than are stored."""
 
 
 class Stretch(io.RawIOBase):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import BadInput
 from ..state.progress import decode
 from ..update.kinds import IMPLEMENTATION, kept_slots
 from .matching import groups_of
@@ -61,5 +62,17 @@ def _options(
             found.append(None)
             continue
         options = theirs[0] or {} if theirs else {}
-        found.append({k: decode(v) for k, v in options.items() if k in group and k not in IMPLEMENTATION})
+        options = {k: v for k, v in options.items() if k in group and k not in IMPLEMENTATION}
+        _refuse_objects(options, members)
+        found.append({k: decode(v) for k, v in options.items()})
     return found
+
+
+def _refuse_objects(options: dict[str, Any], names: list[str]) -> None:
+    """Raise ``BadInput`` if one of ``options`` is not there by value, as an optimizer could not work with it."""
+    for key, value in options.items():
+        if isinstance(value, dict) and "__object__" in value:
+            raise BadInput(
+                f"the hyper-parameter {key!r} of {names[0]} is an object ({value['__object__']}) in the source, which"
+                " is not read by value. Load it with its own library and save a plain number in its place."
+            )

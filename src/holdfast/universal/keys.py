@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ..errors import BadInput
 from ..state.atoms import TORCH_NAMES
 from ..state.capture import WRAPPED
 from .told import told_progress
@@ -70,16 +71,19 @@ def canonical(name: str) -> str:
     return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts)
 
 
-def name_all(tensors: Mapping[str, Kind], paths: Mapping[str, Path], values: Mapping[str, Any]) -> Named:
+def name_all(
+    tensors: Mapping[str, Kind], paths: Mapping[str, Path], values: Mapping[str, Any], where: str = "this"
+) -> Named:
     """What ``tensors`` are, by key. ``paths`` are those of all entries, tensors or not, in the writer's order, where it
     kept them; else one name each, the key. ``values`` are those of entries that are no tensors: what of them says which
-    numbers are in which group is needed to name parameters that an optimizer knows by number."""
+    numbers are in which group is needed to name parameters that an optimizer knows by number. Raises ``BadInput``,
+    naming ``where`` they are, if several could be the model and nothing tells which is."""
     optimizers = sorted({key[: found.end()] for key in paths for found in [_GROUPS.search(key)] if found})
     states = {key: found for key in tensors if (found := _state_of(key, paths[key], optimizers)) is not None}
     rest = [key for key in paths if key in tensors and key not in states and not _inside(key, optimizers)]
     known = {canonical(name) for name, _ in states.values() if not name.isdecimal()}
     known |= {canonical(name) for name in _names_in_groups(paths, optimizers)}
-    model = _model_root(rest, paths, known)
+    model = _model_root(rest, paths, known, where)
     in_model = [key for key in rest if key.startswith(model) and _is_direct(key, paths[key], model)]
     plain = {key: canonical(key.removeprefix(model)) for key in in_model}
     named = Named({}, model, optimizers)
@@ -147,7 +151,7 @@ def in_list(path: Path) -> bool:
     return any(a == "param_groups" and isinstance(b, int) for a, b in pairwise(path))
 
 
-def _model_root(rest: Iterable[str], paths: Mapping[str, Path], known: set[str]) -> str:
+def _model_root(rest: Iterable[str], paths: Mapping[str, Path], known: set[str], where: str) -> str:
     """What the keys of the model begin with."""
     keys = list(rest)
     hits: Counter[str] = Counter()
@@ -159,16 +163,45 @@ def _model_root(rest: Iterable[str], paths: Mapping[str, Path], known: set[str])
                 break
     if hits:
         most = max(hits.values())
-        best = [root for root, count in hits.items() if count == most]
-        return next((root for root in best if root.rstrip(".").split(".")[-1] in MODEL_NAMES), best[0])
+        return _one_of([root for root, count in hits.items() if count == most], where)
     tops = [paths[key][:-1] for key in keys]
-    called = next((top for name in MODEL_NAMES for top in tops if name in top), None)
-    if called is not None:
-        depth = max(i for i, name in enumerate(called) if name in MODEL_NAMES)
-        return "".join(f"{name}." for name in called[: depth + 1])
-    if tops and () not in tops:
-        return "".join(f"{name}." for name in Counter(tops).most_common(1)[0][0])
-    return ""
+    if found := list(dict.fromkeys(_called(top) for top in tops if set(top) & set(MODEL_NAMES))):
+        return _one_of(found, where)
+    if not tops or () in tops:
+        return ""
+    names: dict[Path, list[str]] = {}
+    for key in keys:
+        names.setdefault(paths[key][:-1], []).append(str(paths[key][-1]))
+    most = max(names, key=lambda top: len(names[top]))
+    return _one_of([_root_of(top) for top in names if sorted(names[top]) == sorted(names[most])], where)
+
+
+def _called(top: Path) -> str:
+    """The root of what is called as models are, on the way to ``top``."""
+    return _root_of(top[: max(i for i, name in enumerate(top) if name in MODEL_NAMES) + 1])
+
+
+def _root_of(top: Path) -> str:
+    return "".join(f"{name}." for name in top)
+
+
+def _one_of(roots: list[str], where: str) -> str:
+    """Of ``roots`` that could all be the model's, the one that is not inside of anything, or is called as models are;
+    of several such the one with the fewest names, and then the one that is called by the first of ``MODEL_NAMES``."""
+    if len(roots) == 1:
+        return roots[0]
+    if "" in roots:
+        return ""
+    called = {root: name for root in roots if (name := root.rstrip(".").split(".")[-1]) in MODEL_NAMES}
+    ranks = {root: (root.count("."), MODEL_NAMES.index(name)) for root, name in called.items()}
+    first = [root for root, rank in ranks.items() if rank == min(ranks.values())]
+    if len(first) != 1:
+        candidates = ", ".join(root.rstrip(".") for root in first or roots)
+        raise BadInput(
+            f"{where} holds several that could be the model: {candidates}. Save it with the one that you mean as"
+            " 'model', or with that one alone."
+        )
+    return first[0]
 
 
 def _is_direct(key: str, path: Path, root: str) -> bool:
@@ -248,7 +281,8 @@ def progress_of(
     _take_scheduler(progress, rest, paths)
     steps = [key for key in rest if _step_in(key, rest[key]) is not None]
     if steps:
-        progress["step"] = _step_in(*min(((key, rest[key]) for key in steps), key=lambda each: len(each[0])))
+        first = min(steps, key=_rank_of_step)
+        progress["step"] = _step_in(first, rest[first])
     if rest:
         progress["extra"] = rest
     return progress
@@ -258,9 +292,14 @@ def _step_in(key: str, value: Any) -> int | None:
     """The step that a value is, by its name."""
     if key.rpartition(".")[2] not in STEPS:
         return None
-    if isinstance(value, dict) and value.get("shape") in ([], [1]) and value["__tensor__"] in INTEGERS:
+    if isinstance(value, dict) and value.get("shape") in ([], [1]) and value.get("__tensor__") in INTEGERS:
         value = int.from_bytes(base64.b64decode(value["bytes"]), "little", signed=True)
     return value if type(value) is int and value >= 0 else None
+
+
+def _rank_of_step(key: str) -> tuple[int, bool, int]:
+    """The least is taken: what is inside of least, and ``global_step`` before a ``step``, which may be of an epoch."""
+    return key.count("."), key.rpartition(".")[2] != "global_step", len(key)
 
 
 class _Nested(dict[Any, Any]):
@@ -284,7 +323,7 @@ def _take_scheduler(progress: dict[str, Any], rest: dict[str, Any], paths: Mappi
 def _unflattened(value: Any) -> Any:
     if not isinstance(value, _Nested):
         return value
-    if value and all(isinstance(name, int) for name in value):
+    if value and value.keys() == set(range(len(value))):
         return [_unflattened(value[place]) for place in sorted(value)]
     return {str(name): _unflattened(item) for name, item in value.items()}
 

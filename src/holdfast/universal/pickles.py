@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections import OrderedDict
+import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 from ..errors import Damaged
@@ -26,6 +28,8 @@ STORAGES = {
 }  # fmt: skip
 """Names of safetensors, by the kinds of storage in files of torch."""
 DTYPES = {theirs: ours for ours, theirs in TORCH_NAMES.items()}
+_TYPE = re.compile(r"\w+Storage|(q?u?int|float|complex|bits)\d\w*")
+"""What torch calls types of elements."""
 
 MOST_ELEMENTS = 1 << 62
 """More than any tensor has along an axis."""
@@ -95,6 +99,7 @@ class Record:
 
 PLAIN: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": OrderedDict,
+    "collections.Counter": lambda given: _counter(given),
     "collections.defaultdict": lambda *_: {},
     "builtins.dict": dict,
     "builtins.list": list,
@@ -142,6 +147,12 @@ def _empty_bytes(given: tuple[Any, ...]) -> bytes:
     if given:
         raise ValueError("bytes that are made of something")
     return b""
+
+
+def _counter(given: Any) -> Counter[Any]:
+    if not isinstance(given, dict):
+        raise TypeError("a Counter of what was not counted")
+    return Counter(given)
 
 
 def load(data: bytes, where: str) -> Any:
@@ -196,7 +207,7 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, Record):
         return [*value.args, value.fields, value.items]
     if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
+        return [*dict.keys(value), *dict.values(value)]
     return list(value) if isinstance(value, list | tuple | set | frozenset) else []
 
 
@@ -223,6 +234,16 @@ def _with_short_keys(load: Callable[[Any], None], keys: slice) -> Callable[[Any]
     return checked
 
 
+def _build(reader: Any) -> None:
+    """Attributes are for a ``Record`` alone: what else there is was checked when it was made, and stays as it is."""
+    state = reader.stack.pop()
+    made = reader.stack[-1]
+    if isinstance(made, Record):
+        made.__setstate__(state)
+    elif not isinstance(made, OrderedDict):  # torch keeps the versions of modules as attributes of one
+        raise ValueError(f"attributes of a {type(made).__name__}, which has none")
+
+
 _DISPATCH: dict[int, Any] = pickle._Unpickler.dispatch
 _KEYS = {
     pickle.SETITEMS: slice(0, None, 2), pickle.DICT: slice(0, None, 2), pickle.SETITEM: slice(-2, -1),
@@ -233,6 +254,7 @@ _KEYS = {
 class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pickle tells it to
     dispatch = _DISPATCH | {
         pickle.BYTEARRAY8[0]: _refuse_bytearray,
+        pickle.BUILD[0]: _build,
         **{code[0]: _with_short_keys(_DISPATCH[code[0]], keys) for code, keys in _KEYS.items()},
     }
 
@@ -260,6 +282,12 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
             return DTYPES[name]
         if module in ("torch", "torch.storage") and name in STORAGES:
             return STORAGES[name]
+        if module in ("torch", "torch.storage") and _TYPE.fullmatch(name):
+            raise Damaged(
+                f"{self._where} holds a tensor of {name}, and supported are {', '.join(DTYPES)}. Load it with torch and"
+                " save it as one of these.",
+                path=self._where,
+            )
         if full in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"):
             return _tensor
         if full == "torch._utils._rebuild_tensor_v3":
@@ -280,25 +308,35 @@ class _Reader(pickle._Unpickler):  # in Python: the one in C allocates what a pi
     def persistent_load(self, pid: Any) -> Storage:
         """Of torch: ("storage", type, key, device, elements)."""
         kind, dtype, key, _, elements = pid
-        if kind != "storage" or not isinstance(dtype, str) or not isinstance(elements, int) or elements < 0:
+        if kind != "storage" or dtype not in DTYPE_BYTES or not isinstance(elements, int) or elements < 0:
             raise ValueError("a persistent id that is no storage of torch")
         return Storage(str(key), dtype, elements)
 
 
-def _tensor(storage: Storage, offset: int, shape: Any, strides: Any, *_: Any) -> Tensor:
+def _tensor(
+    storage: Storage, offset: int, shape: Any, strides: Any, _: Any = None, __: Any = None, kept: Any = None
+) -> Tensor:
+    """``kept`` is what torch keeps of it beside its bytes."""
     if not isinstance(storage, Storage):
         raise TypeError("a tensor without a storage")
+    if isinstance(kept, dict) and (kept.get("conj") or kept.get("neg")):
+        raise ValueError(
+            "a tensor that torch keeps as a view to be conjugated or negated when it is read, which is not supported."
+            " Load the file with torch and save the tensor with .resolve_conj().resolve_neg()"
+        )
     made = Tensor(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
-    if not all(0 <= number < MOST_ELEMENTS for number in (made.offset, *made.shape, *made.strides)):
+    sizes = made.offset, *made.shape, *made.strides
+    fits = all(0 <= number < MOST_ELEMENTS for number in sizes) and prod(made.shape) < MOST_ELEMENTS
+    if not fits or len(made.shape) != len(made.strides):
         raise ValueError(f"a tensor of {made.shape}, strides {made.strides}, from {made.offset} on")
     return made
 
 
 def _tensor_of_bytes(
-    storage: Storage, offset: int, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any
+    storage: Storage, offset: int, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, kept: Any = None
 ) -> Tensor:
     """Of a type for which torch has no kind of storage."""
-    made = _tensor(storage, offset, shape, strides)
+    made = _tensor(storage, offset, shape, strides, kept=kept)
     elements = storage.elements // DTYPE_BYTES[dtype]
     return Tensor(Storage(storage.key, dtype, elements), made.offset, made.shape, made.strides)
 

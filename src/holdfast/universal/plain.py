@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections import Counter
 from math import prod
 from typing import Any
 
@@ -12,13 +13,16 @@ import numpy as np
 
 from ..errors import Damaged
 from ..units import MiB
-from .archives import MOST_EXPANDED, Archive
+from .archives import Archive
 from .pickles import Record, Tensor
 from .small import tensor_json
-from .source import check_sum
+from .source import MOST_EXPANDED, check_sum
 
 MOST_BEYOND = 16 * MiB
 """Bytes of tensors, written out each time that they are held, beyond those of the archive."""
+
+NUMBERS = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
+"""NumPy's names of the types of its numbers that are Python's too."""
 
 
 class Plain:
@@ -36,15 +40,16 @@ class Plain:
             return value
         if isinstance(value, Tensor):
             return self._tensor(value, where)
-        if (
-            isinstance(value, Record) and value.name == "_codecs.encode" and value.args
-        ):  # how bytes are pickled
-            value = str(value.args[0]).encode("latin1")
+        value = _bytes_in(value)
+        if isinstance(value, Record) and value.name.endswith(".multiarray.scalar"):
+            return self._scalar(value, where)
         if isinstance(value, bytes | bytearray):
             return {"__bytes__": base64.b64encode(value).decode()}
         if isinstance(value, list | tuple):
             made = [self(item, f"{where}[{place}]") for place, item in enumerate(value)]
             return made if isinstance(value, list) else {"__tuple__": made}
+        if isinstance(value, Counter):
+            return {"__counter__": self(dict(value), where)}
         if isinstance(value, dict):
             plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
             items = [[self(key, where), self(item, f"{where}.{key}")] for key, item in value.items()]
@@ -61,6 +66,17 @@ class Plain:
         parts = {name: self(part, f"{where}.{name}") for name, part in given.items() if part}
         return {"__object__": value.name, **parts}
 
+    def _scalar(self, value: Record, where: str) -> Any:
+        """A number of NumPy, as Python has it; of a type that Python has no number for, the object."""
+        kind, data = (*value.args, None, None)[:2]
+        name, order = _dtype_of(kind)
+        if name not in NUMBERS:
+            return self._object(value, where)
+        dtype, data = np.dtype(order + name), _bytes_in(data)
+        if not isinstance(data, bytes) or len(data) != dtype.itemsize:
+            raise Damaged(f"{self._archive.path}: {where} is a number of {name} and has other bytes")
+        return np.frombuffer(data, dtype)[0].item()
+
     def _tensor(self, tensor: Tensor, where: str) -> dict[str, Any]:
         part = self._archive.part(tensor.storage)
         nbytes = prod(tensor.shape) * part.itemsize
@@ -75,6 +91,22 @@ class Plain:
                 path=part.path,
             )
         return tensor_json(tensor.storage.dtype, tensor.shape, bytes_of(self._archive, tensor))
+
+
+def _bytes_in(value: Any) -> Any:
+    """The bytes that a record of how old protocols have them is; anything else as it is."""
+    if isinstance(value, Record) and value.name == "_codecs.encode" and value.args:
+        return str(value.args[0]).encode("latin1")
+    return value
+
+
+def _dtype_of(kind: Any) -> tuple[str, str]:
+    """The name and the byte order of a NumPy dtype as a record; empty names are of none."""
+    if not isinstance(kind, Record) or kind.name != "numpy.dtype" or not kind.args:
+        return "", ""
+    state = kind.args[-1]
+    order = state[1] if isinstance(state, tuple) and len(state) > 1 else "<"
+    return str(kind.args[0]), ">" if order == ">" else "<"
 
 
 def bytes_of(archive: Archive, tensor: Tensor) -> bytes:

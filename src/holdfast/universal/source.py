@@ -29,6 +29,10 @@ from ..units import MiB
 
 PIECE = 4 * MiB
 """Bytes that are read at once to be verified."""
+MOST_EXPANDED = 1 << 20
+"""Elements at most of a tensor, or a region of one, that has more of them than are stored."""
+MOST_OFFSET = float(1 << 62)
+"""More than any place is at, in elements; below it nothing overflows."""
 NUM_LOCKS = 16
 """Parts that are looked into at once, about; two that share a lock wait for one another."""
 NAMED = 3
@@ -146,13 +150,23 @@ class Source:
             if pieces.rank
             else np.zeros(1, bool)
         )
+        reach = (pieces.stop - pieces.start - 1) * pieces.strides.astype(float)
+        over = (np.maximum(reach, 0).sum(axis=1) + pieces.offset >= MOST_OFFSET) | (pieces.strides < 0).any(
+            axis=1
+        )
         last = pieces.offset + ((pieces.stop - pieces.start - 1) * pieces.strides).sum(axis=1)
         sizes = np.array(
             [self.parts[number].nbytes // atom.itemsize for number in pieces.part.tolist()], dtype=np.int64
         )
-        if outside.any() or ((last >= sizes) | (pieces.offset < 0))[pieces.elements > 0].any():
+        if outside.any() or ((last >= sizes) | (pieces.offset < 0) | over)[pieces.elements > 0].any():
             raise Damaged(
                 f"{self.path}: of {key} {list(atom.shape)} something lies outside of it, or of what is stored"
+            )
+        if (pieces.elements > np.maximum(sizes, MOST_EXPANDED)).any():
+            raise Damaged(
+                f"{self.path}: {key} {list(atom.shape)} has many more elements than are stored of it, which is not read"
+                f" of more than {MOST_EXPANDED}. Save it with .contiguous().",
+                path=self.path,
             )
         if (found := int(pieces.elements.sum())) != atom.elements:
             raise Damaged(

@@ -39,7 +39,7 @@ class DCP(Entries):
     def _take(self, claims: Claims, rest: dict[str, Any]) -> None:
         """``rest`` is what is no tensor."""
         kinds = {key: shards.kind for key, shards in claims.tensors.items()}
-        named = name_all(kinds, claims.paths, rest)
+        named = name_all(kinds, claims.paths, rest, self.path)
         for key, shards in claims.tensors.items():
             name, slot = named.tensors[key]
             stored = Stored(Atom(name, slot, *shards.kind), self.add_shards(key, shards))

@@ -59,7 +59,7 @@ class ShardedSafetensors(Files):
                     raise ValueError(f"{entry.key} is of {entry.dtype}, and of another type elsewhere")
                 part = self.add_part(Part(str(path), entry.offset, entry.nbytes, entry.dtype))
                 self._pieces.setdefault(entry.key, []).append(dense(box, part))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise Damaged(
                 f"{path} does not say where its shards belong ({type(error).__name__}: {error})",
                 path=str(path),

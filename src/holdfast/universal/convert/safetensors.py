@@ -93,7 +93,8 @@ def header_of(path: Path) -> tuple[Layout, dict[str, str]]:
         metadata = {str(key): str(value) for key, value in metadata.items()}
         layout = Layout.parse(struct.pack("<Q", length) + header)
     except (ValueError, AttributeError, RecursionError, Damaged) as error:
-        raise Damaged(f"{path} is no safetensors file: {error}", path=str(path)) from error
+        why = error.__cause__ if isinstance(error, Damaged) else error
+        raise Damaged(f"{path} does not read as a safetensors file: {why}", path=str(path)) from error
     if layout.file_bytes != size:
         raise Damaged(
             f"{path} has {size} bytes, its header says {layout.file_bytes}: it was cut short", path=str(path)
@@ -164,7 +165,7 @@ def _files_of(path: Path) -> tuple[list[Path], set[str] | None]:
         names = sorted(set(named.values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a file of it is not in the folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(
             f"{path / INDEX} is no index of safetensors files: {error}", path=str(path / INDEX)
         ) from error

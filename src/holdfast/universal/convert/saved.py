@@ -9,6 +9,7 @@ shapes of both allow that in one way alone.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,10 @@ class Saved(Files):
 
     def _take(self, ways: dict[str, Way], values: dict[str, Any]) -> None:
         kinds = {key: Kind(tensor.shape, tensor.storage.dtype) for key, (_, tensor) in self._held.items()}
-        tied = self._tied(name_all(kinds, ways, values))
-        named = name_all({key: kind for key, kind in kinds.items() if key not in tied}, ways, values)
+        tied = self._tied(name_all(kinds, ways, values, self.path))
+        named = name_all(
+            {key: kind for key, kind in kinds.items() if key not in tied}, ways, values, self.path
+        )
         rest = dict(values)
         for key, (name, slot) in named.tensors.items():
             stored = self._stored(Atom(name, slot, *kinds[key]), *self._held[key])
@@ -145,7 +148,7 @@ def _state_dict_of(archive: Archive) -> dict[Any, Any]:
 
 def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
     """Tensors, and what holds none, each with the names on the way to it."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not isinstance(value, Counter):
         for name, inner in _by_name(value).items():
             yield from _leaves(inner, (*way, name))
     elif isinstance(value, list | tuple) and any(isinstance(each, dict | Tensor) for each in value):

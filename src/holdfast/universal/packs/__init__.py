@@ -40,6 +40,8 @@ def find(rules: str, values: Path | None, known: Mapping[str, int] | None = None
     path = Path(rules)
     if not path.is_file() and rules in names():
         return load(rules, numbers)
+    if path.name == rules and not path.suffix and not path.exists():  # as packs are named
+        raise BadInput(f"{rules} is no file, and no pack of rules; there are: {', '.join(names())}")
     return Rules.parse(_read(path), str(path), numbers)
 
 

@@ -243,6 +243,9 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
 def _replayed(reader: RunReader, step: int) -> Source:
     state, progress = state_at(reader.root, step)
     owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
+    aliases = progress.pop("aliases")
     progress = {**progress, "step": step, "values": state.values()}
     progress["replay"] = replay_info(state, after_update=False)
-    return InMemory(f"{reader.root}@{step}", "holdfast", owned + list(state.buffers().values()), progress)
+    found = InMemory(f"{reader.root}@{step}", "holdfast", owned + list(state.buffers().values()), progress)
+    found.aliases = aliases
+    return found

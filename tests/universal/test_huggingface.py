@@ -231,6 +231,7 @@ WRONG = {
     "random numbers": {"random": RANDOM},
     "of a Checkpointer": {"groups": [[{}]], "replay": {}},
     "optimizers": {"optimizers": [1]},
+    "names of tied tensors": {"aliases": {"b": 1}},
 }
 
 
@@ -239,6 +240,16 @@ def test_a_progress_in_a_header_that_is_none_is_refused(tmp_path, name):
     text = WRONG[name] if isinstance(WRONG[name], str) else json.dumps(WRONG[name])
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors", metadata={"holdfast.progress": text})
     with pytest.raises(Damaged, match=r"a\.safetensors: holdfast\.progress does not read"):
+        SafetensorsFiles(tmp_path / "a.safetensors")
+
+
+def test_a_name_that_is_tied_to_nothing_is_refused(tmp_path):
+    save_file(
+        {"a": torch.ones(1)},
+        tmp_path / "a.safetensors",
+        metadata={"holdfast.progress": '{"aliases": {"b": "c"}}'},
+    )
+    with pytest.raises(Damaged, match=r"a\.safetensors: holdfast\.progress ties something to c"):
         SafetensorsFiles(tmp_path / "a.safetensors")
 
 

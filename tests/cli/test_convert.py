@@ -60,6 +60,23 @@ def test_rules_give_other_names(trained, tmp_path, holdfast):
     assert sorted(load_file(tmp_path / "hf" / "model.safetensors")) == ["inner.bias", "inner.weight"]
 
 
+def test_copies_that_differ_are_told_before_a_folder_loses_them(tmp_path, holdfast):
+    pytest.importorskip("transformers")
+    from tiny_folders import llama, write_folder
+
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        torch.save({"w": torch.full((2,), 1.0 * rank)}, tmp_path / f"ranks/{rank}.pt")
+    text = "version = 1\nmesh = {tp = 2}\naxes = {tp = 'replicate'}\nfiles = {match = '(?P<tp>\\d+)[.]pt'}\n"
+    (tmp_path / "ranks/rules.toml").write_text(text + "[[rule]]\nmatch = 'w'\n")
+    folder = write_folder(tmp_path / "folder", llama)
+    result = holdfast(
+        "convert", tmp_path / "ranks", tmp_path / "out", "--to", "huggingface", "--model", folder
+    )
+    assert result.code == 1 and "the copies of w/param differ" in result.err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -77,6 +77,7 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     if rules is not None:
         opened = UnderRules(opened, rules)
     elif folder is not None:
+        refuse_unequal(opened, opened.atoms.values())  # of which the folder has no copies
         opened = as_folder(opened, empty_model(folder))
     refuse_unequal(opened, opened.atoms.values())
     total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))

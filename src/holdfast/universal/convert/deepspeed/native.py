@@ -77,17 +77,19 @@ class Native(WithNumbers):
             self._check_steps(model[0], mine, names)
 
     def _wholes(self, info: Info, by_rank: list[dict[str, Local]], tensor_ranks: int) -> dict[str, Whole]:
-        """What the tensor-parallel ranks of each pipeline stage have, together; of two stages, once."""
+        """What the tensor-parallel ranks of each pipeline stage have, together; of two stages, once. Buffers are those
+        of the first."""
         found: dict[str, Whole] = {}
         for start in range(0, len(by_rank), tensor_ranks):
             stage = by_rank[start : start + tensor_ranks]
-            for name in stage[0]:
+            for name in dict.fromkeys(name for rank in stage for name in rank):
                 missing = [start + i for i, rank in enumerate(stage) if name not in rank]
                 if missing:
                     raise Damaged(
                         f"{self.path}: mp_rank_{missing[0]:02d} has no {name}, others have", path=self.path
                     )
-                whole = info.whole(name, [rank[name] for rank in stage])
+                is_buffer = "buffer" in stage[0][name].pieces
+                whole = info.whole(name, [rank[name] for rank in stage[: 1 if is_buffer else None]])
                 if name not in found:
                     found[name] = whole
                 elif found[name].shape == whole.shape and (info.is_tied(name) or whole.group < 0):

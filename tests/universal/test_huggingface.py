@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.cli.inspect import is_foreign
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged
+from holdfast.sources import source_of
 from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
 from holdfast.state.capture import FROM_NAME
@@ -134,6 +136,13 @@ def test_files_of_another_conversion_are_not_mixed_with_its_own(source, tmp_path
             write_huggingface(source, folder, **options)
     write_huggingface(source, folder, dtype="BF16")
     assert file.read_bytes() == before
+
+
+def test_a_folder_beside_a_configuration_of_ours_is_what_it_is(source, tmp_path):
+    folder = tmp_path / "out"
+    write_huggingface(source, folder)
+    (folder / "config.toml").write_text("")
+    assert source_of(str(folder)).format == "safetensors" and is_foreign(str(folder))
 
 
 def test_a_state_is_not_exported_into_its_own_folder(source, tmp_path):

@@ -36,6 +36,14 @@ def test_the_newest_step_is_exported_with_what_was_left_out(trained, tmp_path, h
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
+def test_tensors_that_are_not_of_the_model_are_not_said_to_be_of_the_optimizer(tmp_path, holdfast):
+    path = tmp_path / "a.pt"
+    torch.save({"model": nn.Linear(6, 4).state_dict(), "noise": torch.zeros(1 << 19)}, path)
+    result = holdfast("convert", path, tmp_path / "hf", "--to", "huggingface")
+    assert result.code == 0, result.err
+    assert "parameters and buffers alone: 1 tensor of neither model nor optimizer\n" in result.out
+
+
 def test_json_says_files_and_bytes(trained, tmp_path, holdfast):
     result = holdfast("convert", trained[0], tmp_path / "one.safetensors", "--to", "safetensors", "--json")
     found = json.loads(result.out)

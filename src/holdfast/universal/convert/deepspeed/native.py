@@ -18,7 +18,7 @@ from ...load import read_flat
 from ...pickles import Record
 from ...source import WithNumbers
 from . import zero3, zero12
-from .common import Names, add_parameter, progress_of, writer_of
+from .common import Names, add_parameter, others_of, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened
 from .local import Local, Rank, elements, shapes_of
 from .model import ModelStates, beside, check_models
@@ -65,7 +65,7 @@ class Native(WithNumbers):
         names = Names({*wholes, *(name for m in models for name in m[0].names)})
         groups = _groups(ranks[0][0])
         self.writer = writer_of(first, sum(map(len, ranks)))
-        self.progress = progress_of(first, _others(ranks[0][0]), groups)
+        self.progress = progress_of(first, others_of(ranks[0][0].state), groups)
         count = max([len(groups), *(whole.group + 1 for whole in wholes.values())])
         self.progress["group_parameters"] = [
             [names[name] for name, whole in wholes.items() if whole.group == group] for group in range(count)
@@ -197,12 +197,6 @@ def _groups(rank: Rank) -> list[dict[str, Any]]:
     """The optimizer's groups, with their hyper-parameters; none where the format does not have them."""
     base = rank.state.get("base_optimizer_state") or rank.state.get("optimizer_state_dict")
     return list(base.get("param_groups") or ()) if isinstance(base, dict) else []
-
-
-def _others(rank: Rank) -> dict[str, Any]:
-    """What the optimizer says beside its tensors."""
-    known = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-    return {key: rank.state[key] for key in known if key in rank.state}
 
 
 def _stage(folder: Folder, ranks: list[Rank]) -> int:

@@ -25,7 +25,7 @@ from .store.reader import RunReader
 from .store.target import Target, Url, holds_run
 from .universal import packs
 from .universal.checking import refuse_unequal
-from .universal.convert import open_source
+from .universal.convert import is_of_others, open_source
 from .universal.convert.holdfast import Commit
 from .universal.dividing import Need, divided
 from .universal.hyper import kept_by, set_hyper_parameters
@@ -102,11 +102,11 @@ class Beginning:
         return self._match.told()
 
     def check(self) -> None:
-        """Read all of it, and raise ``Damaged`` if it is not as it was written."""
-        check_all(self._source, range(len(self._source.parts)))
-        refuse_unequal(
-            self._source, (each for slots in self._match.found.values() for each in slots.values())
-        )
+        """Read all that was matched, and raise ``Damaged`` if it is not as it was written."""
+        found = [each for slots in self._match.found.values() for each in slots.values()]
+        pieces = [one for each in found for one in (each.pieces, *each.copies)]
+        check_all(self._source, sorted({number for one in pieces for number in one.part.tolist()}))
+        refuse_unequal(self._source, found)
 
     def identity(self) -> list[Any]:
         """As that of the source."""
@@ -222,7 +222,7 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``.
     """
     target = Target.parse(text)
-    if not holds_run(target.run):
+    if not holds_run(target.run) or is_of_others(target.run):
         return open_source(Path(text))
     reader = open_run(target.run)
     if target.step is not None and target.timeline is not None:
@@ -243,6 +243,9 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
 def _replayed(reader: RunReader, step: int) -> Source:
     state, progress = state_at(reader.root, step)
     owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
+    aliases = progress.pop("aliases")
     progress = {**progress, "step": step, "values": state.values()}
     progress["replay"] = replay_info(state, after_update=False)
-    return InMemory(f"{reader.root}@{step}", "holdfast", owned + list(state.buffers().values()), progress)
+    found = InMemory(f"{reader.root}@{step}", "holdfast", owned + list(state.buffers().values()), progress)
+    found.aliases = aliases
+    return found

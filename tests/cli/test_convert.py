@@ -36,6 +36,14 @@ def test_the_newest_step_is_exported_with_what_was_left_out(trained, tmp_path, h
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
+def test_tensors_that_are_not_of_the_model_are_not_said_to_be_of_the_optimizer(tmp_path, holdfast):
+    path = tmp_path / "a.pt"
+    torch.save({"model": nn.Linear(6, 4).state_dict(), "noise": torch.zeros(1 << 19)}, path)
+    result = holdfast("convert", path, tmp_path / "hf", "--to", "huggingface")
+    assert result.code == 0, result.err
+    assert "parameters and buffers alone: 1 tensor of neither model nor optimizer\n" in result.out
+
+
 def test_json_says_files_and_bytes(trained, tmp_path, holdfast):
     result = holdfast("convert", trained[0], tmp_path / "one.safetensors", "--to", "safetensors", "--json")
     found = json.loads(result.out)
@@ -58,6 +66,23 @@ def test_rules_give_other_names(trained, tmp_path, holdfast):
     )
     assert result.code == 0, result.err
     assert sorted(load_file(tmp_path / "hf" / "model.safetensors")) == ["inner.bias", "inner.weight"]
+
+
+def test_copies_that_differ_are_told_before_a_folder_loses_them(tmp_path, holdfast):
+    pytest.importorskip("transformers")
+    from tiny_folders import llama, write_folder
+
+    (tmp_path / "ranks").mkdir()
+    for rank in range(2):
+        torch.save({"w": torch.full((2,), 1.0 * rank)}, tmp_path / f"ranks/{rank}.pt")
+    text = "version = 1\nmesh = {tp = 2}\naxes = {tp = 'replicate'}\nfiles = {match = '(?P<tp>\\d+)[.]pt'}\n"
+    (tmp_path / "ranks/rules.toml").write_text(text + "[[rule]]\nmatch = 'w'\n")
+    folder = write_folder(tmp_path / "folder", llama)
+    result = holdfast(
+        "convert", tmp_path / "ranks", tmp_path / "out", "--to", "huggingface", "--model", folder
+    )
+    assert result.code == 1 and "the copies of w/param differ" in result.err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

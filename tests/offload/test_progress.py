@@ -9,6 +9,7 @@ import torch
 
 import holdfast
 from holdfast.errors import RunMismatch
+from holdfast.sources import source_of
 from holdfast.store.local import LocalStore
 from training import adamw, batches, decoder, warm_up
 
@@ -42,6 +43,13 @@ def opened(root, **options) -> holdfast.Engine:
 def one_step(engine: holdfast.Engine) -> None:
     with engine:
         engine.step(batches(engine.steps_done, 1))
+
+
+def test_every_name_of_a_tied_weight_is_in_a_commit(tmp_path):
+    model = decoder(blocks=2)
+    model.head.weight = model.embed.weight
+    one_step(holdfast.offload(model, adamw(model), tmp_path, dtype="fp32"))
+    assert source_of(str(tmp_path)).aliases == {"head.weight": "embed.weight"}
 
 
 @pytest.mark.parametrize("what", ["scheduler", "loader"])

@@ -8,11 +8,14 @@ import torch
 import holdfast
 from holdfast.errors import ChunkCorrupt, RunMismatch
 from holdfast.sources import source_of
+from holdfast.state.atoms import Atom
+from holdfast.state.capture import capture
 from holdfast.store.local import LocalStore
 from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
 from holdfast.universal.convert.holdfast import Commit
-from holdfast.universal.convert.huggingface import write_huggingface
+from holdfast.universal.convert.huggingface import write_huggingface, write_single
+from holdfast.universal.memory import InMemory
 from holdfast.universal.save import write_run
 from training import adamw, batches, decoder, differing, state_of, stored, warm_up
 
@@ -193,6 +196,24 @@ def test_damage_is_found_before_anything_is_written(tmp_path, recorded_run):
         holdfast.offload(model, optimizer, tmp_path / "run", dtype="fp32", source=holdfast.From(copy))
     assert not (tmp_path / "run").exists()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("damaged", ["more", "weight"])
+def test_of_a_source_only_what_is_wanted_is_checked(tmp_path, damaged):
+    tensors = {"weight": torch.full((40, 3), 3.0), "more": torch.full((50,), 7.0)}
+    atoms = [(Atom(name, "param", tuple(t.shape), "F32"), t) for name, t in tensors.items()]
+    file = write_single(InMemory("x", "test", atoms, {}), tmp_path / "a.safetensors")
+    of_it = tensors[damaged].numpy().tobytes()
+    file.write_bytes(file.read_bytes().replace(of_it, bytes(len(of_it))))
+    model = torch.nn.Linear(3, 40, bias=False)
+    optimizer, beginning = adamw(model), holdfast.From(file, partial=True).open()
+    beginning.match(capture(model, optimizer), optimizer)
+    if damaged == "more":
+        beginning.check()
+        assert torch.equal(beginning.parameter("weight"), tensors["weight"])
+    else:
+        with pytest.raises(ChunkCorrupt):
+            beginning.check()
 
 
 def test_a_place_in_the_data_of_several_ranks_is_refused(tmp_path, recorded_run, monkeypatch):

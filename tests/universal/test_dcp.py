@@ -26,6 +26,7 @@ from dist.world import World
 from holdfast.adapters.dcp import StorageWriter
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
+from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.sources import source_of
 from holdfast.state.boxes import Box
@@ -35,7 +36,9 @@ from holdfast.universal.convert import dcp_entries as module
 from holdfast.universal.convert import dcp_writer
 from holdfast.universal.convert.dcp import DCP, is_dcp
 from holdfast.universal.convert.dcp_writer import boxes_of, write_dcp
+from holdfast.universal.convert.huggingface import write_single
 from holdfast.universal.load import Target, read_all
+from holdfast.universal.save import write_run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
@@ -601,6 +604,55 @@ def test_what_is_written_torch_loads_in_either_form(folder, tmp_path, flat):
     loaded = loaded_by_torch(tmp_path / "out", {**state, "step": 0})
     assert loaded.pop("step") == 3
     assert repr(loaded) == repr(wanted)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def tied(seed):
+    torch.manual_seed(seed)
+    model = Tied()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def run_of_tied(root, save):
+    model, optimizer = tied(0)
+    with Checkpointer(root, model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        for _ in range(3):
+            model(torch.arange(7)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+        if save:
+            checkpointer.save()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("way", ["base", "records", "compacted", "holdfast", "safetensors"])
+def test_weights_that_a_run_has_tied_are_loaded_under_every_name(tmp_path, way):
+    wanted = get_state_dict(*run_of_tied(tmp_path / "run", save=way == "base"))
+    if way == "compacted":
+        compact(tmp_path / "run", 3)
+    source = source_of(str(tmp_path / "run"))
+    if way == "holdfast":
+        write_run(source, tmp_path / "converted")
+        source = source_of(str(tmp_path / "converted"))
+    elif way == "safetensors":
+        source = source_of(str(write_single(source, tmp_path / "one.safetensors")))
+    assert source.aliases == {"head.weight": "embed.weight"} and "aliases" not in source.progress
+    write_dcp(source, tmp_path / "out")
+    loaded = loaded_by_torch(
+        tmp_path / "out", dict(zip(("model", "optim"), get_state_dict(*tied(1)), strict=True))
+    )
+    assert repr(loaded) == repr(dict(zip(("model", "optim"), wanted, strict=True)))
 
 
 def test_what_is_written_is_read_as_what_it_was_written_from(saved, tmp_path, monkeypatch):

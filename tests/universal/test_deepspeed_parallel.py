@@ -94,7 +94,7 @@ def write_3d(root, state, zero=1, info=INFO, world=2, stages=STAGES):
             slots = {slot: {n: cut(n, named[n], tp) for n in names} for slot, named in state.slots.items()}
             mp = pp * TENSOR + tp
             mine = {**beside, **({"module": {}} if len(stages) > 1 else {})}  # layers have files of their own
-            folder = write(root, State([own], slots), zero, world, mp=mp, beside=mine)
+            folder = write(root, State([own], slots, buffers=state.buffers), zero, world, mp=mp, beside=mine)
     return folder
 
 
@@ -138,6 +138,25 @@ def test_copies_that_differ_are_told(tmp_path, name):
     source = open_source(folder)
     [damage] = unequal_copies(source, source.atoms.values())
     assert f"{name}/param" in str(damage)
+
+
+def test_buffers_are_those_of_the_first_tensor_parallel_rank(tmp_path):
+    state = whole_state()
+    state.buffers = {"rotary.inv_freq": torch.arange(32.0), "count": torch.tensor(3)}
+    names = {n: shape for stage in STAGES for n, shape in stage.items()}
+    write_3d(tmp_path, state, stages=[names])
+    assert bits(open_source(tmp_path)) == expected(state, {*names, *state.buffers})
+
+
+def test_a_parameter_that_a_later_rank_alone_has_is_told(tmp_path):
+    names = {n: shape for stage in STAGES for n, shape in stage.items()}
+    folder = write_3d(tmp_path, whole_state(), stages=[names])
+    path = folder / "mp_rank_01_model_states.pt"
+    content = load(path)
+    content["module"]["more"] = torch.zeros(2)
+    save(content, path)
+    with pytest.raises(Damaged, match="mp_rank_00 has no more, others have"):
+        open_source(folder)
 
 
 def test_a_rank_that_is_missing_is_named(tmp_path):

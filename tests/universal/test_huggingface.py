@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.cli.inspect import is_foreign
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged
+from holdfast.sources import source_of
 from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
 from holdfast.state.capture import FROM_NAME
@@ -136,6 +138,13 @@ def test_files_of_another_conversion_are_not_mixed_with_its_own(source, tmp_path
     assert file.read_bytes() == before
 
 
+def test_a_folder_beside_a_configuration_of_ours_is_what_it_is(source, tmp_path):
+    folder = tmp_path / "out"
+    write_huggingface(source, folder)
+    (folder / "config.toml").write_text("")
+    assert source_of(str(folder)).format == "safetensors" and is_foreign(str(folder))
+
+
 def test_a_state_is_not_exported_into_its_own_folder(source, tmp_path):
     before = (tmp_path / "source.safetensors").read_bytes()
     with pytest.raises(BadInput, match="would be mixed"):
@@ -249,6 +258,7 @@ WRONG = {
     "random numbers": {"random": RANDOM},
     "of a Checkpointer": {"groups": [[{}]], "replay": {}},
     "optimizers": {"optimizers": [1]},
+    "names of tied tensors": {"aliases": {"b": 1}},
 }
 
 
@@ -257,6 +267,16 @@ def test_a_progress_in_a_header_that_is_none_is_refused(tmp_path, name):
     text = WRONG[name] if isinstance(WRONG[name], str) else json.dumps(WRONG[name])
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors", metadata={"holdfast.progress": text})
     with pytest.raises(Damaged, match=r"a\.safetensors: holdfast\.progress does not read"):
+        SafetensorsFiles(tmp_path / "a.safetensors")
+
+
+def test_a_name_that_is_tied_to_nothing_is_refused(tmp_path):
+    save_file(
+        {"a": torch.ones(1)},
+        tmp_path / "a.safetensors",
+        metadata={"holdfast.progress": '{"aliases": {"b": "c"}}'},
+    )
+    with pytest.raises(Damaged, match=r"a\.safetensors: holdfast\.progress ties something to c"):
         SafetensorsFiles(tmp_path / "a.safetensors")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.errors import RunMismatch
+from holdfast.errors import Damaged, RunMismatch
 from holdfast.state.atoms import Atom
+from holdfast.universal.checking import refuse_unequal
 from holdfast.universal.matching import Allowed, Form, match
 from holdfast.universal.memory import InMemory
 
@@ -20,3 +21,32 @@ def test_a_stage_of_a_pipeline_leaves_what_others_hold_under_any_of_its_names():
     assert found.found.keys() == {"block.weight"} and not found.unused
     with pytest.raises(RunMismatch, match=r"nothing here wants its (embed|head)\.weight"):
         match(forms, source, Allowed())
+
+
+def tied_in(source_dtype, two):
+    one = torch.ones(2)
+    atoms = [
+        (Atom("there.one", "param", (2,), "F32"), one),
+        (Atom("there.two", "param", (2,), source_dtype), two),
+    ]
+    return InMemory("there", "test", atoms, {})
+
+
+TIED, RENAMED = [Form(("one", "two"), (2,), ("F32",))], {"(.*)": r"there.\1"}
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_both_names_of_a_tied_weight_are_compared_as_the_source_calls_them(partial):
+    allowed = Allowed(rename=RENAMED, partial=partial)
+    same, other = tied_in("F32", torch.ones(2)), tied_in("F32", torch.zeros(2))
+    refuse_unequal(same, match(TIED, same, allowed).found["one"].values())
+    with pytest.raises(Damaged, match=r"the copies of there\.one/param differ"):
+        refuse_unequal(other, match(TIED, other, allowed).found["one"].values())
+
+
+def test_another_name_of_a_tied_weight_that_is_of_another_type_is_no_copy_of_it():
+    source = tied_in("BF16", torch.ones(2, dtype=torch.bfloat16))
+    found = match(TIED, source, Allowed(rename=RENAMED, partial=True))
+    assert not found.found["one"]["param"].copies and found.unused == ["there.two"]
+    with pytest.raises(RunMismatch, match=r"nothing here wants its there\.two"):
+        match(TIED, source, Allowed(rename=RENAMED))

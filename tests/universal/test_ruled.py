@@ -8,10 +8,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, RuleError
+from holdfast.sources import source_of
+from holdfast.state.atoms import Atom
 from holdfast.state.boxes import Box
+from holdfast.state.rules import Rules
+from holdfast.universal.checking import refuse_unequal, unequal_copies
 from holdfast.universal.convert import format_of, open_source
+from holdfast.universal.matching import groups_of
+from holdfast.universal.memory import InMemory
 from holdfast.universal.restore import read_tensors
+from holdfast.universal.ruled import UnderRules
 
 TEXT = r"""
 version = 1
@@ -166,3 +174,61 @@ def test_a_configuration_that_is_none_is_refused(folder):
         (path / "config.json").write_text(text)
         with pytest.raises(BadInput, match=r"its rules\.toml or config\.json cannot be read"):
             open_source(path)
+
+
+# Under rules from outside
+
+
+ALL = "[[rule]]\nmatch = '(.*)'\n"
+
+
+def under(source, text):
+    return UnderRules(source, Rules.parse(f"version = 1\n{text}", "rules"))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("equal", [True, False])
+def test_copies_that_ranks_have_are_compared_under_other_rules_as_well(tmp_path, equal, turned):
+    weight = torch.arange(6.0).reshape(2, 3)
+    for rank in range(3):
+        torch.save({"w": weight + (rank == 2 and not equal)}, tmp_path / f"{rank}.pt")
+    text = "version = 1\nmesh = {tp = 3}\naxes = {tp = 'replicate'}\n"
+    text += "files = {match = '(?P<tp>\\d+)[.]pt'}\n[[rule]]\nmatch = 'w'\n"
+    (tmp_path / "rules.toml").write_text(text)
+    source = under(open_source(tmp_path), ALL + ("transpose = true\n" if turned else ""))
+    [stored] = source.atoms.values()
+    assert len(stored.copies) == 2
+    assert torch.equal(tensors_of(source)["w/param"], weight.T if turned else weight)
+    if equal:
+        refuse_unequal(source, [stored])
+    else:
+        [damage] = unequal_copies(source, [stored])
+        assert "the copies of w/param differ" in str(damage)
+
+
+@pytest.mark.parametrize(
+    ("text", "aliases"),
+    [
+        (ALL, {"h": "e"}),
+        (ALL + "rename = 'model.{$1}'\n", {"model.h": "model.e"}),
+        ("[[rule]]\nmatch = 'h'\nrename = 'head'\nalias_of = 'e'\n" + ALL, {"head": "e"}),
+        ("[[rule]]\nmatch = 'e'\nrename = 'x'\n", {}),
+        ("[[rule]]\nmatch = '.'\nrename = 'x'\n", {}),
+        ("[[rule]]\nmatch = 'h'\ndrop = true\n" + ALL, {}),
+    ],
+)  # fmt: skip
+def test_other_names_of_a_tensor_are_those_that_rules_give_them(text, aliases):
+    source = InMemory("there", "test", [(Atom("e", "param", (2, 2), "F32"), torch.zeros(2, 2))], {})
+    source.aliases["h"] = "e"
+    assert under(source, text).aliases == aliases
+
+
+def test_groups_of_a_run_have_the_names_that_rules_give(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW([{"params": [model.bias], "lr": 0.5}, {"params": [model.weight]}])
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+    source = source_of(str(tmp_path))
+    found = groups_of(under(source, ALL + "rename = 'inner.{$1}'\n").progress)
+    assert [names for _, names in found] == [["inner.bias"], ["inner.weight"]]
+    assert [group for group, _ in found] == [group for group, _ in groups_of(source.progress)]

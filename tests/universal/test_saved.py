@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -17,11 +18,12 @@ from typer.testing import CliRunner
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, HoldfastError, RunMismatch
-from holdfast.sources import From
+from holdfast.sources import From, source_of
 from holdfast.state.boxes import Box
 from holdfast.state.progress import adopt, decode, encode
 from holdfast.universal import small
 from holdfast.universal.convert import format_of, open_source
+from holdfast.universal.convert.dcp_writer import write_dcp
 from holdfast.universal.restore import read_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -135,6 +137,50 @@ def test_names_of_parameters_from_get_state_dict_are_those_of_the_model(tmp_path
     one, other = (open_source(tmp_path / name) for name in ("a.pt", "b.pt"))
     assert one.progress["group_parameters"] == other.progress["group_parameters"]
     assert exact(tensors_of(one)) == exact({key: tensors_of(other)[key] for key in one.atoms})
+
+
+class OwnModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(self.module(x))
+
+
+@pytest.mark.parametrize("way", ["names", "numbers", "model", "wrapped", "dcp"])
+def test_a_part_of_the_model_may_be_called_module(tmp_path, way):
+    def made(seed):
+        torch.manual_seed(seed)
+        model = OwnModule()
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = made(0)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    weights = model.state_dict()
+    names = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    if way == "dcp":
+        with Checkpointer(tmp_path / "own", model=model, optimizer=optimizer) as checkpointer:
+            checkpointer.resume()
+        source = write_dcp(source_of(str(tmp_path / "own")), tmp_path / "dcp")
+    else:
+        wrapped = {"model": {f"module.{name}": weight for name, weight in weights.items()}}
+        states = {
+            "names": names,
+            "numbers": {"model": weights, "optim": optimizer.state_dict()},
+            "model": weights,
+        }
+        torch.save(
+            {**states, "wrapped": wrapped | {"optim": names["optim"]}}[way], source := tmp_path / "a.pt"
+        )
+    other, its_optimizer = made(1)
+    quiet = warnings.catch_warnings(action="ignore")  # of what such files do not have
+    with quiet, Checkpointer(tmp_path / "run", model=other, optimizer=its_optimizer) as checkpointer:
+        checkpointer.resume(source=source)
+    assert repr(other.state_dict()) == repr(weights)
+    if way != "model":
+        assert repr(get_state_dict(other, its_optimizer)[1]) == repr(names["optim"])
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".tar", ""])

@@ -26,6 +26,7 @@ from ..universal.checking import refuse_unequal
 from ..universal.convert.dcp_writer import write_dcp
 from ..universal.convert.deepspeed import write_deepspeed
 from ..universal.convert.huggingface import write_huggingface, write_single
+from ..universal.keys import EXTRA
 from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
@@ -77,6 +78,7 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     if rules is not None:
         opened = UnderRules(opened, rules)
     elif folder is not None:
+        refuse_unequal(opened, opened.atoms.values())  # of which the folder has no copies
         opened = as_folder(opened, empty_model(folder))
     refuse_unequal(opened, opened.atoms.values())
     total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
@@ -105,8 +107,10 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
         f" {format_bytes(total)} in {counted(len(about['files']), 'file')}, {seconds:.1f} s"
     )
     if about["left_out"]:
-        left = counted(about["left_out"], "tensor")
-        print(f"Not in it, since {to} holds parameters and buffers alone: {left} of the optimizer")
+        others = sum(each.atom.slot == EXTRA for each in opened.atoms.values())
+        counts = {"of the optimizer": about["left_out"] - others, "of neither model nor optimizer": others}
+        left = " and ".join(f"{counted(count, 'tensor')} {what}" for what, count in counts.items() if count)
+        print(f"Not in it, since {to} holds parameters and buffers alone: {left}")
 
 
 def _trained_here(run: Path | Url) -> DecoderConfig | None:

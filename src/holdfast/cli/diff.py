@@ -105,15 +105,12 @@ def compare_bytes(a: bytes | bytearray, b: bytes | bytearray, dtype: str) -> dic
     """How many elements differ in any bit, and by how much at most (None: not a number, or not numbers)."""
     bits = np.dtype(f"<u{DTYPE_BYTES[dtype]}")
     left, right = np.frombuffer(a, bits), np.frombuffer(b, bits)
-    count, largest = 0, 0.0
-    for start in range(0, len(left), CHUNK):
-        x, y = left[start : start + CHUNK], right[start : start + CHUNK]
-        changed = x != y
-        if changed.any():
-            count += int(changed.sum())
-            with np.errstate(invalid="ignore"):
-                distance = np.abs(_values(x[changed], dtype) - _values(y[changed], dtype)).max()
-            largest = max(largest, float(distance)) if not math.isnan(largest + distance) else math.nan
+    changed, largest = left != right, 0.0
+    if changed.any():
+        with np.errstate(invalid="ignore"):
+            distances = np.abs(_values(left[changed], dtype) - _values(right[changed], dtype))
+        largest = float(distances.max())
+    count = int(changed.sum())
     return {"elements": len(left), "differing": count, "largest": largest if math.isfinite(largest) else None}
 
 

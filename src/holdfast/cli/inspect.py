@@ -19,7 +19,6 @@ from ..store.chain import last_step, verify_records
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..store.reading import regions
-from ..store.target import Target, holds_run
 from ..units import counted, format_bytes
 from .output import console, plain_table, print_facts, print_json, print_table, progress
 from .runs import label, local_time, open_run, summary, with_commits
@@ -131,11 +130,11 @@ def is_foreign(text: str) -> bool:
     """Whether ``text`` is a path of a format of another library. What knows those formats is loaded only where no run
     is."""
     path = Path(text)
-    if holds_run(Target.parse(text).run) or not path.exists():
+    if (path / "commits").is_dir() or not path.exists():
         return False
-    from ..universal.convert import format_of
+    from ..universal.convert import is_of_others
 
-    return format_of(path) is not None
+    return is_of_others(path)
 
 
 def open_foreign(text: str) -> Source:

@@ -157,5 +157,5 @@ def _written(
 def _progress(line: Line, stream: str, state: LiveState) -> dict[str, Any]:
     """Of the writer of ``stream`` after the last step."""
     old = line.base.progress_of(stream)
-    beside = {name: old[name] for name in ("given", "replay", "rates") if name in old}
+    beside = {name: old[name] for name in ("given", "replay", "rates", "aliases") if name in old}
     return {**line.chains[stream].progress, "values": state.values(), **beside}

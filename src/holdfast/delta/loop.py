@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..ranks import Ranks
+from ..state.capture import aliases_of
 from ..state.live import LiveState
 from ..update.kinds import is_elementwise
 from .codecs import Codec
@@ -189,12 +190,14 @@ class Loop:
                 stacklevel=5,
             )
         about = replay_info(self.state, self.after_update is not None)
+        aliases = aliases_of(self.state.parameters)
         return {
             **self.now,
             "given": self.script.given,
             "values": self.state.values(),
             "replay": about,
             "rates": self.rates,
+            **({"aliases": aliases} if aliases else {}),
         }
 
     def let_go(self) -> None:

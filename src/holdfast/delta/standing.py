@@ -10,6 +10,7 @@ import torch
 from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.live import LiveState
+from ..state.progress import joined
 from ..store.chain import tip_with
 from ..store.local import LocalStore
 from ..store.target import Url
@@ -46,4 +47,5 @@ def state_at(root: Path | Url, step: int) -> tuple[LiveState, dict[str, Any]]:
                 f"{root} has no base of step {found.point.step}, and the residuals of error feedback at it are in no"
                 " record. Name a step that `holdfast ls` lists."
             )
-        return state, {"ranks": len(base.streams), **script.progress}
+        told = joined([base.progress_of(stream) for stream in base.streams])
+        return state, {"ranks": len(base.streams), **script.progress, "aliases": told.get("aliases", {})}

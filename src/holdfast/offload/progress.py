@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import RunMismatch
-from ..state.capture import Captured
+from ..state.capture import Captured, aliases_of
 from ..state.progress import (
     adopt,
     decode,
@@ -50,6 +50,8 @@ class UserState:
         }
         if self.ranks > 1:
             progress["ranks"] = self.ranks
+        if aliases := aliases_of(self.model.parameters):
+            progress["aliases"] = aliases
         for name, thing in self._stateful():
             progress[name] = encode(thing.state_dict(), name)
         return progress

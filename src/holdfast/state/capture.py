@@ -6,6 +6,7 @@ parameters by object, so groups may be built in any way; an unknown one is refus
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,11 @@ class Captured:
     parameters: tuple[CapturedParameter, ...]
     buffers: dict[str, BufferPlace]
     absent: dict[str, BufferPlace]
+
+
+def aliases_of(parameters: Iterable[CapturedParameter]) -> dict[str, str]:
+    """By every further name of a tied parameter its first one."""
+    return {alias: parameter.name for parameter in parameters for alias in parameter.names[1:]}
 
 
 def plain_paths(model: nn.Module) -> dict[str, str]:

@@ -102,6 +102,8 @@ def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
         first["values"] = {
             name: values for each in reversed(progress) for name, values in each["values"].items()
         }
+    if aliases := {alias: name for each in progress for alias, name in each.get("aliases", {}).items()}:
+        first["aliases"] = aliases
     if all("replay" in each for each in progress):
         first["replay"] = {
             **first["replay"],

@@ -54,6 +54,20 @@ class Named:
     optimizers: list[str]
     numbers: dict[str, str] = field(default_factory=dict)
     """The names of parameters that an optimizer knows by number."""
+    of_model: set[str] = field(default_factory=set)
+    """What the tensors of the model are called."""
+    is_wrapped: bool = False
+    """Whether all keys of the model have the ``module.`` of a wrapper; if only some have it, it is the model's own."""
+
+    def name_in_model(self, key: str) -> str:
+        """Of the tensor ``key`` of the model."""
+        name = key.removeprefix(self.model)
+        return canonical(name) if self.is_wrapped else unwrapped(name)
+
+    def plain(self, name: str) -> str:
+        """Of the parameter that an optimizer knows as ``name``."""
+        own = unwrapped(name)
+        return own if own in self.of_model else canonical(name)
 
     @property
     def roots(self) -> dict[str, Any]:
@@ -67,8 +81,12 @@ def canonical(name: str) -> str:
     >>> canonical("module._orig_mod.layers.0._checkpoint_wrapped_module.w")
     'layers.0.w'
     """
-    parts = [part for part in name.split(".") if part not in WRAPPED]
-    return ".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts)
+    return unwrapped(name).removeprefix("module.")
+
+
+def unwrapped(name: str) -> str:
+    """``name`` without what wrappers of torch are called, and nothing else is."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def name_all(
@@ -81,12 +99,16 @@ def name_all(
     optimizers = sorted({key[: found.end()] for key in paths for found in [_GROUPS.search(key)] if found})
     states = {key: found for key in tensors if (found := _state_of(key, paths[key], optimizers)) is not None}
     rest = [key for key in paths if key in tensors and key not in states and not _inside(key, optimizers)]
-    known = {canonical(name) for name, _ in states.values() if not name.isdecimal()}
-    known |= {canonical(name) for name in _names_in_groups(paths, optimizers)}
-    model = _model_root(rest, paths, known, where)
+    by_optimizer = {name for name, _ in states.values() if not name.isdecimal()}
+    by_optimizer |= _names_in_groups(paths, optimizers)
+    forms = {each(name) for name in by_optimizer for each in (canonical, unwrapped)}
+    model = _model_root(rest, paths, forms, where)
     in_model = [key for key in rest if key.startswith(model) and _is_direct(key, paths[key], model)]
-    plain = {key: canonical(key.removeprefix(model)) for key in in_model}
     named = Named({}, model, optimizers)
+    named.is_wrapped = all(unwrapped(key.removeprefix(model)).startswith("module.") for key in in_model)
+    plain = {key: named.name_in_model(key) for key in in_model}
+    named.of_model = set(plain.values())
+    known = {named.plain(name) for name in by_optimizer}
     named.numbers = _numbered(
         states, [(plain[key], tensors[key]) for key in in_model], tensors, _groups_in(paths, values)
     )
@@ -95,7 +117,7 @@ def name_all(
         if key in states:
             name, slot = states[key]
             name = named.numbers.get(name, _numbered_name(key, name))
-            named.tensors[key] = (canonical(name), slot)
+            named.tensors[key] = (named.plain(name), slot)
         elif key in plain:
             named.tensors[key] = (plain[key], "param" if plain[key] in known else slot_of(plain[key], kind))
         else:
@@ -107,7 +129,7 @@ def name_all(
 def _set_seconds_apart(named: Named) -> None:
     """Of two that have one name the second is something else; an optimizer with such is none."""
     taken: set[tuple[str, str]] = set()
-    seconds = [key for key, name in named.tensors.items() if name in taken or taken.add(name)]
+    seconds = {key for key, name in named.tensors.items() if name in taken or taken.add(name)}
     others = {root for root in named.optimizers if any(key.startswith(f"{root}state.") for key in seconds)}
     named.optimizers = [root for root in named.optimizers if root not in others]
     for key in named.tensors:
@@ -273,7 +295,7 @@ def progress_of(
         state = _state_of(key, paths[key], named.optimizers)
         if state is not None and key not in named.tensors:
             name = named.numbers.get(state[0], _numbered_name(key, state[0]))
-            states.setdefault(canonical(name), {})[state[1]] = value
+            states.setdefault(named.plain(name), {})[state[1]] = value
         elif not _inside(key, named.optimizers) and key != PROGRESS:
             rest[key] = value
     if states:
@@ -351,7 +373,9 @@ def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Name
         found += by_list or _joined_groups(single)  # the same, where there are both
     for group in found:
         if "params" in group:
-            group["params"] = [canonical(named.numbers.get(str(name), str(name))) for name in group["params"]]
+            group["params"] = [
+                named.plain(named.numbers.get(str(name), str(name))) for name in group["params"]
+            ]
     return found
 
 

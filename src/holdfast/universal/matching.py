@@ -121,8 +121,9 @@ def match(
             slots["param"] = slots.pop("buffer")  # as formats call it that go by the type
         main = slots.get("buffer" if form.is_buffer else "param") or slots["param"]
         _compare(form, main, allowed, result)
-        for other in set(form.names) & by_name.keys() - used:  # of a tied tensor, as some formats have it
-            if (copy := by_name[other].get("param")) is not None and copy.atom.shape == main.atom.shape:
+        there_too = {_renamed(name, allowed) for name in form.names}
+        for other in there_too & by_name.keys() - used:  # of a tied tensor, as some formats have it
+            if (copy := by_name[other].get("param")) is not None and _alike(copy, main):
                 main = replace(main, copies=(*main.copies, copy.pieces))
                 used.add(other)
         if not form.is_buffer:
@@ -180,6 +181,10 @@ def groups_of(progress: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[st
         pairs = zip(groups, progress["replay"]["parameters"], strict=True)
         return [pair for each in pairs for pair in zip(*each, strict=True)]
     return list(zip(groups, names or [], strict=False))
+
+
+def _alike(one: Stored, other: Stored) -> bool:
+    return (one.atom.shape, one.atom.dtype) == (other.atom.shape, other.atom.dtype)
 
 
 def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed) -> str | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from ..errors import RuleError
 from ..state.assembly import Assembled, Ruled, assemble
 from ..state.atoms import Atom
 from ..state.boxes import Box
@@ -18,6 +20,9 @@ from ..store.reader import RunReader
 from ..store.reading import regions
 from .load import read_flat
 from .source import Made, Part, Source, Stored, places_of
+
+OF_MODEL = ("param", "buffer")
+"""Slots of tensors that may have other names as well."""
 
 
 def infer(reader: RunReader, manifest: Manifest) -> str:
@@ -65,15 +70,54 @@ class UnderRules(Made):
     def __init__(self, source: Source, rules: Rules) -> None:
         """Raises ``RuleError`` if the rules do not fit."""
         super().__init__(source)
-        self._stored = list(source.atoms.values())
-        for stored in self._stored:
-            self.add_part(Part(source.path, 0, stored.atom.nbytes, stored.atom.dtype))
-        rows = [
-            StoredTensor(number, stored.atom.name, stored.atom.shape, stored.atom.dtype, stored.atom.slot)
-            for number, stored in enumerate(self._stored)
-        ]
+        self._stored: list[Stored] = []
+        self._copies: list[list[int]] = [[] for _ in source.atoms]
+        for stored in source.atoms.values():
+            self._add_stored(stored)
+        rows = [_row(number, stored.atom, stored.atom.name) for number, stored in enumerate(self._stored)]
+        for number, stored in enumerate(source.atoms.values()):
+            if not stored.average:
+                copies = (replace(stored, pieces=pieces, copies=()) for pieces in stored.copies)
+                self._copies[number] = [self._add_stored(copy) for copy in copies]
         add_to(self, assemble(rules, rows))
+        self.atoms = {key: self._with_copies(stored) for key, stored in self.atoms.items()}
+        self._rename_aliases(rules, source)
         self._rename_in_progress()
+
+    def _add_stored(self, stored: Stored) -> int:
+        """The number of the part that it is."""
+        self._stored.append(stored)
+        return self.add_part(Part(self.path, 0, stored.atom.nbytes, stored.atom.dtype))
+
+    def _with_copies(self, stored: Stored) -> Stored:
+        """``stored``, and the same of the copies that the source has of what it is made of."""
+        if stored.average:
+            return stored
+        found = [stored.pieces, *stored.copies]
+        for pieces in (stored.pieces, *stored.copies):
+            used = {part: self._copies[part] for part in set(pieces.part.tolist()) if self._copies[part]}
+            for number in range(max(map(len, used.values()), default=0)):
+                other = np.arange(len(self.parts))
+                for part, copies in used.items():
+                    other[part] = copies[min(number, len(copies) - 1)]
+                found.append(replace(pieces, part=other[pieces.part]))
+        return replace(stored, copies=tuple(found[1:]))
+
+    def _rename_aliases(self, rules: Rules, source: Source) -> None:
+        """As ``rules`` call the tensor and its alias, were both there. Of an alias for which there is no rule, and of
+        a tensor that is made of several, there is none then."""
+        names = {stored.atom.name for stored in self.atoms.values()}
+        held = {
+            stored.atom.name: stored.atom for stored in source.atoms.values() if stored.atom.slot in OF_MODEL
+        }
+        for alias, name in source.aliases.items():
+            try:
+                found = assemble(rules, [_row(n, held[name], each) for n, each in enumerate((name, alias))])
+            except (RuleError, KeyError):
+                continue
+            news = {n: ruled.atom.name for ruled in found.atoms.values() for n in ruled.pieces.part.tolist()}
+            pairs = found.aliases or ({news[1]: news[0]} if len(found.atoms) == len(news) == 2 else {})
+            self.aliases |= {new: of for new, of in pairs.items() if of in names and new not in names}
 
     def _rename_in_progress(self) -> None:
         """What is said by name is said of the tensors that those became."""
@@ -81,12 +125,17 @@ class UnderRules(Made):
         for stored in self.atoms.values():
             for part in set(stored.pieces.part.tolist()):
                 made.setdefault(self._stored[part].atom.name, {})[stored.atom.name] = None
-        if "group_parameters" in self.progress:
-            groups = [
-                [new for name in names for new in made.get(name, ())]
-                for names in self.progress["group_parameters"]
+
+        def renamed(groups: list[list[str]]) -> list[list[str]]:
+            return [
+                list(dict.fromkeys(new for name in names for new in made.get(name, ()))) for names in groups
             ]
-            self.progress["group_parameters"] = [list(dict.fromkeys(names)) for names in groups]
+
+        if "group_parameters" in self.progress:
+            self.progress["group_parameters"] = renamed(self.progress["group_parameters"])
+        if "replay" in self.progress:  # of a Checkpointer: by optimizer. No stride says what a rule has made
+            parameters = [renamed(groups) for groups in self.progress["replay"]["parameters"]]
+            self.progress["replay"] = {**self.progress["replay"], "parameters": parameters, "strides": {}}
         if "values" in self.progress:
             values = self.progress["values"].items()
             self.progress["values"] = {new: slots for name, slots in values for new in made.get(name, ())}
@@ -101,6 +150,10 @@ class UnderRules(Made):
 
     def identity(self) -> list[Any]:
         return [self.progress, places_of(self._stored), self._source.identity()]
+
+
+def _row(number: int, atom: Atom, name: str) -> StoredTensor:
+    return StoredTensor(number, name, atom.shape, atom.dtype, atom.slot)
 
 
 def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:

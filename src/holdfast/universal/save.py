@@ -17,7 +17,7 @@ from ..store.manifest import Manifest
 from ..store.written import Written
 from ..units import MiB, format_bytes, packed
 from .load import read_flat
-from .source import Source, Stored
+from .source import Source, Stored, with_aliases
 
 UNIT_BYTES = 256 * MiB
 """About how much goes into one file; what belongs to one parameter is not divided."""
@@ -51,7 +51,9 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
             )
         index = store.put_index({"version": 1, "atoms": dict(_index(units))})
         origin = {"converted_from": {"path": source.path, "format": source.format}}
-        return store.publish(source.progress.get("step") or 0, files, index, {**source.progress, **origin})
+        return store.publish(
+            source.progress.get("step") or 0, files, index, {**with_aliases(source), **origin}
+        )
 
 
 def _free_bytes(root: Path) -> int:

@@ -181,6 +181,11 @@ class Source:
             )
 
 
+def with_aliases(source: Source) -> dict[str, Any]:
+    """The progress of ``source`` and its aliases, as they are written in one."""
+    return source.progress | ({"aliases": dict(source.aliases)} if source.aliases else {})
+
+
 @dataclass
 class Files(Source):
     """A source whose parts are stretches of files as they are. Of a part with a checksum nothing is given before all of

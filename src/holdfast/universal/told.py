@@ -50,6 +50,9 @@ def check_progress(progress: dict[str, Any]) -> None:
     _need("a group", [group for group, _ in groups], list, dict)
     _need("group_parameters", [names for _, names in groups], list, list)
     _need("a name of a parameter", [name for _, names in groups for name in names], list, str)
+    aliases = progress.get("aliases", {})
+    _need("aliases", aliases, dict)
+    _need("a name of a tied tensor", [*aliases.values()], list, str)
     _need("optimizers", progress.get("optimizers", []), list, str)
     _need("values", [*progress.get("values", {}).values()], list, dict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ...errors import BadInput
 from ..source import Source
@@ -30,6 +30,11 @@ FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
 def format_of(path: Path) -> str | None:
     """Of a path; None if it is of none that is known."""
     return next((name for name, is_it, _ in FORMATS if path.exists() and is_it(path)), None)
+
+
+def is_of_others(path: PurePath) -> bool:
+    """Whether ``path`` is of another format and has no commits, whatever else lies there."""
+    return isinstance(path, Path) and not (path / "commits").is_dir() and format_of(path) is not None
 
 
 def open_source(path: Path) -> Source:

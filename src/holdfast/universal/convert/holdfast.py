@@ -53,6 +53,7 @@ class Commit(Source):
                 for atom in atoms.values():
                     self.add(self._stored(atom, manifest.files))
                 self._pending = Pending(told, self.atoms, self._read, manifest.path)
+        self.aliases = told.pop("aliases", {})
         self.progress = {"step": manifest.step, **told}
 
     def read(self, part: int, offset: int, into: memoryview) -> None:

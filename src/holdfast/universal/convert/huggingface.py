@@ -26,7 +26,7 @@ from ...store.files import Disk, write_durably, written_durably
 from ...store.layout import PAD
 from ...units import GiB, MiB, packed
 from ..load import in_threads, read_flat
-from ..source import Source, Stored, places_of
+from ..source import Source, Stored, places_of, with_aliases
 from .safetensors import DIGITS, INDEX, KEYS, PROGRESS, SINGLE, XXH3, digest_of
 
 CHUNK = 16 * MiB
@@ -128,7 +128,8 @@ def write_single(
     source: Source, path: Path, *, dtype: str | None = None, told: Callable[[int], None] = lambda nbytes: None
 ) -> Path:
     """Everything that ``source`` has as one safetensors file: parameters and buffers under their names, what belongs to
-    a parameter under ``name/slot``, which keeps its type. Its metadata has the progress. Durable when it returns."""
+    a parameter under ``name/slot``, which keeps its type. Its metadata has the progress, and with it the further names
+    of tied weights. Durable when it returns."""
     wanted = []
     for key, stored in source.atoms.items():
         atom = stored.atom
@@ -139,7 +140,7 @@ def write_single(
             )
         )
     slots = {each.key: [each.stored.atom.name, each.stored.atom.slot] for each in wanted}
-    metadata = {"format": "pt", KEYS: json.dumps(slots), PROGRESS: json.dumps(source.progress)}
+    metadata = {"format": "pt", KEYS: json.dumps(slots), PROGRESS: json.dumps(with_aliases(source))}
     disk = Disk(path.parent)
     disk.makedirs("")
     _write_file(source, disk, path.name, wanted, metadata, told)

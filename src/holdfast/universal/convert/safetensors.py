@@ -48,6 +48,12 @@ class SafetensorsFiles(Files):
         missing = sorted(set(expected or ()) - found)
         if missing:
             raise Damaged(f"{path}: its index names {missing[0]}, which is in no file", path=str(path))
+        self.aliases = self.progress.pop("aliases", {})
+        names = {stored.atom.name for stored in self.atoms.values()}
+        if strangers := sorted(set(self.aliases.values()) - names):
+            raise Damaged(
+                f"{path}: {PROGRESS} ties something to {strangers[0]}, which it has not", path=str(path)
+            )
 
     @property
     def _where(self) -> set[str]:

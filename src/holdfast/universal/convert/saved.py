@@ -18,7 +18,7 @@ from ...errors import BadInput, Damaged, FileMissing
 from ...state.atoms import Atom
 from ...state.pieces import Pieces
 from ..archives import Archive, check_inside, piece_of
-from ..keys import Kind, Named, canonical, name_all, progress_of
+from ..keys import Kind, Named, name_all, progress_of
 from ..keys import Path as Way
 from ..pickles import Tensor
 from ..plain import Plain
@@ -93,9 +93,7 @@ class Saved(Files):
                 rest[key] = value_of(self, stored)
             else:
                 self.add(stored)
-        self.aliases = {
-            canonical(a.removeprefix(named.model)): named.tensors[key][0] for a, key in tied.items()
-        }
+        self.aliases = {named.name_in_model(alias): named.tensors[key][0] for alias, key in tied.items()}
         ordered = {key: rest[key] for key in ways if key in rest}
         self.progress = progress_of(ordered, ways, named, self.path)
         check_progress({name: value for name, value in self.progress.items() if name != "extra"})

@@ -67,6 +67,12 @@ def add_parameter(contents: WithNumbers, name: str, whole: Whole) -> None:
         contents.add(Stored(atom, Pieces.of([piece], 0)))
 
 
+def others_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer says beside its tensors."""
+    known = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+    return {key: state[key] for key in known if key in state}
+
+
 def progress_of(
     model: ModelStates, optimizer: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ...load import read_flat
 from ...pickles import Record
 from ...source import WithNumbers
 from . import zero3, zero12
-from .common import Names, add_parameter, progress_of, writer_of
+from .common import Names, add_parameter, others_of, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened
 from .local import Local, Rank, elements, shapes_of
 from .model import ModelStates, beside, check_models
@@ -65,7 +65,7 @@ class Native(WithNumbers):
         names = Names({*wholes, *(name for m in models for name in m[0].names)})
         groups = _groups(ranks[0][0])
         self.writer = writer_of(first, sum(map(len, ranks)))
-        self.progress = progress_of(first, _others(ranks[0][0]), groups)
+        self.progress = progress_of(first, others_of(ranks[0][0].state), groups)
         count = max([len(groups), *(whole.group + 1 for whole in wholes.values())])
         self.progress["group_parameters"] = [
             [names[name] for name, whole in wholes.items() if whole.group == group] for group in range(count)
@@ -77,17 +77,19 @@ class Native(WithNumbers):
             self._check_steps(model[0], mine, names)
 
     def _wholes(self, info: Info, by_rank: list[dict[str, Local]], tensor_ranks: int) -> dict[str, Whole]:
-        """What the tensor-parallel ranks of each pipeline stage have, together; of two stages, once."""
+        """What the tensor-parallel ranks of each pipeline stage have, together; of two stages, once. Buffers are those
+        of the first."""
         found: dict[str, Whole] = {}
         for start in range(0, len(by_rank), tensor_ranks):
             stage = by_rank[start : start + tensor_ranks]
-            for name in stage[0]:
+            for name in dict.fromkeys(name for rank in stage for name in rank):
                 missing = [start + i for i, rank in enumerate(stage) if name not in rank]
                 if missing:
                     raise Damaged(
                         f"{self.path}: mp_rank_{missing[0]:02d} has no {name}, others have", path=self.path
                     )
-                whole = info.whole(name, [rank[name] for rank in stage])
+                is_buffer = "buffer" in stage[0][name].pieces
+                whole = info.whole(name, [rank[name] for rank in stage[: 1 if is_buffer else None]])
                 if name not in found:
                     found[name] = whole
                 elif found[name].shape == whole.shape and (info.is_tied(name) or whole.group < 0):
@@ -195,12 +197,6 @@ def _groups(rank: Rank) -> list[dict[str, Any]]:
     """The optimizer's groups, with their hyper-parameters; none where the format does not have them."""
     base = rank.state.get("base_optimizer_state") or rank.state.get("optimizer_state_dict")
     return list(base.get("param_groups") or ()) if isinstance(base, dict) else []
-
-
-def _others(rank: Rank) -> dict[str, Any]:
-    """What the optimizer says beside its tensors."""
-    known = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-    return {key: rank.state[key] for key in known if key in rank.state}
 
 
 def _stage(folder: Folder, ranks: list[Rank]) -> int:

@@ -16,7 +16,7 @@ from ....state.pieces import Pieces, dense
 from ...archives import Archive, piece_of
 from ...pickles import Tensor
 from ...source import Stored, WithNumbers
-from .common import Names, add_parameter, progress_of, writer_of
+from .common import Names, add_parameter, others_of, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened
 from .local import Shape, elements, shapes_of
 from .model import ModelStates, beside, check_models
@@ -41,7 +41,7 @@ class Universal(WithNumbers):
         trained = [name for named in shapes for name in named]
         names = Names({*trained, *first.names})
         self.writer = f"{writer_of(first)}, or holdfast for it"
-        self.progress = progress_of(first, _others(common.content), groups)
+        self.progress = progress_of(first, others_of(common.content), groups)
         self.progress["group_parameters"] = _members(shapes, groups, names)
         for named in shapes:
             self._add_group(path / "zero", named, names, common)
@@ -134,11 +134,6 @@ def _common_step(common: Archive) -> Any:
     """The count of steps of a checkpoint of ZeRO-3, which is not written for each parameter."""
     states = (common.content.get("optimizer_state_dict") or {}).get("state") or {}
     return next((state["step"] for state in states.values() if "step" in state), None)
-
-
-def _others(content: dict[str, Any]) -> dict[str, Any]:
-    known = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-    return {key: content[key] for key in known if key in content}
 
 
 def _members(shapes: list[dict[str, Shape]], groups: list[dict[str, Any]], names: Names) -> list[list[str]]:

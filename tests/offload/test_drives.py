@@ -317,6 +317,27 @@ def test_a_drive_that_is_mounted_elsewhere_is_found_by_its_link(tmp_path):
     )
 
 
+def test_drives_whose_mounts_are_swapped_are_refused_with_nothing_changed(tmp_path):
+    """Without the right disks the newest commit would seem to lack its files, and they would be written over."""
+    root, a, c = tmp_path / "run", tmp_path / "a", tmp_path / "c"
+
+    def swap():
+        a.rename(tmp_path / "other")
+        c.rename(a)
+        (tmp_path / "other").rename(c)
+
+    train(root, 2)
+    train(root, 1, [a, c])
+    swap()
+    for used in ([a, c], []):
+        with pytest.raises(RunMismatch, match=r"mount the.* disks .*as they were, or turn the links"):
+            train(root, 1, used)
+    swap()
+    assert list(LocalStore.read(root).verify(LocalStore.read(root).head())) == []
+    train(root, 1, [a, c])
+    assert LocalStore.read(root).head().step == 4
+
+
 def test_a_copy_of_the_run_does_not_write_to_its_drives(tmp_path):
     train(tmp_path / "run", 2, [tmp_path / "drive"])
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)

@@ -185,7 +185,11 @@ def _problem(root: Path, folder: str, directory: str) -> str | None:
             f"which does not say whose it is: {OWNER} is not in it. Is its disk mounted? Otherwise put back what was"
             " there."
         )
-    other = _other_owner(root, directory)
+    other, named = _other_owner(root, directory), _owner(directory).get("folder", folder)
+    if not other and named != folder:
+        return (
+            f"which says that it is {named} of this run: mount their disks as they were, or turn the links."
+        )
     if _used_by(other, directory):
         return (
             f"which is a drive of the run {other}; this one is a copy of it. Remove the copy, or take it"
@@ -217,6 +221,11 @@ def _refuse_strange(disk: AnyDisk, folder: str, directory: str) -> None:
         raise RunMismatch(
             f"{directory} is a drive of another run, {other}. Give this one a directory of its own there; if that run"
             " is gone for good, remove what it has left."
+        )
+    if linked and not other and (named := _owner(directory).get("folder", folder)) != folder:
+        raise RunMismatch(
+            f"{directory} is {named} of {disk.root}, and {folder} leads to it: mount the disks of its drives as they"
+            " were, or turn the links."
         )
     if linked or not os.path.isdir(directory):
         return

@@ -11,9 +11,16 @@ _setting = threading.Lock()
 
 def keep_torch_threads() -> None:
     """Let the calling thread have what torch has now, whatever threads that it begins set for themselves: one that asks
-    for the first time, in the moment in which another sets its own, would keep 1."""
+    for the first time, in the moment in which another sets its own, would keep 1.
+
+    Roots and the like go through MKL, which chooses its code at the first call: while another thread sets its number,
+    one that gives 12 bits (torch 2.13). Of that step no replay would have the bits. So they are called here before.
+    """
     with _setting:
         torch.get_num_threads()
+        for dtype in (torch.float32, torch.float64):
+            for function in (torch.sqrt, torch.exp, torch.log, torch.tanh):
+                function(torch.ones(1, dtype=dtype))
 
 
 def one_torch_thread() -> None:

@@ -598,9 +598,14 @@ NOISE = {
 }
 
 
+def drawing(loop, i):
+    """As dropout does, which a replay does not."""
+    torch.rand(3)
+
+
 @pytest.mark.parametrize("noise", ["torch", "numpy", "python"])
 def test_random_numbers_that_an_optimizer_draws_are_drawn_again_in_replay(tmp_path, noise):
-    loop, again = recovered(tmp_path, lambda: Loop(optimizer=lambda p: Noisy(p, NOISE[noise])), 6)
+    loop, again = recovered(tmp_path, lambda: Loop(None, lambda p: Noisy(p, NOISE[noise]), drawing), 6)
     assert len(list((tmp_path / "run" / "commits").iterdir())) == 1
     assert same(again.state(), loop.state())
 
@@ -613,7 +618,7 @@ def test_random_numbers_that_after_update_draws_are_drawn_again_in_replay(tmp_pa
 
         return {"after_update": noise}
 
-    loop, again = recovered(tmp_path, Loop, 6, noisy)
+    loop, again = recovered(tmp_path, lambda: Loop(then=drawing), 6, noisy)
     assert same(again.state(), loop.state())
 
 

@@ -107,6 +107,7 @@ def test_a_gradient_made_dense_that_one_rank_has_no_room_for_is_followed_by_a_ba
         "codec": ("topk", 0.01),
         "width": 3000,
         "deadline_seconds": 40,
+        "unit_bytes": 1 << 20,
     }
     ranks = ended(world.run(2, steps=6, dense_at=3, save_at=6, **options))
     assert sorted(said["lost"] > 0 for said in ranks) == [False, True]

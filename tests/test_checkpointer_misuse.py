@@ -176,6 +176,56 @@ def test_a_base_made_in_mid_accumulation_has_the_position_of_its_step(tmp_path):
     assert steps == 1 and fresh.state_dict() == position
 
 
+def normed(root, **options):
+    """A model with buffers that its forward pass changes, and a checkpointer of it after two steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer, _ = of(root, model, optimizer, **options)
+    for _ in range(2):
+        iterate(model, optimizer, checkpointer)
+    return model, optimizer, checkpointer
+
+
+def accumulate(model, checkpointer):
+    model(torch.randn(2, 3)).pow(2).mean().backward()
+    checkpointer.step()
+
+
+def has_steps(root):
+    """Resumed from there: the steps, and how often the buffers were changed."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    checkpointer, steps = of(root, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    checkpointer.close()
+    return steps, int(model[1].num_batches_tracked)
+
+
+@pytest.mark.parametrize("act", ["save", "wait"])
+def test_no_base_is_made_of_buffers_that_accumulation_has_changed(tmp_path, act):
+    model, optimizer, checkpointer = normed(tmp_path)
+    with checkpointer:
+        checkpointer._survival.pace.gap = act == "wait"  # which only a base ends
+        accumulate(model, checkpointer)
+        with pytest.raises(
+            BadInput, match="since step 2 have changed buffers, so a base would be of no step"
+        ):
+            getattr(checkpointer, act)()
+        checkpointer._survival.pace.gap = False
+        iterate(model, optimizer, checkpointer)
+        checkpointer.save()
+    assert has_steps(tmp_path) == (3, 4)
+
+
+def test_closing_a_gap_where_accumulation_has_changed_buffers_tells_what_is_durable(tmp_path):
+    model, _, checkpointer = normed(tmp_path)
+    checkpointer.wait()
+    accumulate(model, checkpointer)
+    checkpointer._survival.pace.gap = True  # which only a base ends
+    with pytest.warns(UserWarning, match="no base of it: step 2 is durable. Close after"):
+        checkpointer.close()
+    assert has_steps(tmp_path) == (2, 2)
+
+
 def test_no_base_is_made_between_an_update_and_its_step(tmp_path):
     loop, checkpointer = start(tmp_path, "")
     checkpointer.resume()

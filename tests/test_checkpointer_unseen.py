@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import random
 import shutil
 import threading
 from collections import Counter, namedtuple
@@ -178,6 +179,57 @@ def test_what_a_script_does_to_parameters_after_the_step_is_kept_by_bases_and_to
     with pytest.warns(UserWarning, match=r"0.weight changed otherwise than by a step.*after_update="):
         loop, again = recovered(tmp_path, lambda: Loop(then=clamp), 3)
     assert same(again.state(), loop.state())
+
+
+def test_what_hooks_of_the_script_change_after_the_optimizer_is_kept_by_bases_and_told(tmp_path):
+    """The script's hook was there first."""
+
+    def make():
+        loop = Loop()
+
+        @torch.no_grad()
+        def pin(*_):
+            loop.model[0].weight[0, 0] = 5.0
+
+        loop.optimizer.register_step_post_hook(pin)
+        return loop
+
+    with pytest.warns(UserWarning, match="0.weight changed otherwise than by a step"):
+        loop, again = recovered(tmp_path, make, 3)
+    assert loop.model[0].weight[0, 0] == 5.0 and same(again.state(), loop.state())
+
+
+def test_what_changes_parameters_between_two_steps_is_kept_by_bases_and_told(tmp_path):
+    """A pre-hook, or the script before the forward pass."""
+
+    def make():
+        loop = Loop()
+
+        @torch.no_grad()
+        def halve(*_):
+            loop.model[0].weight[0].mul_(0.5)
+
+        loop.optimizer.register_step_pre_hook(halve)
+        return loop
+
+    with pytest.warns(UserWarning, match="0.weight changed otherwise than by a step"):
+        loop, again = recovered(tmp_path, make, 3)
+    assert same(again.state(), loop.state())
+
+
+def test_parameters_that_were_loaded_between_two_steps_and_saved_are_not_told(tmp_path, recwarn):
+    loop = Loop()
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer:
+        loop.go(checkpointer, 3)
+        loop.model.load_state_dict({k: v * 0.5 for k, v in loop.model.state_dict().items()})
+        checkpointer.save()
+        loop.go(checkpointer, 5)
+    again = Loop()
+    other, done = again.checkpointer(tmp_path)
+    other.close()
+    assert done == 5 and same(again.state(), loop.state()) and not recwarn
+    assert len(list((tmp_path / "commits").iterdir())) == 2
 
 
 def test_the_same_as_after_update_is_neither(tmp_path, recwarn):
@@ -377,6 +429,45 @@ def test_a_number_that_an_optimizer_keeps_as_an_attribute_is_told(tmp_path):
         loop.go(checkpointer, 2)
 
 
+class Hiding(torch.optim.SGD):
+    """Keeps something in an attribute, of which steps make another."""
+
+    def __init__(self, parameters, how):
+        super().__init__(parameters, lr=0.1)
+        self.how, self.generator = how, torch.Generator()
+        self.params = list(self.param_groups[0]["params"])  # no state
+        self.ema = [torch.zeros_like(p) for p in self.params]
+        self.by_name = {"norm": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if self.how == "ema":
+            torch._foreach_lerp_(self.ema, [p.grad for p in self.params], 0.1)
+        elif self.how == "by_name":
+            self.by_name["norm"] = self.params[0].grad.norm()
+        elif self.how == "generator":
+            torch.rand(2, generator=self.generator)
+        elif self.how == "lazy":
+            self.lazy = torch.zeros(2)
+        super().step()
+
+
+@pytest.mark.parametrize("how", ["ema", "by_name", "generator", "lazy"])
+def test_tensors_and_generators_that_an_optimizer_keeps_as_attributes_are_told(tmp_path, how):
+    loop = Loop(optimizer=lambda parameters: Hiding(parameters, how))
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer, pytest.warns(UserWarning, match=f"Hiding.{how} was changed by a step"):
+        loop.go(checkpointer, 2)
+
+
+def test_attributes_that_a_step_leaves_as_they_are_and_parameters_are_not_told(tmp_path, recwarn):
+    loop = Loop(optimizer=lambda parameters: Hiding(parameters, "not"))
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer:
+        loop.go(checkpointer, 2)
+    assert not recwarn
+
+
 def test_after_update_is_told_in_replay_how_many_steps_are_done(tmp_path):
     def counting(loop):
         def update():
@@ -481,3 +572,88 @@ def test_a_smaller_storage_than_the_run_takes_removes_bases_and_goes_on(tmp_path
         for _ in range(20):
             iterate(loop, checkpointer)
     assert done == 30 and checkpointer.steps_done == 50
+
+
+# What a step is given, and what it draws
+
+
+class Noisy(torch.optim.Optimizer):
+    """Langevin dynamics: gradients ``bs`` times, and noise from a global generator."""
+
+    def __init__(self, parameters, noise):
+        super().__init__(parameters, {"lr": 0.1})
+        self.noise = noise
+
+    @torch.no_grad()
+    def step(self, closure=None, bs=1.0):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad * bs + self.noise(parameter), alpha=0.1)
+
+
+NOISE = {
+    "torch": torch.randn_like,
+    "numpy": lambda p: torch.from_numpy(np.random.standard_normal(p.shape)).to(p),
+    "python": lambda p: torch.full_like(p, random.random()),
+}
+
+
+def drawing(loop, i):
+    """As dropout does, which a replay does not."""
+    torch.rand(3)
+
+
+@pytest.mark.parametrize("noise", ["torch", "numpy", "python"])
+def test_random_numbers_that_an_optimizer_draws_are_drawn_again_in_replay(tmp_path, noise):
+    loop, again = recovered(tmp_path, lambda: Loop(None, lambda p: Noisy(p, NOISE[noise]), drawing), 6)
+    assert len(list((tmp_path / "run" / "commits").iterdir())) == 1
+    assert same(again.state(), loop.state())
+
+
+def test_random_numbers_that_after_update_draws_are_drawn_again_in_replay(tmp_path):
+    def noisy(loop):
+        @torch.no_grad()
+        def noise():
+            loop.model[0].weight.add_(torch.randn(4, 4))
+
+        return {"after_update": noise}
+
+    loop, again = recovered(tmp_path, lambda: Loop(then=drawing), 6, noisy)
+    assert same(again.state(), loop.state())
+
+
+def test_after_a_replay_that_draws_the_run_draws_as_it_did(tmp_path):
+    def make():
+        return Loop(optimizer=lambda p: Noisy(p, torch.randn_like))
+
+    loop = make()
+    first, _ = loop.checkpointer(tmp_path)
+    with first:
+        loop.go(first, 4)
+        shown = torch.get_rng_state()
+    again = make()
+    other, _ = again.checkpointer(tmp_path)
+    other.close()
+    assert torch.equal(torch.get_rng_state(), shown)
+
+
+@pytest.mark.parametrize("given", [((), {"bs": 4.0}), ((None, 4), {}), ((None,), {"bs": 4})])
+def test_what_a_step_is_given_it_is_given_in_replay(tmp_path, given):
+    def make():
+        loop = Loop(optimizer=lambda p: Noisy(p, torch.zeros_like))
+        step, (args, named) = loop.optimizer.step, given
+        loop.optimizer.step = lambda: step(*args, **named)
+        return loop
+
+    loop, again = recovered(tmp_path, make, 5)
+    assert same(again.state(), loop.state())
+
+
+def test_what_no_record_holds_of_what_a_step_is_given_is_refused(tmp_path):
+    loop = Loop(optimizer=lambda p: Noisy(p, torch.zeros_like))
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    loop.model(torch.ones(4, 4)).sum().backward()
+    before = loop.state()
+    with pytest.raises(BadInput, match=r"step\(\) was given a Tensor.*tensor.item\(\)"), checkpointer:
+        loop.optimizer.step(bs=torch.ones(4, 4))
+    assert same(loop.state(), before)

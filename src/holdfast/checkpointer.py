@@ -75,7 +75,8 @@ class Checkpointer:
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
     consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
 
-    With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script.
+    With ``clip_norm`` gradients are clipped here, as ``torch.nn.utils.clip_grad_norm_`` does, instead of in the script;
+    only with one optimizer.
     ``replica`` has a second process do every step as well, in host memory that outlives this one, instead of recording
     steps on the disk, which then has bases only; a path is where it keeps things in memory instead of ``/dev/shm``.
 
@@ -293,14 +294,14 @@ class Checkpointer:
         if not self._loop.ends_step(bool(updates)):
             return
         if self._loop.after_update is not None and updates:
-            self._loop.after_update()
+            self._tap.do_after(self._loop.after_update, updates)
         started = time.perf_counter()
         self._loop.stepped(bool(updates))
         alone = self._ranks.alone  # what one of several ranks finds by itself the others do not know of
-        if self._tap.changed or (alone and (self._tap.unseen or self._loop.state.has_other_buffers())):
+        if self._tap.changed or (alone and (self._tap.lost or self._loop.state.has_other_buffers())):
             self._adapt(updates)
-        elif self._tap.unseen:
-            self._survival.lose(updates, "parameters were changed otherwise than by an optimizer's step")
+        elif self._tap.lost:
+            self._survival.lose(updates, self._tap.lost)
         else:
             self._survival.record(updates)
         self._tap.settle()
@@ -371,6 +372,7 @@ class Checkpointer:
         if any(self._ranks.all_do(lacks)):
             with self._ending_on_error():  # parameters may be read by the writer still
                 self._survival.whole()
+                self._tap.saved()
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a base, and leave nothing behind: no hook (but DDP's communication hook
@@ -479,6 +481,7 @@ class Checkpointer:
             raise BadInput(
                 f"an optimizer has stepped since step {self.steps_done}, so a base would be of neither step. {after}"
             )
+        self._loop.refuse_moved_on()
 
     def _refuse_other_thread(self) -> None:
         if threading.get_ident() != self._thread:

@@ -21,6 +21,7 @@ from holdfast.delta import division, helper, host, kept, layers, replicating, ti
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
+from holdfast.optim import Joined
 from holdfast.state.live import LiveState
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
@@ -183,6 +184,45 @@ def test_gradients_that_are_changed_after_backward_are_taken_again(tmp_path, edi
     assert not events(tmp_path, "drift")
 
 
+class Noisy(torch.optim.Optimizer):
+    """Langevin dynamics, by torch's own generator, with a strength that ``step`` is given."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None, strength=0.0):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                noise = torch.randn_like(parameter) * strength
+                parameter.sub_(parameter.grad + noise, alpha=self.param_groups[0]["lr"])
+
+
+def test_a_replica_draws_what_the_trainer_drew_and_is_given_what_it_was_given(tmp_path):
+    loop, checkpointer = start(tmp_path, "", Noisy)
+    step = loop.optimizers[0].step
+    loop.optimizers[0].step = lambda: step(strength=2.0)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+            checkpointer.save()
+    assert not events(tmp_path, "drift")
+
+
+def test_a_replica_that_ends_in_mid_accumulation_makes_a_base_of_the_last_step(tmp_path):
+    loop, checkpointer = start(tmp_path, "batchnorm")
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+        state = loop.state()["model"]
+        loop.model(torch.randn(5, 7), False).sum().backward()
+        checkpointer.step()
+    assert checkpointer.durable_step == 4 and not events(tmp_path, "drift")
+    assert same(recovered(tmp_path / "run", ADAMW, "batchnorm", 4)["model"], state)
+
+
 def test_clipping_takes_nothing_twice_and_is_that_of_torch(tmp_path):
     loop, checkpointer = start(tmp_path, "clip_norm")
     with checkpointer:
@@ -203,6 +243,17 @@ def test_clip_norm_is_that_of_torch_without_a_replica_too(tmp_path):
             loop.iteration(i, checkpointer.step)
     assert same(loop.state()["model"], states_of("clip_norm")[-1]["model"])
     assert same(recovered(tmp_path / "run", ADAMW, "", STEPS)["model"], loop.state()["model"])
+
+
+def test_clipping_by_the_norm_of_all_is_refused_for_several_optimizers_that_step_one_by_one(tmp_path):
+    loop = make(ADAMW, "two")
+    with pytest.raises(BadInput, match=r"each of 2 optimizers .*holdfast.optim.Joined"):
+        Checkpointer(tmp_path / "run", model=loop.model, optimizer=loop.optimizers, clip_norm=0.1)
+    loop.optimizers = [Joined(*loop.optimizers)]
+    with Checkpointer(
+        tmp_path / "run", model=loop.model, optimizer=loop.optimizers, clip_norm=0.1
+    ) as checkpointer:
+        checkpointer.resume()
 
 
 # Drift

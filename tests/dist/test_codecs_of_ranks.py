@@ -97,3 +97,19 @@ def test_two_ranks_record_no_more_than_three_halves_of_a_percent(world, tmp_path
         assert len(records) == 3
         by_rank.append(max(record.parts[0][0] for record in records))
     assert sum(by_rank) < 0.015 * state_bytes + 2 * 4096, (by_rank, state_bytes)
+
+
+def test_a_gradient_made_dense_that_one_rank_has_no_room_for_is_followed_by_a_base_of_all(world, tmp_path):
+    """The other rank stores another parameter, and knows nothing of it."""
+    options = {
+        "kind": "ddp",
+        "root": tmp_path,
+        "codec": ("topk", 0.01),
+        "width": 3000,
+        "deadline_seconds": 40,
+        "unit_bytes": 1 << 20,
+    }
+    ranks = ended(world.run(2, steps=6, dense_at=3, save_at=6, **options))
+    assert sorted(said["lost"] > 0 for said in ranks) == [False, True]
+    again = ended(world.run(2, steps=6, **options))
+    assert again[0]["resumed"] == 6 and again[0]["digests"]["6"] == ranks[0]["digests"]["6"]

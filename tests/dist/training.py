@@ -350,6 +350,7 @@ def train(
     between: int | None = None,
     options_of: dict[str, dict[str, Any]] | None = None,
     edit_at: int | None = None,
+    dense_at: int | None = None,
     altered: tuple[int, int] | None = None,
     halved_at: int | None = None,
     spoilt: str | None = None,
@@ -499,6 +500,8 @@ def train(
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             if step == edit_at:
                 plain.first.weight.grad[2, 3] += 1e-3
+            if step == dense_at:
+                plain.first.weight.grad += 1e-3
             chosen.step()
             schedule.step()
             chosen.zero_grad()

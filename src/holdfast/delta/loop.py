@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.capture import aliases_of
 from ..state.live import LiveState
@@ -16,7 +17,7 @@ from ..update.kinds import is_elementwise
 from .codecs import Codec
 from .comm_hook import HookState
 from .entering import look
-from .hidden import hidden_numbers, told_of_hidden
+from .hidden import Marks, hidden_in, told_of_hidden
 from .holder import replay_info
 from .hooks import Hook, with_hook
 from .options import optimizers_of, refuse_renormalised, refuse_taken
@@ -66,8 +67,9 @@ class Loop:
         self._buffers_at_look: set[str] = set()
         self._looks: list[int] = []
         """Steps of which the last looks were."""
-        self._hidden: list[dict[str, Any]] = []
+        self._hidden: list[dict[str, Marks]] = []
         self._buffers_were: list[tuple[int, int]] = []
+        self._accumulates = False
         self.now: dict[str, Any] = {}
         """What the script held at the end of the last step, as JSON."""
         self.steps_done = 0
@@ -147,7 +149,7 @@ class Loop:
     def attend(self) -> None:
         """``steps_done`` have been done, and the next iteration is of the step after those."""
         self._scale = self._scale_now()
-        self._hidden = [hidden_numbers(optimizer) for optimizer in self.optimizers]
+        self._hidden = [hidden_in(optimizer) for optimizer in self.optimizers]
         self.note()
 
     def ends_step(self, updated: bool) -> bool:
@@ -156,7 +158,9 @@ class Loop:
         before, self._scale = self._scale, self._scale_now()
         if isinstance(self._hook, HookState):
             self._hook.settle()
-        return updated or self._scale < before
+        ends = updated or self._scale < before
+        self._accumulates = not ends
+        return ends
 
     def stepped(self, updated: bool) -> None:
         """One more step has been done, in which an optimizer has ``updated``, or which was skipped."""
@@ -179,6 +183,19 @@ class Loop:
     def has_begun_another(self) -> bool:
         """Whether a buffer has changed since the last step: an iteration has begun that did not end."""
         return self._buffers_were != self._buffers_are()
+
+    @property
+    def has_moved_on(self) -> bool:
+        """Whether buffers have changed since the last step in iterations that were none, so no base can be made."""
+        return self._accumulates and self.has_begun_another
+
+    def refuse_moved_on(self) -> None:
+        if self.has_moved_on:
+            raise BadInput(
+                f"gradients are being accumulated, and the forward passes since step {self.steps_done} have changed"
+                " buffers, so a base would be of no step. Call this after the step() of an iteration in which an"
+                " optimizer has stepped."
+            )
 
     def progress(self) -> dict[str, Any]:
         """Of the present step, as JSON: all of its state that is no tensor."""
@@ -206,12 +223,8 @@ class Loop:
             self._hook.active = False
 
     def _buffers_are(self) -> list[tuple[int, int]]:
-        """Which tensors they are, and how often these were changed; nothing where nobody asks, which is without error
-        feedback."""
-        if not self.codec.error_feedback:
-            return []
-        tensors = [tensor for _, tensor in self.state.buffers().values()]
-        return [(id(tensor), changes_of(tensor)) for tensor in tensors]
+        """Which tensors they are, and how often these were changed."""
+        return [(id(tensor), changes_of(tensor)) for tensor in self.state.buffer_tensors()]
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0

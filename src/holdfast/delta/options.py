@@ -160,11 +160,16 @@ def refuse_other_remotes(ranks: Ranks, remote: str | None) -> None:
 
 def refuse_clipping(state: LiveState, clip_norm: float | None) -> None:
     """Where there is no norm to clip by: torch has none of gradients that are cut over several meshes, or of which some
-    are cut and others are not, and of a pipeline no rank has all."""
+    are cut and others are not, and of a pipeline no rank has all. Several optimizers step one after the other."""
     if clip_norm is None:
         return
     if not clip_norm > 0:
         raise BadInput(f"clip_norm = {clip_norm} must be more than 0")
+    if len(state.optimizers) > 1:
+        raise BadInput(
+            f"clip_norm = {clip_norm}: each of {len(state.optimizers)} optimizers would have its own gradients clipped"
+            " by their own norm. Clip all in the script, or give one optimizer of all (holdfast.optim.Joined)."
+        )
     cuts = {getattr(p.parameter, "device_mesh", None) for p in state.parameters if p.trained}
     if len(cuts) > 1:
         raise BadInput(

@@ -22,6 +22,7 @@ from ..state.cuts import is_distributed, local_of
 from ..state.live import BUFFERS, LiveState
 from ..state.progress import decode
 from . import codecs
+from .drawing import draw_again
 from .slots import tensors_of
 from .tap import CONSUMED
 
@@ -93,10 +94,11 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
             grads |= _gradients(record, number, by_name)
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
             group.update({key: decode(value) for key, value in values.items()})
+        draw_again(update.get("drawn"))
         with closing(state.rounds(optimizer, grads.keys())) as rounds:
             for names in rounds:
                 some = {name: grads[name] for name in names if name in grads}
-                _step(state, optimizer, some, update["consumed"])
+                _step(state, optimizer, some, update)
     failpoints.reach("in_replay")
     buffers = {}
     if about["buffers"] is not None and BUFFERS not in first.skipped:
@@ -106,6 +108,7 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
             beside=False
         ).keys()  # others, such as a count of averages, it finds as the last step left them
         state.load({key: buffer for key, buffer in buffers.items() if key in own})
+        draw_again(about["updates"][-1].get("drawn_after"))
         after_update()
     state.load(buffers)  # they were recorded after it
 
@@ -123,8 +126,9 @@ def _step(
     state: LiveState,
     optimizer: torch.optim.Optimizer,
     grads: dict[str, torch.Tensor],
-    consumed: dict[str, float],
+    update: dict[str, Any],
 ) -> None:
+    consumed, (args, kwargs) = update["consumed"], update.get("arguments", ((), {}))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
     there = [p.device for p in parameters if state.name_of[id(p)] in grads] or [p.device for p in parameters]
@@ -138,7 +142,7 @@ def _step(
             if name in consumed:
                 setattr(optimizer, name, torch.tensor(consumed[name], device=device))
         with torch.no_grad():
-            _unhooked_step(optimizer)
+            _unhooked_step(optimizer, *args, **kwargs)
     finally:
         for name in CONSUMED:
             if name in consumed:
@@ -160,7 +164,7 @@ def _like(parameter: torch.Tensor, grad: torch.Tensor, may_be_itself: bool) -> t
     return made
 
 
-def _unhooked_step(optimizer: torch.optim.Optimizer) -> None:
+def _unhooked_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
     """The optimizer's own ``step``, without the hooks around it."""
     step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
+    getattr(step, "__wrapped__", step)(optimizer, *args, **kwargs)

@@ -119,6 +119,10 @@ class Replicating(Survival):
     def whole(self) -> None:
         self.replica.save(self._loop.steps_done, self._loop.progress)
 
+    def _go_without_base(self) -> None:
+        if not self._loop.ranks.alone:  # else the replica makes one of what it has
+            super()._go_without_base()
+
     def wait(self, step: int) -> None:
         self.replica.wait(step)
         self.wait_for_all(step)

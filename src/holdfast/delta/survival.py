@@ -6,6 +6,7 @@ There are two ways: every step is recorded on the disk (``recording.py``), or a 
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -163,8 +164,21 @@ class Survival(ABC):
         if residuals:
             self.settle()  # a base that is under way may be of this very step
         needed = not self.complete or bool(residuals and self.base_step < self._loop.steps_done)
-        if any(self._loop.ranks.everyone(needed)):  # each may know of another newest base
+        if not any(self._loop.ranks.everyone(needed)):  # each may know of another newest base
+            return
+        if any(self._loop.ranks.everyone(self._loop.has_moved_on)):
+            self._go_without_base()
+        else:
             self.whole()
+
+    def _go_without_base(self) -> None:
+        """There can be none of the present step any more, and no record has it."""
+        step, durable = self._loop.steps_done, self.durable_step
+        warnings.warn(
+            f"closed in mid-accumulation, and buffers are not those of step {step} any more, so there can be no base of"
+            f" it: step {durable} is durable. Close after an optimizer's step and its step().",
+            stacklevel=5,
+        )
 
     @property
     @abstractmethod

@@ -22,11 +22,15 @@ from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
 from ..state.progress import hyper_parameters
 from .codecs import Codec, Trained, trained_of
+from .drawing import drawn_since, generators
 from .slots import Slot
 from .unseen import Unseen
 
 CONSUMED = ("grad_scale", "found_inf")
 """Attributes by which a ``GradScaler`` hands over to a fused optimizer."""
+
+OPTIONAL = ("coefficient", "arguments", "drawn", "drawn_after")
+"""Of an update, what records have only where there is any."""
 
 
 @dataclass
@@ -44,6 +48,12 @@ class Update:
     consumed: dict[str, float]
     coefficient: Any = None
     """As JSON, what the gradients in the slot are still to be multiplied by; None where they are as consumed."""
+    arguments: Any = None
+    """As JSON, what ``step`` was given, by position and by name; None where that was nothing."""
+    drawn: Any = None
+    """As JSON, the random generators before the step; None where it drew nothing."""
+    drawn_after: Any = None
+    """The same of ``after_update``, with the last update of an iteration."""
 
     def about(self) -> dict[str, Any]:
         """As JSON."""
@@ -53,7 +63,7 @@ class Update:
             "without": self.without,
             "consumed": self.consumed,
             "codec": self.codec,
-            **({} if self.coefficient is None else {"coefficient": self.coefficient}),
+            **{name: value for name in OPTIONAL if (value := getattr(self, name)) is not None},
         }
 
 
@@ -73,16 +83,19 @@ class Tap:
         self.updates: list[Update] = []
         """Since the iteration began."""
         self.changed = False
-        """Whether a step could not be recorded, since slots have no place for a gradient (a parameter was added, or is
-        trained now, or left a group, or a group came or went), another pre-hook was to run after this one, or an update
-        failed."""
-        self.unseen = False
-        """Whether parameters were changed otherwise than by the optimizers' steps, as this rank alone may know."""
+        """Whether a step could not be recorded, as all ranks know: slots have no place for a gradient (a parameter was
+        added, or is trained now, or left a group, or a group came or went), another pre-hook was to run after this one,
+        or an update failed."""
+        self.lost = ""
+        """Why the step cannot be brought back by a record, as this rank alone may know: parameters were changed
+        otherwise than by the optimizers' steps, or gradients had no room."""
         self.seconds = 0.0
         """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
         self._ended: list[Any] = []
         self._open = [0 for _ in state.optimizers]
+        self._generators: list[Any] = [None for _ in state.optimizers]
+        """By optimizer, as they were before the update that is open."""
         self._members = [_members(optimizer) for optimizer in state.optimizers]
         self._changes = Unseen(state)
 
@@ -103,7 +116,10 @@ class Tap:
                 )
             hook = optimizer.register_step_pre_hook(_Hook(self, index))
             self._hooks.append((optimizer, hook))
-            self._ended.append(optimizer.register_step_post_hook(_end_hook_of(self, index)))
+            ended = optimizer.register_step_post_hook(_end_hook_of(self, index))
+            self._ended.append(ended)
+            # first, since what other hooks change is not the optimizer's
+            optimizer._optimizer_step_post_hooks.move_to_end(ended.id, last=False)
         self._changes.settle()
 
     def detach(self) -> None:
@@ -115,26 +131,51 @@ class Tap:
     def settle(self) -> None:
         """The step is over. Other pre-hooks, which may change gradients, run first from here on."""
         self._changes.settle()
-        self.unseen = False
+        self.lost = ""
         for optimizer, hook in self._hooks:
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
 
     def take(self) -> list[Update]:
-        """The updates of the iteration, which ends. ``changed`` is set if one of them did not return, and ``unseen`` if
+        """The updates of the iteration, which ends. ``changed`` is set if one of them did not return, and ``lost`` if
         parameters were changed otherwise than by them."""
         updates, self.updates = self.updates, []
-        if not self.changed and not any(self._open) and self._changes.found(bool(updates)):
-            self.unseen = True
+        self._look_for_changes(bool(updates))
         if updates and any(self._open):
             self.changed = True
             self._open = [0 for _ in self._open]
         return updates
 
+    def saved(self) -> None:
+        """A base of what parameters are now was made."""
+        self._changes.settle()
+
+    def _look_for_changes(self, updated: bool) -> None:
+        if not self.changed and not any(self._open) and self._changes.found(updated):
+            self.lost = self.lost or "parameters were changed otherwise than by an optimizer's step"
+
     def after_step(self, index: int) -> None:
         """The post-hook of optimizer ``index``, which an update that fails does not reach."""
         self._open[index] -= 1
-        if not self._open[index]:
-            self._changes.stepped(index)
+        if self._open[index]:
+            return
+        self._changes.stepped(index)
+        update = next((update for update in reversed(self.updates) if update.optimizer == index), None)
+        if update is not None:
+            update.drawn = self._drawn_since(self._generators[index])
+
+    def do_after(self, after_update: Callable[[], None], updates: list[Update]) -> None:
+        """Call ``after_update``, after the last of ``updates``."""
+        before = generators()
+        after_update()
+        updates[-1].drawn_after = self._drawn_since(before)
+
+    def _drawn_since(self, before: list[Any]) -> Any:
+        drawn = drawn_since(before)
+        if drawn is not None and len(self._state.stored) < len(self._state.parameters):
+            self.lost = (
+                "it drew random numbers, and the ranks that hold a parameter may each have drawn others"
+            )
+        return drawn
 
     def before_step(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """The pre-hook of optimizer ``index``."""
@@ -148,6 +189,7 @@ class Tap:
         if self._open[index]:  # a subclass calls the step() it overrides: part of the update that is open
             self._open[index] += 1
             return
+        self._look_for_changes(True)  # by the script, since the last step, or by other pre-hooks
         trained, without = [], []
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = self._state.name_of.get(id(parameter), "")
@@ -162,7 +204,12 @@ class Tap:
         # All ranks see the same here, whatever each of them stores: they go on without a record together.
         known = _fit(trained, self._places[index]) and _members(optimizer) == self._members[index]
         room = slot if known and self._is_last(index) else None
-        update = Update(index, slot, None, self._codec.about(), _by_value(optimizer), without, scaled)
+        if slot is not room:
+            self.changed = True
+        update = Update(
+            index, slot, None, self._codec.about(), _by_value(optimizer), without, scaled,
+            arguments=_arguments(args[1:], kwargs),
+        )  # fmt: skip
         self.updates.append(update)
         try:
             update.part, update.coefficient = self._consume(
@@ -173,8 +220,9 @@ class Tap:
             raise
         failpoints.reach("after_gradients_copied")
         self._open[index] += 1
-        if slot is not None and update.part is None:
-            self.changed = True
+        self._generators[index] = generators()
+        if room is not None and update.part is None:
+            self.lost = "its gradients were denser than a record has room for"
         self.seconds += time.perf_counter() - started
 
     def _consume(
@@ -286,6 +334,20 @@ def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
         raise BadInput(
             f"the gradient of {name} is sparse, which records do not hold: build it with sparse=False"
         )
+
+
+def _arguments(args: tuple, kwargs: dict[str, Any]) -> Any:
+    """As JSON, but for a closure that is None. Raises ``BadInput`` for what no record holds by value."""
+    named = {name: value for name, value in kwargs.items() if name != "closure"}
+    if not named and all(value is None for value in args):
+        return None
+    for value in (*args, *named.values()):
+        if not isinstance(value, (bool, int, float, str, type(None))):
+            raise BadInput(
+                f"the optimizer's step() was given a {type(value).__name__}, and records hold numbers and text. Give"
+                " it those (tensor.item()), or put what it needs into param_groups before."
+            )
+    return [list(args), named]
 
 
 def _by_value(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -140,6 +140,10 @@ class LiveState:
         places = self._buffers | self._buffers_beside if beside else self._buffers
         return dict(_held(name, "buffer", buffer_at(place)) for name, place in places.items())
 
+    def buffer_tensors(self) -> list[torch.Tensor]:
+        """The same without their atoms, which take longer."""
+        return [buffer_at(place) for place in (*self._buffers.values(), *self._buffers_beside.values())]
+
     def has_other_buffers(self) -> bool:
         """Whether a persistent buffer has come or gone since this was made."""
         return self._buffer_names() != self._had_buffers

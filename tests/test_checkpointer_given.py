@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.checkpointer import Checkpointer
+from holdfast.errors import RunMismatch
 
 
 def resumed(root, steps, schedule=None, by_hand=None, **options):
@@ -71,3 +72,38 @@ def test_what_the_script_has_as_ever_is_not_told(tmp_path, schedule):
 def test_a_rate_that_the_loop_moves_by_itself_is_not_told(tmp_path):
     for steps in (3, 5, 7):
         assert resumed(tmp_path, steps, by_hand=lambda step: 0.1 / (step + 2), lr=0.1)[0] == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_records_are_not_replayed_with_another_after_update(tmp_path, first):
+    """A base can be gone on from either way, and says from then on what its records were made with."""
+
+    def live(updating, steps, save=False):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def clamp():
+            with torch.no_grad():
+                model.weight.clamp_(-0.1, 0.1)
+
+        options = {"after_update": clamp} if updating else {}
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, **options) as checkpointer:
+            done = checkpointer.resume()
+            for _ in range(done, steps):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+            if save:
+                checkpointer.save()
+        return done, model.weight.detach().clone()
+
+    _, before = live(first, 4)
+    with pytest.raises(RunMismatch, match="after_update="):
+        live(not first, 4)
+    done, now = live(first, 4, save=True)
+    assert done == 4 and torch.equal(now, before)
+    _, before = live(not first, 6)
+    done, now = live(not first, 6)
+    assert done == 6 and torch.equal(now, before)

@@ -18,6 +18,7 @@ from delta.loops import make, same
 from delta.test_replay import FUSED, OPTIMIZERS, recovered
 from holdfast.checkpointer import BOUND, Checkpointer
 from holdfast.delta import division, helper, host, kept, layers, replicating, tier
+from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
@@ -734,6 +735,20 @@ def test_what_a_replica_keeps_elsewhere_is_not_left_behind_either(tmp_path):
         pytest.raises(BadInput, match=r"kept step 5 in memory, and step 1 is on the disk"),
     ):
         alone.resume()
+
+
+def test_a_base_of_a_replica_leads_on_without_the_script(tmp_path):
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+    loop = make(ADAMW, "batchnorm")
+    model, optimizer = loop.model, loop.optimizers
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, **loop.things) as checkpointer:
+        for i in range(checkpointer.resume(), 5):
+            loop.iteration(i, checkpointer.step)
+    assert compact(tmp_path / "run", 5).step == 5
 
 
 def test_a_place_of_somebody_else_is_refused(tmp_path):

@@ -19,7 +19,7 @@ from ..store.pruning import reach_needs
 from ..store.retention import Keep
 from ..store.written import Written
 from .division import divided, of_one_base, owned_by
-from .holder import rebuilt
+from .holder import beside_records, rebuilt
 from .image import Image
 from .line import Differs, Line
 from .recovery import recover
@@ -157,5 +157,4 @@ def _written(
 def _progress(line: Line, stream: str, state: LiveState) -> dict[str, Any]:
     """Of the writer of ``stream`` after the last step."""
     old = line.base.progress_of(stream)
-    beside = {name: old[name] for name in ("given", "replay", "rates", "aliases") if name in old}
-    return {**line.chains[stream].progress, "values": state.values(), **beside}
+    return {**line.chains[stream].progress, "values": state.values(), **beside_records(old)}

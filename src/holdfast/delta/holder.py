@@ -21,6 +21,11 @@ from ..update.kinds import ELEMENTWISE, WHOLE, class_named
 from .shell import members_of, module_of, optimizer_of
 
 
+def beside_records(progress: dict[str, Any]) -> dict[str, Any]:
+    """What bases have in their ``progress`` and records do not, since it stays as it is."""
+    return {name: progress[name] for name in ("given", "replay", "rates", "aliases") if name in progress}
+
+
 def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
     """What ``rebuilt`` needs to know, as JSON; a part of a base's progress."""
     parameters = [captured.parameter for captured in state.parameters]

@@ -36,6 +36,7 @@ from . import drift, kept, tier
 from .bases import BaseMaker
 from .channel import Channel, Gone, Inbox, Message
 from .helper import LAST_WORD
+from .holder import beside_records
 from .rebuild import adopt, rebuild
 from .recorder import Inline
 from .recovery import recover
@@ -206,7 +207,8 @@ class Host:
             clip_as_told(record, parts)
             apply(self._state, [Taken(record, parts)])
             failpoints.reach("after_replica_update")
-            self._step, self._progress = about["step"], {**record["progress"], "values": self._state.values()}
+            standing = {"values": self._state.values(), **beside_records(self._progress)}
+            self._step, self._progress = about["step"], {**record["progress"], **standing}
             self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step)
             if not self._equal:
                 self._say(drift=f"after step {self._step} its fingerprint is another one")

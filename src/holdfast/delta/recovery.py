@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..errors import Damaged, NoCommit
+from ..errors import Damaged, NoCommit, RunMismatch
 from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.chain import left_behind, tip_with
@@ -26,7 +26,8 @@ from .watching import Recovery
 @dataclass
 class Recovered:
     """Where the run continues. ``odd`` is what was wrong with later steps; ``same_cut`` whether every rank stores what
-    the one of its number stored, so that records may follow those that are there."""
+    the one of its number stored, and does after updates what it did, so that records may follow those that are there.
+    """
 
     point: Point
     odd: list[str] = field(default_factory=list)
@@ -94,6 +95,7 @@ def recover(
         same_cut = len(line.chains) == ranks.world_size and all(
             ranks.everyone(_stores_alike(line, state, ranks))
         )
+        same_cut &= _updated(line, after_update is not None) == (after_update is not None)
         lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
         if lost or line.residuals_dropped:
             state.forget_residuals()
@@ -164,6 +166,25 @@ def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:
     return line.boxes(ranks.stream) == {p.name: state.boxes[p.name] for p in state.stored}
 
 
+def _updated(line: Line, here: bool) -> bool:
+    """Whether the base was made with ``after_update=``; as ``here`` where it does not say."""
+    return line.base.progress_of(line.base.streams[0]).get("replay", {}).get("after_update", here)
+
+
+def _refuse_other_updates(line: Line, here: bool) -> None:
+    """Raise ``RunMismatch`` where records were made with ``after_update=`` and there is none ``here``, or the other way
+    round: a replay would give other bits."""
+    there = _updated(line, here)
+    if there == here or not any(chain.records for chain in line.chains.values()):
+        return
+    told = (
+        "the run has an after_update=, which a replay of its records calls, and none was passed. Pass it as before"
+        if there
+        else "an after_update= was passed, and the records of the run were made without one. Resume without it"
+    )
+    raise RunMismatch(f"{told}; a base from save() can be gone on from either way.")
+
+
 def _line_from(
     ref: CommitRef,
     store: LocalStore,
@@ -195,6 +216,7 @@ def _line_from(
             if continuing:
                 line.end_before_feedback()
             script.check(line.progress(ranks.rank), len(line.chains), ranks.world_size)
+            _refuse_other_updates(line, after_update is not None)
             line.watch = watch or line.watch
             line.replay_into(state, ranks.rank, after_update)
         except Differs as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -119,7 +120,9 @@ class Tap:
             ended = optimizer.register_step_post_hook(_end_hook_of(self, index))
             self._ended.append(ended)
             # first, since what other hooks change is not the optimizer's
-            optimizer._optimizer_step_post_hooks.move_to_end(ended.id, last=False)
+            cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(
+                ended.id, last=False
+            )
         self._changes.settle()
 
     def detach(self) -> None:

@@ -748,7 +748,7 @@ def test_a_base_of_a_replica_leads_on_without_the_script(tmp_path):
     with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer, **loop.things) as checkpointer:
         for i in range(checkpointer.resume(), 5):
             loop.iteration(i, checkpointer.step)
-    assert compact(tmp_path / "run", 5).step == 5
+    assert compact(tmp_path / "run", 5).base.step == 5
 
 
 def test_a_place_of_somebody_else_is_refused(tmp_path):

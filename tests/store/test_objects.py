@@ -474,6 +474,23 @@ def test_what_several_ranks_wrote_is_copied_and_others_go_on_from_there(tmp_path
             assert rank["resumed"] == 9 and rank["digests"]["9"] == said["digests"]["9"]
 
 
+def test_the_mark_waits_for_the_base_that_other_ranks_begin_with(tmp_path, bucket, monkeypatch):
+    """Their records are of other parts of the state: before that base is there nothing leads to them."""
+    run = tmp_path / "ranks"
+    with World() as world:
+        for ranks, steps in ((2, 5), (3, 9)):
+            for said in world.run(ranks, kind="ddp", root=run, steps=steps, base_every=100):
+                assert said.get("finished"), said.get("trace")
+            pusher = Pusher(run, bucket)
+            if ranks == 3:
+                monkeypatch.setattr(pusher, "_push_file", lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    pusher.push()
+                assert pusher.durable_step == 5
+                pusher = Pusher(run, bucket)
+            assert pusher.push().durable_step == steps
+
+
 def test_a_server_that_does_not_answer_is_one_error(bucket, monkeypatch, run):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -28,7 +28,7 @@ from .manifest import CommitRef, FileRef, Manifest, Share, Timeline
 from .objects import ObjectDisk
 from .reader import RunReader
 from .reading import INSPECT, check_size, read_verified
-from .retention import Keep, dropped, kept_for_good, lineage
+from .retention import Keep, ancestry, dropped, kept_for_good, lineage
 from .room import needs, unneeded_segments
 from .target import Url
 
@@ -227,15 +227,23 @@ class Pusher:
         """The newest step to which the bucket leads."""
         tip = _tip(self._published, self._timelines)
         for ref in lineage(self._published, self._timelines, tip):
-            base = self._published[ref]
+            base, until = self._published[ref], self._before_other_ranks(ref, tip)
             with suppress(Damaged):
                 return min(
                     chain_of(
-                        base, stream, self._records.journal(stream, self._timelines, tip), None
+                        base, stream, self._records.journal(stream, self._timelines, tip), until
                     ).last.step
                     for stream in base.streams
                 )
         return None
+
+    def _before_other_ranks(self, base: CommitRef, tip: int) -> int | None:
+        """The last step to which records can lead from ``base``, if there is one: a resume by other ranks begins with a
+        base of its own, and while that is not in the bucket, the records after it follow nothing."""
+        lacking = set(self._local.commits()) - self._published.keys()
+        later = [self._timelines[each] for each, _ in ancestry(self._timelines, tip) if each > base.timeline]
+        forks = [(each.id, each.fork_step) for each in later if each.fork_step is not None]
+        return min((step for number, step in forks if CommitRef(number, step) in lacking), default=None)
 
     def _learn(self) -> None:
         """Of the commits in the bucket that are not known yet."""

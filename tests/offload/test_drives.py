@@ -338,6 +338,20 @@ def test_drives_whose_mounts_are_swapped_are_refused_with_nothing_changed(tmp_pa
     assert LocalStore.read(root).head().step == 4
 
 
+@pytest.mark.parametrize("used", [[], ["a"]])
+def test_a_link_that_is_gone_is_named(tmp_path, used):
+    root, used = tmp_path / "run", [tmp_path / name for name in used]
+    train(root, 2)
+    train(root, 1, [tmp_path / "a"])
+    link = root / "data" / "drive_1"
+    link.unlink()
+    with pytest.raises(RunMismatch):
+        train(root, 1, used)
+    link.symlink_to(tmp_path / "a")
+    train(root, 1, used)
+    assert LocalStore.read(root).head().step == 4
+
+
 def test_a_copy_of_the_run_does_not_write_to_its_drives(tmp_path):
     train(tmp_path / "run", 2, [tmp_path / "drive"])
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)

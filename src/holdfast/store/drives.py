@@ -85,8 +85,14 @@ def directories_for(disk: AnyDisk, drives: Sequence[str | Path]) -> dict[str, st
 
 
 def refuse_lost(disk: AnyDisk, named: Iterable[str]) -> None:
-    """Raise ``RunMismatch`` if a drive on which ``named`` files of commits are is not there, or not this run's."""
+    """Raise ``RunMismatch`` if a drive on which ``named`` files of commits are is not there, or not this run's, or the
+    link to it is gone."""
     needed = {path.rpartition("/")[0] for path in named}
+    for folder in sorted(needed.difference(folders(disk))):
+        raise RunMismatch(
+            f"{disk.root} has files of its commits in {folder}, which is not there: turn a link of this name to the"
+            " directory of the drive."
+        )
     for folder in folders(disk)[1:]:
         directory = disk.link_of(folder)
         if directory is None or folder not in needed:

@@ -196,3 +196,11 @@ def test_the_document_shows_what_is_printed(holdfast):
     sample = text.partition("```\n$ holdfast plan ")[2].partition("\n```")[0]
     command, _, shown = sample.partition("\n")
     assert holdfast("plan", *command.split()).out.rstrip() == shown
+
+
+def test_what_fits_with_everything_on_the_ssd_is_not_said_not_to(holdfast):
+    result = holdfast(
+        "plan", "--model", "llama-3-8b", "--machine", "rtx-4090", "--micro-batch-size", 1, "--sequence", 2048
+    )
+    assert result.code == 0, result.err
+    assert "does not fit" not in result.out and "micro_batches = 64" in result.out

@@ -157,8 +157,10 @@ def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution,
         if less <= 0:
             break
         tried = replace(case, machine=replace(case.machine, host_memory_bytes=less))
-    nothing = dict.fromkeys(FRACTIONS, 0.0)
-    needed = host_bytes(case.setting(micro_batches, delayed), placement_of(nothing, blocks))
+    nothing, setting = dict.fromkeys(FRACTIONS, 0.0), case.setting(micro_batches, delayed)
+    needed = host_bytes(setting, placement_of(nothing, blocks))
+    if needed <= allowed:  # no plan near the best one was found, and this is one
+        return Solution(setting, nothing), placement_of(nothing, blocks)
     raise DoesNotFit(
         f"the engine's buffers for {micro_batches} micro-batches take {format_bytes(needed)} of host memory with "
         f"everything on the SSD, and there are {format_bytes(allowed)}. Fewer or smaller micro-batches need less."

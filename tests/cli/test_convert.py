@@ -48,6 +48,7 @@ def test_json_says_files_and_bytes(trained, tmp_path, holdfast):
     result = holdfast("convert", trained[0], tmp_path / "one.safetensors", "--to", "safetensors", "--json")
     found = json.loads(result.out)
     assert found["tensors"] == 8 and found["files"] == [str(tmp_path / "one.safetensors")]
+    assert found["bytes"] == (tmp_path / "one.safetensors").stat().st_size
     assert holdfast("diff", trained[0], tmp_path / "one.safetensors").code == 0
 
 

@@ -148,6 +148,14 @@ def test_what_does_not_fit_the_folder_is_one_error(tmp_path, holdfast, llama, te
     assert not run.exists()
 
 
+def test_a_file_in_the_place_of_the_run_is_told_before_the_text_is_encoded(tmp_path, holdfast, llama, text):
+    run = tmp_path / "run"
+    run.write_text("mine")
+    result = holdfast("train", "--model", llama, *arguments(run, text, 1))
+    assert result.code == 2 and "is a file. Give a directory for the run" in result.err
+    assert "encoding" not in result.out and run.read_text() == "mine"
+
+
 def test_a_tokenizer_of_another_model_is_refused(tmp_path, holdfast, text):
     folder = write_folder(tmp_path / "folder", lambda: tiny_folders.llama(vocab_size=300))
     result = holdfast("train", "--model", folder, *arguments(tmp_path / "run", text, 2))

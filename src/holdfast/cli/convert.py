@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,13 +99,14 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
         text = json.dumps(llama_config(trained), indent=2)
         write_durably(Disk(destination), "config.json", text.encode(), why="configuration")
     seconds = time.perf_counter() - began
-    about |= {"format": to, "from": opened.format, "bytes": total, "seconds": seconds}
+    nbytes = sum(os.path.getsize(path) for path in about["files"])
+    about |= {"format": to, "from": opened.format, "bytes": nbytes, "seconds": seconds}
     if as_json:
         print_json(about)
         return
     print(
         f"{destination}: {counted(about['tensors'], 'tensor')} of {source} ({opened.format}) as {to},"
-        f" {format_bytes(total)} in {counted(len(about['files']), 'file')}, {seconds:.1f} s"
+        f" {format_bytes(nbytes)} in {counted(len(about['files']), 'file')}, {seconds:.1f} s"
     )
     if about["left_out"]:
         others = sum(each.atom.slot == EXTRA for each in opened.atoms.values())

@@ -23,6 +23,7 @@ from ..folders.pretrained import Weights, empty_model, pretrained
 from ..folders.tokenizer import Tokenizer
 from ..models.decoder import Decoder, DecoderConfig
 from ..offload.blocks import empty_parameters
+from ..store.files import check_place
 from .record import state_directory
 
 OF_DECODER = ("blocks", "width", "heads", "kv_heads", "dropout")
@@ -123,6 +124,7 @@ class OfFolder:
         self.choices = _embedding_of(self.model).weight.shape[0]
         _refuse_unfit(config, self.model, tokenizer, self.choices)
         context = config.model.context
+        check_place(self._run)
         text = encoded(
             config.data.text, tokenizer, self._run / "tokens", context=context,
             validation_fraction=config.data.validation_fraction,

@@ -114,7 +114,10 @@ class RunReader:
                 return self.load(ref)
         steps = ", ".join(str(step) for step in sorted({ref.step for ref in candidates})) or "none"
         of = "" if timeline is None else f" of timeline {timeline}"
-        raise NoCommit(f"{self.root} has no step {step}{of}. It has: {steps}.")
+        lead = " Steps that records lead to are in no commit: resume, diff and convert take them." * bool(
+            self.disk.listdir("journal")
+        )
+        raise NoCommit(f"{self.root} has no step {step}{of}. It has: {steps}.{lead}")
 
     def timelines(self) -> tuple[dict[int, Timeline], list[Damaged]]:
         """The records of all timelines, and what is wrong with those that cannot be read.

@@ -142,7 +142,9 @@ class LiveState:
 
     def buffer_tensors(self) -> list[torch.Tensor]:
         """The same without their atoms, which take longer."""
-        return [buffer_at(place) for place in (*self._buffers.values(), *self._buffers_beside.values())]
+        places = (*self._buffers.values(), *self._buffers_beside.values())
+        found = [module._buffers.get(name) for module, name in places]
+        return [buffer for buffer in found if buffer is not None]
 
     def has_other_buffers(self) -> bool:
         """Whether a persistent buffer has come or gone since this was made."""

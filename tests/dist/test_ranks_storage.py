@@ -117,7 +117,7 @@ def test_another_number_of_ranks_keeps_the_cap_that_the_run_had(world, tmp_path,
 
 def test_a_cap_in_which_the_files_of_no_two_bases_fit_is_refused_on_all_ranks(world, tmp_path):
     said = world.run(2, kind="ddp", root=tmp_path, steps=60, storage=100_000, **COMMON)
-    assert all("is too little" in each["error"] and "Give more than" in each["error"] for each in said), said
+    assert all("is too little" in each["error"] and "Give at least" in each["error"] for each in said), said
 
 
 def test_without_a_cap_each_rank_has_twenty_times_what_it_stores(world, tmp_path):

@@ -109,7 +109,7 @@ def test_ranks_over_drives_have_the_losses_of_ranks_without(tmp_path, text):
     assert (losses(run), validations(run)) == (losses(other), validations(other)) and len(losses(run)) == 6
     assert any("drive_1/rank-00001" in ref.path for ref in LocalStore.read(run).head().files.values())
     code, _, err = ended(start(2, run, text, train__steps=8))
-    assert code and f"Say --set offload.drives={drive} to go on" in err
+    assert code and f"Say --set 'offload.drives={drive}' to go on" in err
 
 
 def test_ranks_stop_together_and_go_on(tmp_path, text):

@@ -149,3 +149,11 @@ def test_importing_costs_no_torch(module):
     check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     assert subprocess.run([sys.executable, "-c", check], env=environment, timeout=60).returncode == 0
+
+
+def test_ranks_of_tests_need_no_package_that_the_environment_of_the_peers_lacks():
+    """Worlds train there as well."""
+    lacking = ("zstandard", "lightning", "hypothesis", "moto", "obstore", "peft", "highspy")
+    text = f"import sys; sys.modules.update(dict.fromkeys({lacking})); import dist.training, dist.awkward"
+    path = os.pathsep.join([str(SOURCE), str(SOURCE.parent / "tests")])
+    subprocess.run([sys.executable, "-c", text], env={**os.environ, "PYTHONPATH": path}, check=True)

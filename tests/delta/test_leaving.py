@@ -96,12 +96,12 @@ def train(root, codec, steps=7):
     return states
 
 
-@pytest.mark.parametrize("codec", [Exact(), Exact(compress=True), TopK(0.2)], ids=str)
+@pytest.mark.parametrize("codec", [Exact, partial(Exact, compress=True), partial(TopK, 0.2)], ids=str)
 def test_records_are_of_what_the_step_had_and_training_waits_for_no_copy(tmp_path, monkeypatch, codec):
     """Gradients, buffers, and the samples of parameters that tell whether replay gave the same."""
     with monkeypatch.context() as patch:
         device = Device(patch)
-        states = train(tmp_path, codec)
+        states = train(tmp_path, codec())
         assert device.waiters == {"holdfast-recorder"} and not device.pinned
     for step in (6, 4, 1):
         loop = make(ADAMW, "batchnorm", 1)

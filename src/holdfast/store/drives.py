@@ -191,17 +191,24 @@ def _problem(root: Path, folder: str, directory: str) -> str | None:
             f"which does not say whose it is: {OWNER} is not in it. Is its disk mounted? Otherwise put back what was"
             " there."
         )
-    other, named = _other_owner(root, directory), _owner(directory).get("folder", folder)
-    if not other and named != folder:
-        return (
-            f"which says that it is {named} of this run: mount their disks as they were, or turn the links."
-        )
+    if swapped := _swapped(root, folder, directory):
+        return swapped
+    other = _other_owner(root, directory)
     if _used_by(other, directory):
         return (
             f"which is a drive of the run {other}; this one is a copy of it. Remove the copy, or take it"
             f" again with the files themselves (`cp -rL {other} ...`), which needs no drives."
         )
     return None
+
+
+def _swapped(root: Path, folder: str, directory: str) -> str:
+    """What is wrong with the link ``folder`` to ``directory`` if that says that it is another folder of this run; ""
+    otherwise."""
+    named = _owner(directory).get("folder", folder)
+    if named == folder or _other_owner(root, directory):
+        return ""
+    return f"which says that it is {named} of this run: mount the disks of its drives as they were, or turn the links."
 
 
 def _other_owner(root: Path, directory: str) -> str:
@@ -228,11 +235,8 @@ def _refuse_strange(disk: AnyDisk, folder: str, directory: str) -> None:
             f"{directory} is a drive of another run, {other}. Give this one a directory of its own there; if that run"
             " is gone for good, remove what it has left."
         )
-    if linked and not other and (named := _owner(directory).get("folder", folder)) != folder:
-        raise RunMismatch(
-            f"{directory} is {named} of {disk.root}, and {folder} leads to it: mount the disks of its drives as they"
-            " were, or turn the links."
-        )
+    if linked and (swapped := _swapped(disk.root, folder, directory)):
+        raise RunMismatch(f"{folder} of {disk.root} leads to {directory}, {swapped}")
     if linked or not os.path.isdir(directory):
         return
     names = [name for name in os.listdir(directory) if name not in _NO_FILES]

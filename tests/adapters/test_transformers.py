@@ -12,6 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="Trainer needs it")
 
+from combined import one_in  # noqa: E402
 from holdfast.adapters.transformers import HoldfastCallback, attach  # noqa: E402
 from holdfast.errors import BadInput, RunMismatch  # noqa: E402
 from survive_run import digest  # noqa: E402
@@ -99,8 +100,7 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("step", [0, 1, 3, 7, 8, 9])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, step", one_in(2, KINDS, [0, 1, 3, 7, 8, 9]))
 def test_interrupted_before_a_step_it_ends_the_same(tmp_path, kind, step):
     if "accumulation" in kind:
         step //= 2

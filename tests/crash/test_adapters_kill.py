@@ -1,4 +1,4 @@
-"""Scripts of two processes that train by other libraries are killed five times and end as if they never had been."""
+"""Scripts of two processes that train by other libraries are killed and end as if they never had been."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def worlds():
     "script, habit", [(script, habit) for script, (_, of) in SCRIPTS.items() for habit in of]
 )
 def test_killed_again_and_again_they_end_the_same(worlds, tmp_path, script, habit):
+    """Every third of them at other steps than tests/adapters kills."""
     library, habits = SCRIPTS[script]
     pytest.importorskip(library)
     if script not in worlds:
         worlds[script] = World(script)
-    killed_it_ends_the_same(worlds[script], tmp_path, 2, habits[habit], often=True)
+    killed_it_ends_the_same(
+        worlds[script], tmp_path, 2, habits[habit], often=list(habits).index(habit) % 3 == 0
+    )

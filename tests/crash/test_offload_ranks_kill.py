@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from combined import one_in
 from dist.offloading import plain
 from dist.world import World
 from holdfast import failpoints
@@ -65,13 +66,18 @@ def killed(world, root, options, **how):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(
-    "rank, failpoint",
-    [(0, f"{name}:2") for name in failpoints.NAMES[:-1]]
-    + [(1, f"{name}:{count}") for name in failpoints.NAMES[:2] for count in (1, 9, 16)],
+    "place, options",
+    one_in(
+        2,
+        [(0, f"{name}:2") for name in failpoints.NAMES[:-1]]
+        + [(1, f"{name}:{count}") for name in failpoints.NAMES[:2] for count in (1, 9, 16)],
+        OPTIONS,
+    ),
+    ids=str,
 )
-def test_a_rank_is_killed_at_a_failpoint(world, tmp_path, rank, failpoint, options):
+def test_a_rank_is_killed_at_a_failpoint(world, tmp_path, place, options):
+    rank, failpoint = place
     said = killed(world, tmp_path, options, failpoint=[rank, failpoint])
     go_on_to_the_end(world, tmp_path, options, said)
 

@@ -11,6 +11,7 @@ import random
 
 import pytest
 
+from combined import one_in
 from crash_run import ON_SSD, STEPS, end, kill_often
 from holdfast import failpoints
 
@@ -68,10 +69,15 @@ def test_killed_where_every_block_is_updated_again_at_each_commit(server, refere
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("arrival", [1, 3, 4, 8])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())) or "mixed")
 @pytest.mark.parametrize(
-    "failpoint", [*failpoints.REDO, *(n for n in failpoints.NAMES if n != "after_timeline_opened")]
+    "failpoint, way, arrival",
+    one_in(
+        2,
+        [*failpoints.REDO, *(n for n in failpoints.NAMES if n != "after_timeline_opened")],
+        WAYS,
+        [1, 3, 4, 8],
+    ),
+    ids=str,
 )
 def test_killed_at_every_failpoint(server, reference, text, tmp_path, failpoint, way, arrival):
     kill_at_failpoint(server, reference, text, tmp_path, failpoint, arrival, way)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from combined import one_in
 from delta.loops import make, same
 from delta.test_replay import FUSED, OPTIMIZERS, recovered
 from holdfast.checkpointer import BOUND, Checkpointer
@@ -74,8 +75,7 @@ def states_of(feature, optimizer=ADAMW, steps=STEPS):
     return states
 
 
-@pytest.mark.parametrize("feature", HABITS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("feature, name", one_in(3, HABITS, OPTIMIZERS))
 def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
     """Each step is compared in full by digest, and what the replica persisted of it is read back."""
     loop, checkpointer = start(tmp_path, feature, OPTIMIZERS[name], keep=Keep(99))

@@ -7,6 +7,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
+from combined import one_in
 from dist.test_ranks import ended
 from dist.world import World
 from holdfast.cli.main import app
@@ -46,13 +47,14 @@ def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_pa
     assert rest[0]["digests"].items() <= whole[0]["digests"].items()
 
 
-@pytest.mark.parametrize("width", [WIDTH, 12])
-@pytest.mark.parametrize(
-    "kinds",
-    [("tp", 2, "plain", 1), ("tp", 2, "ddp", 2), ("tp", 2, "fsdp", 3), ("fsdp_tp", 4, "plain", 1),
-     ("fsdp_tp", 4, "fsdp", 2), ("fsdp_tp", 4, "tp", 2), ("fsdp_tp", 4, "ddp", 2), ("ddp", 2, "tp", 2),
-     ("fsdp", 3, "fsdp_tp", 4), ("plain", 1, "fsdp_tp", 4)],
-)  # fmt: skip
+KINDS = [
+    ("tp", 2, "plain", 1), ("tp", 2, "ddp", 2), ("tp", 2, "fsdp", 3), ("fsdp_tp", 4, "plain", 1),
+    ("fsdp_tp", 4, "fsdp", 2), ("fsdp_tp", 4, "tp", 2), ("fsdp_tp", 4, "ddp", 2), ("ddp", 2, "tp", 2),
+    ("fsdp", 3, "fsdp_tp", 4), ("plain", 1, "fsdp_tp", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kinds, width", one_in(2, KINDS, [WIDTH, 12]))
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, width):
     """With records behind the base, replayed in the cut that wrote them."""
     kind, ranks, other, others = kinds

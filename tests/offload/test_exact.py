@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 import holdfast
+from combined import one_in
 from plain_loops import PLACEMENTS, STEPS, check, plain_loop
 from training import VOCABULARY, batches, decoder, differing, read_atoms, state_of, stored
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("num_micro_batches", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "num_micro_batches, placement, schedule, clip_norm",
+    one_in(2, [1, 2, 3, 5], PLACEMENTS, ["vertical", "horizontal"], [None, 0.5]),
+)
 def test_twenty_steps_have_every_bit_of_a_plain_loop(
     tmp_path, num_micro_batches, placement, schedule, clip_norm
 ):

@@ -266,7 +266,7 @@ class Replica:
 
     # Every step
 
-    def take_slot(self, wait: bool = True) -> Slot:
+    def take_slot(self) -> Slot:
         """A slot for the next step, when one is free. Raises what the replica failed with."""
         assert self.pool is not None
         pool, taken = self.pool, list[Slot]()

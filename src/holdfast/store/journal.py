@@ -125,16 +125,14 @@ class JournalWriter:
         *,
         check_writer: Callable[[], None] = lambda: None,
         reserve: Callable[[int, int], int] = lambda least, wanted: wanted,
-        segment_bytes: int = SEGMENT_BYTES,
         direct: bool = True,
     ) -> None:
         self._disk, self._queue, self._stream, self._timeline = disk, queue, stream, timeline
-        self._check_writer, self._reserve = check_writer, reserve
-        self._segment_bytes, self._direct = segment_bytes, direct
+        self._check_writer, self._reserve, self._direct = check_writer, reserve, direct
         self._file: OpenFile | None = None
         self._end = self._capacity = 0
         self._digest = timeline.key
-        self.records_ahead = segment_bytes // PAGE
+        self.records_ahead = SEGMENT_BYTES // PAGE
         """So many are expected to be needed at once: a larger segment would hold what nobody needs any more."""
         disk.makedirs(f"journal/{stream}")
 
@@ -195,7 +193,7 @@ class JournalWriter:
         self.close()
         path = SegmentRef(self._timeline.id, step, self._stream).path
         ahead = max(LEAST_GROUPS * nbytes, self.records_ahead * round_up(nbytes // count))
-        wanted = max(nbytes, min(self._segment_bytes, GROUPS_PER_SEGMENT * nbytes, ahead))
+        wanted = max(nbytes, min(SEGMENT_BYTES, GROUPS_PER_SEGMENT * nbytes, ahead))
         self._capacity, self._end = self._reserve(nbytes, wanted), 0
         try:
             self._disk.allocate(path, self._capacity)

@@ -32,7 +32,6 @@ from .delta.options import (
     refuse_other_remotes,
 )
 from .delta.pulse import Pulse
-from .delta.recorder import BOUND
 from .delta.recording import Recording
 from .delta.recovery import Recovered
 from .delta.remote import Remote
@@ -121,7 +120,7 @@ class Checkpointer:
             self._options = Options(
                 codec=codec, keep=keep, base_every=base_every, when_behind=when_behind, memory=memory, storage=storage,
                 recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds,
-                direct=direct, bytes_per_step=BASE_BYTES_PER_STEP, most_pending=BOUND,
+                direct=direct, bytes_per_step=BASE_BYTES_PER_STEP,
             )  # fmt: skip
             self._loop = Loop(
                 ranks, model, optimizer, scheduler=scheduler, loader=loader, scaler=scaler, also=also or {},

@@ -15,10 +15,10 @@ from ..plan.cadence import Limits
 from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.retention import Keep
-from ..units import parse_bytes
+from ..units import format_bytes, parse_bytes
 from .codecs import Codec
 from .pace import POLICIES
-from .slots import slots_that_fit
+from .recorder import BOUND
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,6 @@ class Options:
     direct: bool
     bytes_per_step: int
     """Of a base, copied at the end of one step."""
-    most_pending: int
-    """Steps that may be on their way to the disk."""
 
     def __post_init__(self) -> None:
         _refuse_bad(self.base_every, self.when_behind, self.keep, self.codec)
@@ -71,10 +69,20 @@ class Options:
             raise BadInput(str(error)) from error
 
     def slots_that_fit(self, slot_bytes: int) -> int:
-        """One for each step that may be on its way; fewer, but two at least, where memory is short."""
-        return slots_that_fit(
-            slot_bytes, self.memory_bytes, self.staging_bytes, self.bytes_per_step, self.most_pending
-        )
+        """One for each step that may be on its way; fewer, but two at least, where memory is short.
+
+        Raises ``BadInput`` where two do not fit, naming the memory that is enough: a quarter of it, or
+        ``bytes_per_step`` if that is more, is for staging.
+        """
+        room = self.memory_bytes - self.staging_bytes
+        if room < 2 * slot_bytes:
+            least = max(2 * slot_bytes + self.bytes_per_step, 8 * slot_bytes // 3 + 4)
+            raise BadInput(
+                f"memory = {format_bytes(self.memory_bytes)} is too little: the record of a step takes"
+                f" {format_bytes(slot_bytes)}, of which two must fit beside the copies for a base. Give at least"
+                f" {least} bytes."
+            )
+        return max(2, min(BOUND, room // max(slot_bytes, 1)))
 
 
 def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:

@@ -54,7 +54,7 @@ class AnyDisk(Protocol):
 
     @property
     def root(self) -> Path: ...
-    def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> Any: ...
+    def open(self, path: str, *, write: bool = True, direct: bool = True) -> Any: ...
     def allocate(self, path: str, nbytes: int) -> None: ...
     def cut(self, path: str, nbytes: int) -> None: ...
     def sync(self, target: Any, *, why: str) -> None: ...
@@ -85,9 +85,9 @@ class Disk:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(os.path.realpath(root))
 
-    def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> File:
-        """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent and not to be made."""
-        return open_file(self.root / path, write=write, create=create, direct=direct)
+    def open(self, path: str, *, write: bool = True, direct: bool = True) -> File:
+        """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent."""
+        return open_file(self.root / path, write=write, direct=direct)
 
     def allocate(self, path: str, nbytes: int) -> None:
         """Make ``path`` a file of exactly ``nbytes`` whose space is reserved. Its content is undefined."""

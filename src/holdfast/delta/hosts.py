@@ -116,9 +116,9 @@ class HostAmongOthers(Host):
     def _publish(self) -> None:
         """The share is written: the trainer tells the others."""
         assert self._bases is not None
-        share = self._bases.share(self._base_progress)
+        ref = self._bases.share(self._base_progress).ref
         self._shared = True
-        self._say(share=[self._number, share.step, share.ref])
+        self._say(share=[self._number, ref])
 
     def _publish_shares(self, refs: list[dict[str, Any]]) -> None:
         """On the first rank: make a commit of what all ranks have written."""

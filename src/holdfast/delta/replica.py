@@ -328,7 +328,7 @@ class Replica:
         elif not self._under_way and step - max(self.durable_step, 0) >= self._base_every:
             self._under_way, self._left = True, drift.owners(self._state)
         if self._left:
-            self._compare(step, most_bytes)
+            self._compare(most_bytes)
 
     def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
         """Compare everything, and have the replica make a base of ``step``, the present one. Durable when this
@@ -339,14 +339,14 @@ class Replica:
                 self._resync(step, progress())
             else:
                 self._under_way, self._left = True, drift.owners(self._state)
-                self._compare(step, 1 << 62)
+                self._compare(1 << 62)
             self._helper.wait_for(lambda: self.durable_step >= step or self._drift is not None)
 
-    def _compare(self, step: int, most_bytes: int) -> None:
+    def _compare(self, most_bytes: int) -> None:
         found = drift.take(self._state, self._left, most_bytes)
         values = None if self._left else self._state.values()
         self._wait_for_post()
-        self._helper.send({"compare": found, "step": step, "last": not self._left, "values": values})
+        self._helper.send({"compare": found, "last": not self._left, "values": values})
 
     def _resync(self, step: int, progress: dict[str, Any]) -> None:
         assert self.pool is not None

@@ -44,16 +44,14 @@ from .delta.watching import Recovery
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
+from .plan.tuner import BASE_BYTES_PER_STEP
 from .ranks import Ranks
 from .sources import From, begin_from
 from .store.files import check_place
 from .store.local import LocalStore
 from .store.retention import Keep
 from .store.witness import last_durable, refuse_emptied
-from .units import GiB, MiB
-
-BASE_BYTES_PER_STEP = 64 * MiB
-"""Of a base, copied at the end of one step."""
+from .units import GiB
 
 
 class Checkpointer:

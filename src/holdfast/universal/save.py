@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import BadInput, DiskFull
 from ..state.boxes import Box
-from ..store.layout import Layout
+from ..store.layout import METADATA, Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.written import Written
@@ -21,7 +21,6 @@ from .source import Source, Stored, with_aliases
 
 UNIT_BYTES = 256 * MiB
 """About how much goes into one file; what belongs to one parameter is not divided."""
-METADATA = {"format": "holdfast", "version": "1"}
 
 
 def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda nbytes: None) -> Manifest:

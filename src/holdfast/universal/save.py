@@ -33,7 +33,7 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
             raise BadInput(f"{root} holds a run already; name a directory that is not there")
         units = {f"unit_{number:03d}": group for number, group in enumerate(_grouped(source))}
         layouts = {name: _layout(group) for name, group in units.items()}
-        needed, free = sum(layout.file_bytes for layout in layouts.values()), _free_bytes(root)
+        needed, free = sum(layout.file_bytes for layout in layouts.values()), store.free_bytes()
         if needed > free:
             raise DiskFull(f"{root} takes {format_bytes(needed)}, and {format_bytes(free)} are free there")
         store.enter()
@@ -53,13 +53,6 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
         return store.publish(
             source.progress.get("step") or 0, files, index, {**with_aliases(source), **origin}
         )
-
-
-def _free_bytes(root: Path) -> int:
-    from ..store.files import Disk
-
-    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
-    return Disk(there).free_bytes()
 
 
 def _grouped(source: Source) -> Iterator[list[Stored]]:

@@ -22,6 +22,7 @@ from typing import Any
 from ..errors import BadInput, Damaged, RunLocked
 from ..io.buffers import Buffer
 from ..state.live import LiveState
+from ..store.files import Disk
 from ..store.journal import Record
 from ..store.local import LocalStore
 from ..store.lock import own_text
@@ -86,7 +87,7 @@ def drop(place: Path) -> None:
 def take_sync(place: Path) -> None:
     """What was handed over is what is kept from here on."""
     drop(place)
-    (place / SYNC).rename(place / KEPT)
+    Disk(place).rename(SYNC, KEPT)
 
 
 def look(place: Path, store: LocalStore) -> list[Kept]:

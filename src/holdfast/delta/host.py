@@ -164,9 +164,7 @@ class Host:
         adopt(about["sync"])
         state = rebuild(about["sync"])
         with tier.opened(self._place / kept.SYNC) as store:
-            self._progress = store.load(store.line()[0]).progress
-            for mark in kept.mark([], ""):
-                self._progress.pop(mark, None)
+            self._progress = kept.unmarked(store.load(store.line()[0]).progress)
             recover(store, state, NoScript(), ranks=Ranks())
         if self._ring is not None:
             self._ring.close()

@@ -38,6 +38,9 @@ from .line import Line
 KEPT, SYNC, SOCKET = "state", "sync", "socket"
 """In a tier: what a replica kept, a whole state that a trainer hands over, and where it listens."""
 
+MARKS = ("run", "cut")
+"""In the progress of a state that is kept."""
+
 
 @dataclass(frozen=True)
 class Fork:
@@ -63,7 +66,12 @@ class Kept:
 
 def mark(run: list[Any], cut: str) -> dict[str, Any]:
     """What the progress of a state says of the timeline ``run`` that it is of, its number and key, and its ``cut``."""
-    return {"run": run, "cut": cut}
+    return dict(zip(MARKS, (run, cut), strict=True))
+
+
+def unmarked(progress: dict[str, Any]) -> dict[str, Any]:
+    """What ``progress`` says besides."""
+    return {name: value for name, value in progress.items() if name not in MARKS}
 
 
 def keep(
@@ -172,8 +180,7 @@ def persist(place: Path, store: LocalStore, beat: Callable[[], None], stop: Call
                 return None
             files[name] = _copied(memory, name, ref, store, beat)
         index = of_one_base(index_of_stream(memory.disk, base, ALONE), store.timeline, base.step)
-        progress = {name: value for name, value in base.progress.items() if name not in mark([], "")}
-        store.publish(base.step, files, store.put_index(index), progress)
+        store.publish(base.step, files, store.put_index(index), unmarked(base.progress))
         store.prune_journal()
     drop(place)
     return base.step

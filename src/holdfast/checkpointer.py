@@ -30,12 +30,12 @@ from .delta.options import (
     refuse_of_several,
     refuse_other_calls,
     refuse_other_remotes,
+    refuse_with_a_replica,
 )
 from .delta.pulse import Pulse
 from .delta.recording import Recording
 from .delta.recovery import Recovered
 from .delta.remote import Remote
-from .delta.replica import refuse_with_a_replica
 from .delta.replicating import Replicating
 from .delta.sigterm import SigTerm
 from .delta.survival import Asked, Survival

@@ -22,9 +22,10 @@ from ..store.manifest import Timeline
 from . import kept, tier
 from .channel import Channel, Message
 from .helper import LAST_WORD
-from .host import Host, clip_as_told
+from .host import Host
 from .orphans import HERE, KEPT, Notes
-from .replica import Terms
+from .replay import clip_as_told
+from .terms import Terms
 
 HERE_SECONDS, WORK_SECONDS = 10.0, 600.0
 """How long a replica whose trainer has died waits for a sign of the others, and for their work."""

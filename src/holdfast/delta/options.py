@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -16,7 +16,8 @@ from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.retention import Keep
 from ..units import format_bytes, parse_bytes
-from .codecs import Codec
+from ..update.kinds import is_elementwise
+from .codecs import Codec, Exact
 from .pace import POLICIES
 from .recorder import BOUND
 
@@ -153,6 +154,35 @@ def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
         raise BadInput(
             'when_behind="skip" is for one process. Give "commit": after steps that one of several ranks could not'
             " record, all make a base at once."
+        )
+
+
+def refuse_with_a_replica(
+    ranks: Ranks,
+    optimizers: Sequence[torch.optim.Optimizer],
+    codec: Codec,
+    after_update: Any,
+    averages: Any,
+    when_behind: str,
+    storage: Any,
+) -> None:
+    """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
+    odd = [type(o).__name__ for o in optimizers if not is_elementwise(o)]
+    if odd and not ranks.alone:
+        raise BadInput(
+            f"a replica has what one of {ranks.world_size} ranks stores, and {odd[0]} needs all to update any of it:"
+            " leave out replica=, and every step is recorded on the disk instead"
+        )
+    if codec != Exact():
+        raise BadInput(f"a replica is handed dense gradients: leave out codec={codec}, or leave out replica=")
+    if after_update is not None or averages is not None or when_behind == "skip":
+        raise BadInput(
+            "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
+        )
+    if storage is not None:
+        raise BadInput(
+            f"storage = {storage} is for records, and a replica leaves none: the disk has as many bases as keep= says."
+            " Leave it out, or leave out replica="
         )
 
 

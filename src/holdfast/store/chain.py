@@ -15,10 +15,10 @@ from holdfast.errors import Damaged, NoCommit
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk
-from holdfast.store.journal import StoredRecord, read_payload, read_segment, segments
 from holdfast.store.manifest import Manifest, Point
 from holdfast.store.reader import ATTEMPTS, RunReader
 from holdfast.store.retention import ancestry
+from holdfast.store.segments import StoredRecord, read_payload, read_segment, segments
 
 AHEAD = 2
 """Records read while one is used."""

@@ -47,8 +47,8 @@ from .io.queue import IOQueue
 from .plan.tuner import BASE_BYTES_PER_STEP
 from .ranks import Ranks
 from .sources import From, begin_from
-from .store.files import check_place
 from .store.local import LocalStore
+from .store.places import check_place
 from .store.retention import Keep
 from .store.witness import last_durable, refuse_emptied
 from .units import GiB

@@ -11,8 +11,8 @@ import pytest
 from delta.loops import cut_small, same
 from holdfast.errors import Damaged, NoCommit, RunMismatch
 from holdfast.store.chain import read_journal
-from holdfast.store.journal import segments
 from holdfast.store.local import LocalStore
+from holdfast.store.segments import segments
 from test_checkpointer import go_on, reference, start
 
 

@@ -86,6 +86,8 @@ def ordering_calls(source: str) -> list[str]:
             found += [alias.name for alias in node.names if alias.name in ORDERING_CALLS]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             found += [node.attr] if node.attr in ORDERING_CALLS else []
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "rename" and len(node.args) == 1:
+            found += [] if isinstance(node.args[0], ast.Dict | ast.DictComp) else ["rename"]  # of a path
     return found
 
 
@@ -135,7 +137,8 @@ def test_the_walls_are_seen(module, line, wrong):
 
 
 @pytest.mark.parametrize(
-    "source", ["import os\nos.replace(a, b)", "from os import fsync", "import os\nf = os.unlink"]
+    "source",
+    ["import os\nos.replace(a, b)", "from os import fsync", "import os\nf = os.unlink", "(a / b).rename(c)"],
 )
 def test_calls_that_order_the_disk_are_seen(source):
     assert len(ordering_calls(source)) == 1

@@ -30,13 +30,12 @@ from .delta.options import (
     refuse_of_several,
     refuse_other_calls,
     refuse_other_remotes,
+    refuse_with_a_replica,
 )
 from .delta.pulse import Pulse
-from .delta.recorder import BOUND
 from .delta.recording import Recording
 from .delta.recovery import Recovered
 from .delta.remote import Remote
-from .delta.replica import refuse_with_a_replica
 from .delta.replicating import Replicating
 from .delta.sigterm import SigTerm
 from .delta.survival import Asked, Survival
@@ -45,16 +44,14 @@ from .delta.watching import Recovery
 from .errors import BadInput, EngineFailed, RankFailed
 from .events import EventLog
 from .io.queue import IOQueue
+from .plan.tuner import BASE_BYTES_PER_STEP
 from .ranks import Ranks
 from .sources import From, begin_from
-from .store.files import check_place
 from .store.local import LocalStore
+from .store.places import check_place
 from .store.retention import Keep
 from .store.witness import last_durable, refuse_emptied
-from .units import GiB, MiB
-
-BASE_BYTES_PER_STEP = 64 * MiB
-"""Of a base, copied at the end of one step."""
+from .units import GiB
 
 
 class Checkpointer:
@@ -121,7 +118,7 @@ class Checkpointer:
             self._options = Options(
                 codec=codec, keep=keep, base_every=base_every, when_behind=when_behind, memory=memory, storage=storage,
                 recovery_seconds=recovery_seconds, bandwidth_share=bandwidth_share, deadline_seconds=deadline_seconds,
-                direct=direct, bytes_per_step=BASE_BYTES_PER_STEP, most_pending=BOUND,
+                direct=direct, bytes_per_step=BASE_BYTES_PER_STEP,
             )  # fmt: skip
             self._loop = Loop(
                 ranks, model, optimizer, scheduler=scheduler, loader=loader, scaler=scaler, also=also or {},

@@ -18,7 +18,7 @@ from baselines import Arm, Gemini, NaiveDiff, _step_of
 from trainings import resnet18, tiny, vgg11
 
 from delta.loops import same
-from holdfast.checkpointer import BOUND
+from holdfast.delta.recorder import BOUND
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which DCP says in a thread
 

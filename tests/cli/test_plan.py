@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from holdfast import checkpointer
-from holdfast.cli import plan as verb
+from holdfast.delta.recorder import BOUND
 from holdfast.plan.cadence import Limits, optimum
 from holdfast.plan.waste import Cadence, Measured, closed_form, waste
 
@@ -90,9 +89,8 @@ def test_what_is_not_given_is_assumed_and_said(cadence, holdfast):
     assert cadence("--replay", "60ms")["measured"]["replay_seconds"] == 0.06
 
 
-def test_bases_are_copied_as_a_checkpointer_copies_them():
-    assert verb.BASE_BYTES_PER_STEP == checkpointer.BASE_BYTES_PER_STEP
-    assert Limits().pending_steps == checkpointer.BOUND
+def test_as_many_steps_may_wait_as_with_a_checkpointer():
+    assert Limits().pending_steps == BOUND
 
 
 def test_the_curve_is_of_the_model_and_has_the_best_in_its_valley(cadence):

@@ -12,7 +12,8 @@ from torch import nn
 
 from delta.loops import make
 from dist.test_ranks_storage import watched
-from holdfast.checkpointer import BOUND, Checkpointer
+from holdfast.checkpointer import Checkpointer
+from holdfast.delta.recorder import BOUND
 from holdfast.io.queue import Throttle
 from holdfast.offload.process import give_back_freed, process_bytes
 from holdfast.store.retention import Keep

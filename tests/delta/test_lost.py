@@ -11,8 +11,8 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.delta import division
 from holdfast.store import journal
 from holdfast.store.files import Disk
-from holdfast.store.journal import read_segment, segments
 from holdfast.store.local import LocalStore
+from holdfast.store.segments import read_segment, segments
 from test_checkpointer import reference, start
 
 

@@ -29,10 +29,10 @@ from holdfast.events import read_events
 from holdfast.io.queue import Throttle
 from holdfast.state.rules import Rules
 from holdfast.store.files import Disk
-from holdfast.store.journal import read_segment, segments
 from holdfast.store.local import LocalStore
 from holdfast.store.retention import Keep
 from holdfast.store.room import used_bytes
+from holdfast.store.segments import read_segment, segments
 from holdfast.universal.ruled import check, infer
 from test_checkpointer import Orthogonal, go_on, reference, start
 

@@ -17,9 +17,10 @@ from torch import nn
 from combined import one_in
 from delta.loops import make, same
 from delta.test_replay import FUSED, OPTIMIZERS, recovered
-from holdfast.checkpointer import BOUND, Checkpointer
+from holdfast.checkpointer import Checkpointer
 from holdfast.delta import division, helper, host, kept, layers, replicating, tier
 from holdfast.delta.compact import compact
+from holdfast.delta.recorder import BOUND
 from holdfast.errors import BadInput, DiskFull, ReplicaDied, RunLocked, WriterHung
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle

@@ -6,8 +6,8 @@ import pytest
 
 from dist.world import World
 from holdfast.store.files import Disk
-from holdfast.store.journal import read_segment, segments
 from holdfast.store.reader import RunReader
+from holdfast.store.segments import read_segment, segments
 
 TOPK, INT8 = ("topk", 0.3), ("int8", 16)
 

@@ -10,8 +10,8 @@ from dist.test_ranks import ended
 from dist.world import World
 from holdfast.delta.slots import tensors_of
 from holdfast.store.files import Disk
-from holdfast.store.journal import read_segment, segments
 from holdfast.store.reader import RunReader
+from holdfast.store.segments import read_segment, segments
 
 ONE, TWO = ("powersgd", 1), ("powersgd", 2)
 

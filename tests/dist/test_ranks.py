@@ -11,10 +11,10 @@ from dist.world import World
 from holdfast.state.boxes import Box
 from holdfast.store.chain import verify_records
 from holdfast.store.files import Disk
-from holdfast.store.journal import read_segment, segments
 from holdfast.store.local import LocalStore
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import regions
+from holdfast.store.segments import read_segment, segments
 
 
 @pytest.fixture(scope="module")

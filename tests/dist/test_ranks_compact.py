@@ -14,9 +14,9 @@ from holdfast import failpoints
 from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, NoCommit
 from holdfast.store.files import Disk
-from holdfast.store.journal import read_segment, segments
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import regions
+from holdfast.store.segments import read_segment, segments
 
 
 @pytest.fixture(scope="module")

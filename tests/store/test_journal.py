@@ -11,8 +11,9 @@ from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
 from holdfast.store import journal
 from holdfast.store.files import Disk
-from holdfast.store.journal import JournalWriter, Record, read_payload, read_segment, segments, trim
+from holdfast.store.journal import JournalWriter, Record
 from holdfast.store.manifest import Timeline
+from holdfast.store.segments import read_payload, read_segment, segments, trim
 from holdfast.units import MiB
 
 TIMELINE = Timeline(3, 2, 10, "ab" * 16, "cd" * 16)

@@ -14,12 +14,12 @@ from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed, FileMis
 from holdfast.sources import source_of
 from holdfast.store import copying, objects
 from holdfast.store.chain import last_step, verify_records
-from holdfast.store.journal import read_segment, segments
 from holdfast.store.manifest import ALONE
 from holdfast.store.objects import ObjectDisk
 from holdfast.store.pushing import Pusher, object_path
 from holdfast.store.reader import RunReader
 from holdfast.store.retention import Keep
+from holdfast.store.segments import read_segment, segments
 from holdfast.store.target import Target, Url
 from test_checkpointer import ADAMW, go_on, reference, start
 from tiny_run import TinyRun, check_content

@@ -195,7 +195,7 @@ def test_a_type_that_is_not_supported_is_named_with_its_tensor(tmp_path):
 
 def test_an_index_that_is_nested_too_deep_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map":' * 5000)
-    with pytest.raises(Damaged, match="is no index of safetensors files"):
+    with pytest.raises(Damaged, match="is no index of files"):
         SafetensorsFiles(tmp_path)
 
 

@@ -93,7 +93,7 @@ class StorageReader(OfRun, dcp.StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Verifies what this rank will read. Raises ``Damaged``, by which the load ends on all ranks."""
         source = self._opened
-        in_threads((partial(_verify, source, run) for run in self._runs(plan)), lambda nbytes: None)
+        in_threads(partial(_verify, source, run) for run in self._runs(plan))
         return replace(plan, storage_data=source.path)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..delta.image import METADATA, Image
+from ..delta.image import Image
 from ..errors import BadInput, Damaged, RunMismatch
 from ..ranks import stream_of
 from ..state.atoms import Atom
-from ..store.layout import Layout
+from ..store.layout import METADATA, Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Timeline
 from ..store.retention import Keep

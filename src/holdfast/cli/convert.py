@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from ..errors import BadInput
 from ..folders.keeping import keep, kept_folder
 from ..folders.naming import as_folder
@@ -31,7 +29,7 @@ from ..universal.keys import EXTRA
 from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
-from .output import print_json, progress
+from .output import print_json, transfer_progress
 from .recipe import decoder_config
 from .record import NAME, read_record
 from .runs import open_run
@@ -83,14 +81,7 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
         opened = as_folder(opened, empty_model(folder))
     refuse_unequal(opened, opened.atoms.values())
     total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
-    columns = (
-        "writing",
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with progress(*columns, quiet=as_json) as bar:
+    with transfer_progress("writing", quiet=as_json) as bar:
         task = bar.add_task("writing", total=total)
         about = _write(opened, destination, how, lambda nbytes: bar.advance(task, nbytes))
     if folder is not None:

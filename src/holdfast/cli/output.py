@@ -9,7 +9,14 @@ import textwrap
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import Progress, ProgressColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -53,6 +60,12 @@ def progress(*columns: ProgressColumn | str, quiet: bool = False) -> Progress:
     """On standard error if that is a terminal, and gone when it ends."""
     out = Console(stderr=True)
     return Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal)
+
+
+def transfer_progress(what: str, *, quiet: bool) -> Progress:
+    """The same, of bytes and how fast they go."""
+    size, speed = DownloadColumn(binary_units=True), TransferSpeedColumn()
+    return progress(what, BarColumn(), size, speed, TimeRemainingColumn(), quiet=quiet)
 
 
 def plain_table(*columns: str) -> Table:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..plan.cadence import MOST_STEPS, Limits, Optimum, bounds, optimum, storage_cap
+from ..plan.tuner import BASE_BYTES_PER_STEP, COPY_BYTES_PER_SECOND
 from ..plan.waste import (
     HOUR,
     Cadence,
@@ -19,17 +20,11 @@ from ..plan.waste import (
     storage_bytes,
     waste,
 )
-from ..units import GiB, MiB, counted, format_bytes, format_seconds, parse_bytes, parse_seconds
+from ..units import counted, format_bytes, format_seconds, parse_bytes, parse_seconds
 from .output import console, plain_table, print_facts, print_json, print_table
 from .placing import plan_placement
 
 NEEDED = ("step_seconds", "full_bytes", "write_bytes_per_second")
-
-COPY_BYTES_PER_SECOND = 4 * GiB
-"""Assumed of copies in host memory, where a stall is not given."""
-
-BASE_BYTES_PER_STEP = 64 * MiB
-"""Of a base, that a Checkpointer copies at the end of one step."""
 
 TERMS = {
     "lost": "steps done that were not durable yet",

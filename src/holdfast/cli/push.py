@@ -8,14 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from ..errors import BadInput, DiskFailed
 from ..store.pushing import Pushed, Pusher
 from ..store.retention import Keep
 from ..store.target import Url, place_of
 from ..units import counted, format_bytes
-from .output import print_json, progress
+from .output import print_json, transfer_progress
 from .runs import directory_of
 
 SECONDS = 2.0
@@ -51,14 +49,7 @@ def push_run(run: Path, destination: str, *, keep_last: int | None, follow: bool
 
 def _push(pusher: Pusher, place: Url, follow: bool, as_json: bool) -> Pushed:
     began = time.perf_counter()
-    columns = (
-        "copying",
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with progress(*columns, quiet=as_json) as bar:
+    with transfer_progress("copying", quiet=as_json) as bar:
         task = bar.add_task("copying", total=None)
         done = pusher.push(lambda total, nbytes: bar.update(task, total=total, advance=nbytes))
     if not follow or done.commits or done.records or done.removed or done.damaged:

@@ -17,8 +17,7 @@ from ..errors import BadInput, RunMismatch
 from ..state.capture import TO_NAME, CapturedParameter
 from ..state.cuts import local_of
 from ..state.live import LiveState
-from ..store.layout import Layout
-from .image import METADATA
+from ..store.layout import METADATA, Layout
 from .lowrank import multiplied
 from .quantise import scaled
 from .slots import Slot, tensors_of

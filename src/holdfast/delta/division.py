@@ -15,10 +15,9 @@ from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.live import BUFFERS, CARRIED, Held, LiveState
 from ..store.generations import Generations
-from ..store.layout import Layout
+from ..store.layout import METADATA, Layout
 from ..units import MiB, packed
 from ..update.kinds import is_elementwise
-from .image import METADATA
 
 UNIT_BYTES = 64 * MiB
 """About how large a unit is. A parameter that has more is divided by rows where its optimizer updates each element by

@@ -1,4 +1,4 @@
-"""Entering: what all ranks do together before the first step. Each sees what it holds; the first opens the run."""
+"""Entering: what all ranks see together before the first step: what of the state each holds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from ..ranks import Ranks
 from ..state.boxes import Box
 from ..state.cuts import copies, owners
 from ..state.live import LiveState
-from ..store.entering import see_alike
-from ..store.local import LocalStore
 
 
 def look(
@@ -48,10 +46,3 @@ def look(
         state.elsewhere = set().union(*(names for _, names in parts))
         state.own_residuals = own_residuals
     return state
-
-
-def enter(store: LocalStore, ranks: Ranks) -> None:
-    """Lock the run on the first rank; the others see that they have its directory. Called on all ranks."""
-
-    ranks.first_does(store.enter)
-    see_alike(store, ranks)

@@ -20,15 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from holdfast import failpoints
 
 from ..errors import HoldfastError, RunLocked
 from ..events import EventLog
 from ..ranks import Ranks
 from ..state.live import LiveState
-from ..state.progress import decode
 from ..store.local import LOCK, LocalStore
 from ..store.manifest import this_writer
 from ..store.retention import Keep
@@ -40,12 +37,10 @@ from .holder import beside_records
 from .rebuild import adopt, rebuild
 from .recorder import Inline
 from .recovery import recover
-from .replay import Taken, apply, fingerprint
-from .replica import Terms
+from .replay import Taken, apply, clip_as_told, fingerprint
 from .ring import Ring
 from .script import NoScript
-from .slots import tensors_of
-from .tap import scale
+from .terms import Terms
 
 PATIENCE_SECONDS = 5.0
 """How long the run's lock may be held by another process."""
@@ -164,9 +159,7 @@ class Host:
         adopt(about["sync"])
         state = rebuild(about["sync"])
         with tier.opened(self._place / kept.SYNC) as store:
-            self._progress = store.load(store.line()[0]).progress
-            for mark in kept.mark([], ""):
-                self._progress.pop(mark, None)
+            self._progress = kept.unmarked(store.load(store.line()[0]).progress)
             recover(store, state, NoScript(), ranks=Ranks())
         if self._ring is not None:
             self._ring.close()
@@ -390,16 +383,6 @@ class Host:
             self._door.close()
         if remove:
             tier.remove(self._place)
-
-
-@torch.no_grad()
-def clip_as_told(record: dict[str, Any], parts: list[memoryview]) -> None:
-    """Multiply the gradients by what the trainer's were multiplied by: then they are as consumed."""
-    for update in record["updates"]:
-        if "coefficient" in update:
-            grads = tensors_of(parts[update["part"]], "/grad")
-            used = [grad for name, grad in grads.items() if name not in update["without"]]
-            scale(used, decode(update.pop("coefficient")))
 
 
 def main(descriptor: int) -> None:

@@ -22,9 +22,10 @@ from ..store.manifest import Timeline
 from . import kept, tier
 from .channel import Channel, Message
 from .helper import LAST_WORD
-from .host import Host, clip_as_told
+from .host import Host
 from .orphans import HERE, KEPT, Notes
-from .replica import Terms
+from .replay import clip_as_told
+from .terms import Terms
 
 HERE_SECONDS, WORK_SECONDS = 10.0, 600.0
 """How long a replica whose trainer has died waits for a sign of the others, and for their work."""
@@ -116,9 +117,9 @@ class HostAmongOthers(Host):
     def _publish(self) -> None:
         """The share is written: the trainer tells the others."""
         assert self._bases is not None
-        share = self._bases.share(self._base_progress)
+        ref = self._bases.share(self._base_progress).ref
         self._shared = True
-        self._say(share=[self._number, share.step, share.ref])
+        self._say(share=[self._number, ref])
 
     def _publish_shares(self, refs: list[dict[str, Any]]) -> None:
         """On the first rank: make a commit of what all ranks have written."""

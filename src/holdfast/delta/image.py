@@ -6,10 +6,7 @@ import torch
 
 from ..io.buffers import Buffer
 from ..state.capture import TO_NAME
-from ..store.layout import Layout
-
-METADATA = {"format": "holdfast", "version": "1"}
-"""In the header of every image."""
+from ..store.layout import METADATA, Layout
 
 
 class Image:

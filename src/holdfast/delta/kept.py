@@ -22,6 +22,7 @@ from typing import Any
 from ..errors import BadInput, Damaged, RunLocked
 from ..io.buffers import Buffer
 from ..state.live import LiveState
+from ..store.files import Disk
 from ..store.journal import Record
 from ..store.local import LocalStore
 from ..store.lock import own_text
@@ -36,6 +37,9 @@ from .line import Line
 
 KEPT, SYNC, SOCKET = "state", "sync", "socket"
 """In a tier: what a replica kept, a whole state that a trainer hands over, and where it listens."""
+
+MARKS = ("run", "cut")
+"""In the progress of a state that is kept."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,12 @@ class Kept:
 
 def mark(run: list[Any], cut: str) -> dict[str, Any]:
     """What the progress of a state says of the timeline ``run`` that it is of, its number and key, and its ``cut``."""
-    return {"run": run, "cut": cut}
+    return dict(zip(MARKS, (run, cut), strict=True))
+
+
+def unmarked(progress: dict[str, Any]) -> dict[str, Any]:
+    """What ``progress`` says besides."""
+    return {name: value for name, value in progress.items() if name not in MARKS}
 
 
 def keep(
@@ -86,7 +95,7 @@ def drop(place: Path) -> None:
 def take_sync(place: Path) -> None:
     """What was handed over is what is kept from here on."""
     drop(place)
-    (place / SYNC).rename(place / KEPT)
+    Disk(place).rename(SYNC, KEPT)
 
 
 def look(place: Path, store: LocalStore) -> list[Kept]:
@@ -171,8 +180,7 @@ def persist(place: Path, store: LocalStore, beat: Callable[[], None], stop: Call
                 return None
             files[name] = _copied(memory, name, ref, store, beat)
         index = of_one_base(index_of_stream(memory.disk, base, ALONE), store.timeline, base.step)
-        progress = {name: value for name, value in base.progress.items() if name not in mark([], "")}
-        store.publish(base.step, files, store.put_index(index), progress)
+        store.publish(base.step, files, store.put_index(index), unmarked(base.progress))
         store.prune_journal()
     drop(place)
     return base.step

@@ -15,9 +15,8 @@ from ..errors import BadInput, ModelNotSupported
 from ..state.capture import TO_NAME
 from ..state.cuts import local_of
 from ..state.live import LiveState
-from ..store.layout import Layout
+from ..store.layout import METADATA, Layout
 from .codecs import ArrayReader, Codec, Trained, array_key, expand_into, trained_of
-from .image import METADATA
 from .quantise import quantise
 from .slots import Slot
 from .sparse import BITS, Arrays, num_blocks, pick

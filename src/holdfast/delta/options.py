@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -15,10 +15,11 @@ from ..plan.cadence import Limits
 from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.retention import Keep
-from ..units import parse_bytes
-from .codecs import Codec
+from ..units import format_bytes, parse_bytes
+from ..update.kinds import is_elementwise
+from .codecs import Codec, Exact
 from .pace import POLICIES
-from .slots import slots_that_fit
+from .recorder import BOUND
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,6 @@ class Options:
     direct: bool
     bytes_per_step: int
     """Of a base, copied at the end of one step."""
-    most_pending: int
-    """Steps that may be on their way to the disk."""
 
     def __post_init__(self) -> None:
         _refuse_bad(self.base_every, self.when_behind, self.keep, self.codec)
@@ -71,10 +70,20 @@ class Options:
             raise BadInput(str(error)) from error
 
     def slots_that_fit(self, slot_bytes: int) -> int:
-        """One for each step that may be on its way; fewer, but two at least, where memory is short."""
-        return slots_that_fit(
-            slot_bytes, self.memory_bytes, self.staging_bytes, self.bytes_per_step, self.most_pending
-        )
+        """One for each step that may be on its way; fewer, but two at least, where memory is short.
+
+        Raises ``BadInput`` where two do not fit, naming the memory that is enough: a quarter of it, or
+        ``bytes_per_step`` if that is more, is for staging.
+        """
+        room = self.memory_bytes - self.staging_bytes
+        if room < 2 * slot_bytes:
+            least = max(2 * slot_bytes + self.bytes_per_step, 8 * slot_bytes // 3 + 4)
+            raise BadInput(
+                f"memory = {format_bytes(self.memory_bytes)} is too little: the record of a step takes"
+                f" {format_bytes(slot_bytes)}, of which two must fit beside the copies for a base. Give at least"
+                f" {least} bytes."
+            )
+        return max(2, min(BOUND, room // max(slot_bytes, 1)))
 
 
 def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -145,6 +154,35 @@ def refuse_of_several(ranks: Ranks, when_behind: str) -> None:
         raise BadInput(
             'when_behind="skip" is for one process. Give "commit": after steps that one of several ranks could not'
             " record, all make a base at once."
+        )
+
+
+def refuse_with_a_replica(
+    ranks: Ranks,
+    optimizers: Sequence[torch.optim.Optimizer],
+    codec: Codec,
+    after_update: Any,
+    averages: Any,
+    when_behind: str,
+    storage: Any,
+) -> None:
+    """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
+    odd = [type(o).__name__ for o in optimizers if not is_elementwise(o)]
+    if odd and not ranks.alone:
+        raise BadInput(
+            f"a replica has what one of {ranks.world_size} ranks stores, and {odd[0]} needs all to update any of it:"
+            " leave out replica=, and every step is recorded on the disk instead"
+        )
+    if codec != Exact():
+        raise BadInput(f"a replica is handed dense gradients: leave out codec={codec}, or leave out replica=")
+    if after_update is not None or averages is not None or when_behind == "skip":
+        raise BadInput(
+            "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
+        )
+    if storage is not None:
+        raise BadInput(
+            f"storage = {storage} is for records, and a replica leaves none: the disk has as many bases as keep= says."
+            " Leave it out, or leave out replica="
         )
 
 

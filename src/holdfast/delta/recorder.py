@@ -1,7 +1,7 @@
 """Recorder: a thread that makes sealed steps durable, in order and in groups.
 
 A step is *sealed* when all that it consumed has been copied; from then on it belongs to the recorder. A group is
-written when it is full, when its first step has waited for ``max_delay_seconds``, or when anyone waits. After an
+written when it is full, when its first step has waited for ``MAX_DELAY_SECONDS``, or when anyone waits. After an
 error nothing more is written, and whoever waits, or comes next, gets the error.
 """
 
@@ -26,6 +26,9 @@ T = TypeVar("T")
 
 BOUND = 8
 """Most steps that may be on their way to the disk."""
+
+MAX_DELAY_SECONDS = 1.0
+"""That a sealed step waits for others at most."""
 
 
 @dataclass
@@ -98,13 +101,12 @@ class Recorder:
         *,
         durable_step: int,
         group: int = 1,
-        max_delay_seconds: float = 1.0,
         deadline_seconds: float = 300.0,
         pack: Callable[[dict[str, Any], tuple[memoryview, ...]], tuple[memoryview, ...]] = _as_they_are,
     ) -> None:
         self._pack = pack
         self._journal, self._pool, self.group = journal, pool, group
-        self._max_delay, self._deadline = max_delay_seconds, deadline_seconds
+        self._deadline = deadline_seconds
         self.durable_step = durable_step
         """The newest step whose record, and every one before it, survives power loss."""
         self.header_bytes = 4 * PAGE
@@ -301,7 +303,7 @@ class Recorder:
                     break
                 steps.append(item)
             if steps:
-                left = steps[0].sealed_at + self._max_delay - time.monotonic()
+                left = steps[0].sealed_at + MAX_DELAY_SECONDS - time.monotonic()
                 wanted = self._wanted >= steps[0].step or len(steps) < len(self._waiting)
                 if len(steps) >= self.group or wanted or left <= 0 or self._closing:
                     return steps[: self.group]

@@ -11,9 +11,9 @@ from typing import Any
 from holdfast import failpoints
 
 from ..events import EventLog
-from ..store import entering as opening
+from ..store import entering
 from ..store.local import LocalStore
-from . import entering, kept
+from . import kept
 from .agreement import Agreement
 from .allotment import Allotment
 from .division import owned_by
@@ -92,7 +92,8 @@ class Recording(Survival):
     def enter(self, store: LocalStore, asked: Asked) -> Recovered | None:
         loop, self._store = self._loop, store
         self._recovery = recovery = Recovery(announced(self._events.emit, asked.show))
-        entering.enter(store, loop.ranks)
+        loop.ranks.first_does(store.enter)
+        entering.see_alike(store, loop.ranks)
         if not store.commits():
             return None
         found = recover(
@@ -107,7 +108,7 @@ class Recording(Survival):
         return found
 
     def begin(self, found: Recovered | None) -> None:
-        opening.begin(self._store, self._loop.ranks, None if found is None else found.point)
+        entering.begin(self._store, self._loop.ranks, None if found is None else found.point)
         self._store.measure()
         self._pool = self._slot_pool()
         self._recorder = self._make_recorder(self._pool)

@@ -14,10 +14,10 @@ from ..errors import Damaged, NoCommit, RunMismatch
 from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.chain import left_behind, tip_with
-from ..store.journal import streams
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Point
 from ..store.pruning import in_spans
+from ..store.segments import streams
 from .line import Differs, Line
 from .script import Script
 from .watching import Recovery

@@ -24,7 +24,7 @@ from ..state.progress import decode
 from . import codecs
 from .drawing import draw_again
 from .slots import tensors_of
-from .tap import CONSUMED
+from .tap import CONSUMED, scale
 
 SAMPLED_BYTES = 64
 """Of each parameter in a fingerprint."""
@@ -111,6 +111,16 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
         draw_again(about["updates"][-1].get("drawn_after"))
         after_update()
     state.load(buffers)  # they were recorded after it
+
+
+@torch.no_grad()
+def clip_as_told(record: dict[str, Any], parts: list[memoryview]) -> None:
+    """Multiply the gradients by what the trainer's were multiplied by: then they are as consumed."""
+    for update in record["updates"]:
+        if "coefficient" in update:
+            grads = tensors_of(parts[update["part"]], "/grad")
+            used = [grad for name, grad in grads.items() if name not in update["without"]]
+            scale(used, decode(update.pop("coefficient")))
 
 
 def _gradients(record: Taken, number: int, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

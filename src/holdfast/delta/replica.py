@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from holdfast import failpoints
 
@@ -26,10 +24,9 @@ from ..store.files import Disk
 from ..store.local import LocalStore
 from ..store.manifest import Point
 from ..store.retention import Keep
-from ..update.kinds import is_elementwise
 from . import drift, kept, tier
 from .agreement import Agreement
-from .codecs import Codec, Exact
+from .codecs import Exact
 from .helper import Helper
 from .leaving import devices_of
 from .post import Post
@@ -39,57 +36,13 @@ from .recovery import Recovered, recover
 from .ring import RING, SharedPool
 from .script import Script
 from .slots import Slot
+from .terms import Terms
 
 LINGER_SECONDS = 600.0
 """How long a replica waits for another trainer when its own has died and everything is persisted."""
 
 BASE_EVERY = 100
 """Steps between bases where nothing was asked for."""
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a replica's process is told when it starts. ``memory`` bounds its copies for a base."""
-
-    run: str
-    place: str
-    keep: tuple[int, int | None, float | None]
-    direct: bool
-    memory: int
-    linger_seconds: float
-    trainer: int
-    failpoint: str
-    rank: int = 0
-    world_size: int = 1
-
-
-def refuse_with_a_replica(
-    ranks: Ranks,
-    optimizers: Sequence[torch.optim.Optimizer],
-    codec: Codec,
-    after_update: Any,
-    averages: Any,
-    when_behind: str,
-    storage: Any,
-) -> None:
-    """Raise ``BadInput`` for options of a ``Checkpointer`` that a replica cannot follow."""
-    odd = [type(o).__name__ for o in optimizers if not is_elementwise(o)]
-    if odd and not ranks.alone:
-        raise BadInput(
-            f"a replica has what one of {ranks.world_size} ranks stores, and {odd[0]} needs all to update any of it:"
-            " leave out replica=, and every step is recorded on the disk instead"
-        )
-    if codec != Exact():
-        raise BadInput(f"a replica is handed dense gradients: leave out codec={codec}, or leave out replica=")
-    if after_update is not None or averages is not None or when_behind == "skip":
-        raise BadInput(
-            "a replica cannot call after_update, keep averages= or skip steps: leave these out, or leave out replica="
-        )
-    if storage is not None:
-        raise BadInput(
-            f"storage = {storage} is for records, and a replica leaves none: the disk has as many bases as keep= says."
-            " Leave it out, or leave out replica="
-        )
 
 
 class Replica:
@@ -266,7 +219,7 @@ class Replica:
 
     # Every step
 
-    def take_slot(self, wait: bool = True) -> Slot:
+    def take_slot(self) -> Slot:
         """A slot for the next step, when one is free. Raises what the replica failed with."""
         assert self.pool is not None
         pool, taken = self.pool, list[Slot]()
@@ -328,7 +281,7 @@ class Replica:
         elif not self._under_way and step - max(self.durable_step, 0) >= self._base_every:
             self._under_way, self._left = True, drift.owners(self._state)
         if self._left:
-            self._compare(step, most_bytes)
+            self._compare(most_bytes)
 
     def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
         """Compare everything, and have the replica make a base of ``step``, the present one. Durable when this
@@ -339,14 +292,14 @@ class Replica:
                 self._resync(step, progress())
             else:
                 self._under_way, self._left = True, drift.owners(self._state)
-                self._compare(step, 1 << 62)
+                self._compare(1 << 62)
             self._helper.wait_for(lambda: self.durable_step >= step or self._drift is not None)
 
-    def _compare(self, step: int, most_bytes: int) -> None:
+    def _compare(self, most_bytes: int) -> None:
         found = drift.take(self._state, self._left, most_bytes)
         values = None if self._left else self._state.values()
         self._wait_for_post()
-        self._helper.send({"compare": found, "step": step, "last": not self._left, "values": values})
+        self._helper.send({"compare": found, "last": not self._left, "values": values})
 
     def _resync(self, step: int, progress: dict[str, Any]) -> None:
         assert self.pool is not None

@@ -206,7 +206,7 @@ class Replicas(Replica):
         if self._ranks.rank == 0:
             self.agreement.begin_base()
         compared = drift.take(self._state, drift.owners(self._state), 1 << 62)
-        about = {"compare": compared, "step": step, "last": True, "base": self._number}
+        about = {"compare": compared, "last": True, "base": self._number}
         self._wait_for_post()
         self._helper.send({**about, "values": self._state.values()})
 
@@ -257,7 +257,7 @@ class Replicas(Replica):
             self._timeline = about["begun"]
         elif "share" in about:
             assert self.agreement is not None
-            self._shared, _, ref = about["share"]
+            self._shared, ref = about["share"]
             self.agreement.share(self._shared, -1, ref)  # all have its step, or there would be none
         elif "lost" in about:
             assert self.agreement is not None

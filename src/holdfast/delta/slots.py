@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..errors import BadInput
 from ..io.buffers import Buffer
 from ..state.capture import FROM_NAME
 from ..store.layout import Layout
-from ..units import PAGE, format_bytes
+from ..units import PAGE
 from .leaving import marks, pin, unpin
 
 
@@ -117,19 +116,3 @@ def _views(view: memoryview, layout: Layout, suffix: str) -> dict[str, torch.Ten
         else torch.empty(entry.shape, dtype=FROM_NAME[entry.dtype])
         for entry in layout.entries
     }
-
-
-def slots_that_fit(slot_bytes: int, memory: int, staging_bytes: int, least_staging: int, most: int) -> int:
-    """How many slots of ``slot_bytes`` fit into ``memory`` beside ``staging_bytes``: ``most``, or fewer, but two.
-
-    Raises ``BadInput`` where two do not fit, naming the memory that is enough: a quarter of it, or ``least_staging``
-    if that is more, is for staging.
-    """
-    room = memory - staging_bytes
-    if room < 2 * slot_bytes:
-        least = max(2 * slot_bytes + least_staging, 8 * slot_bytes // 3 + 4)
-        raise BadInput(
-            f"memory = {format_bytes(memory)} is too little: the record of a step takes {format_bytes(slot_bytes)}, of"
-            f" which two must fit beside the copies for a base. Give at least {least} bytes."
-        )
-    return max(2, min(most, room // max(slot_bytes, 1)))

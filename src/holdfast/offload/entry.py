@@ -23,10 +23,11 @@ from ..plan.work import Clipping
 from ..ranks import Ranks
 from ..state.progress import hyper_parameters
 from ..store.entering import begin, see_alike
-from ..store.files import AnyDisk, check_place
+from ..store.files import AnyDisk
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
+from ..store.places import check_place
 from ..store.witness import last_durable
 from ..update.mezo import MeZO
 from ..update.threads import keep_torch_threads

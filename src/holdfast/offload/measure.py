@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,7 +172,8 @@ def _trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
     probe = _Probe(blocks, bytes_, flop, backward)
-    with fake, restored(model), _fake_parameters(model, fake, dtype), probe.patch.applied():
+    fakes = swapped(model.modules(), partial(_faked, dtype=dtype), fake.from_tensor)
+    with fake, restored(model), fakes, probe.patch.applied():
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
         inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, inputs)
         with flop, bytes_, torch.enable_grad():
@@ -206,27 +208,37 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _fake_parameters(model: nn.Module, fake: FakeTensorMode, dtype: torch.dtype) -> Iterator[None]:
-    """Every parameter a fake one in the compute dtype whose gradient goes as it comes, as in training."""
+def swapped(
+    modules: Iterable[nn.Module],
+    parameter: Callable[[nn.Parameter], nn.Parameter],
+    buffer: Callable[[torch.Tensor], torch.Tensor],
+) -> Iterator[None]:
+    """Every parameter of ``modules`` is what ``parameter`` makes of it, once of each, and every buffer what ``buffer``
+    does."""
     made: dict[int, nn.Parameter] = {}
     saved: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in made:
-                empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-                made[id(parameter)] = new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                if new.requires_grad:
-                    new.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-            saved.append((module._parameters, name, parameter))
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                saved.append((module._buffers, name, buffer))
-                module._buffers[name] = fake.from_tensor(buffer)
+    for module in modules:
+        for name, own in module._parameters.items():
+            if own is not None:
+                if id(own) not in made:
+                    made[id(own)] = parameter(own)
+                saved.append((module._parameters, name, own))
+                module._parameters[name] = made[id(own)]
+        for name, own in module._buffers.items():
+            if own is not None:
+                saved.append((module._buffers, name, own))
+                module._buffers[name] = buffer(own)
     try:
         yield
     finally:
         for table, name, value in saved:
             table[name] = value
+
+
+def _faked(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """A fake one in the compute dtype whose gradient goes as it comes, as in training."""
+    empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+    new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    if new.requires_grad:
+        new.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    return new

@@ -15,6 +15,7 @@ from ..config import Fraction
 from ..errors import BadInput, DoesNotFit, ModelNotSupported
 from ..plan.auto import Question
 from ..plan.horizontal import horizontal
+from ..plan.lists import EVALUATION_BATCHES
 from ..plan.memory import MakesOps, Memory, predict
 from ..plan.ops import Op
 from ..plan.placement import ORDER, STATE_FIRST, choose
@@ -36,9 +37,6 @@ ZEROTH = "zeroth"
 """The schedule of MeZO, instead of either."""
 
 LISTS = {**SCHEDULES, ZEROTH: zeroth}
-
-EVALUATION_BATCHES = 8
-"""Micro-batches that an evaluation takes through the blocks together, where the budget leaves room for them."""
 
 NOT_GIVEN: dict[str, Fraction] = {"params": 0.0, "optimizer": 0.0, "activations": 1.0, "delayed": 0.0}
 """Fractions that nobody gave, where nothing is planned."""

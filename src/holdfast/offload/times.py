@@ -8,8 +8,8 @@ be timed: what it takes is what the engine takes for a step. Seconds. Nothing is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ModelNotSupported
 from .blocks import Blocks, Patch
 from .device import Device
-from .measure import detached, moves, moving, restored
+from .measure import detached, moves, moving, restored, swapped
 from .microbatches import extract_loss, module_call
 from .residency import add_in_parts
 
@@ -150,33 +150,14 @@ class _Timing:
         return time.perf_counter()
 
 
-@contextmanager
 def _random_parameters(
     model: nn.Module, blocks: Blocks, dtype: torch.dtype, device: torch.device
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Parameters of the first block and of what is outside of the blocks, whose gradients are added to sums in fp32 as
     in training; buffers on the device. The other blocks' parameters stay as they are."""
     others = {id(m) for block in blocks.modules[1:] for m in block.modules()}
-    made: dict[int, nn.Parameter] = {}
-    saved: list[tuple[dict[str, Any], str, Any]] = []
-    for module in model.modules():
-        if id(module) in others:
-            continue
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = _summed(parameter, dtype, device)
-                saved.append((module._parameters, name, parameter))
-                module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                saved.append((module._buffers, name, buffer))
-                module._buffers[name] = buffer.to(device, copy=True)
-    try:
-        yield
-    finally:
-        for table, name, value in saved:
-            table[name] = value
+    modules = (m for m in model.modules() if id(m) not in others)
+    return swapped(modules, lambda p: _summed(p, dtype, device), lambda b: b.to(device, copy=True))
 
 
 def _summed(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter:

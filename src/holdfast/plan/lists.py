@@ -25,7 +25,7 @@ from .vertical import vertical
 from .work import BlockWork, Placement, StepShape, Work
 
 EVALUATION_BATCHES = 8
-"""Micro-batches that an evaluation of the engine takes through the blocks together; they need memory too."""
+"""Micro-batches that an evaluation takes through the blocks together, where there is memory for them."""
 
 TRIES = 4
 

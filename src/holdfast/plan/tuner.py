@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from ..errors import DoesNotFit
-from ..units import GiB
+from ..units import GiB, MiB
 from .cadence import MOST_STEPS, Limits, Optimum, bounds, optimum
 from .estimates import Estimates
 from .waste import HOUR, Measured
@@ -31,6 +31,9 @@ KEEP = 0.6
 
 COPY_BYTES_PER_SECOND = 4 * GiB
 """Believed of copies in host memory until one was timed."""
+
+BASE_BYTES_PER_STEP = 64 * MiB
+"""Of a base, that a Checkpointer copies at the end of one step."""
 
 MEAN_SECONDS_BETWEEN_FAILURES = 24 * HOUR
 """Believed as firmly as one failure seen, until there are restarts."""

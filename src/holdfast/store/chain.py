@@ -15,10 +15,10 @@ from holdfast.errors import Damaged, NoCommit
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk
-from holdfast.store.journal import StoredRecord, read_payload, read_segment, segments
 from holdfast.store.manifest import Manifest, Point
 from holdfast.store.reader import ATTEMPTS, RunReader
 from holdfast.store.retention import ancestry
+from holdfast.store.segments import StoredRecord, read_payload, read_segment, segments
 
 AHEAD = 2
 """Records read while one is used."""
@@ -206,7 +206,7 @@ def reached(store: RunReader, tip: int, until: int | None = None) -> Iterator[ra
 def tip_with(store: RunReader, step: int) -> int | None:
     """The timeline of whose line ``step`` can be had, by headers: the current one, or else the newest that a later
     resume left; None if there is none."""
-    for tip in (store.tip(), *sorted(store.timelines()[0], reverse=True)):
+    for tip in dict.fromkeys((store.tip(), *sorted(store.timelines()[0], reverse=True))):
         if any(step in steps for steps in reached(store, tip, step)):
             return tip
     return None
@@ -214,7 +214,8 @@ def tip_with(store: RunReader, step: int) -> int | None:
 
 def left_behind(store: RunReader, after: int) -> set[int]:
     """The steps after ``after`` that can be had of lines which later resumes left, by headers."""
-    lines = [steps for tip in store.timelines()[0] if tip != store.tip() for steps in reached(store, tip)]
+    left = store.timelines()[0].keys() - {store.tip()}
+    lines = [steps for tip in left for steps in reached(store, tip)]
     return {step for steps in lines for step in steps if step > after}
 
 

@@ -13,11 +13,11 @@ from ..errors import ChunkCorrupt, Damaged
 from ..units import MiB
 from .chain import Journal
 from .files import AnyDisk
-from .journal import SegmentRef, StoredRecord, read_segment, segments, streams
 from .layout import block_spans
 from .manifest import CommitRef, Timeline
 from .objects import ObjectDisk
 from .retention import ancestry
+from .segments import SegmentRef, StoredRecord, read_segment, segments, streams
 
 GROUP_BYTES = 32 * MiB
 """Most bytes of a group, which is in memory; a record that is longer is a group, and is not."""

@@ -18,7 +18,8 @@ from itertools import count
 from pathlib import Path
 
 from holdfast.errors import BadInput, ManifestCorrupt, RunMismatch
-from holdfast.store.files import TEMPORARY, AnyDisk, Disk, check_place, write_durably
+from holdfast.store.files import TEMPORARY, AnyDisk, Disk, write_durably
+from holdfast.store.places import check_place
 from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unseal
 
 HOME = "data"

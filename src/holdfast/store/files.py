@@ -11,7 +11,6 @@ import errno
 import fcntl
 import json
 import os
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -19,23 +18,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from holdfast.errors import BadInput, DiskFailed, RunLocked
+from holdfast.errors import DiskFailed, RunLocked
 from holdfast.io.threads import NO_SPACE, File, disk_full, open_file
 from holdfast.store.lock import HeldLock, Lock, is_file_of, locked_text, refuse_other_content
+from holdfast.store.places import NO_PLACE, bad_place, refuse_dangling
 
 TEMPORARY = ".tmp"
 """What a file's name ends with until its content is durable."""
 
 _data_sync = getattr(os, "fdatasync", os.fsync)
-_NO_PLACE = (
-    errno.ENOTDIR,
-    errno.EEXIST,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.EROFS,
-)
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves the bytes in the drive's cache
 
 
@@ -50,11 +41,11 @@ class OpenFile(Protocol):
 
 
 class AnyDisk(Protocol):
-    """What the store needs of a disk. ``Disk`` and ``io.simdisk.SimDisk`` have it."""
+    """What the store needs of a disk. ``Disk``, ``io.simdisk.SimDisk`` and ``store.objects.ObjectDisk`` have it."""
 
     @property
     def root(self) -> Path: ...
-    def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> Any: ...
+    def open(self, path: str, *, write: bool = True, direct: bool = True) -> Any: ...
     def allocate(self, path: str, nbytes: int) -> None: ...
     def cut(self, path: str, nbytes: int) -> None: ...
     def sync(self, target: Any, *, why: str) -> None: ...
@@ -85,9 +76,9 @@ class Disk:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(os.path.realpath(root))
 
-    def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> File:
-        """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent and not to be made."""
-        return open_file(self.root / path, write=write, create=create, direct=direct)
+    def open(self, path: str, *, write: bool = True, direct: bool = True) -> File:
+        """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent."""
+        return open_file(self.root / path, write=write, direct=direct)
 
     def allocate(self, path: str, nbytes: int) -> None:
         """Make ``path`` a file of exactly ``nbytes`` whose space is reserved. Its content is undefined."""
@@ -161,14 +152,14 @@ class Disk:
         So are the names of directories that are there already, up to the root, and for the root itself (or where
         ``path`` is a link to elsewhere) up to the mount point: whoever made or copied them may have been killed.
         """
-        _refuse_dangling(self.root / path)
+        refuse_dangling(self.root / path)
         target = Path(os.path.realpath(self.root / path))
         missing = [directory for directory in (target, *target.parents) if not directory.is_dir()]
         for directory in reversed(missing):
             try:
                 directory.mkdir(exist_ok=True)
             except OSError as error:
-                if error.errno in (*_NO_PLACE, errno.ENOENT):  # as /proc says of any name
+                if error.errno in (*NO_PLACE, errno.ENOENT):  # as /proc says of any name
                     raise bad_place(directory, error) from error
                 raise _failure("make", directory, error, 0) from error
         if path and target != self.root / path:
@@ -196,7 +187,7 @@ class Disk:
         except FileNotFoundError:
             return []
         except OSError as error:
-            if error.errno in _NO_PLACE:
+            if error.errno in NO_PLACE:
                 raise bad_place(self.root / path, error) from error
             raise _failure("list", self.root / path, error, 0) from error
 
@@ -257,7 +248,7 @@ class Disk:
             fd = open_file(self.root / path, write=True, create=True, direct=False).fd
         except (DiskFailed, OSError) as error:
             cause = error.__cause__ or error
-            if isinstance(cause, OSError) and cause.errno in (*_NO_PLACE, errno.EISDIR, errno.ENOENT):
+            if isinstance(cause, OSError) and cause.errno in (*NO_PLACE, errno.EISDIR, errno.ENOENT):
                 raise bad_place(self.root / path, cause) from error
             raise
         try:
@@ -298,45 +289,6 @@ class Disk:
         finally:
             os.close(fd)
         return False
-
-
-def check_place(root: str | Path) -> None:
-    """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written: it is no directory, a link to
-    nothing, in a bucket, or cannot be made or written in. Nothing is changed."""
-    if str(root).startswith("s3:/"):
-        raise BadInput(
-            f"{root} is in a bucket, and no run is written there: write it in a directory, and copy it with remote= or"
-            " `holdfast push`."
-        )
-    path = Path(root)
-    try:
-        if path.is_symlink() and not path.exists():
-            raise BadInput(
-                f"{root} is a link to {os.readlink(path)}, which is not there. Is its disk mounted?"
-            )
-        found = next(place for place in (path.absolute(), *path.absolute().parents) if os.path.lexists(place))
-        status = os.stat(found)
-        os.stat(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise bad_place(root, error) from error
-    if not stat.S_ISDIR(status.st_mode):
-        what = "is a file" if found == path.absolute() else f"cannot be made: {found} is a file"
-        raise BadInput(f"{root} {what}. Give a directory for the run; it is made if it is not there.")
-    if not os.access(found, os.R_OK | os.W_OK | os.X_OK):
-        reason = "Read-only file system" if os.statvfs(found).f_flag & os.ST_RDONLY else "Permission denied"
-        raise bad_place(root, OSError(0, f"{reason}: {found}"))
-
-
-def _refuse_dangling(path: Path) -> None:
-    if path.is_symlink() and not os.path.lexists(os.path.realpath(path)):
-        raise BadInput(f"{path} is a link to {os.readlink(path)}, which is not there. Is its disk mounted?")
-
-
-def bad_place(path: str | Path, error: OSError) -> BadInput:
-    """The error for a path that cannot be that of a run."""
-    return BadInput(f"{path} cannot be used for a run: {error.strerror or error}. Give another directory.")
 
 
 def write_durably(

@@ -15,9 +15,9 @@ import xxhash
 from holdfast.errors import Damaged, NoCommit, RunMismatch
 from holdfast.store.drives import HOME, data_paths, folders
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
-from holdfast.store.journal import segments, streams
 from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reading import encode_index, index_of
+from holdfast.store.segments import segments, streams
 
 if TYPE_CHECKING:
     from holdfast.store.local import LocalStore

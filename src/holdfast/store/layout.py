@@ -24,6 +24,8 @@ CHECKSUM_BLOCK = 4 * MiB
 
 LARGE, LARGE_ALIGNMENT, SMALL_ALIGNMENT = 16 * KiB, 16 * KiB, 64
 PAD = "__pad__"
+METADATA = {"format": "holdfast", "version": "1"}
+"""What a payload file says of itself in its header; an engine's say nothing."""
 MOST = 1 << 62
 """More than any size of a tensor is."""
 

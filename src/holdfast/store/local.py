@@ -18,16 +18,18 @@ from holdfast.errors import DiskFailed, NoCommit, PoolExhausted, StaleCommit
 from holdfast.io.queue import IOQueue
 from holdfast.store import drives as drive_links
 from holdfast.store.drives import HOME, RECORD, Drive, data_paths, refuse_lost
-from holdfast.store.files import AnyDisk, check_place, write_durably
+from holdfast.store.files import AnyDisk, write_durably
 from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.housekeeping import refuse_other_data, refuse_two_runs, restore, sweep, sync_all
-from holdfast.store.journal import JournalWriter, segments, streams, trim
+from holdfast.store.journal import JournalWriter
 from holdfast.store.layout import Layout
 from holdfast.store.lock import LOCK
 from holdfast.store.manifest import Point, Timeline, is_ours, this_writer
+from holdfast.store.places import check_place
 from holdfast.store.reader import RunReader
 from holdfast.store.retention import Keep
 from holdfast.store.scratch import Scratch
+from holdfast.store.segments import segments, streams, trim
 from holdfast.store.shared import SharedCommits
 from holdfast.store.target import place_of, remote_disk
 

@@ -80,7 +80,7 @@ class ObjectDisk:
         with self._asking("read", path):
             return memoryview(obstore.get_range(self._store, path, start=offset, length=nbytes))
 
-    def open(self, path: str, *, create: bool = False, write: bool = True, direct: bool = True) -> ObjectFile:
+    def open(self, path: str, *, write: bool = True, direct: bool = True) -> ObjectFile:
         """For reading by ranges, whatever is asked for. That it is absent shows when it is read."""
         return ObjectFile(self, path)
 

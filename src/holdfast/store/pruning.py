@@ -8,12 +8,12 @@ from pathlib import Path
 
 from holdfast.errors import Damaged
 from holdfast.store.chain import Journal, chain_of, read_journal, verify_records
-from holdfast.store.journal import streams
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import CommitRef, Manifest
 from holdfast.store.reader import RunReader
 from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
 from holdfast.store.room import Need, needs, unneeded_segments
+from holdfast.store.segments import streams
 
 
 @dataclass(frozen=True)

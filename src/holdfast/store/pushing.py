@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from .manifest import CommitRef, FileRef, Manifest, Share, Timeline
 from .objects import ObjectDisk
 from .reader import RunReader
 from .reading import INSPECT, check_size, read_verified
-from .retention import Keep, ancestry, dropped, kept_for_good, lineage
+from .retention import Keep, ancestry, dropped, kept_for_good, lineage, newest_tip
 from .room import needs, unneeded_segments
 from .target import Url
 
@@ -98,7 +98,7 @@ class Pusher:
             self._retire()
             self._tidy = True
         self._done.durable_step = self.durable_step
-        line = lineage(self._published, self._timelines, _tip(self._published, self._timelines))
+        line = lineage(self._published, self._timelines, newest_tip(self._published, self._timelines))
         self._records.forget(min((self._published[ref].oldest_step for ref in line[:2]), default=-1))
         return self._done
 
@@ -225,7 +225,7 @@ class Pusher:
 
     def _reach(self) -> int | None:
         """The newest step to which the bucket leads."""
-        tip = _tip(self._published, self._timelines)
+        tip = newest_tip(self._published, self._timelines)
         for ref in lineage(self._published, self._timelines, tip):
             base, until = self._published[ref], self._before_other_ranks(ref, tip)
             with suppress(Damaged):
@@ -261,7 +261,7 @@ class Pusher:
         """Which of ``commits`` are not kept, and which are without the records since."""
         if self._keep is None:
             return [], set()
-        tip, last = _tip(commits, timelines), self._keep.last
+        tip, last = newest_tip(commits, timelines), self._keep.last
         line = lineage(commits, timelines, tip)
         for_good = kept_for_good([commits[ref] for ref in line], self._keep)
         gone = dropped(commits, timelines, tip, retain=last, room=last, for_good=for_good)
@@ -298,11 +298,6 @@ def object_path(ref: FileRef) -> str:
     digest = xxhash.xxh3_128_hexdigest(" ".join((str(ref.bytes), *ref.checksums)).encode())
     name = ref.path.rpartition("/")[2].removesuffix(".safetensors").rpartition(".")[0]
     return f"{HOME}/{name}.{digest}.safetensors"
-
-
-def _tip(commits: Collection[CommitRef], timelines: dict[int, Timeline]) -> int:
-    """The newest timeline whose line has commits."""
-    return next((t for t in sorted(timelines, reverse=True) if lineage(commits, timelines, t)), 0)
 
 
 def _newest_first(reader: RunReader) -> list[CommitRef]:

@@ -17,11 +17,11 @@ from holdfast.errors import CommitRetired, Damaged, DiskFailed, FileMissing, Man
 from holdfast.io.queue import IOQueue
 from holdfast.store import reading, verifying
 from holdfast.store.files import AnyDisk, Disk
-from holdfast.store.journal import timelines_of_segments
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
 from holdfast.store.ranges import read_atom
-from holdfast.store.retention import lineage
+from holdfast.store.retention import lineage, newest_tip
+from holdfast.store.segments import timelines_of_segments
 from holdfast.store.target import place_of, remote_disk
 from holdfast.store.verifying import Report
 
@@ -94,8 +94,7 @@ class RunReader:
     def tip(self) -> int:
         """The newest timeline whose line has commits; 0 if none has."""
         records, _ = self.timelines()
-        commits = self.commits()
-        return next((t for t in sorted(records, reverse=True) if lineage(commits, records, t)), 0)
+        return newest_tip(self.commits(), records)
 
     def head(self) -> Manifest | None:
         """The newest commit of the newest timeline's line; None if the run has none."""

@@ -72,6 +72,11 @@ def lineage(commits: Collection[CommitRef], timelines: Mapping[int, Timeline], t
     return line
 
 
+def newest_tip(commits: Collection[CommitRef], timelines: Mapping[int, Timeline]) -> int:
+    """The newest timeline whose line has commits; 0 if none has."""
+    return next((t for t in sorted(timelines, reverse=True) if lineage(commits, timelines, t)), 0)
+
+
 def ancestry(timelines: Mapping[int, Timeline], tip: int) -> list[tuple[int, int | None]]:
     """The timelines that ``tip`` continues, itself first, each with the last step that it takes over (None: all).
 

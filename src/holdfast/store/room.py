@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from holdfast.store.drives import data_paths
 from holdfast.store.files import AnyDisk
-from holdfast.store.journal import steps_of_segments, streams
 from holdfast.store.manifest import CommitRef, Manifest
+from holdfast.store.segments import steps_of_segments, streams
 
 SMALL = ("index", "commits", "timelines")
 """The directories of small files."""

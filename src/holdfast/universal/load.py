@@ -48,23 +48,22 @@ class Run(NamedTuple):
     strides: tuple[int, ...]
 
 
-def read_all(source: Source, targets: list[Target], told: Callable[[int], None] | None = None) -> None:
-    """Fill the arrays of ``targets``, with several threads. ``told`` is told the bytes of each run that was read, holes
-    included.
+def read_all(source: Source, targets: list[Target]) -> None:
+    """Fill the arrays of ``targets``, with several threads.
 
     Raises ``Damaged`` where the source is, or does not cover what is wanted. Arrays may be half filled then.
     """
 
     def read(run: Run) -> int:
         _read(source, run, targets[run.target].array)
-        return run.count * source.parts[run.part].itemsize
+        return 0
 
-    in_threads((partial(read, run) for run in plan(source, targets)), told or (lambda nbytes: None))
+    in_threads(partial(read, run) for run in plan(source, targets))
 
 
 def check_all(source: Source, parts: Iterable[int]) -> None:
     """Check ``parts`` that are not known to be whole, several at once. Raises ``Damaged`` for the first that is not."""
-    in_threads(checks(source, parts), lambda _: None)
+    in_threads(checks(source, parts))
 
 
 def checks(source: Source, parts: Iterable[int]) -> Iterator[Callable[[], int]]:
@@ -113,7 +112,7 @@ def mean(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([value.to(wide) for value in values]).mean(0).to(values[0].dtype)
 
 
-def in_threads(jobs: Iterable[Callable[[], int]], told: Callable[[int], None]) -> None:
+def in_threads(jobs: Iterable[Callable[[], int]], told: Callable[[int], None] = lambda nbytes: None) -> None:
     """Do ``jobs``, a few at once and begun in order; ``told`` is told what each returns. The first error ends it."""
     waiting: deque[Future[int]] = deque()
     with ThreadPoolExecutor(THREADS, "load") as pool:

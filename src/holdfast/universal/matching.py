@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 
 from ..errors import RunMismatch
 from ..state.atoms import FLOATS
+from ..state.live import CARRIED
 from ..update.forms import STEP
 from .source import Source, Stored
-
-CARRIED = ("residual", "subspace")
-"""Slots of what error feedback carries from step to step: each rank's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

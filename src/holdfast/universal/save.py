@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import BadInput, DiskFull
 from ..state.boxes import Box
-from ..store.layout import Layout
+from ..store.layout import METADATA, Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.written import Written
@@ -21,7 +21,6 @@ from .source import Source, Stored, with_aliases
 
 UNIT_BYTES = 256 * MiB
 """About how much goes into one file; what belongs to one parameter is not divided."""
-METADATA = {"format": "holdfast", "version": "1"}
 
 
 def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda nbytes: None) -> Manifest:
@@ -34,7 +33,7 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
             raise BadInput(f"{root} holds a run already; name a directory that is not there")
         units = {f"unit_{number:03d}": group for number, group in enumerate(_grouped(source))}
         layouts = {name: _layout(group) for name, group in units.items()}
-        needed, free = sum(layout.file_bytes for layout in layouts.values()), _free_bytes(root)
+        needed, free = sum(layout.file_bytes for layout in layouts.values()), store.free_bytes()
         if needed > free:
             raise DiskFull(f"{root} takes {format_bytes(needed)}, and {format_bytes(free)} are free there")
         store.enter()
@@ -54,13 +53,6 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
         return store.publish(
             source.progress.get("step") or 0, files, index, {**with_aliases(source), **origin}
         )
-
-
-def _free_bytes(root: Path) -> int:
-    from ..store.files import Disk
-
-    there = next(folder for folder in (root.absolute(), *root.absolute().parents) if folder.is_dir())
-    return Disk(there).free_bytes()
 
 
 def _grouped(source: Source) -> Iterator[list[Stored]]:

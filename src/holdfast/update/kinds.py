@@ -76,7 +76,6 @@ class Kind:
     itself, instead of finding zeros."""
 
     of: type[torch.optim.Optimizer]
-    arguments: frozenset[str]
     cut: bool
     makes_state: bool
     slots: Callable[[tuple[int, ...]], Slots]
@@ -100,15 +99,14 @@ def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Kind:
     """
     cls = type(optimizer)
     name = _of_torch(cls)
-    arguments = arguments_of(cls)
     if isinstance(optimizer, MeZO):  # it has no update by a gradient that could be tried
-        return Kind(cls, arguments, True, False, lambda shape: optimizer.forms(group, shape))
+        return Kind(cls, True, False, lambda shape: optimizer.forms(group, shape))
     if isinstance(optimizer, FormedOptimizer):
-        kind = Kind(cls, arguments, optimizer.cut, False, lambda shape: optimizer.forms(group, shape))
+        kind = Kind(cls, optimizer.cut, False, lambda shape: optimizer.forms(group, shape))
     elif name in WHOLE:
-        kind = Kind(cls, arguments, False, True, WHOLE[name])
+        kind = Kind(cls, False, True, WHOLE[name])
     elif name in ELEMENTWISE:
-        kind = Kind(cls, arguments, True, True, _found(cls, group))
+        kind = Kind(cls, True, True, _found(cls, group))
     else:
         raise OptimizerNotSupported(_refusal(cls, name))
     (_check_slices if kind.cut else _check_whole)(kind, group)

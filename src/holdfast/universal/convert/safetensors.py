@@ -21,6 +21,7 @@ from ...store.layout import Entry, Layout
 from ...units import MiB
 from ..source import Files, Part, Stored, Sums
 from ..told import told, told_progress
+from .indexed import files_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 KEYS, PROGRESS, XXH3 = "holdfast.keys", "holdfast.progress", "holdfast.xxh3"
@@ -41,12 +42,10 @@ class SafetensorsFiles(Files):
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), "safetensors")
-        files, expected = _files_of(path)
+        files, expected = files_of(path, SINGLE, INDEX)
         for file in files:
             self._add_file(file)
-        found = {key for key in self._where if expected is None or key in expected}
-        missing = sorted(set(expected or ()) - found)
-        if missing:
+        if missing := sorted(expected - self._where):
             raise Damaged(f"{path}: its index names {missing[0]}, which is in no file", path=str(path))
         self.aliases = self.progress.pop("aliases", {})
         names = {stored.atom.name for stored in self.atoms.values()}
@@ -158,24 +157,3 @@ def _library_of(folder: Path) -> str:
         return f"transformers {version}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ""
-
-
-def _files_of(path: Path) -> tuple[list[Path], set[str] | None]:
-    """The files, and the tensors that the index names, if there is one."""
-    if path.is_file():
-        return [path], None
-    if not (path / INDEX).is_file():
-        return [path / SINGLE], None
-    try:
-        named = json.loads((path / INDEX).read_text())["weight_map"]
-        names = sorted(set(named.values()))
-        if any(Path(name).name != name for name in names):
-            raise ValueError("a file of it is not in the folder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(
-            f"{path / INDEX} is no index of safetensors files: {error}", path=str(path / INDEX)
-        ) from error
-    missing = [name for name in names if not (path / name).is_file()]
-    if missing:
-        raise Damaged(f"{path / missing[0]} is missing, which the index names", path=str(path / missing[0]))
-    return [path / name for name in names], set(named)

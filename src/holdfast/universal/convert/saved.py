@@ -8,13 +8,12 @@ shapes of both allow that in one way alone.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...errors import BadInput, Damaged, FileMissing
+from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
 from ...state.pieces import Pieces
 from ..archives import Archive, check_inside, piece_of
@@ -25,6 +24,7 @@ from ..plain import Plain
 from ..small import SMALL_BYTES, is_small, value_of
 from ..source import Files, Stored
 from ..told import check_progress, state_dict_of
+from .indexed import files_of
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -57,7 +57,7 @@ class Saved(Files):
         ways: dict[str, Way] = {}
         values: dict[str, Any] = {}
         left_out: list[str] = []
-        files, expected = _files_of(path)
+        files, expected = files_of(path, SINGLE, INDEX)
         for archive in map(Archive, files):
             plain = Plain(archive, SMALL_BYTES)
             for way, value in _leaves(_state_dict_of(archive), ()):
@@ -115,23 +115,6 @@ class Saved(Files):
         number = self._numbers[place]
         check_inside(atom.key, tensor, self.parts[number])
         return Stored(atom, Pieces.of([piece_of(tensor, number)], len(atom.shape)))
-
-
-def _files_of(path: Path) -> tuple[list[Path], set[str]]:
-    """The files, and the tensors that an index names, if there is one."""
-    if path.is_file() or not (path / INDEX).is_file():
-        return [path if path.is_file() else path / SINGLE], set()
-    try:
-        named = json.loads((path / INDEX).read_text())["weight_map"]
-        names = sorted(set(named.values()))
-        if any(Path(name).name != name for name in names):
-            raise ValueError("a file of it is not in the folder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{path / INDEX} is no index of files: {error}", path=str(path / INDEX)) from error
-    for file in (path / name for name in names):
-        if not file.is_file():
-            raise FileMissing(f"{file} is missing, which the index names", path=str(file))
-    return [path / name for name in names], set(named)
 
 
 def _state_dict_of(archive: Archive) -> dict[Any, Any]:

@@ -65,7 +65,7 @@ def write_deepspeed(
     disk, tag = Disk(folder), f"global_step{source.progress.get('step') or 0}"
     model = f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
     _begin(disk, tag, model, [stage, source.identity(), places_of(source.atoms.values())])
-    in_threads(_jobs(source, disk, f"{tag}/zero", groups, slots, told), lambda _: None)
+    in_threads(_jobs(source, disk, f"{tag}/zero", groups, slots, told))
     _write(disk, f"{tag}/zero/optimizer_state.pt", _common(source, groups, stage))
     _write(disk, f"{tag}/{model}", _model_states(source, groups, stage))
     disk.sync_dir(f"{tag}/zero", why="universal")

@@ -16,8 +16,6 @@ from ...plain import Plain
 from .names import shard_of
 
 _TOP = {"iteration", "opt_param_scheduler", "args"}
-BY_PARAMETER = "param_groups"
-"""In ``extra``: the parameter groups as Megatron had them. Which parameters are in which, it does not store."""
 
 
 class Common:

@@ -1,0 +1,240 @@
+"""Segments: the files of the journal, read. Which there are, the records in them by their headers, their payloads.
+
+Sizes and offsets are bytes. Records are found by reading from the start, so no other file has to agree with the
+segment, and a length is believed only in a header whose digest holds. A page of zeros is the clean end of what was
+written. Anything else that is no header is a torn tail, which nobody was told of, or damage: the two look alike, so a
+reader says where and why it stopped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import xxhash
+
+from holdfast.errors import ChunkCorrupt, Damaged, ManifestCorrupt
+from holdfast.io.queue import IOQueue, Request
+from holdfast.store.files import AnyDisk, OpenFile
+from holdfast.store.layout import block_spans
+from holdfast.store.manifest import Timeline
+from holdfast.store.sealing import unseal
+from holdfast.units import PAGE, MiB, round_up
+
+KINDS = {"kind": "records", "phase": "journal", "priority": 1}
+"""How the I/O queue knows the journal's transfers."""
+
+_NAME = re.compile(r"step-(\d{12,})\.t(\d{4,})\.log")
+_START = re.compile(rb'\{\n "bytes": ([1-9]\d{0,9}),\n')
+
+
+class SegmentRef(NamedTuple):
+    """A segment by its name. Sorts in the order in which a stream's segments were begun."""
+
+    timeline: int
+    first_step: int
+    stream: str
+
+    @property
+    def path(self) -> str:
+        return f"journal/{self.stream}/step-{self.first_step:012d}.t{self.timeline:04d}.log"
+
+
+@dataclass(frozen=True)
+class StoredRecord:
+    """A record as its header says."""
+
+    step: int
+    timeline: int
+    key: str
+    """Of the timeline."""
+    previous: str
+    """Digest of the record before it in the timeline; of the first, the timeline's key."""
+    about: dict[str, Any]
+    parts: tuple[tuple[int, tuple[str, ...]], ...]
+    """Of each part of the payload its bytes, and the xxh3_64 of its checksum blocks."""
+    path: str
+    offset: int
+    header_bytes: int
+    digest: str
+    """The xxh3_128 of the header."""
+    fork: tuple[int | None, int | None, str | None] | None = None
+    """Of the timeline: its parent, the last step of that, and the parent's key. None: written before it was said."""
+
+    @property
+    def timeline_record(self) -> Timeline | None:
+        """What the record says of its timeline."""
+        if self.fork is None:
+            return None
+        parent, step, parent_key = self.fork
+        return Timeline(self.timeline, parent, step, self.key, parent_key)
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(nbytes for nbytes, _ in self.parts)
+
+    @property
+    def end(self) -> int:
+        """Offset of the record that follows."""
+        return self.offset + self.header_bytes + self.payload_bytes
+
+
+def segments(disk: AnyDisk, stream: str) -> list[SegmentRef]:
+    """The segments of ``stream``, in the order in which they were begun."""
+    matches = [_NAME.fullmatch(name) for name in disk.listdir(f"journal/{stream}")]
+    refs = [SegmentRef(int(match[2]), int(match[1]), stream) for match in matches if match]
+    names = {f"journal/{stream}/{match.string}" for match in matches if match}
+    return sorted(ref for ref in refs if ref.path in names)
+
+
+def streams(disk: AnyDisk) -> list[str]:
+    return disk.listdir("journal")
+
+
+def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]]:
+    """The segments of ``stream``, each with its last step: the one before the next segment's first, or as its headers
+    say."""
+    refs, found = segments(disk, stream), []
+    for number, ref in enumerate(refs):
+        following = refs[number + 1] if number + 1 < len(refs) else None
+        if following is not None and following.timeline == ref.timeline:
+            last = following.first_step - 1
+        else:
+            records, _ = read_segment(disk, ref)
+            last = records[-1].step if records else ref.first_step - 1
+        found.append((ref, last))
+    return found
+
+
+def timelines_of_segments(disk: AnyDisk, known: Collection[int]) -> Iterator[Timeline]:
+    """What records say of the timelines that are not ``known``, lowest first."""
+    for ref in sorted(ref for stream in streams(disk) for ref in segments(disk, stream)):
+        found = [] if ref.timeline in known else read_segment(disk, ref)[0]
+        if found and (record := found[0].timeline_record) is not None:
+            yield record
+
+
+def trim(disk: AnyDisk, stream: str) -> None:
+    """Give back the space that segments of ``stream`` reserve behind what was written. Nobody writes to them."""
+    for ref in segments(disk, stream):
+        records, _ = read_segment(disk, ref)  # whose payloads may end with zeros
+        end = max(_written_bytes(disk, ref.path), records[-1].end if records else 0)
+        if end < disk.size(ref.path):
+            disk.cut(ref.path, end)
+
+
+def _written_bytes(disk: AnyDisk, path: str) -> int:
+    """Of a segment: up to its last page that is not zeros."""
+    end, piece = disk.size(path), bytearray(MiB)
+    file = disk.open(path, write=False, direct=False)
+    try:
+        while end > 0:
+            start = max(0, end - MiB)
+            view = memoryview(piece)[: end - start]
+            file.read(view, start)
+            used = len(bytes(view).rstrip(b"\0"))
+            if used:
+                return start + round_up(used)
+            end = start
+    finally:
+        file.close()
+    return 0
+
+
+def read_segment(disk: AnyDisk, ref: SegmentRef, start: int = 0) -> tuple[list[StoredRecord], Damaged | None]:
+    """The records of a segment by their headers, from the one at ``start`` on, and what ended the reading if it was not
+    the clean end.
+
+    The payloads are not read; the last one may be torn. A segment that was removed since it was listed has none.
+    """
+    found: list[StoredRecord] = []
+    try:
+        size, offset = disk.size(ref.path), start
+        file = disk.open(ref.path, write=False, direct=False)
+    except FileNotFoundError:
+        return [], None
+    try:
+        while offset + PAGE <= size:
+            header = _read_header(file, offset, size)
+            if header is None:
+                break
+            record = _decode(header, ref.path, offset)
+            if record.timeline != ref.timeline or record.end > size:
+                raise _torn(ref.path, offset, "a record that does not belong here")
+            found.append(record)
+            offset = record.end
+    except Damaged as error:
+        return found, error
+    finally:
+        file.close()
+    return found, None
+
+
+def _read_header(file: OpenFile, offset: int, size: int) -> bytes | None:
+    """The bytes of the header at ``offset``, None for a page of zeros. Raises ``Damaged`` if there is none."""
+    page = bytearray(PAGE)
+    file.read(memoryview(page), offset)
+    if not any(page):
+        return None
+    match = _START.match(page)
+    nbytes = int(match[1]) if match else 0
+    if nbytes % PAGE or not nbytes or offset + nbytes > size:
+        raise _torn(str(file.path), offset, "no header of a record")
+    rest = bytearray(nbytes - PAGE)
+    if rest:
+        file.read(memoryview(rest), offset + PAGE)
+    return bytes(page + rest)
+
+
+def _decode(header: bytes, path: str, offset: int) -> StoredRecord:
+    try:
+        table = unseal(header, path)
+        parts = tuple((part["bytes"], tuple(part["xxh3_64"])) for part in table["parts"])
+        names = ("step", "timeline", "key", "previous", "about")
+        fields = {name: table[name] for name in names}
+        fork = tuple(table["fork"]) if "fork" in table else None
+    except (ManifestCorrupt, KeyError, TypeError) as error:
+        raise _torn(path, offset, "the header of a record that fails its digest") from error
+    digest = xxhash.xxh3_128_hexdigest(header)
+    return StoredRecord(
+        **fields, parts=parts, path=path, offset=offset, header_bytes=len(header), digest=digest, fork=fork
+    )
+
+
+def _torn(path: str, offset: int, what: str) -> Damaged:
+    return Damaged(
+        f"{path} holds {what} at offset {offset}: what was being written when its writer was stopped, or damage. The"
+        " records before it are whole as far as they verify.",
+        path=path,
+        offset=offset,
+    )
+
+
+def read_payload(queue: IOQueue, file: OpenFile, record: StoredRecord, view: memoryview) -> Future[None]:
+    """Fill ``view``, of ``record.payload_bytes``, and verify it. Raises ``ChunkCorrupt``."""
+    requests, start = [], 0
+    for nbytes, checksums in record.parts:
+        for (a, b), expected in zip(block_spans(nbytes), checksums, strict=True):
+            piece = view[start + a : start + b]
+            offset = record.offset + record.header_bytes + start + a
+            check = partial(_verify, record, offset, piece, expected)
+            requests.append(Request(file, piece, offset, False, after=check))
+        start += nbytes
+    return queue.submit(requests, **KINDS)
+
+
+def _verify(record: StoredRecord, offset: int, piece: memoryview, expected: str) -> None:
+    got = xxhash.xxh3_64_hexdigest(piece)
+    if got != expected:
+        raise ChunkCorrupt(
+            f"the record of step {record.step} fails its checksum: expected xxh3:{expected}, read xxh3:{got} at"
+            f" {record.path} offset {offset}, {len(piece)} bytes. Step {record.step - 1} is the newest that can be"
+            f" recovered from here.",
+            path=record.path,
+            offset=offset,
+            nbytes=len(piece),
+        )

@@ -1,0 +1,31 @@
+"""Several files with an index that says which of them has which key, as Hugging Face's libraries write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ...errors import Damaged, FileMissing
+
+
+def files_of(path: Path, single: str, index: str) -> tuple[list[Path], set[str]]:
+    """The file ``path``, or those of the folder: what its ``index`` names, or ``single``. And the keys that the index
+    names, none if there is no index.
+
+    Raises ``Damaged`` for an index that is none, ``FileMissing`` for a file that it names.
+    """
+    if path.is_file():
+        return [path], set()
+    if not (path / index).is_file():
+        return [path / single], set()
+    try:
+        named = json.loads((path / index).read_text())["weight_map"]
+        names = sorted(set(named.values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file of it is not in the folder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{path / index} is no index of files: {error}", path=str(path / index)) from error
+    for file in (path / name for name in names):
+        if not file.is_file():
+            raise FileMissing(f"{file} is missing, which the index names", path=str(file))
+    return [path / name for name in names], set(named)

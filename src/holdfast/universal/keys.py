@@ -285,7 +285,7 @@ def progress_of(
     as JSON. Raises ``Damaged`` if it has one of this library that is none."""
     own = told_progress(values.get(PROGRESS), PROGRESS, where)
     progress: dict[str, Any] = {**own, "roots": named.roots}
-    groups = _groups_of(values, paths, named)
+    groups = [] if "replay" in own else _groups_of(values, paths, named)  # a Checkpointer has its own
     if groups:
         progress["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         progress["group_parameters"] = [group.get("params", []) for group in groups]
@@ -298,7 +298,7 @@ def progress_of(
             states.setdefault(named.plain(name), {})[state[1]] = value
         elif not _inside(key, named.optimizers) and key != PROGRESS:
             rest[key] = value
-    if states:
+    if states or "replay" in own:
         progress["values"] = states
     _take_scheduler(progress, rest, paths)
     steps = [key for key in rest if _step_in(key, rest[key]) is not None]

@@ -18,13 +18,14 @@ from ...errors import BadInput, Damaged, FileMissing
 from ...state.atoms import Atom
 from ...state.pieces import Pieces
 from ..archives import Archive, check_inside, piece_of
-from ..keys import Kind, Named, name_all, progress_of
+from ..keys import Kind, Named, name_all
 from ..keys import Path as Way
 from ..pickles import Tensor
 from ..plain import Plain
 from ..small import SMALL_BYTES, is_small, value_of
 from ..source import Files, Stored
 from ..told import check_progress, state_dict_of
+from ..values import progress_of
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -346,6 +346,24 @@ def test_hyper_parameters_of_the_source_say_what_is_kept(tmp_path):
         assert same(again.state(), loop.state())
 
 
+def test_the_names_in_a_group_stay_those_of_the_parameters_here(tmp_path):
+    """Under other names, and where a group here has what were two."""
+    model = nn.Linear(3, 2)
+    optimizer = ADAMW([{"params": [named]} for named in model.named_parameters()], lr=0.25)
+    with Checkpointer(tmp_path / "other", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+    outer = nn.ModuleDict({"inner": nn.Linear(3, 2)})
+    its_optimizer = ADAMW(outer.named_parameters(), lr=0.5)
+    start = From(tmp_path / "other", rename={r"inner\.(.*)": r"\1"})
+    with Checkpointer(tmp_path / "run", model=outer, optimizer=its_optimizer) as checkpointer:
+        assert checkpointer.resume(source=start) == 1
+    [group] = its_optimizer.param_groups
+    assert group["param_names"] == ["inner.weight", "inner.bias"] and group["lr"] == 0.25
+
+
 def test_a_group_whose_optimizer_keeps_nothing_lacks_nothing(tmp_path):
     def made(seed):
         loop = make(SGD, "groups", seed=seed)

@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
@@ -375,6 +376,29 @@ def test_hyper_parameters_and_a_step_may_be_numbers_of_numpy(tmp_path):
         assert checkpointer.resume(source=tmp_path / "x.pt") == 7
     lr = here[1].param_groups[0]["lr"]
     assert lr == 0.25 and type(lr) is float
+
+
+@pytest.mark.parametrize("way", ["a file", "dcp"])
+def test_hyper_parameters_may_be_tensors_in_a_tuple_and_have_another_direction(tmp_path, way):
+    betas = torch.tensor(0.8), torch.tensor(0.95)
+    there, here = trained(), trained(seed=2)
+    there[1].param_groups[0] |= {
+        "lr": torch.tensor(0.25),
+        "betas": betas,
+        "capturable": True,
+        "maximize": True,
+    }
+    state = dict(zip(("model", "optimizer"), get_state_dict(*there), strict=True))
+    if way == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "x.pt", no_dist=True)
+    else:
+        torch.save(state, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    [group] = here[1].param_groups
+    assert exact(group["lr"]) == exact(torch.tensor(0.25)) and group["maximize"] is True
+    assert type(group["betas"]) is tuple and exact(group["betas"]) == exact(betas)
+    assert not group["capturable"]
 
 
 def test_a_hyper_parameter_that_is_an_object_is_refused_before_anything_changes(tmp_path):

@@ -137,15 +137,15 @@ def state_of(key: str, path: Path, optimizers: Sequence[str]) -> tuple[str, str]
     for root in optimizers:
         if not key.startswith(f"{root}state."):
             continue
-        depth = next((i for i in range(len(path)) if joined(path[: i + 1]) == f"{root}state"), None)
+        depth = next((i for i in range(len(path)) if _joined(path[: i + 1]) == f"{root}state"), None)
         if depth is not None and len(path) > depth + 2:
-            return str(path[depth + 1]), joined(path[depth + 2 :])
+            return str(path[depth + 1]), _joined(path[depth + 2 :])
         name, _, slot = key.removeprefix(f"{root}state.").rpartition(".")
         return (name, slot) if name else None
     return None
 
 
-def joined(path: Path) -> str:
+def _joined(path: Path) -> str:
     return ".".join(map(str, path))
 
 

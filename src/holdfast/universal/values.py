@@ -10,7 +10,7 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from .keys import PROGRESS, Named, Path, in_list, inside, joined, numbered_name, state_of
+from .keys import PROGRESS, Named, Path, in_list, inside, numbered_name, state_of
 from .told import told_progress
 
 STEPS = ("step", "global_step", "train_step", "iteration", "iter_num")
@@ -75,11 +75,15 @@ def _take_scheduler(progress: dict[str, Any], rest: dict[str, Any], paths: Mappi
         path = paths[key]
         place = next((i for i, name in enumerate(path) if name in SCHEDULERS), None)
         if place is not None:
-            table = found
-            for name in ("scheduler", *path[place + 1 : -1])[: len(path) - place - 1]:
-                table = table.setdefault(name, _Nested())
-            table[path[-1] if place + 1 < len(path) else "scheduler"] = rest.pop(key)
+            _put(found, ("scheduler", *path[place + 1 :]), rest.pop(key))
     progress |= _unflattened(found)
+
+
+def _put(table: _Nested, way: Path, value: Any) -> None:
+    """Where ``way`` leads to from ``table``."""
+    for name in way[:-1]:
+        table = table.setdefault(name, _Nested())
+    table[way[-1]] = value
 
 
 def _unflattened(value: Any) -> Any:
@@ -98,18 +102,20 @@ def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Name
         if isinstance(values.get(start), list):
             found += [dict(group) for group in values[start]]
             continue
-        listed: dict[int, dict[str, Any]] = {}
+        listed: dict[int, _Nested] = {}
         single: dict[str, dict[str, Any]] = {}
         for key in values:
             if not key.startswith(f"{start}."):
                 continue
             if in_list(paths[key]):
                 place = next(i for i, name in enumerate(paths[key]) if name == "param_groups")
-                listed.setdefault(paths[key][place + 1], {})[joined(paths[key][place + 2 :])] = values[key]
+                _put(
+                    listed.setdefault(paths[key][place + 1], _Nested()), paths[key][place + 2 :], values[key]
+                )
             else:
                 name, _, option = key.removeprefix(f"{start}.").rpartition(".")
                 single.setdefault(name, {})[option] = values[key]
-        by_list = [listed[i] for i in sorted(listed)]
+        by_list = [{str(k): _unflattened(v) for k, v in listed[i].items()} for i in sorted(listed)]
         found += by_list or _joined_groups(single)  # the same, where there are both
     for group in found:
         if "params" in group:

@@ -224,6 +224,31 @@ def test_numbers_that_may_mean_other_parameters_are_not_guessed(tmp_path):
     assert exact(model.state_dict()) == before
 
 
+@pytest.mark.parametrize("way", ["numbers", "dcp", "run"])
+def test_what_no_gradient_has_reached_yet_has_no_state_and_needs_none(tmp_path, way):
+    def made(seed):
+        torch.manual_seed(seed)
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 2)])
+        return model, torch.optim.AdamW(model.parameters())
+
+    (model, optimizer), here = made(0), made(1)
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        model[0](torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+        checkpointer.save()
+    if way == "dcp":
+        write_dcp(source_of(str(tmp_path / "run")), tmp_path / "x")
+    elif way == "numbers":
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x")
+    start = From(tmp_path / ("run" if way == "run" else "x"), cast=True)
+    checkpointer = Checkpointer(tmp_path / "here", model=here[0], optimizer=here[1])
+    with checkpointer, pytest.warns(UserWarning, match=r"had not updated 1\.weight, 1\.bias yet"):
+        checkpointer.resume(source=start)
+    assert state_of(here) == state_of((model, optimizer)) and len(here[1].state) == 2
+
+
 def test_views_and_types_are_what_they_were(tmp_path):
     tensors = {
         "transposed": torch.arange(24.0).reshape(4, 6).T, "bf16": torch.arange(5).bfloat16(),

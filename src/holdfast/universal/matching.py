@@ -47,6 +47,8 @@ class Match:
     unused: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     without_state: list[str] = field(default_factory=list)
+    never_updated: list[str] = field(default_factory=list)
+    """Of what has no optimizer state there, what the optimizer had all the same."""
     names: dict[str, str] = field(default_factory=dict)
     """By name here the name in the source."""
     left: list[str] = field(default_factory=list)
@@ -69,6 +71,10 @@ class Match:
             told.append(f"its {_some(self.left)} are left, so error feedback begins anew")
         if self.without_state:
             told.append(f"it has no optimizer state of {_some(self.without_state)}, which begins anew")
+        if self.never_updated:
+            told.append(
+                f"its optimizer had not updated {_some(self.never_updated)} yet, and has no state of them"
+            )
         if self.another:
             names = _some(list(self.another))
             told.append(f"its optimizer state of {names} is of another kind of optimizer, and begins anew")
@@ -110,6 +116,7 @@ def match(
     places = {form.names[0]: _there(form.names, by_name, allowed) for form in forms}
     result.names = {name: there for name, there in places.items() if there is not None}
     kept = keeps(result.names)
+    grouped = {name for _, names in groups_of(source.progress) for name in names}
     for form in forms:
         there = places[form.names[0]]
         if there is None:
@@ -136,7 +143,8 @@ def match(
         else:
             values = source.progress.get("values", {}).get(there, {})
             fresh = weights_only and bool(source.progress.get("groups"))
-            slots = _state(form.names[0], slots, values, kept.get(form.names[0]), fresh, result)
+            lacking = None if fresh else result.never_updated if there in grouped else result.without_state
+            slots = _state(form.names[0], slots, values, kept.get(form.names[0]), lacking, result)
         result.found[form.names[0]] = slots
     for name in by_name.keys() & {_renamed(name, allowed) for name in elsewhere}:
         used |= same[id(by_name[name])]
@@ -150,15 +158,16 @@ def _state(
     slots: dict[str, Stored],
     values: Mapping[str, Any],
     kept: frozenset[str] | None,
-    fresh: bool,
+    lacking: list[str] | None,
     result: Match,
 ) -> dict[str, Stored]:
-    """Of ``slots`` and ``values`` of a parameter, those that its optimizer keeps; with ``fresh`` there need be none."""
+    """Of ``slots`` and ``values`` of a parameter, those that its optimizer keeps; if there are none, ``lacking`` has
+    it then."""
     held = {slot: value for slot, value in values.items() if value is not None}
     there = (slots.keys() | held.keys()) - {"param"}
     if not there:
-        if kept != frozenset() and not fresh:
-            result.without_state.append(name)
+        if kept != frozenset() and lacking is not None:
+            lacking.append(name)
     elif kept is not None:
         more, less = there - kept - {STEP}, kept - there  # an engine counts the steps of every optimizer
         if less or (more and not kept):

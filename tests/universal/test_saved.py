@@ -7,6 +7,7 @@ import json
 import os
 import warnings
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -219,7 +220,10 @@ def test_numbers_that_may_mean_other_parameters_are_not_guessed(tmp_path):
     assert "optimizer.state.0/exp_avg" in source.atoms and "0.weight/exp_avg" not in source.atoms
     before = exact(model.state_dict())
     checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
-    with checkpointer, pytest.raises(RunMismatch, match=r"optimizer\.state\.0"):
+    with (
+        checkpointer,
+        pytest.raises(RunMismatch, match=r"optimizer\.state\.0.* by param_names in its groups"),
+    ):
         checkpointer.resume(source=tmp_path / "x.pt")
     assert exact(model.state_dict()) == before
 
@@ -247,6 +251,36 @@ def test_what_no_gradient_has_reached_yet_has_no_state_and_needs_none(tmp_path, 
     with checkpointer, pytest.warns(UserWarning, match=r"had not updated 1\.weight, 1\.bias yet"):
         checkpointer.resume(source=start)
     assert state_of(here) == state_of((model, optimizer)) and len(here[1].state) == 2
+
+
+def by_dimension_of(cls):
+    """Two groups, or one of all."""
+
+    def made(model, two):
+        groups = [[p for p in model.parameters() if (p.dim() >= 2) is matrices] for matrices in (True, False)]
+        return cls([{"params": group} for group in groups] if two else model.parameters(), lr=0.1)
+
+    return made
+
+
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor])
+def test_numbers_and_factors_do_not_hide_which_parameter_a_number_is(tmp_path, cls, two):
+    there, here = (trained(partial(by_dimension_of(cls), two=two), seed) for seed in (1, 2))
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of(here) == state_of(there)
+
+
+@pytest.mark.parametrize(
+    "held", [{"row": torch.ones(3, 1)}, {"row": torch.ones(1, 2), "column": torch.ones(2, 1)}]
+)
+def test_state_of_other_shapes_than_the_model_has_is_not_named_by_order(tmp_path, held):
+    """In a group alone too."""
+    state = {"state": {0: held}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"w": torch.ones(3, 2)}, "optimizer": state}, tmp_path / "x.pt")
+    assert "optimizer.state.0/row" in open_source(tmp_path / "x.pt").atoms
 
 
 def test_views_and_types_are_what_they_were(tmp_path):

@@ -251,8 +251,11 @@ def _numbered(
     or none can, nothing is named."""
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for key, (name, slot) in states.items():
-        if name.isdecimal() and slot != "step":
-            shapes.setdefault(int(name), set()).add(tensors[key].shape)
+        shape = tensors[key].shape
+        if (
+            name.isdecimal() and shape and "." not in slot
+        ):  # a number, or what is in a list, says nothing of it
+            shapes.setdefault(int(name), set()).add(shape)
     trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]
     left = [deque(group) for group in groups]
     if {n for group in left for n in group} != set(range(len(trained))) or sum(map(len, left)) != len(
@@ -261,11 +264,23 @@ def _numbered(
         return {}
     found = {}
     for name, kind in trained:
-        fitting = [group for group in left if group and shapes.get(group[0], {kind.shape}) == {kind.shape}]
+        fitting = [g for g in left if g and _fits(kind.shape, shapes.get(g[0], set()), len(left) == 1)]
         if len(fitting) != 1:
             return {}
         found[str(fitting[0].popleft())] = name
     return found
+
+
+def _fits(shape: tuple[int, ...], held: set[tuple[int, ...]], alone: bool) -> bool:
+    """Whether an optimizer may hold tensors of these shapes for a parameter of ``shape``: all of that, or with ones in
+    it, as factors of it have. In a group ``alone``, which is in order, what else it holds says nothing against it."""
+    if not held or (alone and shape in held):
+        return True
+    factors = all(
+        len(each) == len(shape) and all(a in (1, n) for a, n in zip(each, shape, strict=True))
+        for each in held
+    )
+    return factors and tuple(map(max, zip(*held, strict=True))) == shape
 
 
 def numbered_name(key: str, name: str) -> str:

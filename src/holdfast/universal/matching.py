@@ -243,9 +243,14 @@ def _refuse(source: Source, result: Match, allowed: Allowed, weights_only: bool)
     if not weights_only:
         odd += [f"it has no optimizer state of {name}" for name in result.without_state]
     if odd and not allowed.partial:
+        by_number = any(re.search(r"(^|\.)state\.\d+(\.|$)", name) for name in result.unused)
+        names = " Its optimizer knows parameters by numbers, which do not tell here which they are: save it with names,"
+        names += (
+            " by param_names in its groups (an optimizer of named_parameters() has them) or get_state_dict."
+        )
         raise RunMismatch(
-            f"{source.path} is not the state of this model: {_some(odd)}. Build model and optimizers as they were, give"
-            " rename= for other names, or partial=True to take what there is."
+            f"{source.path} is not the state of this model: {_some(odd)}.{names if by_number else ''} Build model and"
+            " optimizers as they were, give rename= for other names, or partial=True to take what there is."
         )
 
 

@@ -252,9 +252,8 @@ def _numbered(
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for key, (name, slot) in states.items():
         shape = tensors[key].shape
-        if (
-            name.isdecimal() and shape and "." not in slot
-        ):  # a number, or what is in a list, says nothing of it
+        says = shape and "." not in slot  # a number does not, nor what is in a list
+        if name.isdecimal() and says:
             shapes.setdefault(int(name), set()).add(shape)
     trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]
     left = [deque(group) for group in groups]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import warnings
 from collections import Counter
 from functools import partial
@@ -578,10 +579,75 @@ def test_a_schedule_of_other_keys_is_left_and_named():
     _, optimizer = trained()
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
     before = schedule.state_dict()
-    for milestones, left in (({"a": 1}, ["scheduler"]), ({"2.5": 1}, ["scheduler"]), ({"3": 1}, [])):
-        saved = {"scheduler": encode({**before, "milestones": milestones})}
-        assert adopt({"scheduler": schedule}, saved) == left
+    for milestones, is_left in (({"a": 1}, True), ({"2.5": 1}, True), ({"3": 1}, False)):
+        told = adopt({"scheduler": schedule}, {"scheduler": encode({**before, "milestones": milestones})})
+        assert [text.startswith("its scheduler is of another kind; ") for text in told] == [True] * is_left
     assert schedule.milestones == Counter([3])
+
+
+class Halving:
+    """A rule for LambdaLR that is an object: what it is made of is kept, code is not."""
+
+    def __call__(self, step):
+        return 0.5**step
+
+
+def lambda_of(rule):
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rule)
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+
+
+def of_older_torch(state):
+    del state["_is_initial"]
+    return {**state, "verbose": False}
+
+
+SCHEDULES = {
+    "of an older torch": (cosine, lambda state: {"scheduler": of_older_torch(state)},
+        r"another version \(it has verbose, and it lacks _is_initial\); the rest"),
+    "of Lightning": (cosine, lambda state: {"lr_schedulers": [state]}, None),
+    "of an object": (lambda_of(Halving()), lambda s: {"scheduler": s}, None),
+    "of no object": (lambda_of(lambda step: 0.5**step), lambda s: {"scheduler": s}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["a file", "dcp"])
+@pytest.mark.parametrize("form", SCHEDULES)
+def test_a_schedule_goes_on_however_it_was_saved(tmp_path, form, way):
+    made, saved_as, text = SCHEDULES[form]
+    there, here = trained(), trained(seed=2)
+    schedule, goes_on = made(there[1]), made(here[1])
+    for _ in range(3):
+        go_on(*there, steps=1, seed=3)
+        schedule.step()
+    states = dict(zip(("model", "optimizer"), get_state_dict(*there), strict=True))
+    states |= saved_as(schedule.state_dict())
+    torch.save(states, tmp_path / "x") if way == "a file" else dcp.save(states, checkpoint_id=tmp_path / "x")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with Checkpointer(
+            tmp_path / "run", model=here[0], optimizer=here[1], scheduler=goes_on
+        ) as checkpointer:
+            checkpointer.resume(source=tmp_path / "x")
+    texts = [str(each.message) for each in warned if "beginning from" in str(each.message)]
+    assert len(texts) == (text is not None) and all(re.search(text, each) for each in texts), texts
+    assert goes_on.last_epoch == 3 and goes_on.get_last_lr() == schedule.get_last_lr()
+    assert "_is_initial" in goes_on.state_dict()
+
+
+@pytest.mark.parametrize("saved", [[], None, {"last_epoch": 3, "gamma": 0.5}, [{"a": 1}, {"b": 2}], 3])
+def test_a_schedule_that_is_not_there_and_one_of_another_kind_are_told_apart(saved):
+    schedule = torch.optim.lr_scheduler.StepLR(trained()[1], 2)
+    before = schedule.state_dict()
+    [text] = adopt({"scheduler": schedule}, {"scheduler": saved})
+    assert ("it has no scheduler" in text) == (not saved) and ("another kind" in text) == bool(saved)
+    assert (
+        schedule.state_dict() == before
+        and adopt({"scheduler": schedule}, {"scheduler": encode(before)}) == []
+    )
 
 
 def test_a_negative_step_is_none(tmp_path):

@@ -138,8 +138,9 @@ def state_of(key: str, path: Path, optimizers: Sequence[str]) -> tuple[str, str]
         if not key.startswith(f"{root}state."):
             continue
         depth = next((i for i in range(len(path)) if _joined(path[: i + 1]) == f"{root}state"), None)
-        if depth is not None and len(path) > depth + 2:
-            return str(path[depth + 1]), _joined(path[depth + 2 :])
+        if depth is not None:
+            way = path[depth + 1 :]
+            return (str(way[0]), _joined(way[1:])) if len(way) > 1 else None
         name, _, slot = key.removeprefix(f"{root}state.").rpartition(".")
         return (name, slot) if name else None
     return None
@@ -150,7 +151,7 @@ def _joined(path: Path) -> str:
 
 
 def inside(key: str, optimizers: Sequence[str]) -> bool:
-    return any(key.startswith((f"{root}state.", f"{root}param_groups")) for root in optimizers)
+    return any(f"{key}.".startswith((f"{root}state.", f"{root}param_groups")) for root in optimizers)
 
 
 def _names_in_groups(paths: Mapping[str, Path], optimizers: Sequence[str]) -> set[str]:

@@ -77,6 +77,9 @@ def _take_scheduler(progress: dict[str, Any], rest: dict[str, Any], paths: Mappi
         if place is not None:
             _put(found, ("scheduler", *path[place + 1 :]), rest.pop(key))
     progress |= _unflattened(found)
+    match progress.get("scheduler"):
+        case [only]:  # of Lightning, by optimizer
+            progress["scheduler"] = only
 
 
 def _put(table: _Nested, way: Path, value: Any) -> None:
@@ -107,7 +110,7 @@ def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Name
         for key in values:
             if not key.startswith(f"{start}."):
                 continue
-            if in_list(paths[key]):
+            if in_list(paths[key]) and values[key] != {}:
                 place = next(i for i, name in enumerate(paths[key]) if name == "param_groups")
                 _put(
                     listed.setdefault(paths[key][place + 1], _Nested()), paths[key][place + 2 :], values[key]

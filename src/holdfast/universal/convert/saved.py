@@ -146,8 +146,8 @@ def _state_dict_of(archive: Archive) -> dict[Any, Any]:
 
 
 def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
-    """Tensors, and what holds none, each with the names on the way to it."""
-    if isinstance(value, dict) and not isinstance(value, Counter):
+    """Tensors, and what holds none or nothing, each with the names on the way to it."""
+    if isinstance(value, dict) and value and not isinstance(value, Counter):
         for name, inner in _by_name(value).items():
             yield from _leaves(inner, (*way, name))
     elif isinstance(value, list | tuple) and any(isinstance(each, dict | Tensor) for each in value):

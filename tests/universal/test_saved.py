@@ -511,6 +511,42 @@ def test_a_class_that_counts_in_numbers_goes_on_with_numbers(tmp_path):
     assert state_of(here) == state_of(there)
 
 
+class Preconditioned(Counting):
+    """Of those that keep lists of tensors, some of them empty, as SOAP does."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                parts = [torch.full((n, n), float(n)) if n < 7 else [] for n in p.shape]
+                self.state[p].setdefault("factors", {"left": parts, "order": [1, 2]})
+        return loss
+
+
+@pytest.mark.parametrize("way", ["a file", "names", "dcp"])
+def test_lists_that_an_optimizer_keeps_are_lists_again_or_refused(tmp_path, way):
+    there, here = (trained(lambda model: Preconditioned(model.parameters(), lr=0.1), seed) for seed in (1, 2))
+    states = {"model": there[0].state_dict(), "optimizer": there[1].state_dict()}
+    if way != "a file":
+        states = dict(zip(("model", "optimizer"), get_state_dict(*there), strict=True))
+    if way == "dcp":
+        dcp.save(states, checkpoint_id=tmp_path / "x")
+    else:
+        torch.save(states, tmp_path / "x")
+    checkpointer, before = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]), state_of(here)
+    with checkpointer:
+        if way == "dcp":
+            with pytest.raises(
+                RunMismatch, match=r"embed\.weight it has nested state \(factors\), which is only"
+            ):
+                checkpointer.resume(source=tmp_path / "x")
+            assert state_of(here) == before
+        else:
+            checkpointer.resume(source=tmp_path / "x")
+            assert state_of(here) == state_of(there)
+            assert here[1].state[here[0].embed.weight]["factors"]["left"][0] == []
+
+
 def raised(state, by):
     return {name: tensor + by for name, tensor in state.items()}
 

@@ -55,6 +55,8 @@ class Match:
     """What is of the run that it comes from alone: residuals of error feedback."""
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name here, what the optimizer held that is no tensor, by slot, as JSON."""
+    nested: dict[str, list[str]] = field(default_factory=dict)
+    """By name here, the slots that are parts of lists and dictionaries, to be put together."""
     another: dict[str, str] = field(default_factory=dict)
     """By name here, of parameters whose state is of another kind of optimizer, how it differs."""
 
@@ -149,6 +151,7 @@ def match(
     for name in by_name.keys() & {_renamed(name, allowed) for name in elsewhere}:
         used |= same[id(by_name[name])]
     result.unused += [name for name in by_name if name not in used]
+    _find_nested(source, result)
     _refuse(source, result, allowed, weights_only)
     return result
 
@@ -181,6 +184,22 @@ def _state(
     if held.keys() & wanted:
         result.values[name] = {slot: value for slot, value in held.items() if slot in wanted}
     return {slot: stored for slot, stored in slots.items() if slot in wanted or slot == "param"}
+
+
+def _find_nested(source: Source, result: Match) -> None:
+    """What of the found state is nested, as slots with a dot are but for those of a run. Only where nothing of that is
+    lost it can be put together: torch leaves out what is empty when it flattens."""
+    for name in result.found if "replay" not in source.progress else ():
+        slots = [slot for slot in {**result.found[name], **result.values.get(name, {})} if "." in slot]
+        if slots and source.format == "torch.save":
+            result.nested[name] = slots
+        elif slots:
+            of = slots[0].partition(".")[0]
+            result.another[name] = (
+                f"of {name} it has nested state ({of}), which is only taken from torch.save"
+            )
+            result.found[name] = {"param": result.found[name]["param"]}
+            result.values.pop(name, None)
 
 
 def groups_of(progress: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:

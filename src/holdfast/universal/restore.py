@@ -64,6 +64,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     try:
         _load(state, source, slots)
         state.load_values(found.values)
+        state.nest(found.nested)
     except BaseException:
         for optimizer, held in zip(state.optimizers, before, strict=True):
             optimizer.state.clear()

@@ -186,6 +186,51 @@ def test_a_part_of_the_model_may_be_called_module(tmp_path, way):
         assert repr(get_state_dict(other, its_optimizer)[1]) == repr(names["optim"])
 
 
+class OnlyModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module, self.dropout = nn.Linear(4, 4), nn.Dropout()
+
+
+def test_the_only_child_of_a_model_may_be_called_module(tmp_path):
+    there, here = (OnlyModule() for _ in range(2))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in (there, here)]
+    there.module(torch.ones(1, 4)).sum().backward()
+    optimizers[0].step()
+    torch.save({"model": there.state_dict(), "optimizer": optimizers[0].state_dict()}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here, optimizer=optimizers[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of((here, optimizers[1])) == state_of((there, optimizers[0]))
+
+
+@pytest.mark.parametrize("at_top", [False, True])
+def test_an_optimizer_of_a_part_does_not_make_the_part_the_model(tmp_path, at_top):
+    model = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))})
+    optimizer = torch.optim.AdamW(model["head"].named_parameters())
+    model["head"](model["body"](torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    weights = model.state_dict() if at_top else {"model": model.state_dict()}
+    torch.save({**weights, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    found = open_source(tmp_path / "x.pt").atoms
+    assert {atom.rpartition("/")[0] for atom in found if atom.endswith("/param")} == model.state_dict().keys()
+
+
+def test_a_number_beside_a_model_is_not_the_model(tmp_path):
+    torch.save(
+        {"network": {"w": torch.ones(2), "b": torch.ones(())}, "best": torch.tensor(0.9)}, tmp_path / "x"
+    )
+    source = open_source(tmp_path / "x")
+    assert source.atoms.keys() == {"w/param", "b/param"} and "best" in source.progress["extra"]
+
+
+def test_dictionaries_in_what_is_called_a_model_are_parts_of_it(tmp_path):
+    parts = {name: trained(seed=seed)[0].state_dict() for seed, name in enumerate(("encoder", "decoder"))}
+    torch.save({"model": parts, "step": 4}, tmp_path / "x")
+    found = tensors_of(open_source(tmp_path / "x"))
+    assert torch.equal(found["decoder.embed.weight/param"], parts["decoder"]["embed.weight"])
+    assert torch.equal(found["encoder.embed.weight/param"], parts["encoder"]["embed.weight"])
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".tar", ""])
 def test_a_model_alone_is_weights_as_others_are(tmp_path, suffix):
     there, here = trained(), trained(seed=2)

@@ -97,8 +97,10 @@ def name_all(
     by_optimizer = {name for name, _ in states.values() if not name.isdecimal()}
     by_optimizer |= _names_in_groups(paths, optimizers)
     forms = {each(name) for name in by_optimizer for each in (canonical, unwrapped)}
-    model = _model_root(rest, paths, forms, where)
-    in_model = [key for key in rest if key.startswith(model) and _is_direct(key, paths[key], model)]
+    shaped = [key for key in rest if tensors[key].shape] or rest  # a number beside a model is none
+    model = _model_root(shaped, paths, forms, where)
+    below = [key for key in rest if key.startswith(model)]
+    in_model = [key for key in below if _is_direct(key, paths[key], model)] or below
     named = Named({}, model, optimizers)
     named.is_wrapped = all(unwrapped(key.removeprefix(model)).startswith("module.") for key in in_model)
     plain = {key: named.name_in_model(key) for key in in_model}
@@ -172,11 +174,13 @@ def in_list(path: Path) -> bool:
 def _model_root(rest: Iterable[str], paths: Mapping[str, Path], known: set[str], where: str) -> str:
     """What the keys of the model begin with."""
     keys = list(rest)
+    nested = any(len(path) > 1 for path in paths.values())  # else dictionaries are not known
     hits: Counter[str] = Counter()
     for key in keys:
-        parts = key.split(".")
+        parts, path = key.split("."), paths[key]
+        ends = {_joined(path[:i]).count(".") + 1 for i in range(1, len(path))} | {0}
         for i in range(len(parts)):
-            if canonical(".".join(parts[i:])) in known:
+            if (i in ends or not nested) and canonical(".".join(parts[i:])) in known:
                 hits["".join(f"{part}." for part in parts[:i])] += 1
                 break
     if hits:

@@ -115,6 +115,7 @@ def match(
     same: dict[int, set[str]] = {}
     for name, slots in by_name.items():
         same.setdefault(id(slots), set()).add(name)
+    allowed = _with_module(forms, by_name, allowed)
     places = {form.names[0]: _there(form.names, by_name, allowed) for form in forms}
     result.names = {name: there for name, there in places.items() if there is not None}
     kept = keeps(result.names)
@@ -221,6 +222,16 @@ def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed)
         if name in by_name and by_name[name].keys() & {"param", "buffer"}:
             return name
     return None
+
+
+def _with_module(forms: list[Form], by_name: Mapping[str, Any], allowed: Allowed) -> Allowed:
+    """``allowed``, where nothing has its own name in the source, with ``module.`` before the names here, or there: it
+    is what wrappers put there, and what a model may call its only child."""
+    for rename in ({}, {r"module\.(.*)": r"\1"}, {"(.*)": r"module.\1"}) if not allowed.rename else ():
+        each = replace(allowed, rename=rename)
+        if any(_there(form.names, by_name, each) for form in forms):
+            return each
+    return allowed
 
 
 def _renamed(name: str, allowed: Allowed) -> str:

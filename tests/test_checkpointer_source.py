@@ -15,6 +15,7 @@ from holdfast import sources
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, NoCommit, RunMismatch
 from holdfast.events import read_events
+from holdfast.optim import AdamWBF16
 from holdfast.sources import From, source_of
 from holdfast.store.reader import RunReader
 from holdfast.universal.convert.holdfast import Commit
@@ -344,6 +345,52 @@ def test_hyper_parameters_of_the_source_say_what_is_kept(tmp_path):
     with Checkpointer(tmp_path / "run", model=again.model, optimizer=again.optimizers) as checkpointer:
         assert checkpointer.resume(source=From(tmp_path / "other", cast=True)) == 3
         assert same(again.state(), loop.state())
+
+
+def of_type(dtype, optimizer_of=torch.optim.NAdam, steps=0):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).to(dtype)
+    optimizer = optimizer_of(model.named_parameters(), lr=0.25)
+    for _ in range(steps):
+        model(torch.ones(1, 3, dtype=dtype)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.NAdam, AdamWBF16])
+@pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_what_an_optimizer_keeps_is_converted_with_its_parameter_as_torch_does(tmp_path, types, optimizer_of):
+    """But for numbers, and optimizers that say of what types their state is."""
+    there, here = of_type(types[0], optimizer_of, steps=2), of_type(types[1], optimizer_of)
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with checkpointer, pytest.warns(UserWarning, match="were converted to another type"):
+        checkpointer.resume(source=From(tmp_path / "x.pt", cast=True))
+    expected = of_type(types[1], optimizer_of)[1]
+    expected.load_state_dict(there[1].state_dict())
+    for mine, theirs in zip(here[1].state.values(), expected.state.values(), strict=True):
+        assert same({n: v for n, v in mine.items() if v.dim()}, {n: v for n, v in theirs.items() if v.dim()})
+        assert {v.dtype for v in mine.values() if not v.dim()} == {torch.float32}
+    here[0](torch.ones(1, 3, dtype=types[1])).sum().backward()
+    here[1].step()
+
+
+def test_the_names_in_a_group_stay_those_of_the_parameters_here(tmp_path):
+    """Under other names, and where a group here has what were two."""
+    model = nn.Linear(3, 2)
+    optimizer = ADAMW([{"params": [named]} for named in model.named_parameters()], lr=0.25)
+    with Checkpointer(tmp_path / "other", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+    outer = nn.ModuleDict({"inner": nn.Linear(3, 2)})
+    its_optimizer = ADAMW(outer.named_parameters(), lr=0.5)
+    start = From(tmp_path / "other", rename={r"inner\.(.*)": r"\1"})
+    with Checkpointer(tmp_path / "run", model=outer, optimizer=its_optimizer) as checkpointer:
+        assert checkpointer.resume(source=start) == 1
+    [group] = its_optimizer.param_groups
+    assert group["param_names"] == ["inner.weight", "inner.bias"] and group["lr"] == 0.25
 
 
 def test_a_group_whose_optimizer_keeps_nothing_lacks_nothing(tmp_path):

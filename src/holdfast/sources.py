@@ -198,9 +198,7 @@ def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]
     script, ranks = loop.script, loop.ranks
     script.check_place(source.progress, ranks.world_size)
     found, complete = restore(loop.state, source, allowed)
-    about = found.told()
-    for name in script.adopt(source.progress, ranks.rank):
-        about.append(f"it has no {name}; that of the script goes on as it is")
+    about = found.told() + script.adopt(source.progress, ranks.rank)
     if not complete:
         about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
     step = source.progress.get("step") or 0

@@ -623,11 +623,15 @@ def tied(seed):
 
 
 def run_of_tied(root, save):
-    model, optimizer = tied(0)
+    return run_of(root, *tied(0), torch.arange(7), save)
+
+
+def run_of(root, model, optimizer, inputs, save):
+    """What is trained for three steps is a run then."""
     with Checkpointer(root, model=model, optimizer=optimizer) as checkpointer:
         checkpointer.resume()
         for _ in range(3):
-            model(torch.arange(7)).square().sum().backward()
+            model(inputs).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             checkpointer.step()
@@ -653,6 +657,26 @@ def test_weights_that_a_run_has_tied_are_loaded_under_every_name(tmp_path, way):
         tmp_path / "out", dict(zip(("model", "optim"), get_state_dict(*tied(1)), strict=True))
     )
     assert repr(loaded) == repr(dict(zip(("model", "optim"), wanted, strict=True)))
+
+
+@pytest.mark.parametrize("way", ["dcp", "safetensors"])
+def test_a_run_that_was_moved_twice_is_still_a_run(tmp_path, way):
+    """Its hyper-parameters stay by optimizer, as what makes its optimizers again has them."""
+    wanted = get_state_dict(*run_of(tmp_path / "run", *trained(), torch.randn(4, 3), save=True))
+    source = source_of(str(tmp_path / "run"))
+    again = DCP(write_dcp(source, tmp_path / "one"))
+    kept = ("groups", "optimizers", "replay", "given")
+    assert {name: again.progress[name] for name in kept} == {name: source.progress[name] for name in kept}
+    if way == "dcp":
+        again = DCP(write_dcp(again, tmp_path / "two"))
+    else:
+        again = source_of(str(write_single(again, tmp_path / "two.safetensors")))
+    write_run(again, tmp_path / "moved")
+    model = Odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path / "moved", model=model, optimizer=optimizer) as checkpointer:
+        assert checkpointer.resume() == 3
+    assert repr(get_state_dict(model, optimizer)) == repr(wanted)
 
 
 def test_what_is_written_is_read_as_what_it_was_written_from(saved, tmp_path, monkeypatch):

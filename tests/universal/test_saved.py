@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import warnings
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
@@ -183,6 +186,51 @@ def test_a_part_of_the_model_may_be_called_module(tmp_path, way):
         assert repr(get_state_dict(other, its_optimizer)[1]) == repr(names["optim"])
 
 
+class OnlyModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module, self.dropout = nn.Linear(4, 4), nn.Dropout()
+
+
+def test_the_only_child_of_a_model_may_be_called_module(tmp_path):
+    there, here = (OnlyModule() for _ in range(2))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5) for model in (there, here)]
+    there.module(torch.ones(1, 4)).sum().backward()
+    optimizers[0].step()
+    torch.save({"model": there.state_dict(), "optimizer": optimizers[0].state_dict()}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here, optimizer=optimizers[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of((here, optimizers[1])) == state_of((there, optimizers[0]))
+
+
+@pytest.mark.parametrize("at_top", [False, True])
+def test_an_optimizer_of_a_part_does_not_make_the_part_the_model(tmp_path, at_top):
+    model = nn.ModuleDict({"body": nn.Linear(3, 3), "head": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))})
+    optimizer = torch.optim.AdamW(model["head"].named_parameters())
+    model["head"](model["body"](torch.ones(1, 3))).sum().backward()
+    optimizer.step()
+    weights = model.state_dict() if at_top else {"model": model.state_dict()}
+    torch.save({**weights, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    found = open_source(tmp_path / "x.pt").atoms
+    assert {atom.rpartition("/")[0] for atom in found if atom.endswith("/param")} == model.state_dict().keys()
+
+
+def test_a_number_beside_a_model_is_not_the_model(tmp_path):
+    torch.save(
+        {"network": {"w": torch.ones(2), "b": torch.ones(())}, "best": torch.tensor(0.9)}, tmp_path / "x"
+    )
+    source = open_source(tmp_path / "x")
+    assert source.atoms.keys() == {"w/param", "b/param"} and "best" in source.progress["extra"]
+
+
+def test_dictionaries_in_what_is_called_a_model_are_parts_of_it(tmp_path):
+    parts = {name: trained(seed=seed)[0].state_dict() for seed, name in enumerate(("encoder", "decoder"))}
+    torch.save({"model": parts, "step": 4}, tmp_path / "x")
+    found = tensors_of(open_source(tmp_path / "x"))
+    assert torch.equal(found["decoder.embed.weight/param"], parts["decoder"]["embed.weight"])
+    assert torch.equal(found["encoder.embed.weight/param"], parts["encoder"]["embed.weight"])
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".tar", ""])
 def test_a_model_alone_is_weights_as_others_are(tmp_path, suffix):
     there, here = trained(), trained(seed=2)
@@ -218,9 +266,67 @@ def test_numbers_that_may_mean_other_parameters_are_not_guessed(tmp_path):
     assert "optimizer.state.0/exp_avg" in source.atoms and "0.weight/exp_avg" not in source.atoms
     before = exact(model.state_dict())
     checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
-    with checkpointer, pytest.raises(RunMismatch, match=r"optimizer\.state\.0"):
+    with (
+        checkpointer,
+        pytest.raises(RunMismatch, match=r"optimizer\.state\.0.* by param_names in its groups"),
+    ):
         checkpointer.resume(source=tmp_path / "x.pt")
     assert exact(model.state_dict()) == before
+
+
+@pytest.mark.parametrize("way", ["numbers", "dcp", "run"])
+def test_what_no_gradient_has_reached_yet_has_no_state_and_needs_none(tmp_path, way):
+    def made(seed):
+        torch.manual_seed(seed)
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 2)])
+        return model, torch.optim.AdamW(model.parameters())
+
+    (model, optimizer), here = made(0), made(1)
+    with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        model[0](torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+        checkpointer.save()
+    if way == "dcp":
+        write_dcp(source_of(str(tmp_path / "run")), tmp_path / "x")
+    elif way == "numbers":
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x")
+    start = From(tmp_path / ("run" if way == "run" else "x"), cast=True)
+    checkpointer = Checkpointer(tmp_path / "here", model=here[0], optimizer=here[1])
+    with checkpointer, pytest.warns(UserWarning, match=r"had not updated 1\.weight, 1\.bias yet"):
+        checkpointer.resume(source=start)
+    assert state_of(here) == state_of((model, optimizer)) and len(here[1].state) == 2
+
+
+def by_dimension_of(cls):
+    """Two groups, or one of all."""
+
+    def made(model, two):
+        groups = [[p for p in model.parameters() if (p.dim() >= 2) is matrices] for matrices in (True, False)]
+        return cls([{"params": group} for group in groups] if two else model.parameters(), lr=0.1)
+
+    return made
+
+
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor])
+def test_numbers_and_factors_do_not_hide_which_parameter_a_number_is(tmp_path, cls, two):
+    there, here = (trained(partial(by_dimension_of(cls), two=two), seed) for seed in (1, 2))
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of(here) == state_of(there)
+
+
+@pytest.mark.parametrize(
+    "held", [{"row": torch.ones(3, 1)}, {"row": torch.ones(1, 2), "column": torch.ones(2, 1)}]
+)
+def test_state_of_other_shapes_than_the_model_has_is_not_named_by_order(tmp_path, held):
+    """In a group alone too."""
+    state = {"state": {0: held}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"w": torch.ones(3, 2)}, "optimizer": state}, tmp_path / "x.pt")
+    assert "optimizer.state.0/row" in open_source(tmp_path / "x.pt").atoms
 
 
 def test_views_and_types_are_what_they_were(tmp_path):
@@ -377,6 +483,29 @@ def test_hyper_parameters_and_a_step_may_be_numbers_of_numpy(tmp_path):
     assert lr == 0.25 and type(lr) is float
 
 
+@pytest.mark.parametrize("way", ["a file", "dcp"])
+def test_hyper_parameters_may_be_tensors_in_a_tuple_and_have_another_direction(tmp_path, way):
+    betas = torch.tensor(0.8), torch.tensor(0.95)
+    there, here = trained(), trained(seed=2)
+    there[1].param_groups[0] |= {
+        "lr": torch.tensor(0.25),
+        "betas": betas,
+        "capturable": True,
+        "maximize": True,
+    }
+    state = dict(zip(("model", "optimizer"), get_state_dict(*there), strict=True))
+    if way == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "x.pt", no_dist=True)
+    else:
+        torch.save(state, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    [group] = here[1].param_groups
+    assert exact(group["lr"]) == exact(torch.tensor(0.25)) and group["maximize"] is True
+    assert type(group["betas"]) is tuple and exact(group["betas"]) == exact(betas)
+    assert not group["capturable"]
+
+
 def test_a_hyper_parameter_that_is_an_object_is_refused_before_anything_changes(tmp_path):
     there, here = trained(), trained(seed=2)
     there[1].param_groups[0]["lr"] = argparse.Namespace(a=1)
@@ -425,6 +554,42 @@ def test_a_class_that_counts_in_numbers_goes_on_with_numbers(tmp_path):
         checkpointer.resume(source=tmp_path / "x.pt")
     assert [type(slots["step"]) for slots in here[1].state.values()] == [int] * len(here[1].state)
     assert state_of(here) == state_of(there)
+
+
+class Preconditioned(Counting):
+    """Of those that keep lists of tensors, some of them empty, as SOAP does."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                parts = [torch.full((n, n), float(n)) if n < 7 else [] for n in p.shape]
+                self.state[p].setdefault("factors", {"left": parts, "order": [1, 2]})
+        return loss
+
+
+@pytest.mark.parametrize("way", ["a file", "names", "dcp"])
+def test_lists_that_an_optimizer_keeps_are_lists_again_or_refused(tmp_path, way):
+    there, here = (trained(lambda model: Preconditioned(model.parameters(), lr=0.1), seed) for seed in (1, 2))
+    states = {"model": there[0].state_dict(), "optimizer": there[1].state_dict()}
+    if way != "a file":
+        states = dict(zip(("model", "optimizer"), get_state_dict(*there), strict=True))
+    if way == "dcp":
+        dcp.save(states, checkpoint_id=tmp_path / "x")
+    else:
+        torch.save(states, tmp_path / "x")
+    checkpointer, before = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]), state_of(here)
+    with checkpointer:
+        if way == "dcp":
+            with pytest.raises(
+                RunMismatch, match=r"embed\.weight it has nested state \(factors\), which is only"
+            ):
+                checkpointer.resume(source=tmp_path / "x")
+            assert state_of(here) == before
+        else:
+            checkpointer.resume(source=tmp_path / "x")
+            assert state_of(here) == state_of(there)
+            assert here[1].state[here[0].embed.weight]["factors"]["left"][0] == []
 
 
 def raised(state, by):
@@ -495,10 +660,75 @@ def test_a_schedule_of_other_keys_is_left_and_named():
     _, optimizer = trained()
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
     before = schedule.state_dict()
-    for milestones, left in (({"a": 1}, ["scheduler"]), ({"2.5": 1}, ["scheduler"]), ({"3": 1}, [])):
-        saved = {"scheduler": encode({**before, "milestones": milestones})}
-        assert adopt({"scheduler": schedule}, saved) == left
+    for milestones, is_left in (({"a": 1}, True), ({"2.5": 1}, True), ({"3": 1}, False)):
+        told = adopt({"scheduler": schedule}, {"scheduler": encode({**before, "milestones": milestones})})
+        assert [text.startswith("its scheduler is of another kind; ") for text in told] == [True] * is_left
     assert schedule.milestones == Counter([3])
+
+
+class Halving:
+    """A rule for LambdaLR that is an object: what it is made of is kept, code is not."""
+
+    def __call__(self, step):
+        return 0.5**step
+
+
+def lambda_of(rule):
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rule)
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
+
+
+def of_older_torch(state):
+    del state["_is_initial"]
+    return {**state, "verbose": False}
+
+
+SCHEDULES = {
+    "of an older torch": (cosine, lambda state: {"scheduler": of_older_torch(state)},
+        r"another version \(it has verbose, and it lacks _is_initial\); the rest"),
+    "of Lightning": (cosine, lambda state: {"lr_schedulers": [state]}, None),
+    "of an object": (lambda_of(Halving()), lambda s: {"scheduler": s}, None),
+    "of no object": (lambda_of(lambda step: 0.5**step), lambda s: {"scheduler": s}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["a file", "dcp"])
+@pytest.mark.parametrize("form", SCHEDULES)
+def test_a_schedule_goes_on_however_it_was_saved(tmp_path, form, way):
+    made, saved_as, text = SCHEDULES[form]
+    there, here = trained(), trained(seed=2)
+    schedule, goes_on = made(there[1]), made(here[1])
+    for _ in range(3):
+        go_on(*there, steps=1, seed=3)
+        schedule.step()
+    states = dict(zip(("model", "optimizer"), get_state_dict(*there), strict=True))
+    states |= saved_as(schedule.state_dict())
+    torch.save(states, tmp_path / "x") if way == "a file" else dcp.save(states, checkpoint_id=tmp_path / "x")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with Checkpointer(
+            tmp_path / "run", model=here[0], optimizer=here[1], scheduler=goes_on
+        ) as checkpointer:
+            checkpointer.resume(source=tmp_path / "x")
+    texts = [str(each.message) for each in warned if "beginning from" in str(each.message)]
+    assert len(texts) == (text is not None) and all(re.search(text, each) for each in texts), texts
+    assert goes_on.last_epoch == 3 and goes_on.get_last_lr() == schedule.get_last_lr()
+    assert "_is_initial" in goes_on.state_dict()
+
+
+@pytest.mark.parametrize("saved", [[], None, {"last_epoch": 3, "gamma": 0.5}, [{"a": 1}, {"b": 2}], 3])
+def test_a_schedule_that_is_not_there_and_one_of_another_kind_are_told_apart(saved):
+    schedule = torch.optim.lr_scheduler.StepLR(trained()[1], 2)
+    before = schedule.state_dict()
+    [text] = adopt({"scheduler": schedule}, {"scheduler": saved})
+    assert ("it has no scheduler" in text) == (not saved) and ("another kind" in text) == bool(saved)
+    assert (
+        schedule.state_dict() == before
+        and adopt({"scheduler": schedule}, {"scheduler": encode(before)}) == []
+    )
 
 
 def test_a_negative_step_is_none(tmp_path):

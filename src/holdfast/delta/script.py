@@ -99,8 +99,8 @@ class Script:
         ]
 
     def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
-        """Put what there is in the progress of some other run, of any format, where it belongs; what is not there is
-        named in what is returned. A rank that is not the first has random numbers of its own."""
+        """Put what there is in the progress of some other run, of any format, where it belongs; what is not as it was
+        is told in what is returned. A rank that is not the first has random numbers of its own."""
         left = adopt(self._things, progress)
         if "random" in progress:
             restore_random_state(decode(progress["random"]))

@@ -91,6 +91,6 @@ def take_up(beginning: Beginning, told: list[str], captured: Captured, user: Use
     if not beginning.set_hyper_parameters(user.optimizer.param_groups, user.group_parameters()):
         told.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
     if not beginning.fresh:
-        told += [f"it has no {name}; that of the script goes on as it is" for name in left]
+        told += left
     for text in told:
         warnings.warn(f"beginning from {beginning.path}: {text}", stacklevel=4)

@@ -78,7 +78,7 @@ class UserState:
         refuse_place_of_first(self.loader, progress)
 
     def adopt(self, progress: dict[str, Any]) -> list[str]:
-        """Put scheduler and loader where the progress of some other run has them. Names those that it does not have."""
+        """Put scheduler and loader where the progress of some other run has them. Tells what is not as it has it."""
         return adopt(dict(self._stateful()), progress)
 
     def step_scheduler(self) -> None:

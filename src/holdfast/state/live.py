@@ -234,12 +234,27 @@ class LiveState:
     def load_values(self, values: dict[str, dict[str, Any]]) -> None:
         """Put back what ``values`` gave."""
         for name, slots in values.items():
-            optimizer = self.optimizers[self._optimizer_of[name]]
-            optimizer.state[self._parameter[name].parameter].update({s: decode(v) for s, v in slots.items()})
+            optimizer, parameter = self.optimizers[self._optimizer_of[name]], self._parameter[name].parameter
+            held = {slot: _on(parameter.device, decode(value)) for slot, value in slots.items()}
+            optimizer.state[parameter].update(held)
         counted = {self._optimizer_of[name] for name, slots in values.items() if "step" in slots}
         for optimizer in (self.optimizers[number] for number in sorted(counted)):
             # as load_state_dict does: torch's own make tensors of the numbers that they counted with before 1.12
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+    def nest(self, slots: Mapping[str, Collection[str]]) -> None:
+        """Put lists and dictionaries together that were taken apart into ``slots``, by parameter, with all names on the
+        way in the name of each."""
+        for name, apart in slots.items():
+            held = self._state(self._parameter[name])
+            for slot in apart:
+                *way, last = slot.split(".")
+                table = held
+                for part in way:
+                    table = table.setdefault(part, {})
+                table[last] = held.pop(slot)
+            for top in {slot.partition(".")[0] for slot in apart}:
+                held[top] = _with_lists(held[top])
 
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
         """The parameters ``names``, as many at a time as ``optimizer`` is to update at once, while they are where they
@@ -277,6 +292,24 @@ def _persistent(module: nn.Module) -> list[str]:
     """Names of the buffers that it has now."""
     hidden = module._non_persistent_buffers_set
     return [name for name, buffer in module._buffers.items() if buffer is not None and name not in hidden]
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    """``value`` with the tensors in it on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return type(value)({key: _on(device, item) for key, item in value.items()})
+    return type(value)(_on(device, item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _with_lists(value: Any) -> Any:
+    """A dictionary as a list, also inside of it, where its keys are the places in one."""
+    if not isinstance(value, dict) or not value:
+        return value
+    made = {key: _with_lists(item) for key, item in value.items()}
+    places = [str(place) for place in range(len(made))]
+    return [made[place] for place in places] if made.keys() == set(places) else made
 
 
 def _copy_common(held: torch.Tensor, here: Box, value: torch.Tensor, box: Box) -> None:

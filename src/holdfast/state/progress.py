@@ -25,6 +25,9 @@ ARRAYS = {
 }
 """What arrays may be of: what torch has too."""
 
+OF_VERSIONS = {"verbose", "default_min_lr"}
+"""In the state of a schedule, beside names with an underscore: what some versions of torch keep and others do not."""
+
 
 def encode(value: Any, where: str = "progress") -> Any:
     """``value`` as JSON-able data. Raises ``BadInput`` naming the first thing that cannot be stored."""
@@ -162,26 +165,49 @@ def _changed(
 
 def adopt(things: Mapping[str, Any], progress: Mapping[str, Any]) -> list[str]:
     """Give ``things``, by name, the state that the ``progress`` of some other run has of them. What it does not have,
-    or has of something that keeps another kind of state, is left and named in what is returned."""
+    or has of something that keeps another kind of state, is left. What is not as it was is told in what is returned."""
     there = progress.get("things", progress)
-    left = []
+    told = []
     for name, thing in things.items():
-        saved = decode(there[name]) if isinstance(there.get(name), dict) else None
-        own = thing.state_dict()
-        fitting = _fitting(own, saved) if saved is not None and saved.keys() == own.keys() else None
+        saved, own = there.get(name), thing.state_dict()
+        if saved is None or (not saved and own):
+            told.append(f"it has no {name}; that of the script goes on as it is")
+            continue
+        fitting, differing = _fitting(own, decode(saved))
         if fitting is None:
-            left.append(name)
-        else:
-            thing.load_state_dict(fitting)
-    return left
+            told.append(f"its {name} is of another kind{differing}; that of the script goes on as it is")
+            continue
+        thing.load_state_dict(fitting)
+        if differing:
+            told.append(f"its {name} is of another version{differing}; the rest of it was taken over")
+    return told
 
 
-def _fitting(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any] | None:
-    """``saved`` as a state like ``own``; None if it is none."""
+def _fitting(own: dict[str, Any], saved: Any) -> tuple[dict[str, Any] | None, str]:
+    """``saved`` as a state like ``own``, None if it is none; and in what it differs."""
+    if not isinstance(saved, dict):
+        return None, ""
+    empty = {key: own[key] for key in own.keys() - saved.keys() if not any(_leaves(own[key]))}
+    saved = empty | saved  # nothing is left of a list of empty dictionaries where a state was flattened
+    each = ((saved.keys() - own.keys(), "it has"), (own.keys() - saved.keys(), "it lacks"))
+    parts = [f"{verb} {', '.join(sorted(map(str, keys)))}" for keys, verb in each if keys]
+    differing = f" ({', and '.join(parts)})" if parts else ""
+    other = {key for key in own.keys() ^ saved.keys() if not str(key).startswith("_")} - OF_VERSIONS
+    if other or (parts and not own.keys() & saved.keys() & {"last_epoch"}):
+        return None, differing
     try:
-        return _with_keys_of(own, saved)
+        return _with_keys_of(own, saved), differing
     except ValueError:
-        return None
+        return None, differing
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What in nested dictionaries and lists is neither, as ``(value,)``."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield (value,)
 
 
 def _with_keys_of(own: Any, saved: Any) -> Any:

@@ -54,7 +54,8 @@ def _options(
     """For each group what would be set in it; None where the source does not have it, or not the same for all."""
     of_name: dict[str, dict[str, Any]] = {}
     for group, members in groups_of(progress):
-        of_name |= dict.fromkeys(members, group)
+        options = {k: v for k, v in group.items() if k not in IMPLEMENTATION}
+        of_name |= dict.fromkeys(members, options)
     found: list[dict[str, Any] | None] = []
     for group, members in zip(groups, names, strict=True):
         theirs = [of_name.get(name) for name in members]
@@ -62,10 +63,15 @@ def _options(
             found.append(None)
             continue
         options = theirs[0] or {} if theirs else {}
-        options = {k: v for k, v in options.items() if k in group and k not in IMPLEMENTATION}
+        options = {k: v for k, v in options.items() if k in group}
         _refuse_objects(options, members)
-        found.append({k: decode(v) for k, v in options.items()})
+        found.append({k: _like(group[k], decode(v)) for k, v in options.items()})
     return found
+
+
+def _like(own: Any, value: Any) -> Any:
+    """A list as a tuple where that is what is here: who flattens them does not say which it was."""
+    return tuple(value) if isinstance(own, tuple) and isinstance(value, list) else value
 
 
 def _refuse_objects(options: dict[str, Any], names: list[str]) -> None:

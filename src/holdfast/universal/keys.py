@@ -7,7 +7,6 @@ names of its parameters are, or what is called so, or what is not inside of anyt
 
 from __future__ import annotations
 
-import base64
 import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +17,10 @@ from typing import Any, NamedTuple
 from ..errors import BadInput
 from ..state.atoms import TORCH_NAMES
 from ..state.capture import WRAPPED
-from .told import told_progress
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict", "model_state", "net")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "masked_bias")
 """What names of buffers end with."""
-STEPS = ("step", "global_step", "train_step", "iteration", "iter_num")
-SCHEDULERS = ("scheduler", "lr_scheduler", "sched", "lr_schedulers", "schedulers")
-INTEGERS = ("I64", "I32", "I16")
 EXTRA = "extra"
 """The slot of tensors that are neither of the model nor of its optimizer."""
 KEY = "dcp"
@@ -97,13 +92,15 @@ def name_all(
     numbers are in which group is needed to name parameters that an optimizer knows by number. Raises ``BadInput``,
     naming ``where`` they are, if several could be the model and nothing tells which is."""
     optimizers = sorted({key[: found.end()] for key in paths for found in [_GROUPS.search(key)] if found})
-    states = {key: found for key in tensors if (found := _state_of(key, paths[key], optimizers)) is not None}
-    rest = [key for key in paths if key in tensors and key not in states and not _inside(key, optimizers)]
+    states = {key: found for key in tensors if (found := state_of(key, paths[key], optimizers)) is not None}
+    rest = [key for key in paths if key in tensors and key not in states and not inside(key, optimizers)]
     by_optimizer = {name for name, _ in states.values() if not name.isdecimal()}
     by_optimizer |= _names_in_groups(paths, optimizers)
     forms = {each(name) for name in by_optimizer for each in (canonical, unwrapped)}
-    model = _model_root(rest, paths, forms, where)
-    in_model = [key for key in rest if key.startswith(model) and _is_direct(key, paths[key], model)]
+    shaped = [key for key in rest if tensors[key].shape] or rest  # a number beside a model is none
+    model = _model_root(shaped, paths, forms, where)
+    below = [key for key in rest if key.startswith(model)]
+    in_model = [key for key in below if _is_direct(key, paths[key], model)] or below
     named = Named({}, model, optimizers)
     named.is_wrapped = all(unwrapped(key.removeprefix(model)).startswith("module.") for key in in_model)
     plain = {key: named.name_in_model(key) for key in in_model}
@@ -116,7 +113,7 @@ def name_all(
     for key, kind in tensors.items():
         if key in states:
             name, slot = states[key]
-            name = named.numbers.get(name, _numbered_name(key, name))
+            name = named.numbers.get(name, numbered_name(key, name))
             named.tensors[key] = (named.plain(name), slot)
         elif key in plain:
             named.tensors[key] = (plain[key], "param" if plain[key] in known else slot_of(plain[key], kind))
@@ -133,18 +130,19 @@ def _set_seconds_apart(named: Named) -> None:
     others = {root for root in named.optimizers if any(key.startswith(f"{root}state.") for key in seconds)}
     named.optimizers = [root for root in named.optimizers if root not in others]
     for key in named.tensors:
-        if key in seconds or _inside(key, list(others)):
+        if key in seconds or inside(key, list(others)):
             named.tensors[key] = key, EXTRA
 
 
-def _state_of(key: str, path: Path, optimizers: Sequence[str]) -> tuple[str, str] | None:
+def state_of(key: str, path: Path, optimizers: Sequence[str]) -> tuple[str, str] | None:
     """The parameter and the slot, if the entry is an optimizer's state."""
     for root in optimizers:
         if not key.startswith(f"{root}state."):
             continue
         depth = next((i for i in range(len(path)) if _joined(path[: i + 1]) == f"{root}state"), None)
-        if depth is not None and len(path) > depth + 2:
-            return str(path[depth + 1]), _joined(path[depth + 2 :])
+        if depth is not None:
+            way = path[depth + 1 :]
+            return (str(way[0]), _joined(way[1:])) if len(way) > 1 else None
         name, _, slot = key.removeprefix(f"{root}state.").rpartition(".")
         return (name, slot) if name else None
     return None
@@ -154,8 +152,8 @@ def _joined(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _inside(key: str, optimizers: Sequence[str]) -> bool:
-    return any(key.startswith((f"{root}state.", f"{root}param_groups")) for root in optimizers)
+def inside(key: str, optimizers: Sequence[str]) -> bool:
+    return any(f"{key}.".startswith((f"{root}state.", f"{root}param_groups")) for root in optimizers)
 
 
 def _names_in_groups(paths: Mapping[str, Path], optimizers: Sequence[str]) -> set[str]:
@@ -176,11 +174,13 @@ def in_list(path: Path) -> bool:
 def _model_root(rest: Iterable[str], paths: Mapping[str, Path], known: set[str], where: str) -> str:
     """What the keys of the model begin with."""
     keys = list(rest)
+    nested = any(len(path) > 1 for path in paths.values())  # else dictionaries are not known
     hits: Counter[str] = Counter()
     for key in keys:
-        parts = key.split(".")
+        parts, path = key.split("."), paths[key]
+        ends = {_joined(path[:i]).count(".") + 1 for i in range(1, len(path))} | {0}
         for i in range(len(parts)):
-            if canonical(".".join(parts[i:])) in known:
+            if (i in ends or not nested) and canonical(".".join(parts[i:])) in known:
                 hits["".join(f"{part}." for part in parts[:i])] += 1
                 break
     if hits:
@@ -256,8 +256,10 @@ def _numbered(
     or none can, nothing is named."""
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for key, (name, slot) in states.items():
-        if name.isdecimal() and slot != "step":
-            shapes.setdefault(int(name), set()).add(tensors[key].shape)
+        shape = tensors[key].shape
+        says = shape and "." not in slot  # a number does not, nor what is in a list
+        if name.isdecimal() and says:
+            shapes.setdefault(int(name), set()).add(shape)
     trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]
     left = [deque(group) for group in groups]
     if {n for group in left for n in group} != set(range(len(trained))) or sum(map(len, left)) != len(
@@ -266,126 +268,25 @@ def _numbered(
         return {}
     found = {}
     for name, kind in trained:
-        fitting = [group for group in left if group and shapes.get(group[0], {kind.shape}) == {kind.shape}]
+        fitting = [g for g in left if g and _fits(kind.shape, shapes.get(g[0], set()), len(left) == 1)]
         if len(fitting) != 1:
             return {}
         found[str(fitting[0].popleft())] = name
     return found
 
 
-def _numbered_name(key: str, name: str) -> str:
+def _fits(shape: tuple[int, ...], held: set[tuple[int, ...]], alone: bool) -> bool:
+    """Whether an optimizer may hold tensors of these shapes for a parameter of ``shape``: all of that, or with ones in
+    it, as factors of it have. In a group ``alone``, which is in order, what else it holds says nothing against it."""
+    if not held or (alone and shape in held):
+        return True
+    factors = all(
+        len(each) == len(shape) and all(a in (1, n) for a, n in zip(each, shape, strict=True))
+        for each in held
+    )
+    return factors and tuple(map(max, zip(*held, strict=True))) == shape
+
+
+def numbered_name(key: str, name: str) -> str:
     """A name for what an optimizer knows by a number that says nothing: all of its key but the slot."""
     return key.rpartition(".")[0] if name.isdecimal() else name
-
-
-def progress_of(
-    values: Mapping[str, Any], paths: Mapping[str, Path], named: Named, where: str
-) -> dict[str, Any]:
-    """The progress (as of ``Source``) that ``values`` of ``where``, by key, are: all that is no tensor, or a small one,
-    as JSON. Raises ``Damaged`` if it has one of this library that is none."""
-    own = told_progress(values.get(PROGRESS), PROGRESS, where)
-    progress: dict[str, Any] = {**own, "roots": named.roots}
-    groups = _groups_of(values, paths, named)
-    if groups:
-        progress["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        progress["group_parameters"] = [group.get("params", []) for group in groups]
-    states: dict[str, dict[str, Any]] = {}
-    rest = {}
-    for key, value in values.items():
-        state = _state_of(key, paths[key], named.optimizers)
-        if state is not None and key not in named.tensors:
-            name = named.numbers.get(state[0], _numbered_name(key, state[0]))
-            states.setdefault(named.plain(name), {})[state[1]] = value
-        elif not _inside(key, named.optimizers) and key != PROGRESS:
-            rest[key] = value
-    if states:
-        progress["values"] = states
-    _take_scheduler(progress, rest, paths)
-    steps = [key for key in rest if _step_in(key, rest[key]) is not None]
-    if steps:
-        first = min(steps, key=_rank_of_step)
-        progress["step"] = _step_in(first, rest[first])
-    if rest:
-        progress["extra"] = rest
-    return progress
-
-
-def _step_in(key: str, value: Any) -> int | None:
-    """The step that a value is, by its name."""
-    if key.rpartition(".")[2] not in STEPS:
-        return None
-    if isinstance(value, dict) and value.get("shape") in ([], [1]) and value.get("__tensor__") in INTEGERS:
-        value = int.from_bytes(base64.b64decode(value["bytes"]), "little", signed=True)
-    return value if type(value) is int and value >= 0 else None
-
-
-def _rank_of_step(key: str) -> tuple[int, bool, int]:
-    """The least is taken: what is inside of least, and ``global_step`` before a ``step``, which may be of an epoch."""
-    return key.count("."), key.rpartition(".")[2] != "global_step", len(key)
-
-
-class _Nested(dict[Any, Any]):
-    """A dictionary or a list that was flattened."""
-
-
-def _take_scheduler(progress: dict[str, Any], rest: dict[str, Any], paths: Mapping[str, Path]) -> None:
-    """Move what is of a schedule from ``rest`` to where progress has it, nested as it was."""
-    found = _Nested()
-    for key in list(rest):
-        path = paths[key]
-        place = next((i for i, name in enumerate(path) if name in SCHEDULERS), None)
-        if place is not None:
-            table = found
-            for name in ("scheduler", *path[place + 1 : -1])[: len(path) - place - 1]:
-                table = table.setdefault(name, _Nested())
-            table[path[-1] if place + 1 < len(path) else "scheduler"] = rest.pop(key)
-    progress |= _unflattened(found)
-
-
-def _unflattened(value: Any) -> Any:
-    if not isinstance(value, _Nested):
-        return value
-    if value and value.keys() == set(range(len(value))):
-        return [_unflattened(value[place]) for place in sorted(value)]
-    return {str(name): _unflattened(item) for name, item in value.items()}
-
-
-def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Named) -> list[dict[str, Any]]:
-    """Hyper-parameters by group, with the names of the parameters."""
-    found: list[dict[str, Any]] = []
-    for root in named.optimizers:
-        start = f"{root}param_groups"
-        if isinstance(values.get(start), list):
-            found += [dict(group) for group in values[start]]
-            continue
-        listed: dict[int, dict[str, Any]] = {}
-        single: dict[str, dict[str, Any]] = {}
-        for key in values:
-            if not key.startswith(f"{start}."):
-                continue
-            if in_list(paths[key]):
-                place = next(i for i, name in enumerate(paths[key]) if name == "param_groups")
-                listed.setdefault(paths[key][place + 1], {})[_joined(paths[key][place + 2 :])] = values[key]
-            else:
-                name, _, option = key.removeprefix(f"{start}.").rpartition(".")
-                single.setdefault(name, {})[option] = values[key]
-        by_list = [listed[i] for i in sorted(listed)]
-        found += by_list or _joined_groups(single)  # the same, where there are both
-    for group in found:
-        if "params" in group:
-            group["params"] = [
-                named.plain(named.numbers.get(str(name), str(name))) for name in group["params"]
-            ]
-    return found
-
-
-def _joined_groups(single: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One group of the parameters that have the same hyper-parameters."""
-    groups: list[tuple[dict[str, Any], list[str]]] = []
-    for name, options in single.items():
-        same = next((names for other, names in groups if other == options), None)
-        if same is None:
-            groups.append((options, [name]))
-        else:
-            same.append(name)
-    return [{**options, "params": names} for options, names in groups]

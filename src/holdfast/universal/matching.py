@@ -45,12 +45,16 @@ class Match:
     unused: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)
     without_state: list[str] = field(default_factory=list)
+    never_updated: list[str] = field(default_factory=list)
+    """Of what has no optimizer state there, what the optimizer had all the same."""
     names: dict[str, str] = field(default_factory=dict)
     """By name here the name in the source."""
     left: list[str] = field(default_factory=list)
     """What is of the run that it comes from alone: residuals of error feedback."""
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name here, what the optimizer held that is no tensor, by slot, as JSON."""
+    nested: dict[str, list[str]] = field(default_factory=dict)
+    """By name here, the slots that are parts of lists and dictionaries, to be put together."""
     another: dict[str, str] = field(default_factory=dict)
     """By name here, of parameters whose state is of another kind of optimizer, how it differs."""
 
@@ -67,6 +71,10 @@ class Match:
             told.append(f"its {_some(self.left)} are left, so error feedback begins anew")
         if self.without_state:
             told.append(f"it has no optimizer state of {_some(self.without_state)}, which begins anew")
+        if self.never_updated:
+            told.append(
+                f"its optimizer had not updated {_some(self.never_updated)} yet, and has no state of them"
+            )
         if self.another:
             names = _some(list(self.another))
             told.append(f"its optimizer state of {names} is of another kind of optimizer, and begins anew")
@@ -105,9 +113,11 @@ def match(
     same: dict[int, set[str]] = {}
     for name, slots in by_name.items():
         same.setdefault(id(slots), set()).add(name)
+    allowed = _with_module(forms, by_name, allowed)
     places = {form.names[0]: _there(form.names, by_name, allowed) for form in forms}
     result.names = {name: there for name, there in places.items() if there is not None}
     kept = keeps(result.names)
+    grouped = {name for _, names in groups_of(source.progress) for name in names}
     for form in forms:
         there = places[form.names[0]]
         if there is None:
@@ -134,11 +144,13 @@ def match(
         else:
             values = source.progress.get("values", {}).get(there, {})
             fresh = weights_only and bool(source.progress.get("groups"))
-            slots = _state(form.names[0], slots, values, kept.get(form.names[0]), fresh, result)
+            lacking = None if fresh else result.never_updated if there in grouped else result.without_state
+            slots = _state(form.names[0], slots, values, kept.get(form.names[0]), lacking, result)
         result.found[form.names[0]] = slots
     for name in by_name.keys() & {_renamed(name, allowed) for name in elsewhere}:
         used |= same[id(by_name[name])]
     result.unused += [name for name in by_name if name not in used]
+    _find_nested(source, result)
     _refuse(source, result, allowed, weights_only)
     return result
 
@@ -148,15 +160,16 @@ def _state(
     slots: dict[str, Stored],
     values: Mapping[str, Any],
     kept: frozenset[str] | None,
-    fresh: bool,
+    lacking: list[str] | None,
     result: Match,
 ) -> dict[str, Stored]:
-    """Of ``slots`` and ``values`` of a parameter, those that its optimizer keeps; with ``fresh`` there need be none."""
+    """Of ``slots`` and ``values`` of a parameter, those that its optimizer keeps; if there are none, ``lacking`` has
+    it then."""
     held = {slot: value for slot, value in values.items() if value is not None}
     there = (slots.keys() | held.keys()) - {"param"}
     if not there:
-        if kept != frozenset() and not fresh:
-            result.without_state.append(name)
+        if kept != frozenset() and lacking is not None:
+            lacking.append(name)
     elif kept is not None:
         more, less = there - kept - {STEP}, kept - there  # an engine counts the steps of every optimizer
         if less or (more and not kept):
@@ -170,6 +183,22 @@ def _state(
     if held.keys() & wanted:
         result.values[name] = {slot: value for slot, value in held.items() if slot in wanted}
     return {slot: stored for slot, stored in slots.items() if slot in wanted or slot == "param"}
+
+
+def _find_nested(source: Source, result: Match) -> None:
+    """What of the found state is nested, as slots with a dot are but for those of a run. Only where nothing of that is
+    lost it can be put together: torch leaves out what is empty when it flattens."""
+    for name in result.found if "replay" not in source.progress else ():
+        slots = [slot for slot in {**result.found[name], **result.values.get(name, {})} if "." in slot]
+        if slots and source.format == "torch.save":
+            result.nested[name] = slots
+        elif slots:
+            of = slots[0].partition(".")[0]
+            result.another[name] = (
+                f"of {name} it has nested state ({of}), which is only taken from torch.save"
+            )
+            result.found[name] = {"param": result.found[name]["param"]}
+            result.values.pop(name, None)
 
 
 def groups_of(progress: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[str]]]:
@@ -191,6 +220,16 @@ def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed)
         if name in by_name and by_name[name].keys() & {"param", "buffer"}:
             return name
     return None
+
+
+def _with_module(forms: list[Form], by_name: Mapping[str, Any], allowed: Allowed) -> Allowed:
+    """``allowed``, where nothing has its own name in the source, with ``module.`` before the names here, or there: it
+    is what wrappers put there, and what a model may call its only child."""
+    for rename in ({}, {r"module\.(.*)": r"\1"}, {"(.*)": r"module.\1"}) if not allowed.rename else ():
+        each = replace(allowed, rename=rename)
+        if any(_there(form.names, by_name, each) for form in forms):
+            return each
+    return allowed
 
 
 def _renamed(name: str, allowed: Allowed) -> str:
@@ -232,9 +271,14 @@ def _refuse(source: Source, result: Match, allowed: Allowed, weights_only: bool)
     if not weights_only:
         odd += [f"it has no optimizer state of {name}" for name in result.without_state]
     if odd and not allowed.partial:
+        by_number = any(re.search(r"(^|\.)state\.\d+(\.|$)", name) for name in result.unused)
+        names = " Its optimizer knows parameters by numbers, which do not tell here which they are: save it with names,"
+        names += (
+            " by param_names in its groups (an optimizer of named_parameters() has them) or get_state_dict."
+        )
         raise RunMismatch(
-            f"{source.path} is not the state of this model: {_some(odd)}. Build model and optimizers as they were, give"
-            " rename= for other names, or partial=True to take what there is."
+            f"{source.path} is not the state of this model: {_some(odd)}.{names if by_number else ''} Build model and"
+            " optimizers as they were, give rename= for other names, or partial=True to take what there is."
         )
 
 

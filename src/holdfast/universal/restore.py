@@ -18,6 +18,8 @@ from ..state.boxes import Box
 from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
 from ..state.live import LiveState
 from ..units import MiB
+from ..update.formed import FormedOptimizer
+from ..update.joined import member_of
 from .checking import refuse_unequal
 from .hyper import kept_by, set_hyper_parameters
 from .load import Target, check_all, mean, read_all
@@ -29,12 +31,13 @@ BATCH_BYTES = 256 * MiB
 
 @dataclass(frozen=True)
 class _Wanted:
-    """``box`` of ``stored`` goes to the tensor ``slot`` of ``name`` here."""
+    """``box`` of ``stored`` goes to the tensor ``slot`` of ``name`` here, converted to ``dtype`` if there is one."""
 
     name: str
     slot: str
     stored: Stored
     box: Box
+    dtype: torch.dtype | None = None
 
 
 def needs_of(state: LiveState, source: Source, allowed: Allowed) -> tuple[set[int], list[Stored]]:
@@ -61,6 +64,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     try:
         _load(state, source, slots)
         state.load_values(found.values)
+        state.nest(found.nested)
     except BaseException:
         for optimizer, held in zip(state.optimizers, before, strict=True):
             optimizer.state.clear()
@@ -102,9 +106,28 @@ def _wanted(state: LiveState, found: Match) -> tuple[list[_Wanted], list[_Wanted
             if slot == "buffer":
                 live.append(_Wanted(name, slot, stored, Box.whole(stored.atom.shape)))
                 continue
-            box = _box_here(state.parameter(name), slot, stored, state.boxes[name])
-            (live if slot == "param" else slots).append(_Wanted(name, slot, stored, box))
+            parameter = state.parameter(name)
+            box = _box_here(parameter, slot, stored, state.boxes[name])
+            if slot == "param":
+                live.append(_Wanted(name, slot, stored, box))
+            else:
+                dtype = (
+                    parameter.parameter.dtype if _follows(state, parameter, stored, there, found) else None
+                )
+                slots.append(_Wanted(name, slot, stored, box, dtype))
     return live, slots
+
+
+def _follows(
+    state: LiveState, parameter: CapturedParameter, stored: Stored, there: Mapping[str, Stored], found: Match
+) -> bool:
+    """Whether the optimizer keeps ``stored`` in the type of its ``parameter``, which is another than in the source:
+    as torch's ``load_state_dict`` has it, but for numbers, and where it was otherwise in the source."""
+    number, atom = state.optimizer_of(parameter), stored.atom
+    if parameter.name not in found.cast or number is None or not atom.shape:
+        return False
+    optimizer = member_of(state.optimizers[number], parameter.group or 0)
+    return atom.dtype == there["param"].atom.dtype and not isinstance(optimizer, FormedOptimizer)
 
 
 def _box_here(parameter: CapturedParameter, slot: str, stored: Stored, box: Box) -> Box:
@@ -134,7 +157,8 @@ def _load(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:
 
 def _load_batch(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:
     tensors = read_tensors(source, [(each.stored, each.box) for each in wanted])
-    for each, tensor in zip(wanted, tensors, strict=True):
+    for each, read in zip(wanted, tensors, strict=True):
+        tensor = read if each.dtype is None else read.to(each.dtype)
         if each.slot != "buffer" and each.box == state.boxes[each.name]:
             state.load_part(each.name, each.slot, tensor, each.box)
         else:

@@ -63,8 +63,8 @@ REFUSED = {
 FORMED = (AdamW8bit, AdamWBF16, Apollo, Grass)
 """Of this library."""
 
-IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "maximize"}
-"""Of a parameter group: how the update is computed here, which is not carried over."""
+IMPLEMENTATION = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Of a parameter group: what is in it and how the update is computed here, which is not carried over."""
 
 ELEMENTS = 10_000
 """Of the parameter that an optimizer is tried on."""

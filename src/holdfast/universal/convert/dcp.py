@@ -7,10 +7,11 @@ from typing import Any
 
 from ...state.atoms import Atom
 from ...units import counted
-from ..keys import PROGRESS, name_all, progress_of
+from ..keys import PROGRESS, name_all
 from ..small import is_small, value_of
 from ..source import Stored
 from ..told import state_dict_of
+from ..values import progress_of
 from .dcp_entries import Entries
 from .dcp_metadata import METADATA, Claims
 from .dcp_values import Values

@@ -15,10 +15,11 @@ from ...store.manifest import FileRef, Manifest
 from ...store.ranges import VerifiedFiles
 from ...store.reader import RunReader
 from ...store.reading import INSPECT
-from ..keys import KEY, Kind, name_all, progress_of
+from ..keys import KEY, Kind, name_all
 from ..small import is_small, value_of
 from ..source import Part, Source, Stored
 from ..told import state_dict_of
+from ..values import progress_of
 from .pending import Pending
 
 

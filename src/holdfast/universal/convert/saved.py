@@ -17,13 +17,14 @@ from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
 from ...state.pieces import Pieces
 from ..archives import Archive, check_inside, piece_of
-from ..keys import Kind, Named, name_all, progress_of
+from ..keys import Kind, Named, name_all
 from ..keys import Path as Way
 from ..pickles import Tensor
 from ..plain import Plain
 from ..small import SMALL_BYTES, is_small, value_of
 from ..source import Files, Stored
 from ..told import check_progress, state_dict_of
+from ..values import progress_of
 from .indexed import files_of
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -128,8 +129,8 @@ def _state_dict_of(archive: Archive) -> dict[Any, Any]:
 
 
 def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
-    """Tensors, and what holds none, each with the names on the way to it."""
-    if isinstance(value, dict) and not isinstance(value, Counter):
+    """Tensors, and what holds none or nothing, each with the names on the way to it."""
+    if isinstance(value, dict) and value and not isinstance(value, Counter):
         for name, inner in _by_name(value).items():
             yield from _leaves(inner, (*way, name))
     elif isinstance(value, list | tuple) and any(isinstance(each, dict | Tensor) for each in value):

@@ -1,0 +1,140 @@
+"""Values: what of a nested state dict is no tensor, or a small one, as the progress of a source.
+
+Which entry is whose has been found (``keys``). What writers flattened, as ``torch.distributed.checkpoint`` does, is
+nested again here.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from .keys import PROGRESS, Named, Path, in_list, inside, numbered_name, state_of
+from .told import told_progress
+
+STEPS = ("step", "global_step", "train_step", "iteration", "iter_num")
+SCHEDULERS = ("scheduler", "lr_scheduler", "sched", "lr_schedulers", "schedulers")
+INTEGERS = ("I64", "I32", "I16")
+
+
+def progress_of(
+    values: Mapping[str, Any], paths: Mapping[str, Path], named: Named, where: str
+) -> dict[str, Any]:
+    """The progress (as of ``Source``) that ``values`` of ``where``, by key, are: all that is no tensor, or a small one,
+    as JSON. Raises ``Damaged`` if it has one of this library that is none."""
+    own = told_progress(values.get(PROGRESS), PROGRESS, where)
+    progress: dict[str, Any] = {**own, "roots": named.roots}
+    groups = [] if "replay" in own else _groups_of(values, paths, named)  # a Checkpointer has its own
+    if groups:
+        progress["groups"] = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        progress["group_parameters"] = [group.get("params", []) for group in groups]
+    states: dict[str, dict[str, Any]] = {}
+    rest = {}
+    for key, value in values.items():
+        state = state_of(key, paths[key], named.optimizers)
+        if state is not None and key not in named.tensors:
+            name = named.numbers.get(state[0], numbered_name(key, state[0]))
+            states.setdefault(named.plain(name), {})[state[1]] = value
+        elif not inside(key, named.optimizers) and key != PROGRESS:
+            rest[key] = value
+    if states or "replay" in own:
+        progress["values"] = states
+    _take_scheduler(progress, rest, paths)
+    steps = [key for key in rest if _step_in(key, rest[key]) is not None]
+    if steps:
+        first = min(steps, key=_rank_of_step)
+        progress["step"] = _step_in(first, rest[first])
+    if rest:
+        progress["extra"] = rest
+    return progress
+
+
+def _step_in(key: str, value: Any) -> int | None:
+    """The step that a value is, by its name."""
+    if key.rpartition(".")[2] not in STEPS:
+        return None
+    if isinstance(value, dict) and value.get("shape") in ([], [1]) and value.get("__tensor__") in INTEGERS:
+        value = int.from_bytes(base64.b64decode(value["bytes"]), "little", signed=True)
+    return value if type(value) is int and value >= 0 else None
+
+
+def _rank_of_step(key: str) -> tuple[int, bool, int]:
+    """The least is taken: what is inside of least, and ``global_step`` before a ``step``, which may be of an epoch."""
+    return key.count("."), key.rpartition(".")[2] != "global_step", len(key)
+
+
+class _Nested(dict[Any, Any]):
+    """A dictionary or a list that was flattened."""
+
+
+def _take_scheduler(progress: dict[str, Any], rest: dict[str, Any], paths: Mapping[str, Path]) -> None:
+    """Move what is of a schedule from ``rest`` to where progress has it, nested as it was."""
+    found = _Nested()
+    for key in list(rest):
+        path = paths[key]
+        place = next((i for i, name in enumerate(path) if name in SCHEDULERS), None)
+        if place is not None:
+            _put(found, ("scheduler", *path[place + 1 :]), rest.pop(key))
+    progress |= _unflattened(found)
+    match progress.get("scheduler"):
+        case [only]:  # of Lightning, by optimizer
+            progress["scheduler"] = only
+
+
+def _put(table: _Nested, way: Path, value: Any) -> None:
+    """Where ``way`` leads to from ``table``."""
+    for name in way[:-1]:
+        table = table.setdefault(name, _Nested())
+    table[way[-1]] = value
+
+
+def _unflattened(value: Any) -> Any:
+    if not isinstance(value, _Nested):
+        return value
+    if value and value.keys() == set(range(len(value))):
+        return [_unflattened(value[place]) for place in sorted(value)]
+    return {str(name): _unflattened(item) for name, item in value.items()}
+
+
+def _groups_of(values: Mapping[str, Any], paths: Mapping[str, Path], named: Named) -> list[dict[str, Any]]:
+    """Hyper-parameters by group, with the names of the parameters."""
+    found: list[dict[str, Any]] = []
+    for root in named.optimizers:
+        start = f"{root}param_groups"
+        if isinstance(values.get(start), list):
+            found += [dict(group) for group in values[start]]
+            continue
+        listed: dict[int, _Nested] = {}
+        single: dict[str, dict[str, Any]] = {}
+        for key in values:
+            if not key.startswith(f"{start}."):
+                continue
+            if in_list(paths[key]) and values[key] != {}:
+                place = next(i for i, name in enumerate(paths[key]) if name == "param_groups")
+                _put(
+                    listed.setdefault(paths[key][place + 1], _Nested()), paths[key][place + 2 :], values[key]
+                )
+            else:
+                name, _, option = key.removeprefix(f"{start}.").rpartition(".")
+                single.setdefault(name, {})[option] = values[key]
+        by_list = [{str(k): _unflattened(v) for k, v in listed[i].items()} for i in sorted(listed)]
+        found += by_list or _joined_groups(single)  # the same, where there are both
+    for group in found:
+        if "params" in group:
+            group["params"] = [
+                named.plain(named.numbers.get(str(name), str(name))) for name in group["params"]
+            ]
+    return found
+
+
+def _joined_groups(single: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """One group of the parameters that have the same hyper-parameters."""
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for name, options in single.items():
+        same = next((names for other, names in groups if other == options), None)
+        if same is None:
+            groups.append((options, [name]))
+        else:
+            same.append(name)
+    return [{**options, "params": names} for options, names in groups]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 import holdfast as library
+from holdfast.errors import BadInput, RunLocked
+from holdfast.sources import source_of
+from holdfast.state.boxes import Box
+from holdfast.universal.convert import dcp_writer, huggingface
+from holdfast.universal.convert.dcp_writer import write_dcp
+from holdfast.universal.convert.deepspeed import write_deepspeed
+from holdfast.universal.convert.huggingface import write_huggingface, write_single
+from holdfast.universal.restore import read_tensors
 
 
 @pytest.fixture
@@ -106,3 +116,103 @@ def test_what_cannot_be_is_one_line_with_nothing_written(trained, tmp_path, hold
 def test_a_destination_that_holds_a_run_is_refused(trained, holdfast):
     result = holdfast("convert", trained[0], trained[0], "--to", "holdfast")
     assert result.code == 2 and "holds a run already" in result.err
+
+
+WRITERS = {
+    "dcp": write_dcp,
+    "huggingface": write_huggingface,
+    "safetensors": write_single,
+    "deepspeed": lambda source, path, told: write_deepspeed(source, path, 1, told=told),
+}
+
+
+@pytest.mark.parametrize("to", WRITERS)
+def test_a_second_conversion_into_one_destination_is_refused_while_the_first_writes(
+    trained, tmp_path, holdfast, to
+):
+    run, model = trained
+    out, errors = tmp_path / "out.safetensors", []
+
+    def told(nbytes):
+        try:
+            WRITERS[to](source_of(str(run)), out, told=lambda _: None)
+        except RunLocked as error:
+            errors.append(str(error))
+
+    WRITERS[to](source_of(str(run)), out, told=told)
+    assert errors == [
+        f"{out} is being written by another conversion. Wait for it or stop it, or give another place."
+    ] * len(errors)
+    assert errors and holdfast("verify", out).code == 0
+    again = source_of(str(out))
+    for name, value in model.state_dict().items():
+        [found] = read_tensors(again, [(again.atoms[f"{name}/param"], Box.whole(value.shape))])
+        assert torch.equal(found, value)
+
+
+def test_two_conversions_may_write_two_files_of_one_folder(trained, tmp_path, holdfast):
+    codes = []
+
+    def told(nbytes):
+        out = tmp_path / f"{len(codes)}.safetensors"
+        codes.append(holdfast("convert", trained[0], out, "--to", "safetensors").code)
+
+    write_single(source_of(str(trained[0])), tmp_path / "out.safetensors", told=told)
+    assert codes and not any(codes)
+
+
+@pytest.mark.parametrize("itself", [False, True])
+def test_a_single_file_takes_the_place_of_no_other(trained, tmp_path, holdfast, itself):
+    first = tmp_path / "a.safetensors"
+    assert holdfast("convert", trained[0], first, "--to", "safetensors").code == 0
+    before = first.read_bytes()
+    source = first if itself else trained[0]
+    result = holdfast("convert", source, first, "--to", "safetensors", "--dtype", "bf16")
+    assert result.code == 2 and "is there already" in result.err
+    assert first.read_bytes() == before
+
+
+def test_a_single_file_that_was_made_meanwhile_stays(trained, tmp_path):
+    out = tmp_path / "out.safetensors"
+    file = huggingface.written_durably
+
+    @contextmanager
+    def late(*args, **kwargs):
+        out.write_bytes(b"theirs")
+        with file(*args, **kwargs) as opened:
+            yield opened
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface, "written_durably", late)
+        with pytest.raises(BadInput, match="is there already"):
+            write_single(source_of(str(trained[0])), out)
+    assert out.read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__3_1.distcp", "__0.metadata", ".metadata"])
+def test_a_part_of_a_checkpoint_is_not_written_over(trained, tmp_path, holdfast, name):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_bytes(b"precious")
+    result = holdfast("convert", trained[0], out, "--to", "dcp")
+    assert result.code == 2 and f"has a checkpoint already, or a part of one: {name}" in result.err
+    assert [(path.name, path.read_bytes()) for path in out.iterdir()] == [(name, b"precious")]
+
+
+def test_a_dcp_conversion_that_ended_before_its_metadata_is_done_again(trained, tmp_path, holdfast):
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(dcp_writer._Writing, "metadata", Mock(side_effect=KeyboardInterrupt))
+        write_dcp(source_of(str(trained[0])), out)
+    assert (out / "__0_0.distcp").exists() and not (out / ".metadata").exists()
+    assert holdfast("convert", trained[0], out, "--to", "dcp").code == 0
+    assert holdfast("diff", trained[0], out).code == 0
+    assert sorted(path.name for path in out.iterdir()) == [".metadata", "__0_0.distcp"]
+
+
+def test_no_run_is_written_into_what_another_library_wrote(trained, tmp_path, holdfast):
+    out = tmp_path / "out"
+    assert holdfast("convert", trained[0], out, "--to", "huggingface").code == 0
+    result = holdfast("convert", trained[0], out, "--to", "holdfast")
+    assert result.code == 2 and "holds safetensors; name a directory that is not there" in result.err
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]

@@ -688,6 +688,9 @@ def test_a_model_without_a_name_before_it_is_written_as_torchtitan_reads_it(fold
     assert repr(loaded) == repr({**of_model, "optimizer": flat_of(of_optimizer)})
 
 
+MARK = ".holdfast-conversion"
+
+
 def test_what_says_that_there_is_a_checkpoint_comes_last_and_all_is_durable(folder, tmp_path, monkeypatch):
     calls = []
 
@@ -706,9 +709,12 @@ def test_what_says_that_there_is_a_checkpoint_comes_last_and_all_is_durable(fold
 
     monkeypatch.setattr(dcp_writer, "Disk", Recording)
     write_dcp(DCP(folder), tmp_path / "out")
-    payload, metadata = "__0_0.distcp", ".metadata"
-    order = [[("sync", f"{name}.tmp"), ("rename", name), ("sync_dir", "")] for name in (payload, metadata)]
-    assert calls == order[0] + order[1]
+    mark, payload, metadata = MARK, "__0_0.distcp", ".metadata"
+    assert calls == [
+        call
+        for name in (mark, payload, metadata)
+        for call in [("sync", f"{name}.tmp"), ("rename", name), ("sync_dir", "")]
+    ]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {payload, metadata}
 
 
@@ -718,7 +724,7 @@ def test_a_conversion_that_fails_leaves_no_checkpoint(folder, tmp_path):
     flip(file, file.read_bytes().index(b"archive/data/0", start, stop) + 100)
     with pytest.raises(ChunkCorrupt, match=r"model\.a\.weight"):
         write_dcp(DCP(folder), tmp_path / "out")
-    assert not [path for path in (tmp_path / "out").iterdir() if not path.name.endswith(".tmp")]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {MARK, "__0_0.distcp.tmp"}
 
 
 def test_a_folder_that_has_a_checkpoint_is_not_written_over(folder):

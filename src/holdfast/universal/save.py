@@ -16,6 +16,7 @@ from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.written import Written
 from ..units import MiB, format_bytes, packed
+from .convert import format_of, is_of_others
 from .load import read_flat
 from .source import Source, Stored, with_aliases
 
@@ -27,8 +28,11 @@ METADATA = {"format": "holdfast", "version": "1"}
 def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda nbytes: None) -> Manifest:
     """Make ``root`` a run whose one commit is ``source``, at its step. Durable when this returns.
 
-    Raises ``BadInput`` if there is a run already, ``DiskFull`` if there is no room for it, both with nothing written.
+    Raises ``BadInput`` if there is a run already, or what another library wrote, ``DiskFull`` if there is no room for
+    it, all with nothing written.
     """
+    if is_of_others(root):
+        raise BadInput(f"{root} holds {format_of(root)}; name a directory that is not there")
     with LocalStore(root) as store:
         if store.disk.exists("commits") and store.commits():
             raise BadInput(f"{root} holds a run already; name a directory that is not there")

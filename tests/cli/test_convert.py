@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import contextmanager
 from unittest.mock import Mock
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import holdfast as library
-from holdfast.errors import BadInput, RunLocked
+from holdfast.errors import BadInput, Damaged, RunLocked
 from holdfast.sources import source_of
 from holdfast.state.boxes import Box
 from holdfast.universal.convert import dcp_writer, huggingface
@@ -20,6 +21,7 @@ from holdfast.universal.convert.dcp_writer import write_dcp
 from holdfast.universal.convert.deepspeed import write_deepspeed
 from holdfast.universal.convert.huggingface import write_huggingface, write_single
 from holdfast.universal.restore import read_tensors
+from holdfast.universal.save import write_run
 
 
 @pytest.fixture
@@ -216,3 +218,27 @@ def test_no_run_is_written_into_what_another_library_wrote(trained, tmp_path, ho
     result = holdfast("convert", trained[0], out, "--to", "holdfast")
     assert result.code == 2 and "holds safetensors; name a directory that is not there" in result.err
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("to", [*WRITERS, "holdfast"])
+def test_a_source_that_is_written_again_meanwhile_is_made_into_nothing(tmp_path, holdfast, to):
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    for number, path in enumerate(paths):
+        model = nn.Linear(6, 4)
+        nn.init.constant_(model.weight, number)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+        os.utime(path, (number, number))  # files this small may have been written at one time
+    assert paths[0].stat().st_size == paths[1].stat().st_size
+    out = tmp_path / "out.safetensors"
+
+    def told(nbytes):
+        if paths[1].exists():
+            paths[1].rename(paths[0])
+
+    write = {**WRITERS, "holdfast": write_run}[to]
+    with pytest.raises(Damaged, match=f"{paths[0]} was written again meanwhile"):
+        write(source_of(str(paths[0])), out, told=told)
+    assert holdfast("show", out).code != 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 from dataclasses import replace
@@ -12,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.checkpointer import Checkpointer
 from holdfast.cli.inspect import is_foreign
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged
 from holdfast.sources import source_of
 from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
 from holdfast.state.capture import FROM_NAME
+from holdfast.universal import restore
 from holdfast.universal.convert import huggingface
 from holdfast.universal.convert.huggingface import write_huggingface, write_single
 from holdfast.universal.convert.safetensors import INDEX, SafetensorsFiles, digest_of, header_of
@@ -386,3 +389,32 @@ def test_checksums_that_are_nested_as_deep_as_can_be_read_are_refused(tmp_path):
 def test_files_of_others_have_no_checksums_and_are_read(source):
     assert not any(part.has_checksum for part in source.parts) and source.writer == ""
     assert read(source)
+
+
+def test_nothing_is_read_of_a_file_that_was_written_again(source, tmp_path):
+    path = tmp_path / "source.safetensors"
+    save_file({name: torch.ones_like(tensor) for name, tensor in tensors().items()}, path)
+    os.utime(path, (1, 1))
+    for ask in (lambda: read(source), source.refuse_rewritten):
+        with pytest.raises(Damaged, match=f"{path} was written again meanwhile"):
+            ask()
+
+
+def test_what_was_read_of_a_file_that_is_gone_by_now_is_what_was_in_it(source, tmp_path):
+    read(source)
+    (tmp_path / "source.safetensors").unlink()
+    source.refuse_rewritten()
+
+
+def test_a_model_is_left_as_it_is_by_a_file_that_is_written_again(tmp_path, monkeypatch):
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    path = tmp_path / "a.safetensors"
+    save_file({name: value + 1 for name, value in before.items()}, path)
+    check_all = restore.check_all
+    monkeypatch.setattr(restore, "check_all", lambda *a: (check_all(*a), os.utime(path, (1, 1))))
+    checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.raises(Damaged, match="was written again meanwhile"):
+        checkpointer.resume(source=path)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())

@@ -53,6 +53,7 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
                 generation,
                 unit.write_through(generation, fill, kind="state", phase="save", priority=2),
             )
+        source.refuse_rewritten()
         index = store.put_index({"version": 1, "atoms": dict(_index(units))})
         origin = {"converted_from": {"path": source.path, "format": source.format}}
         return store.publish(

@@ -87,6 +87,7 @@ def _write(source: Source, disk: Disk, keys: Keys, told: Callable[[int], None]) 
     with written_durably(disk, FILE, sum(sizes) + chunks * OVERHEAD, why="payload") as file:
         writing = _Writing(source, file)
         in_threads(writing.jobs(keys), told)
+        source.refuse_rewritten()
         disk.cut(FILE + TEMPORARY, writing.end)
     write_durably(disk, METADATA, pickle.dumps(writing.metadata(disk.root, keys)), why="metadata")
 

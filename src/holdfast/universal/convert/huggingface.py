@@ -193,6 +193,7 @@ def _write_file(
         pairs = zip(wanted, places, strict=True)
         jobs = (job for each, at in pairs for job in _jobs(source, each, file, at, sums[each.key]))
         in_threads(jobs, told)
+        source.refuse_rewritten()
         file.write(memoryview(_header(wanted, metadata, sums)), 0)
 
 

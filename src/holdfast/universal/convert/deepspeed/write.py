@@ -83,6 +83,7 @@ def _write_folder(
     _write(disk, f"{tag}/{model}", _model_states(source, groups, stage))
     disk.sync_dir(f"{tag}/zero", why="universal")
     disk.sync_dir(tag, why="universal")
+    source.refuse_rewritten()
     write_durably(disk, "latest_universal", tag.encode(), why="universal")
     disk.unlink(_MARK + tag)
     return tag

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import holdfast as library
@@ -242,3 +242,60 @@ def test_a_source_that_is_written_again_meanwhile_is_made_into_nothing(tmp_path,
     with pytest.raises(Damaged, match=f"{paths[0]} was written again meanwhile"):
         write(source_of(str(paths[0])), out, told=told)
     assert holdfast("show", out).code != 0
+
+
+def test_the_schedule_of_a_checkpointer_goes_along_to_deepspeed(tmp_path, holdfast):
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    things = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+    with library.Checkpointer(tmp_path / "run", **things) as checkpointer:
+        checkpointer.resume()
+        model(torch.randn(2, 6)).sum().backward()
+        optimizer.step()
+        schedule.step()
+        checkpointer.step()
+    result = holdfast("convert", tmp_path / "run", tmp_path / "out", "--to", "deepspeed", "--stage", "1")
+    assert result.code == 0, result.err
+    states = torch.load(tmp_path / "out/global_step1/mp_rank_00_model_states.pt")
+    assert states["lr_scheduler"] == schedule.state_dict()
+
+
+@pytest.fixture(params=["model.safetensors", "pytorch_model.bin"])
+def of_trainer(request, tmp_path):
+    """A folder as the Trainer of transformers leaves it."""
+    folder = tmp_path / "checkpoint-3"
+    folder.mkdir()
+    weights = {"weight": torch.ones(4, 6), "bias": torch.ones(4)}
+    (save_file if request.param == "model.safetensors" else torch.save)(weights, folder / request.param)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"):
+        torch.save({}, folder / name)
+    for name in ("trainer_state.json", "config.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+UNREAD = "optimizer.pt, rng_state.pth, scheduler.pt, trainer_state.json"
+
+
+def test_what_is_not_read_beside_weights_is_said(of_trainer, tmp_path, holdfast):
+    shown = holdfast("show", of_trainer)
+    assert [line.split(maxsplit=2)[2] for line in shown.out.splitlines() if line.startswith("not read")] == [
+        UNREAD
+    ]
+    assert json.loads(holdfast("show", of_trainer, "--json").out)["unread"] == UNREAD.split(", ")
+    converted = holdfast("convert", of_trainer, tmp_path / "out", "--to", "holdfast")
+    assert f"the weights alone are read: {UNREAD}\n" in converted.out
+    assert "alone are read" not in holdfast("convert", tmp_path / "out", tmp_path / "x", "--to", "dcp").out
+
+
+@pytest.mark.filterwarnings("default:beginning from")
+def test_a_resume_says_what_is_not_read_beside_weights(of_trainer, tmp_path):
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = library.Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.warns(UserWarning) as warned:
+        checkpointer.resume(source=of_trainer)
+    texts = " ".join(str(each.message) for each in warned)
+    assert f"its weights alone are read, and not {UNREAD}: the optimizer's state begins anew" in texts
+    assert "it has no optimizer state" not in texts

@@ -418,3 +418,19 @@ def test_a_model_is_left_as_it_is_by_a_file_that_is_written_again(tmp_path, monk
     with checkpointer, pytest.raises(Damaged, match="was written again meanwhile"):
         checkpointer.resume(source=path)
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_one_file_goes_before_the_index_of_an_earlier_save_as_in_transformers(source, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tiny_folders import llama, write_folder
+
+    folder = write_folder(tmp_path / "folder", llama)
+    for place in sorted(folder.glob("*.safetensors")):
+        assert place.name == "model.safetensors"
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    stale = {"weight_map": dict.fromkeys(wanted, "model-00001-of-00006.safetensors")}
+    (folder / INDEX).write_text(json.dumps(stale))
+    found = source_of(str(folder))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for key, data in read(found).items():
+        assert data == bits(loaded[key.removesuffix("/param")]) == bits(wanted[key.removesuffix("/param")])

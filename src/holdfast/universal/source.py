@@ -103,6 +103,8 @@ class Source:
     """Keys of atoms whose copies are known to be equal."""
     writer: str = ""
     """For a person: what wrote it, as far as that is known."""
+    unread: tuple[str, ...] = ()
+    """Names of what lies beside it that has more of the training's state, and is not read."""
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a part from ``offset`` on. Raises ``Damaged``, also where the format has a
@@ -279,7 +281,7 @@ class Made(Source):
     """What is made of whole tensors of another ``source``, which are read, and checked, where they lie."""
 
     def __init__(self, source: Source) -> None:
-        super().__init__(source.path, source.format, progress=dict(source.progress))
+        super().__init__(source.path, source.format, progress=dict(source.progress), unread=source.unread)
         self._source = source
 
     def made_of(self, part: int) -> Iterable[Stored]:

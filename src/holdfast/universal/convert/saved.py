@@ -25,6 +25,7 @@ from ..plain import Plain
 from ..small import SMALL_BYTES, is_small, value_of
 from ..source import Files, Stored
 from ..told import check_progress, state_dict_of
+from .safetensors import unread_in
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -47,6 +48,7 @@ class Saved(Files):
         """Raises ``BadInput`` if there is no state dict, ``Damaged`` if it is not whole, or names what is not known."""
         super().__init__(str(path), "torch.save")
         self.writer = "torch.save"
+        self.unread = unread_in(path)
         self._held: dict[str, tuple[Archive, Tensor]] = {}
         self._numbers: dict[tuple[str, str, str], int] = {}
         with state_dict_of(str(path)):
@@ -118,8 +120,9 @@ class Saved(Files):
 
 
 def _files_of(path: Path) -> tuple[list[Path], set[str]]:
-    """The files, and the tensors that an index names, if there is one."""
-    if path.is_file() or not (path / INDEX).is_file():
+    """The files, and the tensors that an index names, if that is what tells: not where ``SINGLE`` is there, as in
+    transformers."""
+    if path.is_file() or (path / SINGLE).is_file():
         return [path if path.is_file() else path / SINGLE], set()
     try:
         named = json.loads((path / INDEX).read_text())["weight_map"]

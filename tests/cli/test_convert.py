@@ -171,7 +171,7 @@ def test_a_single_file_takes_the_place_of_no_other(trained, tmp_path, holdfast, 
     source = first if itself else trained[0]
     result = holdfast("convert", source, first, "--to", "safetensors", "--dtype", "bf16")
     assert result.code == 2 and "is there already" in result.err
-    assert first.read_bytes() == before
+    assert first.read_bytes() == before and [*tmp_path.glob("*.safetensors*")] == [first]
 
 
 def test_a_single_file_that_was_made_meanwhile_stays(trained, tmp_path):

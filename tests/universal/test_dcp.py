@@ -30,7 +30,7 @@ from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.sources import source_of
 from holdfast.state.boxes import Box
-from holdfast.state.progress import decode
+from holdfast.state.progress import decode, encode
 from holdfast.universal import pickles, small
 from holdfast.universal.convert import dcp_entries as module
 from holdfast.universal.convert import dcp_writer
@@ -38,6 +38,7 @@ from holdfast.universal.convert.dcp import DCP, is_dcp
 from holdfast.universal.convert.dcp_writer import boxes_of, write_dcp
 from holdfast.universal.convert.huggingface import write_single
 from holdfast.universal.load import Target, read_all
+from holdfast.universal.memory import InMemory
 from holdfast.universal.save import write_run
 
 pytestmark = pytest.mark.filterwarnings(
@@ -562,6 +563,25 @@ def test_a_schedule_goes_on_at_its_milestones(tmp_path):
         schedule.step()
     assert here[2].state_dict() == there[2].state_dict() and here[2].get_last_lr() == there[2].get_last_lr()
     assert type(here[2].milestones) is Counter
+
+
+def test_what_is_no_tensor_is_taken_apart_as_torch_does(tmp_path):
+    """And so comes back to ``dcp.load`` as from a folder of torch."""
+    state = {
+        "scheduler": {
+            **scheduled()[2].state_dict(),
+            "lists": [[1, 2], [3]],
+            "dicts": [[{"a": 1}], 2],
+            "no": {},
+        }
+    }
+    save(state, tmp_path / "theirs")
+    extra = {"scheduler": encode(state["scheduler"])}
+    write_dcp(InMemory("x", "test", [], extra), tmp_path / "ours")
+    theirs, ours = (
+        FileSystemReader(tmp_path / name).read_metadata().planner_data for name in ("theirs", "ours")
+    )
+    assert list(ours.items()) == list(theirs.items())
 
 
 def test_the_tools_know_folders(saved, tmp_path):

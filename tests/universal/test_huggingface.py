@@ -26,6 +26,7 @@ from holdfast.universal.convert.huggingface import write_huggingface, write_sing
 from holdfast.universal.convert.safetensors import INDEX, SafetensorsFiles, digest_of, header_of
 from holdfast.universal.load import Target, read_all
 from holdfast.universal.restore import read_tensors
+from holdfast.universal.save import write_run
 
 
 def tensors():
@@ -434,3 +435,17 @@ def test_one_file_goes_before_the_index_of_an_earlier_save_as_in_transformers(so
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
     for key, data in read(found).items():
         assert data == bits(loaded[key.removesuffix("/param")]) == bits(wanted[key.removesuffix("/param")])
+
+
+def test_a_tensor_of_others_that_is_called_as_filler_is_a_tensor(tmp_path, source):
+    held = {"__pad__0": torch.ones(3), "w": torch.ones(2), "__pad__1": torch.ones(5, dtype=torch.uint8)}
+    save_file(held, tmp_path / "a.safetensors")
+    found = SafetensorsFiles(tmp_path / "a.safetensors")
+    assert read(found) == {f"{name}/param": bits(tensor) for name, tensor in held.items()}
+    with pytest.raises(BadInput, match="__pad__0/param: names that begin with __pad__ are reserved"):
+        write_run(found, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    write_run(source, tmp_path / "run")
+    [payload] = tmp_path.glob("run/data/*.safetensors")
+    assert header_of(payload)[0].pads  # of a file of a run, named by itself
+    assert SafetensorsFiles(payload).atoms.keys() == {f"{key}/param" for key in source.atoms}

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import BadInput, DiskFull
 from ..state.boxes import Box
-from ..store.layout import Layout
+from ..store.layout import PAD, Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.written import Written
@@ -31,6 +31,8 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
     Raises ``BadInput`` if there is a run already, or what another library wrote, ``DiskFull`` if there is no room for
     it, all with nothing written.
     """
+    if reserved := next((key for key in source.atoms if key.startswith(PAD)), None):
+        raise BadInput(f"{reserved}: names that begin with {PAD} are reserved in a run. Rename it, by rules.")
     if is_of_others(root):
         raise BadInput(f"{root} holds {format_of(root)}; name a directory that is not there")
     with LocalStore(root) as store:

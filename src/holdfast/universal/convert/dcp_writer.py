@@ -145,15 +145,22 @@ def _groups(
 
 
 def _flattened(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Nested dictionaries, and lists that have any or tensors in them, as ``dcp.save`` takes them apart."""
+    """As ``dcp.save`` takes it apart, and ``dcp.load`` asks for it: dictionaries, of whose names it makes texts, and
+    lists that have any or tensors in them."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _flattened((*path, str(name)), item)
-    elif isinstance(value, list) and any(isinstance(item, (dict, list, torch.Tensor)) for item in value):
+    elif isinstance(value, list) and any(map(_has_parts, value)):
         for place, item in enumerate(value):
             yield from _flattened((*path, place), item)
     else:
         yield path, value
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, (dict, torch.Tensor)) or (
+        isinstance(value, list) and any(map(_has_parts, value))
+    )
 
 
 def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:

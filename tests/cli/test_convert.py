@@ -299,3 +299,21 @@ def test_a_resume_says_what_is_not_read_beside_weights(of_trainer, tmp_path):
     texts = " ".join(str(each.message) for each in warned)
     assert f"its weights alone are read, and not {UNREAD}: the optimizer's state begins anew" in texts
     assert "it has no optimizer state" not in texts
+
+
+@pytest.mark.parametrize(
+    ("to", "name", "text"),
+    [
+        ("dcp", "file.safetensors", "file.safetensors cannot be used as a directory: it is a file"),
+        ("huggingface", "file.safetensors", "file.safetensors cannot be used as a directory: it is a file"),
+        ("safetensors", "file.safetensors/x.safetensors", "cannot be used as a directory: it is a file"),
+        ("safetensors", "folder.safetensors", "folder.safetensors is a directory. Name a file"),
+    ],
+)
+def test_a_destination_of_another_kind_is_said_to_be_what_it_is(trained, tmp_path, holdfast, to, name, text):
+    (tmp_path / "file.safetensors").write_text("x")
+    (tmp_path / "folder.safetensors").mkdir()
+    result = holdfast("convert", trained[0], tmp_path / name, "--to", to)
+    assert result.code == 2 and text in result.err
+    assert (tmp_path / "file.safetensors").read_text() == "x"
+    assert not [*(tmp_path / "folder.safetensors").iterdir()]

@@ -245,9 +245,8 @@ def _model_states(source: Source, groups: list[Group], stage: int) -> dict[str, 
     flat = {name: Streamed(each.dtype, (_elements(each),), each.chunks) for name, each in frozen.items()}
     shapes = [{name: source.atoms[f"{name}/param"].atom.shape for name in names} for _, names in groups]
     states = {key: decode(value) for key, value in extra.items() if key not in _RESERVED}
-    scheduler = source.progress.get("things", source.progress).get(
-        "scheduler"
-    )  # a Checkpointer's, or any other's
+    things = source.progress.get("things", source.progress)  # of a Checkpointer, or of any other
+    scheduler = things.get("scheduler")
     states |= {
         "module": OrderedDict(buffers if stage == 3 else buffers | frozen),
         "buffer_names": list(buffers),

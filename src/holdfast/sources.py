@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ class Beginning:
             return self.kept
 
         self._match = match(forms, self._source, self._allowed, keeps=keeps)
-        return self._match.told()
+        return _told(self._match, self._source)
 
     def check(self) -> None:
         """Read all that was matched, and raise ``Damaged`` if it is not as it was written."""
@@ -198,11 +198,21 @@ def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]
     script, ranks = loop.script, loop.ranks
     script.check_place(source.progress, ranks.world_size)
     found, complete = restore(loop.state, source, allowed)
-    about = found.told() + script.adopt(source.progress, ranks.rank)
+    about = _told(found, source) + script.adopt(source.progress, ranks.rank)
     if not complete:
         about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
     step = source.progress.get("step") or 0
     return step, [f"{source.path} ({source.format}): {text}" for text in about]
+
+
+def _told(found: Match, source: Source) -> list[str]:
+    """What is not as ``source`` has it, for a person."""
+    if not source.unread:
+        return found.told()
+    beside = (
+        f"its weights alone are read, and not {', '.join(source.unread)}: the optimizer's state begins anew"
+    )
+    return [*replace(found, without_state=[]).told(), beside]
 
 
 def has_records(path: Path | Url) -> bool:

@@ -88,3 +88,25 @@ def test_what_cannot_be_resumed_is_refused_with_nothing_written(world, tmp_path,
     for said in world.run(2, root=tmp_path / "run", spoilt=how):
         assert said["error"].startswith("BadInput") and text in said["error"], said
     assert not (tmp_path / "run").exists()
+
+
+def test_what_save_state_leaves_beside_the_weights_is_known(tmp_path):
+    import torch
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from holdfast.sources import source_of
+
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+    try:
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model, optimizer, schedule)
+        accelerator.save_state(str(tmp_path / "state"))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    source = source_of(str(tmp_path / "state"))
+    assert source.unread == ("optimizer.bin", "random_states_0.pkl", "scheduler.bin")
+    left = {each.name for each in (tmp_path / "state").iterdir()} - set(source.unread)
+    assert left == {"model.safetensors"}

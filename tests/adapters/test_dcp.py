@@ -447,3 +447,18 @@ def test_a_writer_can_be_sent_to_another_process(tmp_path):
     writer = pickle.loads(pickle.dumps(StorageWriter(tmp_path, step=4)))
     dcp.save(state(1), storage_writer=writer, no_dist=True)
     assert steps_of(tmp_path) == [(4, 1)]
+
+
+def test_a_tensor_that_is_not_dense_is_refused_by_name_before_anything_is_made(tmp_path):
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        save({"w": torch.ones(2), "eye": torch.eye(3).to_sparse()}, tmp_path / "run")
+    assert isinstance(cause_of(error), BadInput)
+    assert str(cause_of(error)).startswith("eye is torch.sparse_coo, and commits hold dense tensors")
+    assert not (tmp_path / "run").exists()
+
+
+def test_views_of_complex_numbers_are_saved_as_what_they_show(tmp_path):
+    there = torch.randn(3, dtype=torch.complex64)
+    save({"conjugate": there.conj(), "negative": there.conj().imag}, tmp_path / "run")
+    here = load({"conjugate": torch.empty_like(there), "negative": torch.empty(3)}, tmp_path / "run")
+    assert torch.equal(here["conjugate"], there.conj()) and torch.equal(here["negative"], -there.imag)

@@ -208,5 +208,5 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(disk):
 
 
 def test_a_place_that_cannot_be_made_is_bad_input():
-    with pytest.raises(BadInput, match="cannot be used for a run: No such file or directory"):
+    with pytest.raises(BadInput, match="cannot be used as a directory: No such file or directory"):
         Disk("/proc/holdfast").makedirs("")

@@ -266,6 +266,8 @@ def test_a_path_that_cannot_be_a_run_is_bad_input_that_names_it(tmp_path, number
 def test_a_place_that_may_not_be_written_is_bad_input(tmp_path, monkeypatch, there):
     root = tmp_path if there else tmp_path / "a" / "run"
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may do everything
-    with pytest.raises(BadInput, match=f"{root} cannot be used for a run: Permission denied: {tmp_path}"):
+    with pytest.raises(
+        BadInput, match=f"{root} cannot be used as a directory: Permission denied: {tmp_path}"
+    ):
         LocalStore.open(root)
     assert list(tmp_path.iterdir()) == []

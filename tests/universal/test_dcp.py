@@ -30,7 +30,7 @@ from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.sources import source_of
 from holdfast.state.boxes import Box
-from holdfast.state.progress import decode
+from holdfast.state.progress import decode, encode
 from holdfast.universal import pickles, small
 from holdfast.universal.convert import dcp_entries as module
 from holdfast.universal.convert import dcp_writer
@@ -38,6 +38,7 @@ from holdfast.universal.convert.dcp import DCP, is_dcp
 from holdfast.universal.convert.dcp_writer import boxes_of, write_dcp
 from holdfast.universal.convert.huggingface import write_single
 from holdfast.universal.load import Target, read_all
+from holdfast.universal.memory import InMemory
 from holdfast.universal.save import write_run
 
 pytestmark = pytest.mark.filterwarnings(
@@ -564,6 +565,25 @@ def test_a_schedule_goes_on_at_its_milestones(tmp_path):
     assert type(here[2].milestones) is Counter
 
 
+def test_what_is_no_tensor_is_taken_apart_as_torch_does(tmp_path):
+    """And so comes back to ``dcp.load`` as from a folder of torch."""
+    state = {
+        "scheduler": {
+            **scheduled()[2].state_dict(),
+            "lists": [[1, 2], [3]],
+            "dicts": [[{"a": 1}], 2],
+            "no": {},
+        }
+    }
+    save(state, tmp_path / "theirs")
+    extra = {"scheduler": encode(state["scheduler"])}
+    write_dcp(InMemory("x", "test", [], extra), tmp_path / "ours")
+    theirs, ours = (
+        FileSystemReader(tmp_path / name).read_metadata().planner_data for name in ("theirs", "ours")
+    )
+    assert list(ours.items()) == list(theirs.items())
+
+
 def test_the_tools_know_folders(saved, tmp_path):
     folder, run = str(saved("fsdp2_tp", 4)[0]), CliRunner()
     shown = run.invoke(app, ["show", folder]).output
@@ -712,6 +732,9 @@ def test_a_model_without_a_name_before_it_is_written_as_torchtitan_reads_it(fold
     assert repr(loaded) == repr({**of_model, "optimizer": flat_of(of_optimizer)})
 
 
+MARK = ".holdfast-conversion"
+
+
 def test_what_says_that_there_is_a_checkpoint_comes_last_and_all_is_durable(folder, tmp_path, monkeypatch):
     calls = []
 
@@ -730,9 +753,12 @@ def test_what_says_that_there_is_a_checkpoint_comes_last_and_all_is_durable(fold
 
     monkeypatch.setattr(dcp_writer, "Disk", Recording)
     write_dcp(DCP(folder), tmp_path / "out")
-    payload, metadata = "__0_0.distcp", ".metadata"
-    order = [[("sync", f"{name}.tmp"), ("rename", name), ("sync_dir", "")] for name in (payload, metadata)]
-    assert calls == order[0] + order[1]
+    mark, payload, metadata = MARK, "__0_0.distcp", ".metadata"
+    assert calls == [
+        call
+        for name in (mark, payload, metadata)
+        for call in [("sync", f"{name}.tmp"), ("rename", name), ("sync_dir", "")]
+    ]
     assert {path.name for path in (tmp_path / "out").iterdir()} == {payload, metadata}
 
 
@@ -742,7 +768,7 @@ def test_a_conversion_that_fails_leaves_no_checkpoint(folder, tmp_path):
     flip(file, file.read_bytes().index(b"archive/data/0", start, stop) + 100)
     with pytest.raises(ChunkCorrupt, match=r"model\.a\.weight"):
         write_dcp(DCP(folder), tmp_path / "out")
-    assert not [path for path in (tmp_path / "out").iterdir() if not path.name.endswith(".tmp")]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {MARK, "__0_0.distcp.tmp"}
 
 
 def test_a_folder_that_has_a_checkpoint_is_not_written_over(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import sys
 from dataclasses import replace
@@ -12,17 +13,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from holdfast.checkpointer import Checkpointer
 from holdfast.cli.inspect import is_foreign
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged
 from holdfast.sources import source_of
 from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
 from holdfast.state.capture import FROM_NAME
+from holdfast.universal import restore
 from holdfast.universal.convert import huggingface
 from holdfast.universal.convert.huggingface import write_huggingface, write_single
 from holdfast.universal.convert.safetensors import INDEX, SafetensorsFiles, digest_of, header_of
 from holdfast.universal.load import Target, read_all
 from holdfast.universal.restore import read_tensors
+from holdfast.universal.save import write_run
 
 
 def tensors():
@@ -386,3 +390,62 @@ def test_checksums_that_are_nested_as_deep_as_can_be_read_are_refused(tmp_path):
 def test_files_of_others_have_no_checksums_and_are_read(source):
     assert not any(part.has_checksum for part in source.parts) and source.writer == ""
     assert read(source)
+
+
+def test_nothing_is_read_of_a_file_that_was_written_again(source, tmp_path):
+    path = tmp_path / "source.safetensors"
+    save_file({name: torch.ones_like(tensor) for name, tensor in tensors().items()}, path)
+    os.utime(path, (1, 1))
+    for ask in (lambda: read(source), source.refuse_rewritten):
+        with pytest.raises(Damaged, match=f"{path} was written again meanwhile"):
+            ask()
+
+
+def test_what_was_read_of_a_file_that_is_gone_by_now_is_what_was_in_it(source, tmp_path):
+    read(source)
+    (tmp_path / "source.safetensors").unlink()
+    source.refuse_rewritten()
+
+
+def test_a_model_is_left_as_it_is_by_a_file_that_is_written_again(tmp_path, monkeypatch):
+    model = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    path = tmp_path / "a.safetensors"
+    save_file({name: value + 1 for name, value in before.items()}, path)
+    check_all = restore.check_all
+    monkeypatch.setattr(restore, "check_all", lambda *a: (check_all(*a), os.utime(path, (1, 1))))
+    checkpointer = Checkpointer(tmp_path / "run", model=model, optimizer=optimizer)
+    with checkpointer, pytest.raises(Damaged, match="was written again meanwhile"):
+        checkpointer.resume(source=path)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_one_file_goes_before_the_index_of_an_earlier_save_as_in_transformers(source, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from tiny_folders import llama, write_folder
+
+    folder = write_folder(tmp_path / "folder", llama)
+    for place in sorted(folder.glob("*.safetensors")):
+        assert place.name == "model.safetensors"
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    stale = {"weight_map": dict.fromkeys(wanted, "model-00001-of-00006.safetensors")}
+    (folder / INDEX).write_text(json.dumps(stale))
+    found = source_of(str(folder))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for key, data in read(found).items():
+        assert data == bits(loaded[key.removesuffix("/param")]) == bits(wanted[key.removesuffix("/param")])
+
+
+def test_a_tensor_of_others_that_is_called_as_filler_is_a_tensor(tmp_path, source):
+    held = {"__pad__0": torch.ones(3), "w": torch.ones(2), "__pad__1": torch.ones(5, dtype=torch.uint8)}
+    save_file(held, tmp_path / "a.safetensors")
+    found = SafetensorsFiles(tmp_path / "a.safetensors")
+    assert read(found) == {f"{name}/param": bits(tensor) for name, tensor in held.items()}
+    with pytest.raises(BadInput, match="__pad__0/param: names that begin with __pad__ are reserved"):
+        write_run(found, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    write_run(source, tmp_path / "run")
+    [payload] = tmp_path.glob("run/data/*.safetensors")
+    assert header_of(payload)[0].pads  # of a file of a run, named by itself
+    assert SafetensorsFiles(payload).atoms.keys() == {f"{key}/param" for key in source.atoms}

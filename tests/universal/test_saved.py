@@ -795,3 +795,10 @@ def test_weights_of_another_shape_are_refused_with_nothing_changed(tmp_path):
     with checkpointer, pytest.raises(RunMismatch, match=r"weight is \[3, 3\] in the source"):
         checkpointer.resume(source=From(tmp_path / "x.pt", partial=True))
     assert exact(model.state_dict()) == before
+
+
+def test_one_file_goes_before_the_index_of_an_earlier_save(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    stale = {"weight_map": {"w": "pytorch_model-00001-of-00002.bin"}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(stale))
+    assert list(source_of(str(tmp_path)).atoms) == ["w/param"]

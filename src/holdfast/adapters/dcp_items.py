@@ -64,7 +64,7 @@ class Resolved(dict[str, torch.Tensor]):
     def __missing__(self, key: str) -> torch.Tensor:
         tensor = self._planner.resolve_data(self._items[key])
         assert isinstance(tensor, torch.Tensor)
-        return tensor.detach()
+        return tensor.detach().resolve_conj().resolve_neg()
 
 
 def value_of(planner: SavePlanner, item: WriteItem) -> Any:
@@ -104,7 +104,11 @@ def index_of(save: Save, items: list[WriteItem], tensors: dict[str, WriteItem]) 
 
 def kind_of(item: WriteItem) -> Kind:
     assert item.tensor_data is not None
-    dtype = item.tensor_data.properties.dtype
+    dtype, layout = item.tensor_data.properties.dtype, item.tensor_data.properties.layout
+    if layout != torch.strided:
+        raise BadInput(
+            f"{item.index.fqn} is {layout}, and commits hold dense tensors. Save it with .to_dense(), or leave it out."
+        )
     if dtype not in TO_NAME:
         raise BadInput(
             f"{item.index.fqn} is of {dtype}, which commits do not hold. Convert it, or leave it out."

@@ -91,7 +91,13 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
         write_durably(Disk(destination), "config.json", text.encode(), why="configuration")
     seconds = time.perf_counter() - began
     nbytes = sum(os.path.getsize(path) for path in about["files"])
-    about |= {"format": to, "from": opened.format, "bytes": nbytes, "seconds": seconds}
+    about |= {
+        "unread": list(opened.unread),
+        "format": to,
+        "from": opened.format,
+        "bytes": nbytes,
+        "seconds": seconds,
+    }
     if as_json:
         print_json(about)
         return
@@ -99,6 +105,8 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
         f"{destination}: {counted(about['tensors'], 'tensor')} of {source} ({opened.format}) as {to},"
         f" {format_bytes(nbytes)} in {counted(len(about['files']), 'file')}, {seconds:.1f} s"
     )
+    if opened.unread:
+        print(f"Not in it, since of {source} the weights alone are read: {', '.join(opened.unread)}")
     if about["left_out"]:
         others = sum(each.atom.slot == EXTRA for each in opened.atoms.values())
         counts = {"of the optimizer": about["left_out"] - others, "of neither model nor optimizer": others}

@@ -62,9 +62,8 @@ def show(source: Source, *, as_json: bool) -> None:
     if as_json:
         for row, stored in zip(rows, source.atoms.values(), strict=True):
             row["cuts"] = _cuts_of(stored)
-        print_json(
-            {**about(source), "aliases": dict(source.aliases), "progress": source.progress, "atoms": rows}
-        )
+        told = {"aliases": dict(source.aliases), "progress": source.progress, "unread": list(source.unread)}
+        print_json({**about(source), **told, "atoms": rows})
         return
     sizes = [atom.elements for atom in atoms if atom.slot == "param"]
     files = {part.path for part in source.parts}
@@ -77,6 +76,8 @@ def show(source: Source, *, as_json: bool) -> None:
     facts["parameters"] = f"{sum(sizes):,} in {counted(len(sizes), 'tensor')}"
     if source.aliases:
         facts["tied"] = ", ".join(f"{alias} is {name}" for alias, name in source.aliases.items())
+    if source.unread:
+        facts["not read"] = ", ".join(source.unread)
     out = console()
     print_facts(out, facts)
     out.print()

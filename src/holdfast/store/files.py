@@ -310,16 +310,48 @@ def write_durably(
 
 
 @contextmanager
-def written_durably(disk: AnyDisk, path: str, nbytes: int, *, why: str) -> Iterator[Any]:
+def written_durably(disk: Disk, path: str, nbytes: int, *, why: str) -> Iterator[Any]:
     """A file of ``nbytes`` to write, at any places and from any threads, in the block; it has the name ``path`` and
-    survives power loss when the block ends, and is not there if the block raises."""
+    survives power loss when the block ends, and is not there if the block raises. Raises ``RunLocked`` if another
+    process, or another thread, is in such a block for ``path``."""
     temporary = path + TEMPORARY
-    disk.allocate(temporary, nbytes)
-    with closing(disk.open(temporary, direct=False)) as file:
+    with closing(open_file(disk.root / temporary, write=True, create=True, direct=False)) as file:
+        _lock(file.fd, disk.root / path)
+        if not disk.is_named(temporary, file):  # it was finished between the two lines before
+            raise RunLocked(_written_by_another(disk.root / path))
+        disk.allocate(temporary, nbytes)
         yield file
         disk.sync(file, why=why)
-    disk.rename(temporary, path)
+        disk.rename(temporary, path)
     disk.sync_dir(path.rpartition("/")[0], why=f"{why} directory")
+
+
+@contextmanager
+def alone_in(disk: Disk) -> Iterator[None]:
+    """No other process, or thread, is in such a block for the directory of ``disk``, which is made if it is not there.
+    The lock is one of the directory itself: nothing is left of it. Raises ``RunLocked``."""
+    disk.makedirs("")
+    fd = os.open(disk.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _lock(fd, disk.root)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> None:
+    """Where a file system has no locks, the name of what is locked is all that keeps two apart."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunLocked(_written_by_another(path)) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            raise _failure("lock", path, error, 0) from error
+
+
+def _written_by_another(path: Path) -> str:
+    return f"{path} is being written by another conversion. Wait for it or stop it, or give another place."
 
 
 def _reserve(fd: int, nbytes: int) -> None:

@@ -89,7 +89,8 @@ class Layout:
 
     @classmethod
     def parse(cls, header: bytes | bytearray | memoryview) -> Layout:
-        """The layout that ``header`` describes: the first bytes of a payload file, header included."""
+        """The layout that ``header`` describes: the first bytes of a payload file, header included. In a file of
+        another writer a name that begins as those of filler tensors do is any other."""
         try:
             length = 8 + struct.unpack_from("<Q", header)[0]
             if length > len(header):
@@ -119,8 +120,11 @@ class Layout:
 
     @classmethod
     def _of(cls, placed: list[Entry], header: bytes) -> Layout:
-        entries = tuple(entry for entry in placed if not entry.key.startswith(PAD))
         pads = tuple(entry for entry in placed if entry.key.startswith(PAD))
+        named = all(pad.key == f"{PAD}{number}" and pad.dtype == "U8" for number, pad in enumerate(pads))
+        if not named or len(header) % PAGE:  # as nobody else writes it
+            pads = ()
+        entries = tuple(entry for entry in placed if not (pads and entry.key.startswith(PAD)))
         return cls(entries, pads, header, placed[-1].end if placed else len(header))
 
 

@@ -57,5 +57,6 @@ def refuse_dangling(path: Path) -> None:
 
 
 def bad_place(path: str | Path, error: OSError) -> BadInput:
-    """The error for a path that cannot be that of a run."""
-    return BadInput(f"{path} cannot be used for a run: {error.strerror or error}. Give another directory.")
+    """The error for a path that cannot be that of a run, or of anything else that is a directory."""
+    why = "it is a file" if error.errno in (errno.EEXIST, errno.ENOTDIR) else error.strerror or error
+    return BadInput(f"{path} cannot be used as a directory: {why}. Give another directory.")

@@ -65,6 +65,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
         _load(state, source, slots)
         state.load_values(found.values)
         state.nest(found.nested)
+        source.refuse_rewritten()
     except BaseException:
         for optimizer, held in zip(state.optimizers, before, strict=True):
             optimizer.state.clear()
@@ -72,6 +73,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
         state.residuals.update(residuals)
         raise
     _load(state, source, live)
+    source.refuse_rewritten()  # in this very moment, which is all that is left of it
     return found, _set_hyper_parameters(state, source.progress, found)
 
 

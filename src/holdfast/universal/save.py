@@ -11,11 +11,12 @@ import numpy as np
 
 from ..errors import BadInput, DiskFull
 from ..state.boxes import Box
-from ..store.layout import METADATA, Layout
+from ..store.layout import METADATA, PAD, Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.written import Written
 from ..units import MiB, format_bytes, packed
+from .convert import format_of, is_of_others
 from .load import read_flat
 from .source import Source, Stored, with_aliases
 
@@ -26,8 +27,13 @@ UNIT_BYTES = 256 * MiB
 def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda nbytes: None) -> Manifest:
     """Make ``root`` a run whose one commit is ``source``, at its step. Durable when this returns.
 
-    Raises ``BadInput`` if there is a run already, ``DiskFull`` if there is no room for it, both with nothing written.
+    Raises ``BadInput`` if there is a run already, or what another library wrote, ``DiskFull`` if there is no room for
+    it, all with nothing written.
     """
+    if reserved := next((key for key in source.atoms if key.startswith(PAD)), None):
+        raise BadInput(f"{reserved}: names that begin with {PAD} are reserved in a run. Rename it, by rules.")
+    if is_of_others(root):
+        raise BadInput(f"{root} holds {format_of(root)}; name a directory that is not there")
     with LocalStore(root) as store:
         if store.disk.exists("commits") and store.commits():
             raise BadInput(f"{root} holds a run already; name a directory that is not there")
@@ -48,6 +54,7 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
                 generation,
                 unit.write_through(generation, fill, kind="state", phase="save", priority=2),
             )
+        source.refuse_rewritten()
         index = store.put_index({"version": 1, "atoms": dict(_index(units))})
         origin = {"converted_from": {"path": source.path, "format": source.format}}
         return store.publish(

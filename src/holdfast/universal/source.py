@@ -103,6 +103,8 @@ class Source:
     """Keys of atoms whose copies are known to be equal."""
     writer: str = ""
     """For a person: what wrote it, as far as that is known."""
+    unread: tuple[str, ...] = ()
+    """Names of what lies beside it that has more of the training's state, and is not read."""
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of a part from ``offset`` on. Raises ``Damaged``, also where the format has a
@@ -116,6 +118,10 @@ class Source:
     def trust(self, parts: Iterable[int]) -> None:
         """Another process of this machine has checked ``parts`` of these files."""
         self.checked.update(parts)
+
+    def refuse_rewritten(self) -> None:
+        """Raise ``Damaged`` if a file of it was written again since it was opened: what was read may be of two states
+        then. For whoever has read all of it, before that is taken for whole."""
 
     def identity(self) -> list[Any]:
         """What it is, as JSON: another source, and the same files written again, have another. No content is read."""
@@ -189,11 +195,50 @@ def with_aliases(source: Source) -> dict[str, Any]:
 @dataclass
 class Files(Source):
     """A source whose parts are stretches of files as they are. Of a part with a checksum nothing is given before all of
-    it was verified."""
+    it was verified, and nothing of a file that was written again since it was opened."""
 
     _locks: list[threading.RLock] = field(
         default_factory=lambda: [threading.RLock() for _ in range(NUM_LOCKS)], repr=False
     )
+    _stamps: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False, compare=False)
+    """By file its size and the time when it was last written, as they were before anything of it was read."""
+
+    def __post_init__(self) -> None:
+        path = Path(self.path)
+        for each in path.iterdir() if path.is_dir() else (path,):
+            with suppress(OSError):
+                self._stamps[str(each)] = _stamp_of(os.stat(each))
+
+    def add_part(self, part: Part) -> int:
+        if part.path and part.path not in self._stamps:
+            with suppress(FileNotFoundError):  # which is told when it is read
+                self._stamps[part.path] = _stamp_of(os.stat(part.path))
+        return super().add_part(part)
+
+    def refuse_rewritten(self) -> None:
+        for path in sorted({part.path for part in self.parts if part.path}):
+            with suppress(FileNotFoundError):  # what was read of it is still what was in it
+                self._compare(path, os.stat(path))
+
+    def _opened(self, part: Part) -> File:
+        try:
+            file = open_file(Path(part.path), write=False, create=False, direct=False)
+        except FileNotFoundError:
+            raise FileMissing(f"{part.path} is missing", path=part.path) from None
+        try:
+            self._compare(part.path, os.fstat(file.fd))
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _compare(self, path: str, status: os.stat_result) -> None:
+        if self._stamps.setdefault(path, _stamp_of(status)) != _stamp_of(status):
+            raise Damaged(
+                f"{path} was written again meanwhile, so what was read of it before is of another state. Begin anew,"
+                " when nobody writes to it.",
+                path=path,
+            )
 
     def read(self, part: int, offset: int, into: memoryview) -> None:
         where = self.parts[part]
@@ -203,7 +248,7 @@ class Files(Source):
             )
         if len(into) < where.nbytes:
             self.check(part)
-        with _opened(where) as file:
+        with self._opened(where) as file:
             file.read(into, where.offset + offset)
         if len(into) == where.nbytes:
             _check_all(where, lambda start, nbytes: into[start : start + nbytes], self._lying_in(part))
@@ -216,7 +261,7 @@ class Files(Source):
         with self._locks[part % NUM_LOCKS]:
             if part not in self.checked:
                 buffer = memoryview(bytearray(min(where.nbytes, PIECE)))
-                with _opened(where) as file:
+                with self._opened(where) as file:
 
                     def read(start: int, nbytes: int) -> memoryview:
                         file.read(buffer[:nbytes], where.offset + start)
@@ -236,7 +281,7 @@ class Made(Source):
     """What is made of whole tensors of another ``source``, which are read, and checked, where they lie."""
 
     def __init__(self, source: Source) -> None:
-        super().__init__(source.path, source.format, progress=dict(source.progress))
+        super().__init__(source.path, source.format, progress=dict(source.progress), unread=source.unread)
         self._source = source
 
     def made_of(self, part: int) -> Iterable[Stored]:
@@ -250,6 +295,9 @@ class Made(Source):
     def trust(self, parts: Iterable[int]) -> None:
         super().trust(parts)
         self._source.trust(self._within(self.checked))
+
+    def refuse_rewritten(self) -> None:
+        self._source.refuse_rewritten()
 
     def _within(self, parts: Iterable[int]) -> set[int]:
         stored = (each for part in parts for each in self.made_of(part))
@@ -275,11 +323,9 @@ class WithNumbers(Files):
             super().read(part, offset, into)
 
 
-def _opened(part: Part) -> File:
-    try:
-        return open_file(Path(part.path), write=False, create=False, direct=False)
-    except FileNotFoundError:
-        raise FileMissing(f"{part.path} is missing", path=part.path) from None
+def _stamp_of(status: os.stat_result) -> tuple[int, int]:
+    """Without the number of its inode, which not every file system keeps."""
+    return status.st_size, status.st_mtime_ns
 
 
 def _check_all(part: Part, bytes_at: Callable[[int, int], memoryview], lying_in: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ from ...state.boxes import Box
 from ...state.capture import FROM_NAME
 from ...state.pieces import row_major
 from ...state.progress import decode
-from ...store.files import TEMPORARY, Disk, write_durably, written_durably
+from ...store.files import TEMPORARY, Disk, alone_in, write_durably, written_durably
 from ...units import KiB, MiB
 from ..keys import EXTRA, PROGRESS
 from ..load import in_threads, read_flat
@@ -36,6 +36,8 @@ from ..source import Source, Stored
 from .dcp_metadata import METADATA
 
 FILE = "__0_0.distcp"
+_MARK = ".holdfast-conversion"
+"""Is there until ``.metadata`` is: then an earlier try wrote ``FILE``, if there is one."""
 CHUNK = 16 * MiB
 OVERHEAD = 8 * KiB
 """More than an archive has beside its tensor."""
@@ -56,13 +58,28 @@ def write_dcp(
     ``get_state_dict`` returns has it; with hyper-parameters by group and by parameter, as either is asked for. Where
     ``model`` is "", parameters have no name before them.
 
-    Durable when it returns. Raises ``BadInput`` if there is a checkpoint already, or two things would have one key.
+    Durable when it returns. Raises ``BadInput`` if there is a checkpoint already, or a part of one but for that of an
+    earlier try, or if two things would have one key; ``RunLocked`` if another conversion writes there.
     """
-    if (folder / METADATA).exists():
-        raise BadInput(f"{folder} has a checkpoint already. Give another folder.")
     keys = keys_of(source, model, optimizer)
     disk = Disk(folder)
-    disk.makedirs("")
+    with alone_in(disk):
+        _refuse_others(disk)
+        write_durably(disk, _MARK, b"", why="conversion")
+        _write(source, disk, keys, told)
+        disk.unlink(_MARK)
+    return folder
+
+
+def _refuse_others(disk: Disk) -> None:
+    there = {name for name in disk.listdir("") if name.endswith((".distcp", METADATA))}
+    if others := sorted(there - ({FILE} if disk.exists(_MARK) else set())):
+        raise BadInput(
+            f"{disk.root} has a checkpoint already, or a part of one: {others[0]}. Give another folder."
+        )
+
+
+def _write(source: Source, disk: Disk, keys: Keys, told: Callable[[int], None]) -> None:
     sizes = [
         value.atom.nbytes if isinstance(value, Stored) else len(_saved(value)) for _, value in keys.values()
     ]
@@ -70,9 +87,9 @@ def write_dcp(
     with written_durably(disk, FILE, sum(sizes) + chunks * OVERHEAD, why="payload") as file:
         writing = _Writing(source, file)
         in_threads(writing.jobs(keys), told)
+        source.refuse_rewritten()
         disk.cut(FILE + TEMPORARY, writing.end)
-    write_durably(disk, METADATA, pickle.dumps(writing.metadata(folder, keys)), why="metadata")
-    return folder
+    write_durably(disk, METADATA, pickle.dumps(writing.metadata(disk.root, keys)), why="metadata")
 
 
 def keys_of(source: Source, model: str, optimizer: str) -> Keys:
@@ -128,15 +145,22 @@ def _groups(
 
 
 def _flattened(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Nested dictionaries, and lists that have any or tensors in them, as ``dcp.save`` takes them apart."""
+    """As ``dcp.save`` takes it apart, and ``dcp.load`` asks for it: dictionaries, of whose names it makes texts, and
+    lists that have any or tensors in them."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from _flattened((*path, str(name)), item)
-    elif isinstance(value, list) and any(isinstance(item, (dict, list, torch.Tensor)) for item in value):
+    elif isinstance(value, list) and any(map(_has_parts, value)):
         for place, item in enumerate(value):
             yield from _flattened((*path, place), item)
     else:
         yield path, value
+
+
+def _has_parts(value: Any) -> bool:
+    return isinstance(value, (dict, torch.Tensor)) or (
+        isinstance(value, list) and any(map(_has_parts, value))
+    )
 
 
 def boxes_of(shape: tuple[int, ...], most: int) -> Iterator[Box]:

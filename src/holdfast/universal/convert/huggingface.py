@@ -8,6 +8,7 @@ of every ``Wanted.stretch`` bytes of each, under ``holdfast.xxh3``, and one of i
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import xxhash
 from ...errors import BadInput
 from ...state.atoms import DTYPE_BYTES, FLOATS
 from ...state.capture import FROM_NAME
-from ...store.files import Disk, write_durably, written_durably
+from ...store.files import Disk, alone_in, write_durably, written_durably
 from ...store.layout import PAD
 from ...units import GiB, MiB, packed
 from ..load import in_threads, read_flat
@@ -69,7 +70,8 @@ def write_huggingface(
     most (but for a tensor that is longer), and an index if there are several. Floating-point tensors become ``dtype``.
     Names that are others' under another name are left out, as Hugging Face does.
 
-    Durable when it returns. Files of an earlier try of the same are kept.
+    Durable when it returns. Files of an earlier try of the same are kept. Raises ``BadInput`` if there are others,
+    ``RunLocked`` if another conversion writes there.
     """
     wanted = [
         Wanted(stored.atom.name, stored, _cast(stored.atom.dtype, dtype))
@@ -78,15 +80,26 @@ def write_huggingface(
     ]
     if not wanted:
         raise BadInput(f"{source.path} has no parameters to export")
+    with alone_in(disk := Disk(folder)):
+        names = _write_files(source, disk, wanted, dtype, file_bytes, told)
+    return [folder / name for name in names]
+
+
+def _write_files(
+    source: Source,
+    disk: Disk,
+    wanted: list[Wanted],
+    dtype: str | None,
+    file_bytes: int,
+    told: Callable[[int], None],
+) -> list[str]:
     groups = list(packed(wanted, lambda each: each.nbytes, file_bytes))
     total = len(groups)
     names = (
         [SINGLE] if total == 1 else [f"model-{i:05d}-of-{total:05d}.safetensors" for i in range(1, total + 1)]
     )
-    disk = Disk(folder)
     done = _Done(disk, [dtype, file_bytes, *_what(source, wanted)])
-    _refuse_others(folder, source, done)
-    disk.makedirs("")
+    _refuse_others(disk.root, source, done)
     for name, group in zip(names, groups, strict=True):
         if name in done.names and disk.exists(name):
             told(sum(each.stored.atom.nbytes for each in group))
@@ -101,7 +114,7 @@ def write_huggingface(
         )
         write_durably(disk, INDEX, text.encode(), why="index")
     done.finish()
-    return [folder / name for name in names]
+    return names
 
 
 def _what(source: Source, wanted: Sequence[Wanted]) -> list[Any]:
@@ -129,7 +142,9 @@ def write_single(
 ) -> Path:
     """Everything that ``source`` has as one safetensors file: parameters and buffers under their names, what belongs to
     a parameter under ``name/slot``, which keeps its type. Its metadata has the progress, and with it the further names
-    of tied weights. Durable when it returns."""
+    of tied weights. Durable when it returns. Raises ``BadInput`` if there is such a file, ``RunLocked`` if another
+    conversion writes it."""
+    _refuse_existing(path)
     wanted = []
     for key, stored in source.atoms.items():
         atom = stored.atom
@@ -145,6 +160,13 @@ def write_single(
     disk.makedirs("")
     _write_file(source, disk, path.name, wanted, metadata, told)
     return path
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.is_dir():
+        raise BadInput(f"{path} is a directory. Name a file that is not there.")
+    if os.path.lexists(path):
+        raise BadInput(f"{path} is there already. Name a file that is not there, or move that one away.")
 
 
 def _cast(dtype: str, wanted: str | None) -> str:
@@ -167,9 +189,11 @@ def _write_file(
         places.append(position)
         position += each.nbytes
     with written_durably(disk, name, position, why="payload") as file:
+        _refuse_existing(disk.root / name)  # another conversion may just have ended
         pairs = zip(wanted, places, strict=True)
         jobs = (job for each, at in pairs for job in _jobs(source, each, file, at, sums[each.key]))
         in_threads(jobs, told)
+        source.refuse_rewritten()
         file.write(memoryview(_header(wanted, metadata, sums)), 0)
 
 

@@ -9,14 +9,15 @@ from ...errors import Damaged, FileMissing
 
 
 def files_of(path: Path, single: str, index: str) -> tuple[list[Path], set[str]]:
-    """The file ``path``, or those of the folder: what its ``index`` names, or ``single``. And the keys that the index
-    names, none if there is no index.
+    """The file ``path``, or those of the folder: ``single``, or what its ``index`` names. And the keys that the index
+    names, none where it is not what tells. As in transformers, ``single`` is taken where it is there, since it leaves
+    the index of an earlier save.
 
     Raises ``Damaged`` for an index that is none, ``FileMissing`` for a file that it names.
     """
     if path.is_file():
         return [path], set()
-    if not (path / index).is_file():
+    if (path / single).is_file() or not (path / index).is_file():
         return [path / single], set()
     try:
         named = json.loads((path / index).read_text())["weight_map"]

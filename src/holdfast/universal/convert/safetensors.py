@@ -7,6 +7,7 @@ of its tensors and of the header; in others every tensor is a parameter, and not
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from .indexed import files_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 KEYS, PROGRESS, XXH3 = "holdfast.keys", "holdfast.progress", "holdfast.xxh3"
+_UNREAD = re.compile(
+    r"(optimizer|scheduler|scaler|sampler|dl_state_dict)(_\d+)?\.(pt|bin)|optimizer_\d+|trainer_state\.json"
+    r"|rng_state(_\d+)?\.pth|(random_states|custom_checkpoint)_\d+\.pkl|(pytorch_)?model_\d+\.(safetensors|bin)"
+)
 DIGITS = 16
 """Of a checksum."""
 HEADER_BYTES = 100 * MiB
@@ -42,6 +47,7 @@ class SafetensorsFiles(Files):
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path), "safetensors")
+        self.unread = unread_in(path)
         files, expected = files_of(path, SINGLE, INDEX)
         for file in files:
             self._add_file(file)
@@ -70,6 +76,15 @@ class SafetensorsFiles(Files):
             part = self.add_part(where)
             atom = Atom(name, slot, entry.shape, entry.dtype)
             self.add(Stored(atom, Pieces.of([dense(Box.whole(entry.shape), part)], len(entry.shape))))
+
+
+def unread_in(path: Path) -> tuple[str, ...]:
+    """What is in a folder beside its weights that a training of transformers or accelerate would go on with."""
+    return (
+        tuple(sorted(each.name for each in path.iterdir() if _UNREAD.fullmatch(each.name)))
+        if path.is_dir()
+        else ()
+    )
 
 
 def _name_of(slots: dict[str, Any], key: str, path: Path) -> tuple[str, str]:

@@ -26,6 +26,7 @@ from ..source import Files, Stored
 from ..told import check_progress, state_dict_of
 from ..values import progress_of
 from .indexed import files_of
+from .safetensors import unread_in
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -48,6 +49,7 @@ class Saved(Files):
         """Raises ``BadInput`` if there is no state dict, ``Damaged`` if it is not whole, or names what is not known."""
         super().__init__(str(path), "torch.save")
         self.writer = "torch.save"
+        self.unread = unread_in(path)
         self._held: dict[str, tuple[Archive, Tensor]] = {}
         self._numbers: dict[tuple[str, str, str], int] = {}
         with state_dict_of(str(path)):

@@ -22,7 +22,7 @@ from ....errors import BadInput
 from ....state.atoms import Atom
 from ....state.live import RESIDUAL
 from ....state.progress import decode
-from ....store.files import Disk, write_durably
+from ....store.files import Disk, alone_in, write_durably
 from ...load import checks, in_threads
 from ...matching import groups_of
 from ...source import Part, Source, Stored, places_of
@@ -55,14 +55,27 @@ def write_deepspeed(
     """All of ``source`` as a universal folder for ZeRO-``stage``, with ``latest_universal``. Durable when it returns.
 
     An earlier try of the same goes on. Raises ``BadInput`` for what DeepSpeed would not read, before anything is
-    written; ``DiskFull``.
+    written; ``RunLocked`` if another conversion writes there; ``DiskFull``.
     """
     if stage not in STAGES:
         raise BadInput(f"stage {stage} is not one of {', '.join(map(str, STAGES))}")
     slots = _slots(source)
     groups = _groups(source, slots)
     _refuse(source, groups, slots, stage)
-    disk, tag = Disk(folder), f"global_step{source.progress.get('step') or 0}"
+    with alone_in(disk := Disk(folder)):
+        tag = _write_folder(source, disk, stage, groups, slots, told)
+    return sorted((folder / tag).rglob("*.pt"))
+
+
+def _write_folder(
+    source: Source,
+    disk: Disk,
+    stage: int,
+    groups: list[Group],
+    slots: Slots,
+    told: Callable[[int], None],
+) -> str:
+    tag = f"global_step{source.progress.get('step') or 0}"
     model = f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
     _begin(disk, tag, model, [stage, source.identity(), places_of(source.atoms.values())])
     in_threads(_jobs(source, disk, f"{tag}/zero", groups, slots, told))
@@ -70,9 +83,10 @@ def write_deepspeed(
     _write(disk, f"{tag}/{model}", _model_states(source, groups, stage))
     disk.sync_dir(f"{tag}/zero", why="universal")
     disk.sync_dir(tag, why="universal")
+    source.refuse_rewritten()
     write_durably(disk, "latest_universal", tag.encode(), why="universal")
     disk.unlink(_MARK + tag)
-    return sorted((folder / tag).rglob("*.pt"))
+    return tag
 
 
 def _jobs(
@@ -172,7 +186,6 @@ def _begin(disk: Disk, tag: str, model: str, what: list[Any]) -> None:
         names.remove(model)  # it is written behind that
     if disk.exists("latest_universal") or (disk.exists(tag) and not (made and names <= {"zero"})):
         raise BadInput(f"{disk.root} holds a checkpoint already, or a part of another. Give another folder.")
-    disk.makedirs("")
     write_durably(disk, _MARK + tag, mark, why="universal")
     disk.makedirs(f"{tag}/zero")
 
@@ -232,7 +245,8 @@ def _model_states(source: Source, groups: list[Group], stage: int) -> dict[str, 
     flat = {name: Streamed(each.dtype, (_elements(each),), each.chunks) for name, each in frozen.items()}
     shapes = [{name: source.atoms[f"{name}/param"].atom.shape for name in names} for _, names in groups]
     states = {key: decode(value) for key, value in extra.items() if key not in _RESERVED}
-    scheduler = source.progress.get("scheduler")
+    things = source.progress.get("things", source.progress)  # of a Checkpointer, or of any other
+    scheduler = things.get("scheduler")
     states |= {
         "module": OrderedDict(buffers if stage == 3 else buffers | frozen),
         "buffer_names": list(buffers),

@@ -116,7 +116,9 @@ class Replicating(Survival):
 
     # Waiting and ending
 
-    def whole(self) -> None:
+    def whole(self, again: bool = False) -> None:
+        if again:  # what it has of the script is of the last step
+            self.adapt()
         self.replica.save(self._loop.steps_done, self._loop.progress)
 
     def _go_without_base(self) -> None:

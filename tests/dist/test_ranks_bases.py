@@ -150,12 +150,12 @@ def test_what_a_script_does_to_the_state_after_a_step_is_followed_by_a_base_of_a
 
 
 @pytest.mark.parametrize("save_at", [4, None])
-@pytest.mark.parametrize("base_every", [2, 1000])
-def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(
-    world, tmp_path, save_at, base_every
-):
+@pytest.mark.parametrize("more", [{"base_every": 2}, {"base_every": 1000}, {"replica": "memory"}])
+def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(world, tmp_path, save_at, more):
     """Of the step there may be a base already."""
-    options = {"kind": "ddp", "root": tmp_path, "base_every": base_every}
+    options = {"kind": "ddp", "root": tmp_path / "run", **more}
+    if "replica" in options:
+        options["replica"] = tmp_path / "memory"
     before = ended(world.run(2, steps=4, moved_at=4, save_at=save_at, **options))
     after = ended(world.run(2, steps=5, **options))
     assert [each["resumed"] for each in after] == [4, 4]

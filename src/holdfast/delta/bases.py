@@ -146,7 +146,7 @@ class BaseMaker:
         """Make the base a commit of the step at which the last unit was copied, of which ``progress`` is, once all are
         written; one of this step gives way if there is to be one ``again``. Durable when this returns. On the
         recorder's thread."""
-        manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress), again=again)
+        manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress), again)
         self._store.prune_journal()
         self._store.measure()
         return manifest

@@ -155,6 +155,7 @@ def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(wo
     """Of the step there may be a base already."""
     options = {"kind": "ddp", "root": tmp_path / "run", **more}
     if "replica" in options:
+        (tmp_path / "memory").mkdir()
         options["replica"] = tmp_path / "memory"
     before = ended(world.run(2, steps=4, moved_at=4, save_at=save_at, **options))
     after = ended(world.run(2, steps=5, **options))

@@ -261,7 +261,7 @@ def test_an_optimizer_that_was_not_given_is_told_and_then_refused(tmp_path, monk
     loop.iterate(3)
     with pytest.warns(UserWarning, match=r"0.weight and 3 others changed otherwise than by a step"):
         checkpointer.step()
-    with pytest.raises(BadInput, match="each of the last 20 iterations, and none of the optimizers"):
+    with pytest.raises(BadInput, match="in each of the last 20 iterations none of the optimizers"):
         for i in range(20):
             loop.iterate(4 + i)
             checkpointer.step()
@@ -287,6 +287,171 @@ def test_weights_that_are_changed_and_put_back_between_two_steps_are_no_error(tm
     other, done = again.checkpointer(tmp_path)
     other.close()
     assert done == 6 and same(again.state(), loop.state())
+
+
+@torch.no_grad()
+def reset_rows(loop):
+    if loop.optimizer.state:
+        loop.optimizer.state[loop.model[0].weight]["exp_avg"][1:3] = 0
+
+
+def forget(loop):
+    loop.optimizer.state.clear()
+
+
+def load_older(loop):
+    if not hasattr(loop, "older"):
+        loop.older = copy.deepcopy(loop.optimizer.state_dict())
+    loop.optimizer.load_state_dict(loop.older)
+
+
+@torch.no_grad()
+def replace_a_moment(loop):
+    if loop.optimizer.state:
+        loop.optimizer.state[loop.model[1].bias]["exp_avg"] = torch.ones(4)
+
+
+STATE_OF_ADAMW = [reset_rows, forget, load_older, replace_a_moment]
+
+
+@pytest.mark.parametrize("when", ["after", "between"])
+@pytest.mark.parametrize("do", STATE_OF_ADAMW)
+def test_what_a_script_does_to_an_optimizers_state_is_kept_by_a_base_and_told(tmp_path, do, when):
+    """After the step that is the fourth, or between that one's step() and the next step."""
+
+    class Doing(Loop):
+        def iterate(self, i):
+            if (i, when) == (4, "between"):
+                do(self)
+            super().iterate(i)
+            if (i, when) == (3, "after"):
+                do(self)
+            elif i == 1 and do is load_older:
+                self.older = copy.deepcopy(self.optimizer.state_dict())
+
+    with pytest.warns(UserWarning, match="the state of AdamW changed otherwise than by a step.*save"):
+        loop, again = recovered(tmp_path, Doing, 7)
+    assert same(again.state(), loop.state())
+    assert len(list((tmp_path / "run" / "commits").iterdir())) == 2  # the first, and one for it
+
+
+def test_an_optimizers_state_that_is_loaded_before_the_first_step_is_in_the_run(tmp_path):
+    """As in fine-tuning: what was there before comes from somewhere else than the run."""
+    before = Loop()
+    for i in range(3):
+        before.iterate(i)
+
+    class Loaded(Loop):
+        def checkpointer(self, run, **options):
+            made, done = super().checkpointer(run, **options)
+            if done == 0:
+                self.optimizer.load_state_dict(copy.deepcopy(before.optimizer.state_dict()))
+            return made, done
+
+    with pytest.warns(UserWarning, match="the state of AdamW changed otherwise"):
+        loop, again = recovered(tmp_path, Loaded, 5)
+    assert same(again.state(), loop.state())
+
+
+def swap(loop):
+    loop.model[0].weight.data = loop.model[0].weight.data * 0.5
+
+
+def from_vector(loop):
+    vector = nn.utils.parameters_to_vector(loop.model.parameters()).detach()
+    nn.utils.vector_to_parameters(vector * 0.5, loop.model.parameters())
+
+
+@pytest.mark.parametrize("do", [swap, from_vector])
+def test_parameters_that_are_given_other_memory_are_kept_by_a_base_and_told(tmp_path, do):
+    class Doing(Loop):
+        def iterate(self, i):
+            super().iterate(i)
+            if i == 3:
+                do(self)
+
+    with pytest.warns(UserWarning, match=r"0.weight .*changed otherwise than by a step"):
+        loop, again = recovered(tmp_path, Doing, 6)
+    assert same(again.state(), loop.state())
+
+
+@pytest.mark.parametrize("do", [*STATE_OF_ADAMW, swap])
+def test_what_was_changed_and_saved_where_there_is_a_base_of_the_step_is_in_another(tmp_path, do, recwarn):
+    loop = Loop()
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with checkpointer:
+        loop.go(checkpointer, 2)
+        load_older(loop)
+        loop.go(checkpointer, 3)
+        checkpointer.save()
+        do(loop)
+        checkpointer.save()
+        state = loop.state()
+        bases = {path: path.stat().st_mtime_ns for path in (tmp_path / "commits").iterdir()}
+        checkpointer.save()  # of which there is one now
+        assert bases == {path: path.stat().st_mtime_ns for path in (tmp_path / "commits").iterdir()}
+    again = Loop()
+    other, done = again.checkpointer(tmp_path)
+    other.close()
+    assert done == 3 and same(again.state(), state)
+    assert all("the state of AdamW" in str(w.message) for w in recwarn)  # what was not saved
+
+
+def test_iterations_in_which_nobody_steps_are_told_and_then_refused(tmp_path, monkeypatch):
+    """Descent by hand, through ``.data``."""
+    monkeypatch.setattr(unseen, "HINT", 5)
+    monkeypatch.setattr(unseen, "PATIENCE", 20)
+    loop = Loop()
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    loop.go(checkpointer, 2)
+    with pytest.warns(
+        UserWarning, match="in the last 5 iterations none of the optimizers .* Give it the one whose"
+    ):
+        for _ in range(5):
+            loop.model[0].weight.data.mul_(0.99)
+            checkpointer.step()
+    with pytest.raises(BadInput, match="in each of the last 20 iterations none of the optimizers"):
+        for _ in range(15):
+            loop.model[0].weight.data.mul_(0.99)
+            checkpointer.step()
+    checkpointer.close(save=False)
+
+
+class Falling:
+    """A scaler that finds an overflow in every iteration, as of a model that has diverged."""
+
+    scale = 2.0**100
+
+    def get_scale(self):
+        return self.scale
+
+    def update(self):
+        self.scale /= 2
+
+    def state_dict(self):
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state):
+        self.scale = state["scale"]
+
+
+def test_accumulation_and_steps_that_a_scaler_skips_are_no_iterations_without_a_step(
+    tmp_path, monkeypatch, recwarn
+):
+    monkeypatch.setattr(unseen, "HINT", 5)
+    monkeypatch.setattr(unseen, "PATIENCE", 20)
+    loop, scaler = Loop(), Falling()
+    checkpointer, _ = loop.checkpointer(tmp_path, scaler=scaler)
+    with checkpointer:
+        for _ in range(40):
+            scaler.update()
+            checkpointer.step()
+        assert checkpointer.steps_done == 40
+        for _ in range(19):
+            loop.model(torch.ones(4, 4)).sum().backward()
+            checkpointer.step()
+        loop.go(checkpointer, 41)
+    assert not recwarn
 
 
 def test_steps_that_are_never_recorded_are_told(tmp_path):
@@ -657,3 +822,149 @@ def test_what_no_record_holds_of_what_a_step_is_given_is_refused(tmp_path):
     with pytest.raises(BadInput, match=r"step\(\) was given a Tensor.*tensor.item\(\)"), checkpointer:
         loop.optimizer.step(bs=torch.ones(4, 4))
     assert same(loop.state(), before)
+
+
+# Schedules
+
+
+class Scheduled(Loop):
+    """The rate is halved after every second step, or ``often``; ``rates`` are those that steps had."""
+
+    def __init__(self, often=False):
+        super().__init__()
+        self.often, self.rates = often, []
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+
+    def go(self, checkpointer, until, then=lambda: None):
+        for i in range(checkpointer.steps_done, until):
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+            self.iterate(i)
+            checkpointer.step()
+            if self.often or i % 2:
+                self.schedule.step()
+                then()
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("base_every", [1, 1000])
+def test_a_schedule_that_is_moved_after_an_epoch_is_in_what_save_and_close_make(
+    tmp_path, save, base_every, recwarn
+):
+    """Of the epoch's last step there may be a base already, that was made beside training."""
+    whole, rates = Scheduled(), []
+    other, _ = whole.checkpointer(tmp_path / "whole", scheduler=whole.schedule)
+    with other:
+        whole.go(other, 6)
+    for until in (2, 4, 6):
+        loop = Scheduled()
+        checkpointer, done = loop.checkpointer(
+            tmp_path / "run", scheduler=loop.schedule, base_every=base_every
+        )
+        with checkpointer:
+            assert done == until - 2
+            if save:
+                loop.go(checkpointer, until, lambda at=checkpointer: (at.wait(), at.save()))
+                shutil.rmtree(tmp_path / "killed", ignore_errors=True)
+                shutil.copytree(tmp_path / "run", tmp_path / "killed")
+            else:
+                loop.go(checkpointer, until)
+        rates += loop.rates
+        if save:  # without what close() would make
+            shutil.rmtree(tmp_path / "run")
+            shutil.copytree(tmp_path / "killed", tmp_path / "run")
+    assert rates == whole.rates == [0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
+    assert same(loop.state(), whole.state()) and not recwarn
+
+
+def test_what_save_finds_moved_is_saved_with_the_random_numbers_and_the_place_of_the_step(tmp_path):
+    class Counting:
+        def __init__(self):
+            self.count = 0
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    class Places(Counting):
+        def __iter__(self):
+            return iter(())
+
+    loop, given = Loop(), {"one": Counting(), "place": Places()}
+    loader = holdfast.loader(list(torch.arange(64)), batch_size=1)
+    checkpointer, _ = loop.checkpointer(tmp_path, also=given, loader=loader)
+    with checkpointer:
+        batches = iter(loader)
+        next(batches)
+        loop.go(checkpointer, 1)
+        at, shown = loader.state_dict(), torch.get_rng_state()
+        next(batches)  # and the batch of the next step is there
+        torch.rand(3)
+        given["one"].count = given["place"].count = 7
+        checkpointer.save()
+    again, fresh = Loop(), {"one": Counting(), "place": Places()}
+    place = holdfast.loader(list(torch.arange(64)), batch_size=1)
+    other, done = again.checkpointer(tmp_path, also=fresh, loader=place)
+    other.close()
+    assert done == 1 and (fresh["one"].count, fresh["place"].count) == (7, 0)
+    assert place.state_dict() == at and torch.equal(torch.get_rng_state(), shown)
+
+
+def test_a_schedule_that_is_moved_after_every_step_is_told_once(tmp_path):
+    loop = Scheduled(often=True)
+    checkpointer, _ = loop.checkpointer(tmp_path, scheduler=loop.schedule)
+    with checkpointer:
+        with pytest.warns(
+            UserWarning, match=r"moved after every step\(\).*call step\(\) last in the"
+        ) as told:
+            loop.go(checkpointer, 5)
+        assert len(told) == 1
+
+
+# Wrappers
+
+
+class Wrapping(torch.optim.Optimizer):
+    """As Lookahead and SAM: what it wraps has the state."""
+
+    def __init__(self, parameters, how):
+        inner = torch.optim.AdamW(parameters)
+        super().__init__(inner.param_groups, {})
+        if how == "attribute":
+            self.base_optimizer = inner
+        elif how == "list":
+            self.inner = [inner]
+        else:
+            self.inner = lambda: inner
+        self.get = lambda: inner
+
+    def step(self, closure=None):
+        self.get().step()
+
+    def state_dict(self):
+        return self.get().state_dict()
+
+
+@pytest.mark.parametrize("how", ["attribute", "list"])
+def test_an_optimizer_around_another_that_has_the_state_is_refused(tmp_path, how):
+    loop = Loop(optimizer=lambda parameters: Wrapping(parameters, how))
+    with pytest.raises(BadInput, match=r"Wrapping wraps a AdamW .* Give the one inside"):
+        loop.checkpointer(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_whose_state_is_found_elsewhere_is_refused_after_the_first_step(tmp_path):
+    loop = Loop(optimizer=lambda parameters: Wrapping(parameters, "hidden"))
+    checkpointer, _ = loop.checkpointer(tmp_path)
+    with pytest.raises(BadInput, match=r"Wrapping keeps its state elsewhere"), checkpointer:
+        loop.go(checkpointer, 1)
+
+
+def test_an_optimizer_around_others_whose_state_it_shares_is_taken(tmp_path, recwarn):
+    def joined(parameters):
+        one, *more = parameters
+        return holdfast.optim.Joined(torch.optim.AdamW([one]), torch.optim.AdamW(more))
+
+    loop, again = recovered(tmp_path, lambda: Loop(optimizer=joined), 4)
+    assert same(again.state(), loop.state()) and not recwarn

@@ -22,7 +22,7 @@ from torch import nn
 
 from .delta import tier
 from .delta.codecs import Codec, Exact
-from .delta.loop import Loop
+from .delta.loop import Loop, is_no_place
 from .delta.options import (
     Options,
     refuse_bad_resume,
@@ -152,6 +152,7 @@ class Checkpointer:
         self._queue = IOQueue()
         self._store = LocalStore(run, keep=keep, disk=disk, queue=self._queue, direct=direct)
         self._tap = self._survival.tap(self._take_slot, clip_norm)
+        self._tap.begins = self._loop.begins_step
         self._pulse = Pulse(self._events)
         self._sigterm: SigTerm | None = None
         self._failure: BaseException | None = None
@@ -341,9 +342,9 @@ class Checkpointer:
         self._refuse_unusable()
 
         def lacks() -> bool:
-            """Whether there is no base of the present step."""
+            """Whether there is no base of the present step, as all is now."""
             self._refuse_between()
-            return self._survival.base_step < self.steps_done
+            return self._survival.base_step < self.steps_done or self._has_moved()
 
         self._make_base_if(lacks)
 
@@ -366,10 +367,16 @@ class Checkpointer:
 
     def _make_base_if(self, lacks: Callable[[], bool]) -> None:
         """Of the present step, on all ranks if any ``lacks`` one: each may know of another newest base."""
-        if any(self._ranks.all_do(lacks)):
+        asked = self._ranks.all_do(lambda: (True, self._has_moved()) if lacks() else (False, False))
+        if any(lacking for lacking, _ in asked):
             with self._ending_on_error():  # parameters may be read by the writer still
-                self._survival.whole()
+                self._loop.note_again(is_no_place)
+                self._survival.whole(again=any(moved for _, moved in asked))
                 self._tap.saved()
+
+    def _has_moved(self) -> bool:
+        """Whether something was changed since the last step that a base of it would have otherwise."""
+        return self._tap.has_changes or self._loop.has_moved
 
     def close(self, save: bool = True) -> None:
         """Make everything durable, residuals by a base, and leave nothing behind: no hook (but DDP's communication hook

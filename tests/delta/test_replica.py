@@ -562,6 +562,36 @@ def test_a_parameter_that_is_trained_later_is_handed_over_anew(tmp_path):
     assert same(recovered(tmp_path / "run", ADAMW, "", 6), state)
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("after", [True, False])
+def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(tmp_path, before, after):
+    """With and without a base of the step before that."""
+
+    def begin(**options):
+        loop = make(ADAMW, "")
+        schedule = torch.optim.lr_scheduler.StepLR(loop.optimizers[0], 1, gamma=0.5)
+        run, things = tmp_path / "run", {"model": loop.model, "optimizer": loop.optimizers}
+        return loop, schedule, Checkpointer(run, scheduler=schedule, **things, **options)
+
+    loop, schedule, checkpointer = begin(replica=True)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+        if before:
+            checkpointer.save()
+        schedule.step()
+        if after:
+            checkpointer.save()
+            assert checkpointer.durable_step == 3
+        state, rate = loop.state(), loop.optimizers[0].param_groups[0]["lr"]
+    assert not events(tmp_path, "drift")
+    loop, schedule, checkpointer = begin()
+    with checkpointer:
+        assert checkpointer.resume() == 3 and same(loop.state(), state)
+    assert (schedule.last_epoch, loop.optimizers[0].param_groups[0]["lr"]) == (1, rate)
+
+
 class Counting(torch.optim.Optimizer):
     """Each update depends on all parameters, and on a count that is no tensor."""
 

@@ -127,13 +127,38 @@ def test_a_step_that_one_rank_lost_is_made_durable_by_what_all_wait_for(world, t
     assert after[0]["resumed"] == 9 and after[0]["digests"]["9"] == said[0]["digests"]["9"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_what_a_script_does_to_parameters_after_a_step_is_followed_by_a_base_of_all(world, tmp_path, kind):
-    """No record of the step would bring it back."""
+@pytest.mark.parametrize(
+    ("kind", "what", "who"),
+    [
+        *((kind, {"halved_at": 4}, [0, 1]) for kind in ("ddp", "fsdp")),
+        ("ddp", {"forgets": ["all", 4]}, [0, 1]),
+        ("fsdp", {"forgets": [1, 4]}, [1]),
+    ],
+)
+def test_what_a_script_does_to_the_state_after_a_step_is_followed_by_a_base_of_all(
+    world, tmp_path, kind, what, who
+):
+    """No record of the step would bring it back. One rank alone may know."""
     options = {"kind": kind, "root": tmp_path, "base_every": 1000}
-    killed = world.run(2, steps=9, halved_at=4, wait_at=7, killed_after={"0": 8, "1": 8}, **options)
-    assert all("changed otherwise than by a step" in " ".join(each["warnings"]) for each in killed)
+    killed = world.run(2, steps=9, wait_at=7, killed_after={"0": 8, "1": 8}, **what, **options)
+    told = [" ".join(each.get("warnings", [])) for each in killed]
+    assert [rank for rank, text in enumerate(told) if "changed otherwise" in text] == who
     rest = world.run(2, steps=9, **options)
     assert all(each.get("finished") for each in rest), rest
     done = rest[0]["resumed"]
     assert done in (7, 8) and rest[0]["digests"][str(done)] == killed[0]["digests"][str(done)]
+
+
+@pytest.mark.parametrize("save_at", [4, None])
+@pytest.mark.parametrize("more", [{"base_every": 2}, {"base_every": 1000}, {"replica": "memory"}])
+def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(world, tmp_path, save_at, more):
+    """Of the step there may be a base already."""
+    options = {"kind": "ddp", "root": tmp_path / "run", **more}
+    if "replica" in options:
+        (tmp_path / "memory").mkdir()
+        options["replica"] = tmp_path / "memory"
+    before = ended(world.run(2, steps=4, moved_at=4, save_at=save_at, **options))
+    after = ended(world.run(2, steps=5, **options))
+    assert [each["resumed"] for each in after] == [4, 4]
+    assert [each["first_rate"] for each in after] == [each["rate"] for each in before]
+    assert before[0]["rate"] < before[0]["first_rate"]

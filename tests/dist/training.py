@@ -353,6 +353,8 @@ def train(
     dense_at: int | None = None,
     altered: tuple[int, int] | None = None,
     halved_at: int | None = None,
+    forgets: tuple[int | str, int] | None = None,
+    moved_at: int | None = None,
     spoilt: str | None = None,
     mlp: int = 0,
     sleeps_at: tuple[int, int, float] | None = None,
@@ -468,7 +470,7 @@ def train(
         root, model=model, optimizer=chosen, scheduler=schedule, keep=Keep(keep_last, keep_every), **options
     ) as checkpointer:
         done = checkpointer.resume(**(resume or {}))
-        say(resumed=done, exactness=checkpointer.exactness)
+        say(resumed=done, exactness=checkpointer.exactness, first_rate=chosen.param_groups[0]["lr"])
         digests[done] = whole_state(model, chosen, averages)
         for step in range(done + 1, steps + 1):
             if step == deaf_from:  # to what the others have
@@ -510,6 +512,9 @@ def train(
             if step == halved_at:
                 with torch.no_grad():
                     plain.second.weight.mul_(0.5)
+            if forgets is not None and forgets[0] in (rank, "all") and forgets[1] == step:
+                for held in chosen.state.values():
+                    held["exp_avg"].zero_()
             if kill_replica is not None and (rank, step) == tuple(kill_replica):
                 if survives_as is not None:  # ranks before this one are to read what survives after the step
                     wait_until(lambda: meeting.have(f"stepped-{step}", range(rank)))  # noqa: B023
@@ -555,6 +560,9 @@ def train(
                 store = checkpointer._store
                 say(lost=checkpointer._survival.pace._losses, recording=checkpointer._survival.pace.recording)
                 say(cap=[store.cap_bytes, store.cap_share], full=checkpointer._survival.pace.bases.full_bytes)
+            if step == moved_at:
+                schedule.step()
+                say(rate=chosen.param_groups[0]["lr"])
             if step == save_at and rank == between:  # of two steps
                 model(torch.ones(5, 7)).sum().backward()
                 chosen.step()

@@ -142,10 +142,11 @@ class BaseMaker:
         _settle_devices(tensors.values())
         self._recorder.do(partial(self._write_through, staged, tensors))
 
-    def publish(self, progress: dict[str, Any]) -> Manifest:
+    def publish(self, progress: dict[str, Any], again: bool = False) -> Manifest:
         """Make the base a commit of the step at which the last unit was copied, of which ``progress`` is, once all are
-        written. Durable when this returns. On the recorder's thread."""
-        manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress))
+        written; one of this step gives way if there is to be one ``again``. Durable when this returns. On the
+        recorder's thread."""
+        manifest = self._store.publish(self._staged[-1].step, *self._all_written(progress), again)
         self._store.prune_journal()
         self._store.measure()
         return manifest

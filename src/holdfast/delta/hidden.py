@@ -78,6 +78,11 @@ def told_of_hidden(
                 " in the state of a parameter, or in param_groups."
             )
         names = {name for held in optimizer.state.values() for name in held}
+        if not optimizer.state and optimizer.state_dict().get("state"):
+            raise BadInput(
+                f"{kind} keeps its state elsewhere than in {kind}.state, which is empty after a step, so commits could"
+                " not hold it. Give the optimizer inside of it whose step() updates parameters."
+            )
         taken = [name for name in names if not isinstance(name, str) or name in RESERVED or "/" in name]
         if taken:
             raise BadInput(

@@ -168,6 +168,8 @@ class Host:
             self._begin(about["begin"])
             self._base_step, self._begun = about["begin"]["durable"], True
         self._state, self._step, self._equal = state, about["step"], True
+        if "again" in about:  # the base of this step has something else
+            self._base_step = min(self._base_step, self._step - 1)
         if self._bases is None:
             self._bases = BaseMaker(self._store, state, Inline(self._beat), self._prefix)
         self._bases.watch(state)
@@ -253,7 +255,7 @@ class Host:
 
     def _publish(self) -> None:
         assert self._bases is not None
-        self._base_step = self._bases.publish(self._base_progress).step
+        self._base_step = self._bases.publish(self._base_progress, again=True).step
         self._bases.end()
         if not self._kept:
             kept.drop(self._place)

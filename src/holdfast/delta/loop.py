@@ -28,6 +28,19 @@ from .unseen import changes_of
 
 Averages = nn.Module | Mapping[str, nn.Module] | None
 
+Which = Callable[[str, Any], bool]
+"""Whether of the things of a script, by name, this one is meant."""
+
+
+def is_schedule(name: str, thing: Any) -> bool:
+    """What moves only where the script says so."""
+    return name.startswith("scheduler")
+
+
+def is_no_place(name: str, thing: Any) -> bool:
+    """But places in data: a script may have the batch of the next iteration when it calls ``save``."""
+    return name != "loader" and not hasattr(thing, "__iter__")
+
 
 class Loop:
     """On this rank of ``ranks``, with what was given to a ``Checkpointer``. First come ``hook_up`` and ``look``, then
@@ -58,11 +71,14 @@ class Loop:
         refuse_taken(also, things)
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}
         self.script = Script(self.optimizers, things)
-        self.model, self._averages, self._scaler = model, averages, scaler
+        self.model, self._averages, self._scaler, self._schedule = model, averages, scaler, scheduler
         self._residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: Hook | None = None
         self._scale = 0.0
+        self._schedule_at: Any = None
+        self._late_moves = 0
+        """Steps in a row before which the schedule was moved after the step before had been noted."""
         self._told_of_buffers = False
         self._buffers_at_look: set[str] = set()
         self._looks: list[int] = []
@@ -152,6 +168,16 @@ class Loop:
         self._hidden = [hidden_in(optimizer) for optimizer in self.optimizers]
         self.note()
 
+    def begins_step(self) -> None:
+        """An optimizer is about to make the first update since the last step."""
+        self._late_moves = self._late_moves + 1 if self._schedule_at != self._schedule_now() else 0
+        if self._late_moves == 2:
+            warnings.warn(
+                "the scheduler is moved after every step() of the Checkpointer, so that a resume would go on with the"
+                " learning rate of the step before: call step() last in the iteration, after scheduler.step().",
+                stacklevel=5,
+            )
+
     def ends_step(self, updated: bool) -> bool:
         """Whether the iteration that ends is a step: an optimizer has ``updated``, or the loss scale fell, and it was
         skipped."""
@@ -177,7 +203,26 @@ class Loop:
         if isinstance(self._hook, PowerState):
             self._hook.steps_done = self.steps_done
         self.now = self.script.now()
+        self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()
+
+    def note_again(self, which: Which) -> None:
+        """Of a base that is made after the step: hyper-parameters and the things ``which`` are what they are now."""
+        self.now = self._now_again(which)
+        self._schedule_at = self._schedule_now()
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the script has changed something since the last step that is no place in data."""
+        return self._now_again(is_no_place) != self.now
+
+    @property
+    def schedule_moved(self) -> bool:
+        return self._now_again(is_schedule) != self.now
+
+    def _now_again(self, which: Which) -> dict[str, Any]:
+        """In mid-accumulation all is of the last step."""
+        return self.now if self._accumulates else self.script.again(self.now, which)
 
     @property
     def has_begun_another(self) -> bool:
@@ -225,6 +270,10 @@ class Loop:
     def _buffers_are(self) -> list[tuple[int, int]]:
         """Which tensors they are, and how often these were changed."""
         return [(id(tensor), changes_of(tensor)) for tensor in self.state.buffer_tensors()]
+
+    def _schedule_now(self) -> Any:
+        """How often the scheduler was moved, where it counts that."""
+        return getattr(self._schedule, "last_epoch", None)
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0

@@ -91,7 +91,28 @@ def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
     if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
         raise BadInput("optimizer is not an optimizer of torch, nor several of them")
+    for optimizer in optimizers:
+        _refuse_wrapper(optimizer)
     return optimizers
+
+
+def _refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """One around another whose state it does not share: that would be in no commit."""
+    for name, value in vars(optimizer).items():
+        items = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (list, tuple))
+            else [value]
+        )
+        for inner in items:
+            if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+                raise BadInput(
+                    f"{type(optimizer).__name__} wraps a {type(inner).__name__} ({name}), which has the state, so that"
+                    f" no commit would hold it. Give the one inside, optimizer.{name}, if its step() is what updates;"
+                    " several as a list, and what the wrapper does besides as after_update=."
+                )
 
 
 def refuse_renormalised(model: nn.Module) -> None:

@@ -150,14 +150,14 @@ class Pace:
         due = not self.bases.under_way and self._is_time(step)
         return due if self._together is None else self._together.is_due(due, self.bases)
 
-    def whole(self, step: int) -> None:
-        """A base of ``step``, the present one, unit after unit, durable when this returns. Called on all ranks."""
+    def whole(self, step: int, again: bool = False) -> None:
+        """A base of ``step``, the present one, unit after unit, durable when this returns; ``again`` if one of this
+        step does not hold what there is now. Called on all ranks."""
         self._recorder.settle()
         self._see_published()
         self._restarted()
-        if (
-            self.base_step == step and self._together is None
-        ):  # one that was made beside training is of this step
+        there = self.base_step == step and self._together is None  # one that was made beside training
+        if there and not again:
             self.gap = False
             return
         if self._together is not None:
@@ -171,7 +171,7 @@ class Pace:
         while not self.bases.all_staged:
             self.bases.write_next(step)
         if self._together is None:
-            self._recorder.do(partial(self._publish, self._progress(), self._losses))
+            self._recorder.do(partial(self._publish, self._progress(), self._losses, there))
             self._see_published()
             return
         share = partial(self.bases.share, self._progress())
@@ -323,12 +323,13 @@ class Pace:
                 self._together.sharing, self._losses_when_shared = True, self._losses
             self._recorder.put(Task(partial(self._publish, self._progress(), self._losses)))
 
-    def _publish(self, progress: dict[str, Any], losses: int) -> None:
-        """Make the base a commit. On the recorder's thread, when the records up to it are durable."""
+    def _publish(self, progress: dict[str, Any], losses: int, again: bool = False) -> None:
+        """Make the base a commit, in place of one of its step if that is there and made ``again``. On the recorder's
+        thread, when the records up to it are durable."""
         if self._together is not None:
             self._together.share(self.bases.share(progress))
             return
-        self.base_step = self.bases.publish(progress).step
+        self.base_step = self.bases.publish(progress, again).step
         self._recorder.restart(self.base_step)
         self._published.append(losses)
         self.bases.end()  # the training thread finds it published, and not one that is given up

@@ -216,8 +216,8 @@ class Recording(Survival):
 
     # Waiting and ending
 
-    def whole(self) -> None:
-        self.pace.whole(self._loop.steps_done)
+    def whole(self, again: bool = False) -> None:
+        self.pace.whole(self._loop.steps_done, again)
 
     def wait(self, step: int) -> None:
         self.recorder.wait(step)

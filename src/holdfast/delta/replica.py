@@ -186,10 +186,16 @@ class Replica:
         return {"fork": point, "durable": self.durable_step}
 
     def sync(
-        self, state: LiveState, step: int, progress: dict[str, Any], num_slots: int, **more: Any
+        self,
+        state: LiveState,
+        step: int,
+        progress: dict[str, Any],
+        num_slots: int,
+        again: bool = False,
+        **more: Any,
     ) -> None:
         """Hand over the whole of ``state``, which may have another form than before. The replica has it when this
-        returns."""
+        returns. ``again`` if it is to make a base also where there is one of the step."""
         self.settle()
         if self.pool is not None:
             self.pool.close()
@@ -201,7 +207,8 @@ class Replica:
         failpoints.reach("after_state_handed")
         self._drift = None
         ring = {"part_bytes": self.pool.part_bytes, "count": num_slots}
-        persist = self.durable_step < step
+        persist = again or self.durable_step < step
+        more |= {"again": True} if again else {}
         about = {"sync": describe(state), "step": step, "ring": ring, "needed": persist, **more}
         self._hand(about, persist)
         self._helper.wait_for_word("synced", self._wait_for)
@@ -283,9 +290,11 @@ class Replica:
         if self._left:
             self._compare(most_bytes)
 
-    def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
+    def save(self, step: int, progress: Callable[[], dict[str, Any]], again: bool = False) -> None:
         """Compare everything, and have the replica make a base of ``step``, the present one. Durable when this
-        returns."""
+        returns; ``again`` after a ``sync`` that asked for it."""
+        if again:
+            self._wait_for(lambda: not self._under_way)
         while self.durable_step < step:
             self.settle()
             if self._drift is not None:

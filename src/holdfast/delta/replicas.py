@@ -147,11 +147,17 @@ class Replicas(Replica):
             self.wait(step)
 
     def sync(
-        self, state: LiveState, step: int, progress: dict[str, Any], num_slots: int, **more: Any
+        self,
+        state: LiveState,
+        step: int,
+        progress: dict[str, Any],
+        num_slots: int,
+        again: bool = False,
+        **more: Any,
     ) -> None:
         """As that of one replica. Until all ranks are at ``step`` the replica keeps what it had."""
         self._until_ended()
-        super().sync(state, step, progress, num_slots, cut=cut_of(state, self._ranks), **more)
+        super().sync(state, step, progress, num_slots, again, cut=cut_of(state, self._ranks), **more)
 
     def _mark(self, state: LiveState) -> dict[str, Any]:
         """From the first state on, which opens the timeline, each that is handed over may be what is kept."""
@@ -189,10 +195,11 @@ class Replicas(Replica):
             self._ask_for_base(step)
             self._next_base = step + self._base_every
 
-    def save(self, step: int, progress: Callable[[], dict[str, Any]]) -> None:
+    def save(self, step: int, progress: Callable[[], dict[str, Any]], again: bool = False) -> None:
         """A base of ``step``, the present one, at once on all ranks. Durable when this returns."""
         self._until_ended()
-        while self.durable_step < step:
+        while again or self.durable_step < step:
+            again = False
             self.settle()
             if self._drift is not None:
                 self._resync(step, progress())

@@ -116,8 +116,11 @@ class Replicating(Survival):
 
     # Waiting and ending
 
-    def whole(self) -> None:
-        self.replica.save(self._loop.steps_done, self._loop.progress)
+    def whole(self, again: bool = False) -> None:
+        loop = self._loop
+        if again:  # what it has of the script is of the last step
+            self.replica.sync(loop.state, loop.steps_done, loop.progress(), self._num_slots, again=True)
+        self.replica.save(loop.steps_done, loop.progress, again)
 
     def _go_without_base(self) -> None:
         if not self._loop.ranks.alone:  # else the replica makes one of what it has

@@ -6,7 +6,7 @@ Random generators, hyper-parameters, learning-rate schedule, data position and l
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,17 @@ class Script:
             "groups": [hyper_parameters(optimizer.param_groups) for optimizer in self._optimizers],
             "things": {name: encode(thing.state_dict(), name) for name, thing in self._things.items()},
         }
+
+    def again(self, before: dict[str, Any], which: Callable[[str, Any], bool]) -> dict[str, Any]:
+        """As JSON what there is now, but for random generators and things that are not ``which``, which stay as
+        ``before``."""
+        own = {name: thing for name, thing in self._things.items() if which(name, thing)}
+        things = {
+            **before["things"],
+            **{name: encode(thing.state_dict(), name) for name, thing in own.items()},
+        }
+        groups = [hyper_parameters(optimizer.param_groups) for optimizer in self._optimizers]
+        return {**before, "groups": groups, "things": things}
 
     def check(self, progress: dict[str, Any], wrote: int, num_ranks: int) -> None:
         """Raise ``RunMismatch`` if ``progress`` is that of another script, or of a loader that cannot go on from

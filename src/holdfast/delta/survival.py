@@ -15,7 +15,7 @@ from typing import Any
 from ..events import EventLog
 from ..store.local import LocalStore
 from .agreement import Agreement
-from .loop import Loop
+from .loop import Loop, is_schedule
 from .options import Options
 from .recorder import Sealed
 from .recovery import Recovered
@@ -145,8 +145,9 @@ class Survival(ABC):
     # Waiting and ending
 
     @abstractmethod
-    def whole(self) -> None:
-        """Make a base of the present step, durable when this returns."""
+    def whole(self, again: bool = False) -> None:
+        """Make a base of the present step, durable when this returns; ``again`` if one of this step does not hold what
+        there is now."""
 
     @abstractmethod
     def wait(self, step: int) -> None:
@@ -160,16 +161,20 @@ class Survival(ABC):
         """Make a base where what is durable does not hold all that there is."""
         if not self.begun:
             return
-        residuals = {} if self._loop.has_begun_another else self._loop.state.residuals
+        begun = self._loop.has_begun_another
+        residuals = {} if begun else self._loop.state.residuals
         if residuals:
             self.settle()  # a base that is under way may be of this very step
-        needed = not self.complete or bool(residuals and self.base_step < self._loop.steps_done)
-        if not any(self._loop.ranks.everyone(needed)):  # each may know of another newest base
+        moved = not begun and self._loop.schedule_moved
+        needed = not self.complete or moved or bool(residuals and self.base_step < self._loop.steps_done)
+        asked = self._loop.ranks.everyone((needed, moved))  # each may know of another newest base
+        if not any(needed for needed, _ in asked):
             return
         if any(self._loop.ranks.everyone(self._loop.has_moved_on)):
             self._go_without_base()
         else:
-            self.whole()
+            self._loop.note_again(is_schedule)
+            self.whole(again=any(moved for _, moved in asked))
 
     def _go_without_base(self) -> None:
         """There can be none of the present step any more, and no record has it."""

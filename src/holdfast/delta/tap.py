@@ -88,8 +88,10 @@ class Tap:
         added, or is trained now, or left a group, or a group came or went), another pre-hook was to run after this one,
         or an update failed."""
         self.lost = ""
-        """Why the step cannot be brought back by a record, as this rank alone may know: parameters were changed
-        otherwise than by the optimizers' steps, or gradients had no room."""
+        """Why the step cannot be brought back by a record, as this rank alone may know: parameters or optimizers' state
+        were changed otherwise than by steps, or gradients had no room."""
+        self.begins: Callable[[], None] = lambda: None
+        """Called before the first update of an iteration."""
         self.seconds = 0.0
         """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
@@ -99,6 +101,8 @@ class Tap:
         """By optimizer, as they were before the update that is open."""
         self._members = [_members(optimizer) for optimizer in state.optimizers]
         self._changes = Unseen(state)
+        self._settled = False
+        """Whether nothing that is watched has been changed on purpose since the iteration's changes were looked for."""
 
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
@@ -133,7 +137,9 @@ class Tap:
 
     def settle(self) -> None:
         """The step is over. Other pre-hooks, which may change gradients, run first from here on."""
-        self._changes.settle()
+        if not self._settled:
+            self._changes.settle()
+        self._changes.idle = 0  # what was skipped is a step, too
         self.lost = ""
         for optimizer, hook in self._hooks:
             optimizer._optimizer_step_pre_hooks.move_to_end(hook.id)
@@ -148,13 +154,23 @@ class Tap:
             self._open = [0 for _ in self._open]
         return updates
 
-    def saved(self) -> None:
-        """A base of what parameters are now was made."""
-        self._changes.settle()
+    @property
+    def has_changes(self) -> bool:
+        """Whether parameters or optimizers' state are not as the last step left them."""
+        return bool(self.lost) or self._changes.is_other
 
-    def _look_for_changes(self, updated: bool) -> None:
-        if not self.changed and not any(self._open) and self._changes.found(updated):
-            self.lost = self.lost or "parameters were changed otherwise than by an optimizer's step"
+    def saved(self) -> None:
+        """A base of what there is now was made."""
+        self._changes.settle()
+        self.lost = ""
+
+    def _look_for_changes(self, updated: bool, index: int | None = None) -> None:
+        """Of optimizer ``index``, or of all."""
+        self._settled = not self.changed and not any(self._open)
+        if self._settled and self._changes.found(updated, index):
+            self.lost = self.lost or (
+                "parameters or an optimizer's state were changed otherwise than by an optimizer's step"
+            )
 
     def after_step(self, index: int) -> None:
         """The post-hook of optimizer ``index``, which an update that fails does not reach."""
@@ -169,6 +185,7 @@ class Tap:
     def do_after(self, after_update: Callable[[], None], updates: list[Update]) -> None:
         """Call ``after_update``, after the last of ``updates``."""
         before = generators()
+        self._settled = False
         after_update()
         updates[-1].drawn_after = self._drawn_since(before)
 
@@ -192,7 +209,9 @@ class Tap:
         if self._open[index]:  # a subclass calls the step() it overrides: part of the update that is open
             self._open[index] += 1
             return
-        self._look_for_changes(True)  # by the script, since the last step, or by other pre-hooks
+        if not self.updates:
+            self.begins()
+        self._look_for_changes(True, index)  # by the script, since the last step, or by other pre-hooks
         trained, without = [], []
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             name = self._state.name_of.get(id(parameter), "")

@@ -1,77 +1,162 @@
-"""Unseen: parameters that something else than an optimizer changes, which records do not hold.
+"""Unseen: parameters and optimizers' state that something else than an optimizer changes, which records do not hold.
 
 Each tensor counts its changes in place. The count moves by what an optimizer does, and by what is done to the tensor
-itself; not by what is done through ``.data`` or NumPy.
+itself; not by what is done through ``.data`` or NumPy, but a parameter that is given other memory is seen by its place.
+This is asked three times in every step, so that each look is a few passes over flat lists.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import torch
 
 from ..errors import BadInput
+from ..state.cuts import is_distributed
 from ..state.live import LiveState
 
 PATIENCE = 1000
 """Iterations, more than gradients are accumulated over."""
 
+HINT = 100
+"""Iterations without a step that are told, unless gradients are accumulated."""
+
+Marks = tuple[list[int], list[int], list[int], list[Any]]
+"""Of parameters how often they were changed and where they lie, of an optimizer's state which things it has and how
+often those were changed, or what they are."""
+
 
 class Unseen:
-    """Of the parameters of ``state``. ``settle`` at the end of each step, ``stepped`` after each optimizer's."""
+    """Of what ``state`` says there is. ``settle`` at the end of each step, ``stepped`` after each optimizer's."""
 
     def __init__(self, state: LiveState) -> None:
-        self._told = False
-        self._strange = 0
+        self._told = self._hinted = False
+        self.idle = 0
+        """Iterations since an optimizer stepped last."""
         self.watch(state)
 
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
         self._state = state
-        self._of: list[list[int]] = [[] for _ in state.optimizers]
-        for place, parameter in enumerate(state.parameters):
-            index = state.optimizer_of(parameter)
-            if index is not None:
-                self._of[index].append(place)
+        self._names: list[list[str]] = [[] for _ in (*state.optimizers, None)]
+        self._parameters: list[list[torch.Tensor]] = [[] for _ in self._names]
+        self._any_distributed = any(is_distributed(captured.parameter) for captured in state.parameters)
+        for captured in state.parameters:
+            index = state.optimizer_of(captured)
+            place = -1 if index is None else index
+            self._names[place].append(captured.name)
+            self._parameters[place].append(captured.parameter)
         self.settle()
 
     def settle(self) -> None:
-        """What parameters are now is known."""
-        self._counts = [changes_of(p.parameter) for p in self._state.parameters]
+        """What there is now is known."""
+        self._marks = [self._now(place) for place in range(len(self._parameters))]
 
     def stepped(self, index: int) -> None:
         """What optimizer ``index`` has done is known."""
-        for place in self._of[index]:
-            self._counts[place] = changes_of(self._state.parameters[place].parameter)
+        self._marks[index] = self._now(index)
 
-    def found(self, updated: bool) -> bool:
-        """Whether parameters were changed otherwise, with a warning at the first time.
+    @property
+    def is_other(self) -> bool:
+        """Whether anything is not as it was known last."""
+        return any(self._now(place) != marks for place, marks in enumerate(self._marks))
 
-        Raises ``BadInput`` if that went on for ``PATIENCE`` iterations in which no optimizer ``updated`` any: nothing
-        of the run would be recorded.
+    def found(self, updated: bool, index: int | None = None) -> bool:
+        """Whether anything was changed otherwise, or anything that optimizer ``index`` has, with a warning at the first
+        time. What there is now is known then.
+
+        Raises ``BadInput`` after ``PATIENCE`` iterations in which no optimizer ``updated`` anything: nothing of the run
+        would be recorded.
         """
-        both = zip(self._state.parameters, self._counts, strict=True)
-        names = [p.name for p, count in both if changes_of(p.parameter) != count]
-        self._strange = self._strange + 1 if names and not updated else 0
-        if not names:
-            return False
-        which = names[0] + (f" and {len(names) - 1} others" if names[1:] else "")
-        if self._strange >= PATIENCE:
-            raise BadInput(
-                f"{which} changed in each of the last {PATIENCE} iterations, and none of the optimizers that the"
-                " Checkpointer was given has stepped, so nothing could be recorded. Give it the optimizer whose step()"
-                " the script calls; one that wraps another is given as the one inside."
-            )
-        self.settle()
-        if not self._told:
+        names: list[str] = []
+        for place in range(len(self._marks)) if index is None else (index,):
+            before, now = self._marks[place], self._now(place)
+            if before != now:
+                self._marks[place] = now
+                names += self._changed(place, before, now)
+        self._wait(updated)
+        if names and not self._told:
             self._told = True
+            which = names[0] + (f" and {len(names) - 1} others" if names[1:] else "")
             warnings.warn(
                 f"{which} changed otherwise than by a step of an optimizer that the Checkpointer was given, which no"
                 " record would bring back: a base is made after every such step, which takes long. Pass what changes"
-                " them as after_update=: then it is done in a replay, too.",
+                " them as after_update=: then it is done in a replay, too; call save() after what is done once.",
                 stacklevel=6,
             )
-        return True
+        return bool(names)
+
+    def _wait(self, updated: bool) -> None:
+        self.idle = 0 if updated else self.idle + 1
+        way_out = "Give it the one whose step() the script calls; one that wraps another is given as the one inside."
+        if self.idle >= PATIENCE:
+            raise BadInput(
+                f"in each of the last {PATIENCE} iterations none of the optimizers that the Checkpointer was given has"
+                f" stepped, so nothing could be recorded. {way_out}"
+            )
+        if self.idle >= HINT and not self._hinted and not self._told and not self._accumulates():
+            self._hinted = True
+            warnings.warn(
+                f"in the last {HINT} iterations none of the optimizers that the Checkpointer was given has stepped, so"
+                f" nothing was recorded. {way_out} After {PATIENCE} this is an error.",
+                stacklevel=7,
+            )
+
+    def _accumulates(self) -> bool:
+        """Whether some gradient was added to in about as many iterations as no optimizer has stepped in."""
+        grads = [parameter.grad for parameter in chain.from_iterable(self._parameters)]
+        return any(grad is not None and changes_of(grad) >= self.idle // 2 for grad in grads)
+
+    def _now(self, place: int) -> Marks:
+        parameters = self._parameters[place]
+        held = _held(self._state.optimizers[place]) if place < len(self._state.optimizers) else []
+        return _changes(parameters), self._addresses(parameters), list(map(id, held)), _changes(held)
+
+    def _addresses(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Where what this process holds of each lies in memory."""
+        if self._any_distributed:
+            parameters = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
+        return list(map(torch.Tensor.data_ptr, parameters))
+
+    def _changed(self, place: int, before: Marks, now: Marks) -> list[str]:
+        """Names of what is not as it was ``before``."""
+        were, are = zip(before[0], before[1], strict=True), zip(now[0], now[1], strict=True)
+        names = [name for name, a, b in zip(self._names[place], were, are, strict=True) if a != b]
+        if before[2:] != now[2:]:
+            names.append(f"the state of {type(self._state.optimizers[place]).__name__}")
+        return names
+
+
+_VERSION = attrgetter("_version")
+_PLAIN = (bool, int, float, str)
+
+
+def _changes(things: Sequence[Any]) -> list[Any]:
+    """How often each was changed, or what it is if it is a number or text."""
+    try:
+        return list(map(_VERSION, things))
+    except (AttributeError, RuntimeError):  # no tensor, or one of inference mode
+        return [
+            changes_of(thing)
+            if isinstance(thing, torch.Tensor)
+            else thing
+            if isinstance(thing, _PLAIN)
+            else None
+            for thing in things
+        ]
+
+
+def _held(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What it has in its state, of all parameters."""
+    every = optimizer.state.values()
+    try:
+        return list(chain.from_iterable(map(dict.values, every)))
+    except TypeError:  # not of a parameter, which is refused after the first step
+        return [thing for held in every if isinstance(held, dict) for thing in held.values()]
 
 
 def changes_of(tensor: torch.Tensor) -> int:

@@ -26,6 +26,7 @@ from ..store.manifest import FileRef, Manifest, Point
 from ..store.reading import index_of_stream, read_file
 from ..update.kinds import is_elementwise
 from .codecs import Spreads
+from .computing import computing_as, needs_threads, told_in
 from .ghost import Ghost, pour
 from .recorder import BOUND
 from .replay import OtherCut, Taken, apply, fingerprint
@@ -281,8 +282,12 @@ class Line:
                     )
                     for stream, record, parts in records
                 ]
+                first = records[0][0]
+                how = told_in(several[0].about["progress"], self.base.progress_of(first))
+                again = None if after_update is None else partial(after_update, step - 1)
                 try:
-                    apply(state, several, None if after_update is None else partial(after_update, step - 1))
+                    with computing_as(how, needs_threads(state, after_update)):
+                        apply(state, several, again)
                 except OtherCut as error:  # of a later timeline, whose own base is not whole
                     raise Differs(step) from error
                 for stream, names in taken.items():

@@ -18,6 +18,7 @@ from ..store.journal import streams
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Point
 from ..store.pruning import in_spans
+from .computing import needs_threads, told_in, told_of_other
 from .line import Differs, Line
 from .script import Script
 from .watching import Recovery
@@ -99,8 +100,10 @@ def recover(
         lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
         if lost or line.residuals_dropped:
             state.forget_residuals()
-        odd += script.told_of_kept(line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank))
-        script.restore(line.progress(ranks.rank))
+        base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
+        odd += script.told_of_kept(base, progress)
+        odd += told_of_other(told_in(progress, base), needs_threads(state, after_update))
+        script.restore(progress)
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
         return Recovered(line.point, odd, same_cut, lost)

@@ -24,6 +24,7 @@ from ..state.progress import (
     restore_random_state,
     told_of_kept,
 )
+from .computing import computing
 
 Stateful = Mapping[str, Any]
 """By name: objects with ``state_dict`` and ``load_state_dict``."""
@@ -48,6 +49,7 @@ class Script:
         """As JSON. Raises ``BadInput`` naming the first thing that cannot be stored by value."""
         return {
             "random": encode(random_state()),
+            "computing": computing(),
             "optimizers": [type(optimizer).__name__ for optimizer in self._optimizers],
             "groups": [hyper_parameters(optimizer.param_groups) for optimizer in self._optimizers],
             "things": {name: encode(thing.state_dict(), name) for name, thing in self._things.items()},

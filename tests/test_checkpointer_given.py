@@ -107,3 +107,38 @@ def test_records_are_not_replayed_with_another_after_update(tmp_path, first):
     _, before = live(not first, 6)
     done, now = live(not first, 6)
     assert done == 6 and torch.equal(now, before)
+
+
+def in_groups(root, moved, steps, save=False):
+    """Resume a script whose bias is in the second group, or in the first if it was ``moved``, and train."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    first, second = ([*model.parameters()], []) if moved else ([model.weight], [model.bias])
+    optimizer = torch.optim.SGD([{"params": first, "weight_decay": 0.5}, {"params": second}], lr=0.1)
+    with Checkpointer(root, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+        done = checkpointer.resume()
+        found = model.bias.detach().clone()
+        for _ in range(done, steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+        if save:
+            checkpointer.save()
+    return done, found, model.bias.detach().clone()
+
+
+def test_records_are_not_replayed_with_a_parameter_in_another_group(tmp_path):
+    """A base can be gone on from with other groups, and what follows is of those."""
+    _, _, before = in_groups(tmp_path, False, 4)
+    with pytest.raises(
+        RunMismatch, match=r"bias was in parameter group 1 .*is in parameter group 0 .*save\(\)"
+    ):
+        in_groups(tmp_path, True, 4)
+    done, found, _ = in_groups(tmp_path, False, 4, save=True)
+    assert done == 4 and torch.equal(found, before)
+    with pytest.warns(UserWarning, match="bias was in parameter group 1 of optimizer 0 of the run"):
+        done, found, now = in_groups(tmp_path, True, 7)
+    assert done == 4 and torch.equal(found, before)
+    done, found, _ = in_groups(tmp_path, True, 7)
+    assert done == 7 and torch.equal(found, now)

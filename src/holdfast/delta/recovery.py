@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ..errors import Damaged, NoCommit, RunMismatch
 from ..ranks import Ranks
 from ..state.live import LiveState
+from ..state.progress import joined_members
 from ..store.chain import left_behind, tip_with
 from ..store.journal import streams
 from ..store.local import LocalStore
@@ -21,6 +22,7 @@ from ..store.pruning import in_spans
 from .computing import needs_threads, told_in, told_of_other
 from .line import Differs, Line
 from .script import Script
+from .shell import members_of, places_of
 from .watching import Recovery
 
 
@@ -93,8 +95,9 @@ def recover(
             if streams(store.disk):
                 durable_step = max(durable_step, line.acknowledged)
             _tell_lost(line, durable_step, odd)
+        others = _other_members(line, state)
         same_cut = len(line.chains) == ranks.world_size and all(
-            ranks.everyone(_stores_alike(line, state, ranks))
+            ranks.everyone(_stores_alike(line, state, ranks) and not others)
         )
         same_cut &= _updated(line, after_update is not None) == (after_update is not None)
         lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
@@ -102,6 +105,7 @@ def recover(
             state.forget_residuals()
         base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
         odd += script.told_of_kept(base, progress)
+        odd += [text for text in others.values() if text]
         odd += told_of_other(told_in(progress, base), needs_threads(state, after_update))
         script.restore(progress)
         if ranks.rank >= len(line.chains):
@@ -188,6 +192,39 @@ def _refuse_other_updates(line: Line, here: bool) -> None:
     raise RunMismatch(f"{told}; a base from save() can be gone on from either way.")
 
 
+def _other_members(line: Line, state: LiveState) -> dict[str, str]:
+    """By parameter that is not in the group in which the base says it was: what is to be said of that; nothing of one
+    that was in none."""
+    replays = [line.base.progress_of(stream).get("replay") for stream in line.base.streams]
+    if not all(replays):
+        return {}
+    there = places_of(joined_members([each["parameters"] for each in replays if each]))
+    here = places_of([members_of(state, optimizer) for optimizer in state.optimizers])
+    others = [p.name for p in state.parameters if there.get(p.name) != here.get(p.name)]
+    return {
+        name: f"{name} was in {_said(there[name])} of the run, and is in {_said(here.get(name))} here"
+        if name in there
+        else ""
+        for name in others
+    }
+
+
+def _said(place: tuple[int, int] | None) -> str:
+    return "no parameter group" if place is None else "parameter group {1} of optimizer {0}".format(*place)
+
+
+def _refuse_other_members(line: Line, state: LiveState) -> None:
+    """Raise ``RunMismatch`` where records have a parameter in another group than here: a replay would give other
+    bits."""
+    moved = [text for text in _other_members(line, state).values() if text]
+    if moved and any(chain.records for chain in line.chains.values()):
+        more = f" (and {len(moved) - 1} more are elsewhere too)" if moved[1:] else ""
+        raise RunMismatch(
+            f"{moved[0]}{more}: a replay of the run's records would give other bits. Put it back, resume, call save(),"
+            " and change the groups then."
+        )
+
+
 def _line_from(
     ref: CommitRef,
     store: LocalStore,
@@ -220,6 +257,7 @@ def _line_from(
                 line.end_before_feedback()
             script.check(line.progress(ranks.rank), len(line.chains), ranks.world_size)
             _refuse_other_updates(line, after_update is not None)
+            _refuse_other_members(line, state)
             line.watch = watch or line.watch
             line.replay_into(state, ranks.rank, after_update)
         except Differs as error:

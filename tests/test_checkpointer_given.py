@@ -142,3 +142,19 @@ def test_records_are_not_replayed_with_a_parameter_in_another_group(tmp_path):
     assert done == 4 and torch.equal(found, before)
     done, found, _ = in_groups(tmp_path, True, 7)
     assert done == 7 and torch.equal(found, now)
+
+
+def test_a_learning_rate_that_is_a_tensor_of_the_script_stays_that_tensor(tmp_path):
+    for steps in (3, 6):
+        torch.manual_seed(0)
+        model, rate = nn.Linear(3, 2), torch.tensor(0.5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+            done = checkpointer.resume()
+            assert optimizer.param_groups[0]["lr"] is rate and rate == torch.tensor(0.5 / max(done, 1))
+            for step in range(done, steps):
+                rate.fill_(0.5 / (step + 1))
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()

@@ -20,7 +20,7 @@ from ..errors import HoldfastError
 from ..state.capture import CapturedParameter
 from ..state.cuts import is_distributed, local_of
 from ..state.live import BUFFERS, LiveState
-from ..state.progress import decode
+from ..state.progress import load_hyper_parameters
 from . import codecs
 from .drawing import draw_again
 from .slots import tensors_of
@@ -93,7 +93,7 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
         for record in records:
             grads |= _gradients(record, number, by_name)
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
-            group.update({key: decode(value) for key, value in values.items()})
+            load_hyper_parameters(group, values)
         draw_again(update.get("drawn"))
         with closing(state.rounds(optimizer, grads.keys())) as rounds:
             for names in rounds:

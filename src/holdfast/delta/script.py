@@ -19,6 +19,7 @@ from ..state.progress import (
     decode,
     encode,
     hyper_parameters,
+    load_hyper_parameters,
     random_state,
     refuse_other_ranks,
     restore_random_state,
@@ -124,7 +125,7 @@ class Script:
                 thing.load_state_dict(decode(progress["things"][name]))
         for optimizer, groups in zip(self._optimizers, progress["groups"], strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                group.update({key: decode(value) for key, value in saved.items()})
+                load_hyper_parameters(group, saved)
         restore_random_state(decode(progress["random"]))
 
 

@@ -90,6 +90,8 @@ class Tap:
         self.lost = ""
         """Why the step cannot be brought back by a record, as this rank alone may know: parameters were changed
         otherwise than by the optimizers' steps, or gradients had no room."""
+        self.compiled = False
+        """Whether a step was one that torch.compile made."""
         self.seconds = 0.0
         """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
@@ -140,7 +142,15 @@ class Tap:
 
     def take(self) -> list[Update]:
         """The updates of the iteration, which ends. ``changed`` is set if one of them did not return, and ``lost`` if
-        parameters were changed otherwise than by them."""
+        parameters were changed otherwise than by them.
+
+        Raises ``BadInput`` after a step that was compiled."""
+        if self.compiled:
+            raise BadInput(
+                "the optimizer's step was compiled, and has other bits than its own code, with which records are"
+                " replayed, so this step could not be brought back. Compile the model, and call optimizer.step()"
+                " outside of what torch.compile is given."
+            )
         updates, self.updates = self.updates, []
         self._look_for_changes(bool(updates))
         if updates and any(self._open):
@@ -276,11 +286,18 @@ class _Hook:
     index: int
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.tap.before_step(self.index, args, kwargs)
+        if torch.compiler.is_compiling():  # what is traced here is all that happens in each later call
+            self.tap.compiled = True
+        else:
+            self.tap.before_step(self.index, args, kwargs)
 
 
 def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
-    return lambda optimizer, args, kwargs: tap.after_step(index)
+    def end(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            tap.after_step(index)
+
+    return end
 
 
 def clip(grads: list[torch.Tensor], max_norm: float) -> torch.Tensor:

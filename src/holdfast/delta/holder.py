@@ -34,14 +34,15 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
         "parameters": [members_of(state, optimizer) for optimizer in state.optimizers],
         "after_update": after_update,
         "devices": sorted({parameter.device.type for parameter in parameters}),
-        "strides": {
-            captured.name: list(captured.parameter.stride())
-            for captured in state.parameters
-            if not captured.parameter.is_contiguous()
-        },
+        "strides": strides_of(state),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def strides_of(state: LiveState) -> dict[str, list[int]]:
+    """How parameters lie in memory that are not contiguous, by name."""
+    return {p.name: list(p.parameter.stride()) for p in state.parameters if not p.parameter.is_contiguous()}
 
 
 def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:

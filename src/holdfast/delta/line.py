@@ -250,6 +250,7 @@ class Line:
             for stream, names in taken.items()
             if self.boxes(stream).keys() <= names
         }
+        strides = {stream: self.base.progress_of(stream).get("replay", {}).get("strides") for stream in taken}
         spreads: dict[str, dict[int, Spreads]] = {stream: {} for stream in taken}
         step = min((self.base.oldest_step_of(stream) for stream in taken), default=self.step)
         with ExitStack() as stack:
@@ -298,7 +299,7 @@ class Line:
                 for stream, record, _ in records:
                     told = record.about["fingerprint"]
                     compared = step >= self.base.step and stream in stored
-                    if compared and told != fingerprint(stored[stream], step):
+                    if compared and told != fingerprint(stored[stream], step, strides[stream]):
                         raise Differs(step)
 
     def _steps_loaded(self, stream: str) -> dict[str, int]:

@@ -20,6 +20,7 @@ from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Point
 from ..store.pruning import in_spans
 from .computing import needs_threads, told_in, told_of_other
+from .holder import strides_of
 from .line import Differs, Line
 from .script import Script
 from .shell import members_of, places_of
@@ -169,8 +170,11 @@ def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> b
 
 
 def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:
-    """Whether this rank stores what the rank of its number stored."""
-    return line.boxes(ranks.stream) == {p.name: state.boxes[p.name] for p in state.stored}
+    """Whether this rank stores what the rank of its number stored, as it lay in memory there."""
+    here = strides_of(state)
+    there = line.base.progress_of(ranks.stream).get("replay", {}).get("strides", here)
+    boxes = {p.name: state.boxes[p.name] for p in state.stored}
+    return line.boxes(ranks.stream) == boxes and there == here
 
 
 def _updated(line: Line, here: bool) -> bool:

@@ -316,8 +316,8 @@ def scale(grads: list[torch.Tensor], coefficient: torch.Tensor) -> None:
         local_of(grad).mul_(coefficient.to(grad.device))
 
 
-Place = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a gradient that slots have room for."""
+Place = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
+"""Shape and dtype of a gradient that slots have room for, and how its parameter lies in memory, of which bases tell."""
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
@@ -328,15 +328,15 @@ def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 def _places(state: LiveState) -> list[dict[str, Place]]:
     """For each optimizer, by parameter: of those, too, that other ranks store."""
     return [
-        {p.name: (state.boxes[p.name].shape, p.parameter.dtype) for p in trained}
+        {p.name: (state.boxes[p.name].shape, p.parameter.dtype, p.parameter.stride()) for p in trained}
         for trained in trained_of(state, everywhere=True)
     ]
 
 
 def _fit(trained: Trained, places: dict[str, Place]) -> bool:
-    """Whether each gradient has a place of its shape and dtype."""
+    """Whether each gradient has a place of its shape and dtype, and each parameter lies as it did."""
     return all(
-        p.grad is not None and places.get(name) == (tuple(local_of(p.grad).shape), p.grad.dtype)
+        p.grad is not None and places.get(name) == (tuple(local_of(p.grad).shape), p.grad.dtype, p.stride())
         for name, p in trained
     )
 

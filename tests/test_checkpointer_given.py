@@ -158,3 +158,45 @@ def test_a_learning_rate_that_is_a_tensor_of_the_script_stays_that_tensor(tmp_pa
                 optimizer.step()
                 optimizer.zero_grad()
                 checkpointer.step()
+
+
+@pytest.mark.parametrize("fused", [(True, False), (False, True)])
+def test_a_loss_scaler_goes_on_with_an_optimizer_that_was_given_otherwise(tmp_path, fused):
+    """Whether it is fused the run says, and who unscales follows that."""
+    weights = []
+    for now, first in ((fused[0], 0), (fused[1], 3), (fused[0], 0)):
+        torch.manual_seed(0)
+        model, scaler = nn.Linear(3, 2), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=now)
+        root = tmp_path / str(len(weights) // 2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with Checkpointer(root, model=model, optimizer=optimizer, scaler=scaler) as checkpointer:
+                assert checkpointer.resume() == first
+                for step in range(first, 3 if not weights else 6):
+                    scale = float("inf") if step == 4 else 1.0
+                    scaler.scale(model(torch.ones(1, 3)).pow(2).sum() * scale).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+                    checkpointer.step()
+        assert ["['fused']" in str(each.message) for each in told] == [True] * bool(first)
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights[1:])
+
+
+def test_other_names_of_parameters_in_their_groups_are_not_told(tmp_path, recwarn):
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        model = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        assert str(optimizer.param_groups[0]["param_names"]).count("_orig_mod") == 2 * compiled
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+            for _ in range(checkpointer.resume(), 3):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+            assert checkpointer.steps_done == 3
+    assert not recwarn.list

@@ -20,7 +20,7 @@ from .entering import look
 from .hidden import Marks, hidden_in, told_of_hidden
 from .holder import replay_info
 from .hooks import Hook, with_hook
-from .options import optimizers_of, refuse_renormalised, refuse_taken
+from .options import optimizers_of, refuse_renormalised, refuse_taken, refuse_without_values
 from .powersgd import PowerState
 from .recovery import Recovered
 from .script import Script
@@ -54,6 +54,7 @@ class Loop:
         self.ranks, self.codec, self.after_update = ranks, codec, after_update
         self.optimizers = optimizers_of(optimizer)
         refuse_renormalised(model)
+        refuse_without_values(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}

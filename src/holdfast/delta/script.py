@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -123,10 +123,17 @@ class Script:
         for name, thing in self._things.items():
             if name in progress["things"]:
                 thing.load_state_dict(decode(progress["things"][name]))
-        for optimizer, groups in zip(self._optimizers, progress["groups"], strict=True):
+        for optimizer, groups, given in zip(self._optimizers, progress["groups"], self.given, strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 load_hyper_parameters(group, saved)
+            if _is_fused(groups) != _is_fused(given):
+                # by which torch's own tell a GradScaler, when they are made, that they unscale by themselves
+                cast(Any, optimizer)._step_supports_amp_scaling = _is_fused(groups)
         restore_random_state(decode(progress["random"]))
+
+
+def _is_fused(groups: Sequence[Mapping[str, Any]]) -> bool:
+    return any(group.get("fused") for group in groups)
 
 
 class NoScript(Script):

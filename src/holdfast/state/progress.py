@@ -165,7 +165,7 @@ def _changed(
 ) -> Iterator[str]:
     for number, (was, runs, now) in enumerate(zip(before, own, given, strict=False)):
         for key, value in now.items():
-            if key == "lr" and "initial_lr" in now:  # a scheduler's, which moves it
+            if key == "param_names" or (key == "lr" and "initial_lr" in now):  # a scheduler's, which moves it
                 continue
             if value != was.get(key, value) and value != runs.get(key):
                 run, script = (decode(group.get(key)) for group in (runs, now))

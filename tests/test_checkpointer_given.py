@@ -200,3 +200,27 @@ def test_other_names_of_parameters_in_their_groups_are_not_told(tmp_path, recwar
                 checkpointer.step()
             assert checkpointer.steps_done == 3
     assert not recwarn.list
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("by", ["at a step", "by the steps done"])
+def test_a_parameter_that_trained_and_is_frozen_after_a_resume_is_told(tmp_path, by, save):
+    for steps in (6, 9):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        model.weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+                for step in range(checkpointer.resume(), steps):
+                    if step == 3 or (step > 3 and by == "by the steps done"):
+                        model.weight.requires_grad_(True)
+                    model(torch.ones(1, 3)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    checkpointer.step()
+                if save:
+                    checkpointer.save()
+        expected = ["weight trained until the resume"] * (steps == 9 and by == "at a step")
+        assert [str(each.message)[:31] for each in told] == expected

@@ -35,6 +35,7 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
         "after_update": after_update,
         "devices": sorted({parameter.device.type for parameter in parameters}),
         "strides": strides_of(state),
+        "frozen": [p.name for p in state.parameters if not p.parameter.requires_grad],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }

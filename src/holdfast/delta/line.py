@@ -105,6 +105,17 @@ class Line:
         """Of the script of ``rank`` after the last step; the first one's if there was no such rank."""
         return self.chains[self._stream_of(rank)].progress
 
+    def trained(self, rank: int) -> set[str]:
+        """The parameters that the last step trained; none if the base is of a version that does not say."""
+        stream = self._stream_of(rank)
+        replay, records = self.base.progress_of(stream).get("replay", {}), self.chains[stream].records
+        if "frozen" not in replay:
+            return set()
+        updates = records[-1].about["updates"] if records and records[-1].step > self.base.step else []
+        without = {name for update in updates for name in update["without"]}
+        members = {name for groups in replay["parameters"] for names in groups for name in names}
+        return members - set(replay["frozen"]) - without
+
     def replay_into(self, state: LiveState, rank: int, after_update: Callable[[int], None] | None) -> None:
         """Load the base and do the steps after it. What does not verify ends the line at the step before.
 

@@ -7,7 +7,7 @@ ranks recover the same step, the newest that every one of them can have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ..errors import Damaged, NoCommit, RunMismatch
@@ -38,6 +38,8 @@ class Recovered:
     same_cut: bool = True
     residuals_lost: bool = False
     """Whether steps have changed residuals since those that a base has, so that they begin at zero."""
+    trained: Collection[str] = ()
+    """Parameters that the last step trained, as far as that is known."""
 
 
 def recover(
@@ -111,7 +113,7 @@ def recover(
         script.restore(progress)
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
-        return Recovered(line.point, odd, same_cut, lost)
+        return Recovered(line.point, odd, same_cut, lost, line.trained(ranks.rank))
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} `holdfast verify {store.root}` says more.")

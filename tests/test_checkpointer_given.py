@@ -54,6 +54,17 @@ def test_another_beginning_of_a_schedule_is_told(tmp_path):
     assert "param_groups[0]['initial_lr'] is 0.001 and not 0.1" in told
 
 
+def test_another_length_of_a_schedule_is_told_until_it_is_given_as_before(tmp_path):
+    def cosine(steps):
+        return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+
+    resumed(tmp_path, 3, cosine(10), lr=0.1)
+    [told], _ = resumed(tmp_path, 5, cosine(20), lr=0.1)
+    assert "the run's own schedule is kept: T_max is 10 and not 20, as the scheduler was given." in told
+    assert "set it after resume()" in told
+    assert resumed(tmp_path, 7, cosine(10), lr=0.1)[0] == []
+
+
 def test_a_schedule_that_the_run_does_not_have_is_told_once(tmp_path):
     resumed(tmp_path, 3, lr=0.001)
     told, _ = resumed(tmp_path, 5, falling, lr=0.001)

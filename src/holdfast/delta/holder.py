@@ -23,7 +23,8 @@ from .shell import members_of, module_of, optimizer_of
 
 def beside_records(progress: dict[str, Any]) -> dict[str, Any]:
     """What bases have in their ``progress`` and records do not, since it stays as it is."""
-    return {name: progress[name] for name in ("given", "replay", "rates", "aliases") if name in progress}
+    kept = ("given", "given_schedule", "replay", "rates", "aliases")
+    return {name: progress[name] for name in kept if name in progress}
 
 
 def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:

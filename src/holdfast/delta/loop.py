@@ -218,6 +218,7 @@ class Loop:
         return {
             **self.now,
             "given": self.script.given,
+            "given_schedule": self.script.given_schedule,
             "values": self.state.values(),
             "replay": about,
             "rates": self.rates,

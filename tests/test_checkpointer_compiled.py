@@ -10,6 +10,7 @@ from delta.loops import same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import helper
 from holdfast.delta.lossy import TopK
+from holdfast.errors import BadInput
 from holdfast.events import read_events
 from replica_run import Forked
 
@@ -132,3 +133,43 @@ def test_a_compiled_model_is_resumed_compiled_in_either_form_and_as_it_was(tmp_p
     assert not [
         event for event in read_events(tmp_path / "cut" / "events.jsonl") if event["event"] == "drift"
     ]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["method", "function", "everything"])
+@pytest.mark.filterwarnings("ignore:Dynamo does not know", "ignore:.torch.jit.script_method")
+def test_a_compiled_step_of_the_optimizer_is_refused_with_the_way_out(tmp_path, backend, how):
+    """From the first one on, and what was recorded before is there."""
+    for compiled_from in (3, 99):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def train(model=model, optimizer=optimizer):
+            model(torch.ones(2, 5)).pow(2).mean().backward()
+            optimizer.step()
+
+        compiled = torch.compile(train if how == "everything" else optimizer.step, backend=backend)
+        if how == "function":
+            compiled = torch.compile(lambda optimizer=optimizer: optimizer.step(), backend=backend)
+        checkpointer = Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000)
+        assert checkpointer.resume() == (0 if compiled_from == 3 else 3)
+        for step in range(checkpointer.steps_done, 6):
+            if step < compiled_from:
+                train()
+            elif how == "everything":
+                compiled()
+            else:
+                model(torch.ones(2, 5)).pow(2).mean().backward()
+                compiled()
+            optimizer.zero_grad()
+            if step == compiled_from:
+                with pytest.raises(
+                    BadInput, match=r"step was compiled.* Compile the model, and call optimizer"
+                ):
+                    checkpointer.step()
+                break
+            checkpointer.step()
+        else:
+            assert checkpointer.durable_step <= checkpointer.steps_done == 6
+        checkpointer.close()

@@ -54,6 +54,17 @@ def test_another_beginning_of_a_schedule_is_told(tmp_path):
     assert "param_groups[0]['initial_lr'] is 0.001 and not 0.1" in told
 
 
+def test_another_length_of_a_schedule_is_told_until_it_is_given_as_before(tmp_path):
+    def cosine(steps):
+        return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+
+    resumed(tmp_path, 3, cosine(10), lr=0.1)
+    [told], _ = resumed(tmp_path, 5, cosine(20), lr=0.1)
+    assert "the run's own schedule is kept: T_max is 10 and not 20, as the scheduler was given." in told
+    assert "set it after resume()" in told
+    assert resumed(tmp_path, 7, cosine(10), lr=0.1)[0] == []
+
+
 def test_a_schedule_that_the_run_does_not_have_is_told_once(tmp_path):
     resumed(tmp_path, 3, lr=0.001)
     told, _ = resumed(tmp_path, 5, falling, lr=0.001)
@@ -107,3 +118,120 @@ def test_records_are_not_replayed_with_another_after_update(tmp_path, first):
     _, before = live(not first, 6)
     done, now = live(not first, 6)
     assert done == 6 and torch.equal(now, before)
+
+
+def in_groups(root, moved, steps, save=False):
+    """Resume a script whose bias is in the second group, or in the first if it was ``moved``, and train."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    first, second = ([*model.parameters()], []) if moved else ([model.weight], [model.bias])
+    optimizer = torch.optim.SGD([{"params": first, "weight_decay": 0.5}, {"params": second}], lr=0.1)
+    with Checkpointer(root, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+        done = checkpointer.resume()
+        found = model.bias.detach().clone()
+        for _ in range(done, steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+        if save:
+            checkpointer.save()
+    return done, found, model.bias.detach().clone()
+
+
+def test_records_are_not_replayed_with_a_parameter_in_another_group(tmp_path):
+    """A base can be gone on from with other groups, and what follows is of those."""
+    _, _, before = in_groups(tmp_path, False, 4)
+    with pytest.raises(
+        RunMismatch, match=r"bias was in parameter group 1 .*is in parameter group 0 .*save\(\)"
+    ):
+        in_groups(tmp_path, True, 4)
+    done, found, _ = in_groups(tmp_path, False, 4, save=True)
+    assert done == 4 and torch.equal(found, before)
+    with pytest.warns(UserWarning, match="bias was in parameter group 1 of optimizer 0 of the run"):
+        done, found, now = in_groups(tmp_path, True, 7)
+    assert done == 4 and torch.equal(found, before)
+    done, found, _ = in_groups(tmp_path, True, 7)
+    assert done == 7 and torch.equal(found, now)
+
+
+def test_a_learning_rate_that_is_a_tensor_of_the_script_stays_that_tensor(tmp_path):
+    for steps in (3, 6):
+        torch.manual_seed(0)
+        model, rate = nn.Linear(3, 2), torch.tensor(0.5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+            done = checkpointer.resume()
+            assert optimizer.param_groups[0]["lr"] is rate and rate == torch.tensor(0.5 / max(done, 1))
+            for step in range(done, steps):
+                rate.fill_(0.5 / (step + 1))
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+
+
+@pytest.mark.parametrize("fused", [(True, False), (False, True)])
+def test_a_loss_scaler_goes_on_with_an_optimizer_that_was_given_otherwise(tmp_path, fused):
+    """Whether it is fused the run says, and who unscales follows that."""
+    weights = []
+    for now, first in ((fused[0], 0), (fused[1], 3), (fused[0], 0)):
+        torch.manual_seed(0)
+        model, scaler = nn.Linear(3, 2), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=now)
+        root = tmp_path / str(len(weights) // 2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with Checkpointer(root, model=model, optimizer=optimizer, scaler=scaler) as checkpointer:
+                assert checkpointer.resume() == first
+                for step in range(first, 3 if not weights else 6):
+                    scale = float("inf") if step == 4 else 1.0
+                    scaler.scale(model(torch.ones(1, 3)).pow(2).sum() * scale).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+                    checkpointer.step()
+        assert ["['fused']" in str(each.message) for each in told] == [True] * bool(first)
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights[1:])
+
+
+def test_other_names_of_parameters_in_their_groups_are_not_told(tmp_path, recwarn):
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        model = torch.compile(model, backend="eager") if compiled else model
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+        assert str(optimizer.param_groups[0]["param_names"]).count("_orig_mod") == 2 * compiled
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+            for _ in range(checkpointer.resume(), 3):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+            assert checkpointer.steps_done == 3
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("by", ["at a step", "by the steps done"])
+def test_a_parameter_that_trained_and_is_frozen_after_a_resume_is_told(tmp_path, by, save):
+    for steps in (6, 9):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        model.weight.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with Checkpointer(tmp_path, model=model, optimizer=optimizer) as checkpointer:
+                for step in range(checkpointer.resume(), steps):
+                    if step == 3 or (step > 3 and by == "by the steps done"):
+                        model.weight.requires_grad_(True)
+                    model(torch.ones(1, 3)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    checkpointer.step()
+                if save:
+                    checkpointer.save()
+        expected = ["weight trained until the resume"] * (steps == 9 and by == "at a step")
+        assert [str(each.message)[:31] for each in told] == expected

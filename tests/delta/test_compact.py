@@ -98,6 +98,36 @@ def test_the_run_goes_on_from_a_compacted_base_as_if_nothing_had_been(tmp_path):
     assert step == 20 and same(state, states[20])
 
 
+def test_numbers_that_training_flushed_to_zero_are_zero_in_the_base(tmp_path):
+    def built():
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    assert torch.set_flush_denormal(True)
+    try:
+        model, optimizer = built()
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+            checkpointer.resume()
+            for _ in range(5):
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn(parameter.shape) * 3e-18
+                optimizer.step()
+                checkpointer.step()
+    finally:
+        torch.set_flush_denormal(False)
+    moments = optimizer.state[model.weight]["exp_avg_sq"]
+    assert (moments == 0).any()
+    compact(tmp_path, None)
+    assert torch.tensor(1e-39) * 1 != 0  # here it is as it was
+    model, again = built()
+    with pytest.warns(UserWarning, match=r"trained under torch.set_flush_denormal\(True\)"):
+        checkpointer = Checkpointer(tmp_path, model=model, optimizer=again)
+        with checkpointer:
+            assert checkpointer.resume() == 5
+    assert torch.equal(again.state[model.weight]["exp_avg_sq"], moments)
+
+
 def test_a_channels_last_model_comes_back(tmp_path):
     def built(seed):
         torch.manual_seed(seed)

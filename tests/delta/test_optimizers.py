@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -121,6 +122,41 @@ def test_a_replica_takes_muon_and_adamw_as_a_list(tmp_path, forked):
         states.append(loop.state())
     assert same(*states)
     assert all(event["event"] != "drift" for event in read_events(tmp_path / "run" / "events.jsonl"))
+
+
+@pytest.fixture
+def own_threads():
+    """A test may set how many threads torch has."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_steps_come_back_with_another_number_of_threads(tmp_path, own_threads):
+    """Each is replayed with as many as it had: sums within a product of matrices are in another order with others."""
+    weights = []
+    for threads, steps in ((2, 3), (1, 6), (2, 6)):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(512, 1001, bias=False)
+        optimizer = torch.optim.Muon(model.parameters(), lr=1e-3)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+                done = checkpointer.resume()
+                weights.append((done, model.weight.detach().clone()))
+                for step in range(done, steps):
+                    generator = torch.Generator().manual_seed(step)
+                    model.weight.grad = torch.randn(model.weight.shape, generator=generator)
+                    optimizer.step()
+                    checkpointer.step()
+        assert torch.get_num_threads() == threads
+        assert [f"call torch.set_num_threads({3 - threads})" in str(each.message) for each in told] == [True][
+            : bool(done)
+        ]
+        weights.append((steps, model.weight.detach().clone()))
+    steps, found = zip(*weights[1:-1], strict=True)
+    assert steps == (3, 3, 6, 6) and torch.equal(*found[:2]) and torch.equal(*found[2:])
 
 
 @pytest.mark.parametrize("name", ["adafactor", "apollo", "grass by chance", "bf16", "8bit"])

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from combined import one_in
 from delta.loops import FEATURES, cut_small, make, same
@@ -142,3 +143,28 @@ def test_what_an_optimizer_does_with_the_memory_of_gradients_comes_back(
         tmp_path, make_it, "", codec=CODECS[codec], base_every=9, keep=Keep(9)
     ).items():
         assert same(recovered(tmp_path, make_it, "", step), state), step
+
+
+@pytest.mark.parametrize("formats", ["-c-", "c-c", "--c", "cc-"])
+def test_steps_come_back_whatever_the_memory_format(tmp_path, formats):
+    """Of the run at its beginning, from the middle of it on, and of the scripts that resume it."""
+    at_first, later, resumed = (
+        torch.channels_last if each == "c" else torch.contiguous_format for each in formats
+    )
+    wanted = []
+    for stop, first in ((8, at_first), (12, resumed), (12, resumed), (12, at_first)):
+        torch.manual_seed(stop)
+        model = nn.Conv2d(3, 8, 3).to(memory_format=first)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+            done = checkpointer.resume()
+            assert [same(dict(model.state_dict()), each) for each in wanted[-1:]] == [True] * bool(done)
+            for step in range(done, stop):
+                if step == 4:
+                    model.to(memory_format=later)
+                model(torch.randn(2, 3, 5, 5)).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+        assert done == (0, 8, 12, 12)[len(wanted)]
+        wanted.append({name: value.clone() for name, value in model.state_dict().items()})

@@ -23,7 +23,8 @@ from .shell import members_of, module_of, optimizer_of
 
 def beside_records(progress: dict[str, Any]) -> dict[str, Any]:
     """What bases have in their ``progress`` and records do not, since it stays as it is."""
-    return {name: progress[name] for name in ("given", "replay", "rates", "aliases") if name in progress}
+    kept = ("given", "given_schedule", "replay", "rates", "aliases")
+    return {name: progress[name] for name in kept if name in progress}
 
 
 def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
@@ -34,14 +35,16 @@ def replay_info(state: LiveState, after_update: bool) -> dict[str, Any]:
         "parameters": [members_of(state, optimizer) for optimizer in state.optimizers],
         "after_update": after_update,
         "devices": sorted({parameter.device.type for parameter in parameters}),
-        "strides": {
-            captured.name: list(captured.parameter.stride())
-            for captured in state.parameters
-            if not captured.parameter.is_contiguous()
-        },
+        "strides": strides_of(state),
+        "frozen": [p.name for p in state.parameters if not p.parameter.requires_grad],
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def strides_of(state: LiveState) -> dict[str, list[int]]:
+    """How parameters lie in memory that are not contiguous, by name."""
+    return {p.name: list(p.parameter.stride()) for p in state.parameters if not p.parameter.is_contiguous()}
 
 
 def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:

@@ -32,6 +32,7 @@ from ..store.retention import Keep
 from . import drift, kept, tier
 from .bases import BaseMaker
 from .channel import Channel, Gone, Inbox, Message
+from .computing import computing_as, needs_threads
 from .helper import LAST_WORD
 from .holder import beside_records
 from .rebuild import adopt, rebuild
@@ -199,8 +200,9 @@ class Host:
             record, parts = about["about"], self._parts_of(message)
             self._equal = False  # until it is whole again
             failpoints.reach("before_replica_update")
-            clip_as_told(record, parts)
-            apply(self._state, [Taken(record, parts)])
+            with computing_as(record["progress"].get("computing", {}), needs_threads(self._state, None)):
+                clip_as_told(record, parts)
+                apply(self._state, [Taken(record, parts)])
             failpoints.reach("after_replica_update")
             standing = {"values": self._state.values(), **beside_records(self._progress)}
             self._step, self._progress = about["step"], {**record["progress"], **standing}

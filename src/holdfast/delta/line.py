@@ -26,6 +26,7 @@ from ..store.manifest import FileRef, Manifest, Point
 from ..store.reading import index_of_stream, read_file
 from ..update.kinds import is_elementwise
 from .codecs import Spreads
+from .computing import computing_as, needs_threads, told_in
 from .ghost import Ghost, pour
 from .recorder import BOUND
 from .replay import OtherCut, Taken, apply, fingerprint
@@ -103,6 +104,17 @@ class Line:
     def progress(self, rank: int) -> dict[str, Any]:
         """Of the script of ``rank`` after the last step; the first one's if there was no such rank."""
         return self.chains[self._stream_of(rank)].progress
+
+    def trained(self, rank: int) -> set[str]:
+        """The parameters that the last step trained; none if the base is of a version that does not say."""
+        stream = self._stream_of(rank)
+        replay, records = self.base.progress_of(stream).get("replay", {}), self.chains[stream].records
+        if "frozen" not in replay:
+            return set()
+        updates = records[-1].about["updates"] if records and records[-1].step > self.base.step else []
+        without = {name for update in updates for name in update["without"]}
+        members = {name for groups in replay["parameters"] for names in groups for name in names}
+        return members - set(replay["frozen"]) - without
 
     def replay_into(self, state: LiveState, rank: int, after_update: Callable[[int], None] | None) -> None:
         """Load the base and do the steps after it. What does not verify ends the line at the step before.
@@ -249,6 +261,7 @@ class Line:
             for stream, names in taken.items()
             if self.boxes(stream).keys() <= names
         }
+        strides = {stream: self.base.progress_of(stream).get("replay", {}).get("strides") for stream in taken}
         spreads: dict[str, dict[int, Spreads]] = {stream: {} for stream in taken}
         step = min((self.base.oldest_step_of(stream) for stream in taken), default=self.step)
         with ExitStack() as stack:
@@ -281,8 +294,12 @@ class Line:
                     )
                     for stream, record, parts in records
                 ]
+                first = records[0][0]
+                how = told_in(several[0].about["progress"], self.base.progress_of(first))
+                again = None if after_update is None else partial(after_update, step - 1)
                 try:
-                    apply(state, several, None if after_update is None else partial(after_update, step - 1))
+                    with computing_as(how, needs_threads(state, after_update)):
+                        apply(state, several, again)
                 except OtherCut as error:  # of a later timeline, whose own base is not whole
                     raise Differs(step) from error
                 for stream, names in taken.items():
@@ -293,7 +310,7 @@ class Line:
                 for stream, record, _ in records:
                     told = record.about["fingerprint"]
                     compared = step >= self.base.step and stream in stored
-                    if compared and told != fingerprint(stored[stream], step):
+                    if compared and told != fingerprint(stored[stream], step, strides[stream]):
                         raise Differs(step)
 
     def _steps_loaded(self, stream: str) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,11 +20,14 @@ from .entering import look
 from .hidden import Marks, hidden_in, told_of_hidden
 from .holder import replay_info
 from .hooks import Hook, with_hook
-from .options import optimizers_of, refuse_renormalised, refuse_taken
+from .options import optimizers_of, refuse_renormalised, refuse_taken, refuse_without_values
 from .powersgd import PowerState
 from .recovery import Recovered
 from .script import Script
 from .unseen import changes_of
+
+SHOWN = 3
+"""Names of parameters in a warning."""
 
 Averages = nn.Module | Mapping[str, nn.Module] | None
 
@@ -67,6 +70,7 @@ class Loop:
         self.ranks, self.codec, self.after_update = ranks, codec, after_update
         self.optimizers = optimizers_of(optimizer)
         refuse_renormalised(model)
+        refuse_without_values(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}
@@ -84,6 +88,8 @@ class Loop:
         self._looks: list[int] = []
         """Steps of which the last looks were."""
         self._hidden: list[dict[str, Marks]] = []
+        self._trained: Collection[str] = ()
+        """What the run's last step before a resume did, until one was done since."""
         self._buffers_were: list[tuple[int, int]] = []
         self._accumulates = False
         self.now: dict[str, Any] = {}
@@ -148,7 +154,7 @@ class Loop:
 
     def go_on(self, found: Recovered) -> None:
         """From the step that was found, with a warning of what was odd."""
-        self.steps_done = found.point.step
+        self.steps_done, self._trained = found.point.step, found.trained
         for text in found.odd:
             warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
         if not self.codec.error_feedback:
@@ -196,6 +202,7 @@ class Loop:
                 self.state.owned(parameter)  # what could not be kept is told now
             told_of_hidden(self.optimizers, self._hidden)
             self._hidden = []  # once is enough
+            _tell_of_frozen(self.state, self._trained)
         self.note()
 
     def note(self) -> None:
@@ -256,6 +263,7 @@ class Loop:
         return {
             **self.now,
             "given": self.script.given,
+            "given_schedule": self.script.given_schedule,
             "values": self.state.values(),
             "replay": about,
             "rates": self.rates,
@@ -277,6 +285,20 @@ class Loop:
 
     def _scale_now(self) -> float:
         return self._scaler.get_scale() if self._scaler is not None else 0.0
+
+
+def _tell_of_frozen(state: LiveState, trained: Collection[str]) -> None:
+    """Warn of parameters of an optimizer that ``trained`` before the resume and do not after the first step since."""
+    held = [p for p in state.parameters if state.optimizer_of(p) is not None]
+    frozen = [p.name for p in held if p.name in trained and not p.parameter.requires_grad]
+    if frozen:
+        more = f" and {len(frozen) - SHOWN} more" if frozen[SHOWN:] else ""
+        warnings.warn(
+            f"{', '.join(frozen[:SHOWN])}{more} trained until the resume, and do not require gradients now: which do is"
+            " the script's and no part of the run. If it unfreezes some at a step, have it do so by the steps done, as"
+            " in `if step >= 6` instead of `if step == 6`.",
+            stacklevel=5,
+        )
 
 
 def _tell_of_buffers(before: set[str], now: set[str]) -> None:

@@ -127,6 +127,16 @@ def refuse_renormalised(model: nn.Module) -> None:
             )
 
 
+def refuse_without_values(model: nn.Module) -> None:
+    """Where parameters are on meta."""
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise BadInput(
+            f"parameter {empty} is on meta, so it has no values. Build the model on a device, or give it memory there"
+            " (model.to_empty(device=...) and its own initialisation) before the optimizer and the Checkpointer."
+        )
+
+
 def _refuse_bad(base_every: int | None, when_behind: str, keep: Any, codec: Any) -> None:
     if base_every is not None and not (isinstance(base_every, Integral) and base_every >= 1):
         raise BadInput(

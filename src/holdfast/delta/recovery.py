@@ -7,19 +7,23 @@ ranks recover the same step, the newest that every one of them can have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ..errors import Damaged, NoCommit, RunMismatch
 from ..ranks import Ranks
 from ..state.live import LiveState
+from ..state.progress import joined_members
 from ..store.chain import left_behind, tip_with
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Point
 from ..store.pruning import in_spans
 from ..store.segments import streams
+from .computing import needs_threads, told_in, told_of_other
+from .holder import strides_of
 from .line import Differs, Line
 from .script import Script
+from .shell import members_of, places_of
 from .watching import Recovery
 
 
@@ -34,6 +38,8 @@ class Recovered:
     same_cut: bool = True
     residuals_lost: bool = False
     """Whether steps have changed residuals since those that a base has, so that they begin at zero."""
+    trained: Collection[str] = ()
+    """Parameters that the last step trained, as far as that is known."""
 
 
 def recover(
@@ -92,18 +98,22 @@ def recover(
             if streams(store.disk):
                 durable_step = max(durable_step, line.acknowledged)
             _tell_lost(line, durable_step, odd)
+        others = _other_members(line, state)
         same_cut = len(line.chains) == ranks.world_size and all(
-            ranks.everyone(_stores_alike(line, state, ranks))
+            ranks.everyone(_stores_alike(line, state, ranks) and not others)
         )
         same_cut &= _updated(line, after_update is not None) == (after_update is not None)
         lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
         if lost or line.residuals_dropped:
             state.forget_residuals()
-        odd += script.told_of_kept(line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank))
-        script.restore(line.progress(ranks.rank))
+        base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
+        odd += script.told_of_kept(base, progress)
+        odd += [text for text in others.values() if text]
+        odd += told_of_other(told_in(progress, base), needs_threads(state, after_update))
+        script.restore(progress)
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
-        return Recovered(line.point, odd, same_cut, lost)
+        return Recovered(line.point, odd, same_cut, lost, line.trained(ranks.rank))
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} `holdfast verify {store.root}` says more.")
@@ -162,8 +172,11 @@ def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> b
 
 
 def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:
-    """Whether this rank stores what the rank of its number stored."""
-    return line.boxes(ranks.stream) == {p.name: state.boxes[p.name] for p in state.stored}
+    """Whether this rank stores what the rank of its number stored, as it lay in memory there."""
+    here = strides_of(state)
+    there = line.base.progress_of(ranks.stream).get("replay", {}).get("strides", here)
+    boxes = {p.name: state.boxes[p.name] for p in state.stored}
+    return line.boxes(ranks.stream) == boxes and there == here
 
 
 def _updated(line: Line, here: bool) -> bool:
@@ -183,6 +196,39 @@ def _refuse_other_updates(line: Line, here: bool) -> None:
         else "an after_update= was passed, and the records of the run were made without one. Resume without it"
     )
     raise RunMismatch(f"{told}; a base from save() can be gone on from either way.")
+
+
+def _other_members(line: Line, state: LiveState) -> dict[str, str]:
+    """By parameter that is not in the group in which the base says it was: what is to be said of that; nothing of one
+    that was in none."""
+    replays = [line.base.progress_of(stream).get("replay") for stream in line.base.streams]
+    if not all(replays):
+        return {}
+    there = places_of(joined_members([each["parameters"] for each in replays if each]))
+    here = places_of([members_of(state, optimizer) for optimizer in state.optimizers])
+    others = [p.name for p in state.parameters if there.get(p.name) != here.get(p.name)]
+    return {
+        name: f"{name} was in {_said(there[name])} of the run, and is in {_said(here.get(name))} here"
+        if name in there
+        else ""
+        for name in others
+    }
+
+
+def _said(place: tuple[int, int] | None) -> str:
+    return "no parameter group" if place is None else "parameter group {1} of optimizer {0}".format(*place)
+
+
+def _refuse_other_members(line: Line, state: LiveState) -> None:
+    """Raise ``RunMismatch`` where records have a parameter in another group than here: a replay would give other
+    bits."""
+    moved = [text for text in _other_members(line, state).values() if text]
+    if moved and any(chain.records for chain in line.chains.values()):
+        more = f" (and {len(moved) - 1} more are elsewhere too)" if moved[1:] else ""
+        raise RunMismatch(
+            f"{moved[0]}{more}: a replay of the run's records would give other bits. Put it back, resume, call save(),"
+            " and change the groups then."
+        )
 
 
 def _line_from(
@@ -217,6 +263,7 @@ def _line_from(
                 line.end_before_feedback()
             script.check(line.progress(ranks.rank), len(line.chains), ranks.world_size)
             _refuse_other_updates(line, after_update is not None)
+            _refuse_other_members(line, state)
             line.watch = watch or line.watch
             line.replay_into(state, ranks.rank, after_update)
         except Differs as error:

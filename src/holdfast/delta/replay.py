@@ -20,7 +20,7 @@ from ..errors import HoldfastError
 from ..state.capture import CapturedParameter
 from ..state.cuts import is_distributed, local_of
 from ..state.live import BUFFERS, LiveState
-from ..state.progress import decode
+from ..state.progress import load_hyper_parameters
 from . import codecs
 from .drawing import draw_again
 from .slots import tensors_of
@@ -30,9 +30,14 @@ SAMPLED_BYTES = 64
 """Of each parameter in a fingerprint."""
 
 
-def fingerprint(parameters: Sequence[CapturedParameter], step: int) -> str:
-    """The xxh3_64 of some bytes of what this process holds of each parameter, others at each ``step``."""
-    return hashed(sampled(parameters, step))
+Strides = Mapping[str, Sequence[int]]
+"""Of parameters that are not contiguous, by name."""
+
+
+def fingerprint(parameters: Sequence[CapturedParameter], step: int, strides: Strides | None = None) -> str:
+    """The xxh3_64 of some bytes of what this process holds of each parameter, others at each ``step``; as they lie in
+    memory here, or as where parameters had these ``strides``."""
+    return hashed(sampled(parameters, step, strides))
 
 
 def hashed(samples: torch.Tensor) -> str:
@@ -40,15 +45,26 @@ def hashed(samples: torch.Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(samples.cpu().numpy().data) if samples.numel() else ""
 
 
-def sampled(parameters: Sequence[CapturedParameter], step: int) -> torch.Tensor:
+def sampled(
+    parameters: Sequence[CapturedParameter], step: int, strides: Strides | None = None
+) -> torch.Tensor:
     """The bytes that a fingerprint is made of, where the parameters are."""
     samples = []
     for position, parameter in enumerate(parameters):
-        flat = _bytes_of(local_of(parameter.parameter.detach()))
+        held = local_of(parameter.parameter.detach())
+        flat = _bytes_of(held if strides is None else _laid(held, strides.get(parameter.name)))
         places = max(1, flat.numel() // SAMPLED_BYTES)
         start = (step * 2654435761 + position * 40503) % places * SAMPLED_BYTES
         samples.append(flat[start : start + SAMPLED_BYTES])
     return torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)
+
+
+def _laid(tensor: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
+    """Contiguous, with the elements of ``tensor`` in the order in which one of ``strides`` (None: a contiguous one)
+    would have them in memory, if that has no gaps."""
+    if strides is not None and _is_dense(torch.empty_strided(tensor.shape, strides, device="meta")):
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return tensor.contiguous()
 
 
 def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -93,7 +109,7 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
         for record in records:
             grads |= _gradients(record, number, by_name)
         for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
-            group.update({key: decode(value) for key, value in values.items()})
+            load_hyper_parameters(group, values)
         draw_again(update.get("drawn"))
         with closing(state.rounds(optimizer, grads.keys())) as rounds:
             for names in rounds:

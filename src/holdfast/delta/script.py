@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,11 +19,13 @@ from ..state.progress import (
     decode,
     encode,
     hyper_parameters,
+    load_hyper_parameters,
     random_state,
     refuse_other_ranks,
     restore_random_state,
     told_of_kept,
 )
+from .computing import computing
 
 Stateful = Mapping[str, Any]
 """By name: objects with ``state_dict`` and ``load_state_dict``."""
@@ -43,11 +45,14 @@ class Script:
         self._optimizers, self._things = optimizers, things
         self.given = [hyper_parameters(optimizer.param_groups) for optimizer in optimizers]
         """By optimizer, as the script had them before a resume put the run's in their place."""
+        self.given_schedule = _numbers_of(things.get("scheduler"))
+        """The same of the scheduler, by attribute."""
 
     def now(self) -> dict[str, Any]:
         """As JSON. Raises ``BadInput`` naming the first thing that cannot be stored by value."""
         return {
             "random": encode(random_state()),
+            "computing": computing(),
             "optimizers": [type(optimizer).__name__ for optimizer in self._optimizers],
             "groups": [hyper_parameters(optimizer.param_groups) for optimizer in self._optimizers],
             "things": {name: encode(thing.state_dict(), name) for name, thing in self._things.items()},
@@ -104,10 +109,25 @@ class Script:
         say what was given."""
         each = zip(base.get("given", []), progress["groups"], self.given, strict=False)
         told = [told_of_kept(before, own, given, "resume()") for before, own, given in each]
+        told.append(self._told_of_schedule(base.get("given_schedule", {}), progress))
         new = [name for name in self._things if name not in progress["things"]]
         return [text for text in told if text is not None] + [
             f"the run has no {name}: the one that was passed begins where it is" for name in new
         ]
+
+    def _told_of_schedule(self, before: Mapping[str, Any], progress: Mapping[str, Any]) -> str | None:
+        own = progress["things"].get("scheduler", {})
+        changed = [
+            f"{key} is {own[key]!r} and not {value!r}"
+            for key, value in self.given_schedule.items()
+            if value != before.get(key, value) and value != own.get(key, value)
+        ]
+        if not changed:
+            return None
+        return (
+            f"the run's own schedule is kept: {'; '.join(changed)}, as the scheduler was given. To change one, set it"
+            " after resume(), as an attribute of the scheduler."
+        )
 
     def adopt(self, progress: dict[str, Any], rank: int) -> list[str]:
         """Put what there is in the progress of some other run, of any format, where it belongs; what is not as it was
@@ -131,10 +151,27 @@ class Script:
         for name, thing in self._things.items():
             if name in progress["things"]:
                 thing.load_state_dict(decode(progress["things"][name]))
-        for optimizer, groups in zip(self._optimizers, progress["groups"], strict=True):
+        for optimizer, groups, given in zip(self._optimizers, progress["groups"], self.given, strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                group.update({key: decode(value) for key, value in saved.items()})
+                load_hyper_parameters(group, saved)
+            if _is_fused(groups) != _is_fused(given):
+                # by which torch's own tell a GradScaler, when they are made, that they unscale by themselves
+                cast(Any, optimizer)._step_supports_amp_scaling = _is_fused(groups)
         restore_random_state(decode(progress["random"]))
+
+
+def _numbers_of(scheduler: Any) -> dict[str, Any]:
+    """What a scheduler has been given, as far as that is plain; not where it is, nor the learning rates, which the
+    optimizer's groups say."""
+    state = {} if scheduler is None else scheduler.state_dict()
+    if not isinstance(state, Mapping):
+        return {}
+    moving, plain = ("last_epoch", "_step_count"), (bool, int, float, str)
+    return {key: v for key, v in state.items() if type(v) in plain and type(key) is str and key not in moving}
+
+
+def _is_fused(groups: Sequence[Mapping[str, Any]]) -> bool:
+    return any(group.get("fused") for group in groups)
 
 
 class NoScript(Script):

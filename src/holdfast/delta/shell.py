@@ -34,6 +34,16 @@ def members_of(state: LiveState, optimizer: torch.optim.Optimizer) -> list[list[
     return [[state.name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
+def places_of(optimizers: Sequence[Sequence[Sequence[str]]]) -> dict[str, tuple[int, int]]:
+    """By parameter, in which optimizer and which of its groups it is, from the ``members_of`` each."""
+    return {
+        name: (number, group)
+        for number, groups in enumerate(optimizers)
+        for group, names in enumerate(groups)
+        for name in names
+    }
+
+
 def optimizer_of(
     kind: Any,
     members: Sequence[Sequence[str]],

@@ -92,6 +92,8 @@ class Tap:
         were changed otherwise than by steps, or gradients had no room."""
         self.begins: Callable[[], None] = lambda: None
         """Called before the first update of an iteration."""
+        self.compiled = False
+        """Whether a step was one that torch.compile made."""
         self.seconds = 0.0
         """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
@@ -146,7 +148,15 @@ class Tap:
 
     def take(self) -> list[Update]:
         """The updates of the iteration, which ends. ``changed`` is set if one of them did not return, and ``lost`` if
-        parameters were changed otherwise than by them."""
+        parameters were changed otherwise than by them.
+
+        Raises ``BadInput`` after a step that was compiled."""
+        if self.compiled:
+            raise BadInput(
+                "the optimizer's step was compiled, and has other bits than its own code, with which records are"
+                " replayed, so this step could not be brought back. Compile the model, and call optimizer.step()"
+                " outside of what torch.compile is given."
+            )
         updates, self.updates = self.updates, []
         self._look_for_changes(bool(updates))
         if updates and any(self._open):
@@ -295,11 +305,18 @@ class _Hook:
     index: int
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.tap.before_step(self.index, args, kwargs)
+        if torch.compiler.is_compiling():  # what is traced here is all that happens in each later call
+            self.tap.compiled = True
+        else:
+            self.tap.before_step(self.index, args, kwargs)
 
 
 def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:
-    return lambda optimizer, args, kwargs: tap.after_step(index)
+    def end(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            tap.after_step(index)
+
+    return end
 
 
 def clip(grads: list[torch.Tensor], max_norm: float) -> torch.Tensor:
@@ -318,8 +335,8 @@ def scale(grads: list[torch.Tensor], coefficient: torch.Tensor) -> None:
         local_of(grad).mul_(coefficient.to(grad.device))
 
 
-Place = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a gradient that slots have room for."""
+Place = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]
+"""Shape and dtype of a gradient that slots have room for, and how its parameter lies in memory, of which bases tell."""
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
@@ -330,15 +347,15 @@ def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 def _places(state: LiveState) -> list[dict[str, Place]]:
     """For each optimizer, by parameter: of those, too, that other ranks store."""
     return [
-        {p.name: (state.boxes[p.name].shape, p.parameter.dtype) for p in trained}
+        {p.name: (state.boxes[p.name].shape, p.parameter.dtype, p.parameter.stride()) for p in trained}
         for trained in trained_of(state, everywhere=True)
     ]
 
 
 def _fit(trained: Trained, places: dict[str, Place]) -> bool:
-    """Whether each gradient has a place of its shape and dtype."""
+    """Whether each gradient has a place of its shape and dtype, and each parameter lies as it did."""
     return all(
-        p.grad is not None and places.get(name) == (tuple(local_of(p.grad).shape), p.grad.dtype)
+        p.grad is not None and places.get(name) == (tuple(local_of(p.grad).shape), p.grad.dtype, p.stride())
         for name, p in trained
     )
 

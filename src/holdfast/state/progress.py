@@ -134,6 +134,18 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     ]
 
 
+def load_hyper_parameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give a parameter ``group`` what ``hyper_parameters`` said of one. A tensor that it holds keeps its place and its
+    device, and gets the value: the script may hold it too."""
+    for key, encoded in saved.items():
+        held, value = group.get(key), decode(encoded)
+        alike = isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor)
+        if alike and (held.shape, held.dtype) == (value.shape, value.dtype):
+            held.detach().copy_(value)
+        else:
+            group[key] = value
+
+
 def told_of_kept(
     before: Sequence[Mapping[str, Any]],
     own: Sequence[Mapping[str, Any]],
@@ -156,7 +168,7 @@ def _changed(
 ) -> Iterator[str]:
     for number, (was, runs, now) in enumerate(zip(before, own, given, strict=False)):
         for key, value in now.items():
-            if key == "lr" and "initial_lr" in now:  # a scheduler's, which moves it
+            if key == "param_names" or (key == "lr" and "initial_lr" in now):  # a scheduler's, which moves it
                 continue
             if value != was.get(key, value) and value != runs.get(key):
                 run, script = (decode(group.get(key)) for group in (runs, now))

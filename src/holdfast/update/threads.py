@@ -23,6 +23,12 @@ def keep_torch_threads() -> None:
                 function(torch.ones(1, dtype=dtype))
 
 
+def set_torch_threads(count: int) -> None:
+    """As torch.set_num_threads, at no moment in which another thread sets its own and what those to come have."""
+    with _setting:
+        torch.set_num_threads(count)
+
+
 def one_torch_thread() -> None:
     """Let torch compute on this thread alone; other threads, and those to come, are as they would be without. Who
     begins such threads calls ``keep_torch_threads`` before.

@@ -93,6 +93,8 @@ class Recording(Survival):
         loop, self._store = self._loop, store
         self._recovery = recovery = Recovery(announced(self._events.emit, asked.show))
         entering.enter(store, loop.ranks)
+        for error in store.unread:
+            self._events.emit("unreadable", what=str(error))
         if not store.commits():
             return None
         found = recover(

@@ -190,9 +190,8 @@ def test_a_record_that_cannot_be_read_is_not_given_up(tmp_path, unread, monkeypa
         trained(tmp_path, 0)
     last = raised.value.step
     assert last == int(wanted.name[5:17]) - 1
-    loop, checkpointer = start(tmp_path)
     with pytest.raises(Unreadable, match=rf"resume\(step={last}\)"):
-        checkpointer.resume(step=last + 1)
+        resumed_at(tmp_path, last + 1)
     monkeypatch.undo()  # it had passed
     step, state = trained(tmp_path, 0)
     assert step == 45 and same(state, states[45])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Damaged, DiskFailed, HoldfastError, Unreadable, RunMismatch
+from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
 from ..io.buffers import Buffer
 from ..state.boxes import Box, joined
 from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState

@@ -109,6 +109,7 @@ class Recording(Survival):
         return found
 
     def begin(self, found: Recovered | None) -> None:
+        self._num_slots = self._slots_that_fit()  # beside what the script holds, which is known now
         opening.begin(self._store, self._loop.ranks, None if found is None else found.point)
         self._store.measure()
         self._pool = self._slot_pool()

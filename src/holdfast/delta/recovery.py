@@ -19,6 +19,7 @@ from ..store.journal import streams
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Point
 from ..store.pruning import in_spans
+from ..store.verifying import NONE_WHOLE
 from .line import Differs, Line
 from .script import Script
 from .watching import Recovery
@@ -124,7 +125,7 @@ def recover(
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
     for text in unread:
         raise DiskFailed(f"no base of {store.root} can be read. {text}")
-    raise Damaged(f"no commit of {store.root} is whole: {odd[0]} `holdfast verify {store.root}` says more.")
+    raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
 
 
 def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:

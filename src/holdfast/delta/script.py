@@ -172,8 +172,8 @@ def _large(nbytes: Mapping[str, int]) -> str:
     name = max(nbytes, key=lambda each: nbytes[each])
     return (
         f"also={{{name!r}: ...}} has {format_bytes(nbytes[name])} of tensors. Pass the module of an average of the"
-        " weights as averages=, and what updates it as after_update=; register other tensors as buffers of the model. What"
-        " is in also= becomes text in every record"
+        " weights as averages=, and what updates it as after_update=; register other tensors as buffers of the model."
+        " What is in also= becomes text in every record"
     )
 
 

@@ -150,3 +150,16 @@ def test_a_header_that_a_kill_tears_is_told_as_such(tmp_path):
     with checkpointer, pytest.warns(UserWarning, match="a kill leaves such an end"):
         assert checkpointer.resume() == 11
     assert same(loop.state(), states[11])
+
+
+def test_a_run_of_which_no_base_is_whole_says_that_running_again_does_not_help(tmp_path):
+    root = trained(tmp_path / "run")
+    for path in (root / "data").iterdir():
+        path.write_bytes(bytes(path.stat().st_size))
+    with (
+        start(root)[1] as checkpointer,
+        pytest.raises(
+            Damaged, match=r"no commit of .* is whole: .*/.*running again finds no more: put files of a copy"
+        ),
+    ):
+        checkpointer.resume()

@@ -7,10 +7,13 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -422,6 +425,54 @@ def test_diff_compares_what_records_bring_to_one_step(tmp_path, monkeypatch, cap
     assert "equal: " in capsys.readouterr().out
 
 
+class Holding:
+    """Something with ``held`` as its state."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def state_dict(self):
+        return {"held": self.held}
+
+    def load_state_dict(self, state):
+        self.held = state["held"]
+
+
+def test_a_module_in_also_that_would_be_text_in_every_record_is_refused_by_name(tmp_path):
+    model, average = nn.Linear(3, 3), nn.Linear(2100, 2100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        BadInput, match=r"also=\{'ema': ...\} has 16\.8 MiB .*averages=.*after_update=.*buffers"
+    ):
+        of(tmp_path, model, optimizer, also={"ema": average})
+    assert LocalStore.read(tmp_path).commits() == []
+
+
+def test_tensors_in_also_that_every_record_has_are_told_once_and_counted_as_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.delta.script.LOOK_EVERY", 1)
+    model, large = nn.Linear(3, 3), Holding([{"ema": torch.randn(600_000)}])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"also=\{'large': ...\} has 2\.3 MiB of tensors.*averages=") as told:
+        checkpointer, _ = of(tmp_path, model, optimizer, also={"large": large}, memory="80MiB")
+    with checkpointer:
+        assert len(told) == 1 and len(checkpointer._survival.pool.slots) == 2
+        for _ in range(5):
+            iterate(model, optimizer, checkpointer)
+    held, large.held = large.held, None
+    with pytest.warns(UserWarning, match="in every step"):
+        checkpointer, done = of(tmp_path, model, optimizer, also={"large": large})
+    with checkpointer:
+        assert done == 5 and torch.equal(large.held[0]["ema"], held[0]["ema"])
+
+
+def test_text_in_a_state_and_tensors_of_a_loader_are_not_told_of(tmp_path):
+    model, log, loader = nn.Linear(3, 3), Holding("x" * 20_000_000), Holding(torch.zeros(600_000))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpointer, _ = of(tmp_path, model, optimizer, also={"log": log}, loader=loader)
+    with checkpointer:
+        iterate(model, optimizer, checkpointer)
+
+
 # Nothing hangs, nothing is left
 
 
@@ -618,3 +669,80 @@ def test_a_last_step_whose_gradient_ends_in_zeros_comes_back(tmp_path):
                 optimizer.step()
                 optimizer.zero_grad()
                 checkpointer.step()
+
+
+# A script that ends without close()
+
+SCRIPT = """
+import os, sys, time, torch
+from holdfast.errors import DiskFailed
+from holdfast.store.files import Disk
+from test_checkpointer import go_on, start
+
+real, then = Disk.sync, []
+torch.set_num_threads(1)
+
+def sync(*args, **options):  # slow, so that steps are on their way at the end
+    time.sleep(0.02 if not then else then[0])
+    if then and then[0] == 0:
+        raise DiskFailed("no disk")
+    real(*args, **options)
+
+Disk.sync = sync
+
+def main():
+    loop, checkpointer = start(sys.argv[1], deadline_seconds=2)
+    checkpointer.resume()
+    go_on(loop, checkpointer, checkpointer.steps_done + 20)
+    {how}
+
+main()
+"""
+ENDS = {
+    "end": "pass",
+    "error": "raise ValueError('of the script')",
+    "exit": "sys.exit(0)",
+    "fork": "os.fork() or sys.exit(0)",
+    "closed": "checkpointer.close()",
+}
+
+
+def script_ended(root, how):
+    """What a script said that ended so, on stderr."""
+    told = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(how=how), str(root)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    return told.stderr
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_a_script_that_ends_without_close_has_every_step(tmp_path, how):
+    states, _ = reference(20)
+    assert script_ended(tmp_path, ENDS[how]).count("\n") == (4 if how == "error" else 0)
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        assert checkpointer.resume() == 20
+        assert same(loop.state(), states[20])
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("then.append(0)", "no disk"), ("then.append(60)", "nothing has been written for 2 s")]
+)
+def test_a_script_that_cannot_write_its_last_steps_says_so_and_ends(tmp_path, how, why):
+    told = script_ended(tmp_path, how)
+    assert "of its steps to 20 those after " in told and why in told
+    assert told.startswith("holdfast: the script ended without close()")
+
+
+def test_nothing_is_left_for_the_end_of_the_process(tmp_path, monkeypatch):
+    left = []
+    monkeypatch.setattr(
+        "holdfast.delta.recorder.atexit", SimpleNamespace(register=left.append, unregister=left.remove)
+    )
+    model = nn.Linear(3, 3)
+    checkpointer, _ = of(tmp_path, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    [at_exit] = left
+    assert not any(item is checkpointer._survival.recorder for item in at_exit.args)  # which it would keep
+    checkpointer.close()
+    assert not left

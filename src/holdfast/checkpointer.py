@@ -213,8 +213,8 @@ class Checkpointer:
         A fresh directory begins from ``source``, if there is one: another run (RUN or RUN@STEP), or a state of another
         library, written under any parallelism. A directory that has steps goes on from those.
 
-        Raises ``NoCommit`` if there is no such step, ``Damaged`` if no base is whole, ``RunMismatch`` for another
-        model.
+        Raises ``NoCommit`` if there is no such step, ``Damaged`` if no base is whole, ``Unreadable`` if a later step
+        may be in what the disk does not give back, and names the step to ask for, ``RunMismatch`` for another model.
         """
         self._refuse_closed()
         if self._survival.begun:

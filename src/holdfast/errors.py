@@ -60,6 +60,17 @@ class DiskFailed(HoldfastError):
     """A read, a write or a sync failed. What was acknowledged before is still durable."""
 
 
+class Unreadable(DiskFailed):
+    """What leads on from ``step``, and may be of the newest step, is not given back by the device."""
+
+    def __init__(self, error: object, step: int) -> None:
+        super().__init__(
+            f"{error} Later steps than {step} may need it, so none was given up and nothing was changed: run again when"
+            f" it can be read, or go on without it by resume(step={step})."
+        )
+        self.step = step
+
+
 class DiskFull(DiskFailed):
     """No space left. The text names the directory, the bytes needed and the bytes free."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +12,14 @@ from torch import nn
 from delta.loops import same
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import division
+from holdfast.errors import Unreadable
+from holdfast.events import read_events
 from holdfast.store import journal
+from holdfast.store.chain import read_journal
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
 from holdfast.store.segments import read_segment, segments
-from test_checkpointer import reference, start
+from test_checkpointer import go_on, reference, start
 
 
 @pytest.fixture(autouse=True)
@@ -118,3 +124,171 @@ def test_a_record_that_ends_with_zeros_is_not_taken_for_the_space_behind_it(tmp_
         return done
 
     assert [run(2), run(4), run(4), run(4)] == [0, 2, 4, 4]
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Makes the device give back nothing of a file, until that is undone."""
+    real, broken = os.preadv, set()
+
+    def read(fd, *rest):
+        if os.readlink(f"/proc/self/fd/{fd}") in broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, *rest)
+
+    monkeypatch.setattr(os, "preadv", read)
+    yield lambda *paths: broken.update(map(str, paths))
+    monkeypatch.undo()
+
+
+def segment_with(root, step):
+    return root / [ref for ref in segments(Disk(root), "rank-00000") if ref.first_step <= step][-1].path
+
+
+def with_bases(root, steps=45):
+    """A run of so many steps with bases of steps 20 and 40."""
+    loop, checkpointer = start(root, base_every=1000)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(steps):
+            loop.iteration(i, checkpointer.step)
+            checkpointer._survival.recorder.settle()
+            if checkpointer.steps_done in (20, 40):
+                checkpointer.save()
+
+
+def payload_of(root, place):
+    """A file of the base at this place of the line, that no other base has."""
+    with LocalStore.read(root) as reader:
+        files = [{ref.path for ref in reader.load(ref).files.values()} for ref in reader.line()]
+    return root / min(files[place] - set().union(*files[:place], *files[place + 1 :]))
+
+
+def test_what_cannot_be_read_and_is_not_needed_keeps_nobody_from_resuming(tmp_path, unread):
+    """An old segment, and a base before the newest."""
+    states, _ = reference(50)
+    with_bases(tmp_path)
+    segment = segment_with(tmp_path, 30)
+    unread(segment, payload_of(tmp_path, 1))
+    step, state = trained(tmp_path, 50, base_every=20)
+    assert step == 45 and same(state, states[45])
+    told = [
+        event["what"] for event in read_events(tmp_path / "events.jsonl") if event["event"] == "unreadable"
+    ]
+    assert len(told) == 1 and segment.name in told[0]
+
+
+def test_a_record_that_cannot_be_read_is_not_given_up(tmp_path, unread, monkeypatch):
+    """Its header neither; the step before it is named, and taken when it is asked for."""
+    states, _ = reference(50)
+    with_bases(tmp_path)
+    wanted = segment_with(tmp_path, 44)
+    unread(wanted)
+    with pytest.raises(
+        Unreadable, match=rf"{wanted.name} at offset 0.*Check the device.*resume\(step=\d+\)"
+    ) as raised:
+        trained(tmp_path, 0)
+    last = raised.value.step
+    assert last == int(wanted.name[5:17]) - 1
+    with pytest.raises(Unreadable, match=rf"resume\(step={last}\)"):
+        resumed_at(tmp_path, last + 1)
+    monkeypatch.undo()  # it had passed
+    step, state = trained(tmp_path, 0)
+    assert step == 45 and same(state, states[45])
+
+
+@pytest.mark.parametrize(("lost", "back"), [(44, 0), (44, 3), (45, 0)])
+def test_the_steps_before_a_record_that_cannot_be_read_are_gone_on_from(tmp_path, unread, lost, back):
+    """Also when they were taken and nothing was done."""
+    states, _ = reference(60)
+    with_bases(tmp_path)
+    wanted = segment_with(tmp_path, lost)
+    unread(wanted)
+    last = int(wanted.name[5:17]) - 1 - back
+    step, state = resumed_at(tmp_path, last)
+    assert step == last and same(state, states[last])
+    loop, checkpointer = start(tmp_path)
+    with checkpointer:
+        assert checkpointer.resume() == last
+        go_on(loop, checkpointer, 60)
+        checkpointer.save()  # after which segments are removed
+    assert wanted.exists()
+    step, state = trained(tmp_path, 0)
+    assert step == 60 and same(state, states[60])
+
+
+def test_a_segment_that_cannot_be_read_from_its_beginning_may_hold_what_follows_a_base(
+    tmp_path, unread, monkeypatch
+):
+    monkeypatch.setattr(journal, "GROUPS_PER_SEGMENT", 64)
+    states, _ = reference(45)
+    with_bases(tmp_path)
+    unread(segment_with(tmp_path, 30))
+    assert segment_with(tmp_path, 30) == segment_with(tmp_path, 45)
+    for asked, left in ((None, 40), (30, 20)):
+        with pytest.raises(Unreadable, match=rf"resume\(step={left}\)"):
+            resumed_at(tmp_path, asked)
+    step, state = resumed_at(tmp_path, 40)
+    assert step == 40 and same(state, states[40])
+
+
+def test_a_step_that_was_left_behind_needs_no_record_before_its_base(tmp_path, unread):
+    states, _ = reference(45)
+    with_bases(tmp_path)
+    assert resumed_at(tmp_path, 42)[0] == 42
+    trained(tmp_path, 44)
+    unread(segment_with(tmp_path, 30))
+    step, state = resumed_at(tmp_path, 45)
+    assert step == 45 and same(state, states[45])
+
+
+def test_a_payload_that_cannot_be_read_names_the_step_before_it(tmp_path, monkeypatch):
+    states, _ = reference(20)
+    trained(tmp_path, 20, base_every=1000)
+    with LocalStore.read(tmp_path) as reader:
+        record = read_journal(reader, "rank-00000").records[15]
+    real, path = os.preadv, str(tmp_path / record.path)
+
+    def read(fd, views, offset, *rest):
+        place = record.offset + record.header_bytes
+        if os.readlink(f"/proc/self/fd/{fd}") == path and offset <= place < offset + sum(map(len, views)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, views, offset, *rest)
+
+    monkeypatch.setattr(os, "preadv", read)
+    with pytest.raises(Unreadable, match=r"resume\(step=14\)"):
+        trained(tmp_path, 0)
+    step, state = resumed_at(tmp_path, 14)
+    assert step == 14 and same(state, states[14])
+
+
+def resumed_at(root, step):
+    loop, checkpointer = start(root)
+    with checkpointer:
+        return checkpointer.resume(step=step), loop.state()
+
+
+def test_a_base_that_cannot_be_read_gives_way_to_the_one_before_where_that_leads_as_far(tmp_path, unread):
+    states, _ = reference(45)
+    with_bases(tmp_path)
+    wanted = payload_of(tmp_path, 0)
+    unread(wanted)
+    with pytest.warns(UserWarning, match=f"resuming after step 45: read failed: .*{wanted.name}"):
+        step, state = trained(tmp_path, 0)
+    assert step == 45 and same(state, states[45])
+
+
+def test_a_base_that_cannot_be_read_is_not_given_up_where_the_one_before_leads_less_far(
+    tmp_path, unread, monkeypatch
+):
+    """There is no record of step 31."""
+    states, _ = reference(45)
+    with_bases(tmp_path)
+    remove(segment_with(tmp_path, 31))
+    unread(payload_of(tmp_path, 0))
+    for step in (None, 40):
+        with pytest.raises(Unreadable, match=r"read failed: .*data/.*resume\(step=30\)"):
+            resumed_at(tmp_path, step)
+    monkeypatch.undo()
+    step, state = trained(tmp_path, 0)
+    assert step == 45 and same(state, states[45])

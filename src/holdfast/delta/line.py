@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..errors import Damaged, HoldfastError, RunMismatch
+from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
 from ..io.buffers import Buffer
 from ..state.boxes import Box, joined
 from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState
@@ -283,6 +283,8 @@ class Line:
                         raise
                     self._end_at(step, error)
                     return
+                except DiskFailed as error:
+                    raise error if step < self.base.step else Unreadable(error, step) from error
                 step += 1
                 several = [
                     Taken(

@@ -150,6 +150,7 @@ class Loop:
 
     def begin_anew(self) -> None:
         """From where the script is."""
+        self.script.refuse_large()
         self.state.forget_residuals()  # of what it did before
 
     def go_on(self, found: Recovered) -> None:

@@ -7,11 +7,16 @@ error nothing more is written, and whoever waits, or comes next, gets the error.
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from holdfast import failpoints
@@ -125,6 +130,9 @@ class Recorder:
         keep_torch_threads()
         self._thread = threading.Thread(target=self._work, name="holdfast-recorder", daemon=True)
         self._thread.start()
+        self._process = os.getpid()
+        self._at_exit = partial(_end_with_process, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     @property
     def is_alive(self) -> bool:
@@ -243,6 +251,7 @@ class Recorder:
     def close(self) -> None:
         """Write what waits, unless writing has failed, and end the thread. Raises what a write failed with, and
         ``WriterHung``: the thread is left then."""
+        atexit.unregister(self._at_exit)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -252,6 +261,22 @@ class Recorder:
                 self._check()
         self._journal.close()
         self._raise_failure()
+
+    def end_with_process(self) -> None:
+        """As ``close``, of a process that ends without it. Says what is not durable then. Nothing in a fork."""
+        if os.getpid() != self._process:
+            return
+        why = "they follow a base that is not there yet"
+        try:
+            self.close()
+        except Exception as error:
+            why = str(error)
+        if self.durable_step < self.last_put:
+            print(
+                f"holdfast: the script ended without close(), and of its steps to {self.last_put} those after"
+                f" {self.durable_step} are not durable: {why}",
+                file=sys.stderr,
+            )
 
     def _want(self, step: int) -> None:
         with self._changed:
@@ -339,3 +364,10 @@ class Recorder:
                 self.write_seconds += time.perf_counter() - started
             self._busy_since = None
             self._changed.notify_all()
+
+
+def _end_with_process(recorder: weakref.ref[Recorder]) -> None:
+    """Called when the interpreter ends, before it stops the threads."""
+    there = recorder()
+    if there is not None:
+        there.end_with_process()

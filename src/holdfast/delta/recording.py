@@ -94,6 +94,8 @@ class Recording(Survival):
         self._recovery = recovery = Recovery(announced(self._events.emit, asked.show))
         loop.ranks.first_does(store.enter)
         entering.see_alike(store, loop.ranks)
+        for error in store.unread:
+            self._events.emit("unreadable", what=str(error))
         if not store.commits():
             return None
         found = recover(
@@ -108,6 +110,7 @@ class Recording(Survival):
         return found
 
     def begin(self, found: Recovered | None) -> None:
+        self._num_slots = self._slots_that_fit()  # beside what the script holds, which is known now
         entering.begin(self._store, self._loop.ranks, None if found is None else found.point)
         self._store.measure()
         self._pool = self._slot_pool()

@@ -1,8 +1,9 @@
 """Recovery: the newest whole base of a run, and the records from there on, into a live model.
 
 A base that does not verify gives way to the one before it, whose records reach further back. A record that is missing,
-does not verify, or does not give what training had, ends the chain: the step before it is where the run continues. All
-ranks recover the same step, the newest that every one of them can have.
+does not verify, or does not give what training had, ends the chain: the step before it is where the run continues. What
+the device does not give back may be whole: no step is given up for it, unless an earlier one is asked for. All ranks
+recover the same step, the newest that every one of them can have.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from ..errors import Damaged, NoCommit, RunMismatch
+from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
 from ..state.live import LiveState
 from ..state.progress import joined_members
@@ -19,6 +20,7 @@ from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Point
 from ..store.pruning import in_spans
 from ..store.segments import streams
+from ..store.verifying import NONE_WHOLE
 from .computing import needs_threads, told_in, told_of_other
 from .holder import strides_of
 from .line import Differs, Line
@@ -61,12 +63,13 @@ def recover(
     ``durable_step`` is known to have been durable: that the disk has no way to it any more is told. Called on all
     ranks, which get the same.
 
-    Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``RunMismatch`` if the run is that
-    of another model (with nothing changed then).
+    Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``Unreadable`` if a later step may
+    be in what cannot be read, ``RunMismatch`` if the run is that of another model (with nothing changed then).
     """
     tip = ranks.first_does(lambda: tip_with(store, target) if exact and target is not None else None)
     bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
     odd: list[str] = []
+    unread: dict[str, int] = {}
     continuing_ones = [ref for ref in bases if not (continuing and _has_lost_residuals(ref, store, tip))]
     if bases and not continuing_ones:
         raise NoCommit(
@@ -75,11 +78,25 @@ def recover(
         )
     for ref in continuing_ones:
         line = _line_from(
-            ref, store, state, script, ranks, target, tip, continuing, after_update, odd, watch, durable_step
+            ref,
+            store,
+            state,
+            script,
+            ranks,
+            target,
+            tip,
+            continuing,
+            after_update,
+            odd,
+            unread,
+            watch,
+            durable_step,
         )
         if line is None:
             store.damaged.add(ref)
             continue
+        if line.step < max(unread.values(), default=-1):
+            raise Unreadable(next(iter(unread)), line.step)
         if watch is not None:
             watch.ended()
         if exact and continuing and line.step != target and line.odd is None:
@@ -116,7 +133,9 @@ def recover(
         return Recovered(line.point, odd, same_cut, lost, line.trained(ranks.rank))
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
-    raise Damaged(f"no commit of {store.root} is whole: {odd[0]} `holdfast verify {store.root}` says more.")
+    for text in unread:
+        raise DiskFailed(f"no base of {store.root} can be read. {text}")
+    raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
 
 
 def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
@@ -139,7 +158,10 @@ def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
 
 
 def _nothing_after(store: LocalStore, step: int) -> str:
-    spans = in_spans(left_behind(store, step))
+    try:
+        spans = in_spans(left_behind(store, step))
+    except DiskFailed as error:
+        return str(error)
     if not spans:
         return "Nothing that was recorded after it can still be had."
     steps = ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in spans)
@@ -167,7 +189,7 @@ def _has_lost_residuals(ref: CommitRef, store: LocalStore, tip: int | None) -> b
     try:
         base = store.load(ref)
         return Line.of(store, base, base.step, tip).residuals_lost
-    except Damaged:  # which is told where it is loaded
+    except (Damaged, DiskFailed):  # which is told where it is loaded
         return False
 
 
@@ -242,18 +264,21 @@ def _line_from(
     continuing: bool,
     after_update: Callable[[int], None] | None,
     odd: list[str],
+    unread: dict[str, int],
     watch: Recovery | None,
     durable_step: int,
 ) -> Line | None:
-    """The base ``ref`` and its records in ``state``; None if it cannot be used. What was wrong goes to ``odd``.
+    """The base ``ref`` and its records in ``state``; None if it cannot be used. What was wrong goes to ``odd``, and to
+    ``unread`` if it is that the device does not give the base back, with the step of that.
 
     A rank that cannot get as far as the others makes all begin again with less.
     """
     tried: list[Line] = []
     acknowledged = [durable_step]
 
-    def attempt() -> tuple[int | None, int | None, str | None]:
-        """The step that this rank has, the one that it could have, and why not more."""
+    def attempt() -> tuple[int | None, int | None, str | None, bool]:
+        """The step that this rank has, the one that it could have, why not more, and whether the base was not given
+        back."""
         tried.clear()
         try:
             line = Line.of(store, store.load(ref), target, tip)
@@ -267,21 +292,24 @@ def _line_from(
             line.watch = watch or line.watch
             line.replay_into(state, ranks.rank, after_update)
         except Differs as error:
-            return -1, error.step - 1, str(error)
-        except Damaged as error:
-            return None, None, str(error)
+            return -1, error.step - 1, str(error), False
+        except Unreadable:
+            raise
+        except (Damaged, DiskFailed) as error:
+            return None, None, str(error), isinstance(error, DiskFailed)
         tried.append(line)
         harmless = (
             " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
         )
-        return line.step, line.step, None if line.odd is None else f"{line.odd}{harmless}"
+        return line.step, line.step, None if line.odd is None else f"{line.odd}{harmless}", False
 
     while True:
         outcomes = ranks.all_do(attempt)
-        odd += list(dict.fromkeys(text for _, _, text in outcomes if text is not None and text not in odd))
-        reachable = [reach for _, reach, _ in outcomes if reach is not None]
+        odd += list(dict.fromkeys(text for _, _, text, _ in outcomes if text is not None and text not in odd))
+        unread |= {text: ref.step for _, _, text, is_unread in outcomes if text is not None and is_unread}
+        reachable = [reach for _, reach, _, _ in outcomes if reach is not None]
         if len(reachable) < len(outcomes):
             return None
         target = min(reachable)
-        if all(has == target for has, _, _ in outcomes):
+        if all(has == target for has, _, _, _ in outcomes):
             return tried[0]

@@ -20,7 +20,7 @@ from ..errors import HoldfastError
 from ..state.capture import CapturedParameter
 from ..state.cuts import is_distributed, local_of
 from ..state.live import BUFFERS, LiveState
-from ..state.progress import load_hyper_parameters
+from ..state.progress import decode, load_hyper_parameters
 from . import codecs
 from .drawing import draw_again
 from .slots import tensors_of

@@ -83,6 +83,7 @@ class Replicating(Survival):
     def begin(self, found: Recovered | None) -> None:
         self.begun, loop = True, self._loop
         point = None if found is None else found.point
+        self._num_slots = self._slots_that_fit()  # beside what the script holds, which is known now
         try:
             self.replica.begin(point, loop.steps_done, loop.progress(), self._num_slots)
         finally:  # others are told of an error

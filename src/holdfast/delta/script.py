@@ -6,6 +6,7 @@ Random generators, hyper-parameters, learning-rate schedule, data position and l
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -25,7 +26,17 @@ from ..state.progress import (
     restore_random_state,
     told_of_kept,
 )
+from ..units import MiB, format_bytes
 from .computing import computing
+
+LARGE_BYTES, MOST_BYTES = 1 * MiB, 16 * MiB
+"""Of tensors in ``also=``, which are text in every record: more is told, and refused of a run that begins."""
+
+LOOK_EVERY = 100
+"""Steps between two looks at how much that is."""
+
+KNOWN = ("scheduler", "loader", "scaler")
+"""What is not ``also=``."""
 
 Stateful = Mapping[str, Any]
 """By name: objects with ``state_dict`` and ``load_state_dict``."""
@@ -47,15 +58,22 @@ class Script:
         """By optimizer, as the script had them before a resume put the run's in their place."""
         self.given_schedule = _numbers_of(things.get("scheduler"))
         """The same of the scheduler, by attribute."""
+        self.text_bytes = 0
+        """Of memory, about, that tensors in ``also=`` take as text in each record that waits."""
+        self._looks, self._told = 0, False
 
     def now(self) -> dict[str, Any]:
         """As JSON. Raises ``BadInput`` naming the first thing that cannot be stored by value."""
+        states = {name: thing.state_dict() for name, thing in self._things.items()}
+        if self._looks % LOOK_EVERY == 0:
+            self._weigh(states)
+        self._looks += 1
         return {
             "random": encode(random_state()),
             "computing": computing(),
             "optimizers": [type(optimizer).__name__ for optimizer in self._optimizers],
             "groups": [hyper_parameters(optimizer.param_groups) for optimizer in self._optimizers],
-            "things": {name: encode(thing.state_dict(), name) for name, thing in self._things.items()},
+            "things": {name: encode(state, name) for name, state in states.items()},
         }
 
     def again(self, before: dict[str, Any], which: Callable[[str, Any], bool]) -> dict[str, Any]:
@@ -68,6 +86,21 @@ class Script:
         }
         groups = [hyper_parameters(optimizer.param_groups) for optimizer in self._optimizers]
         return {**before, "groups": groups, "things": things}
+
+    def refuse_large(self) -> None:
+        """Raise ``BadInput`` for tensors in ``also=`` that would make a run too slow: before there is one."""
+        states = {name: thing.state_dict() for name, thing in self._things.items() if name not in KNOWN}
+        nbytes = {name: tensor_bytes(state) for name, state in states.items()}
+        if sum(nbytes.values()) > MOST_BYTES:
+            raise BadInput(f"{_large(nbytes)}, {format_bytes(MOST_BYTES)} at most")
+
+    def _weigh(self, states: Mapping[str, Any]) -> None:
+        nbytes = {name: tensor_bytes(state) for name, state in states.items() if name not in KNOWN}
+        total = sum(nbytes.values())
+        self.text_bytes = 2 * (4 * total // 3)  # base64; while it is written, once more
+        if total > LARGE_BYTES and not self._told:
+            self._told = True
+            warnings.warn(f"{_large(nbytes)}, which takes time and memory in every step", stacklevel=7)
 
     def check(self, progress: dict[str, Any], wrote: int, num_ranks: int) -> None:
         """Raise ``RunMismatch`` if ``progress`` is that of another script, or of a loader that cannot go on from
@@ -172,6 +205,24 @@ def _numbers_of(scheduler: Any) -> dict[str, Any]:
 
 def _is_fused(groups: Sequence[Mapping[str, Any]]) -> bool:
     return any(group.get("fused") for group in groups)
+
+
+def tensor_bytes(value: Any) -> int:
+    """Of the tensors and arrays in a ``state_dict``."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(tensor_bytes, value.values()))
+    return sum(map(tensor_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _large(nbytes: Mapping[str, int]) -> str:
+    name = max(nbytes, key=lambda each: nbytes[each])
+    return (
+        f"also={{{name!r}: ...}} has {format_bytes(nbytes[name])} of tensors. Pass the module of an average of the"
+        " weights as averages=, and what updates it as after_update=; register other tensors as buffers of the model."
+        " What is in also= becomes text in every record"
+    )
 
 
 class NoScript(Script):

@@ -238,4 +238,4 @@ class Survival(ABC):
         return sum(layout.file_bytes for layout in self._loop.codec.layouts(self._loop.state))
 
     def _slots_that_fit(self) -> int:
-        return self._options.slots_that_fit(self._slot_bytes())
+        return self._options.slots_that_fit(self._slot_bytes() + self._loop.script.text_bytes)

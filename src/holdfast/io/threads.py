@@ -108,9 +108,13 @@ class File:
     def _failure(self, verb: str, offset: int, nbytes: int, error: OSError) -> DiskFailed:
         if error.errno in NO_SPACE:
             return disk_full(self.path, nbytes, error)
+        way_out = (
+            "Check the device (`dmesg` names what fails)."
+            if verb == "read"
+            else "What was acknowledged before is still durable: check the device, then run again to resume."
+        )
         return DiskFailed(
-            f"{verb} failed: {self.path} at offset {offset}, {nbytes} bytes: {error.strerror or error}."
-            f" What was acknowledged before is still durable: check the device, then run again to resume."
+            f"{verb} failed: {self.path} at offset {offset}, {nbytes} bytes: {error.strerror or error}. {way_out}"
         )
 
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from holdfast.errors import Damaged, NoCommit
+from holdfast.errors import Damaged, DiskFailed, NoCommit, Unreadable
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
 from holdfast.store.files import AnyDisk
 from holdfast.store.manifest import Manifest, Point
 from holdfast.store.reader import ATTEMPTS, RunReader
 from holdfast.store.retention import ancestry
-from holdfast.store.segments import StoredRecord, read_payload, read_segment, segments
+from holdfast.store.segments import StoredRecord, read_payload, read_what_can_be, segments
 
 AHEAD = 2
 """Records read while one is used."""
@@ -106,10 +106,18 @@ class Journal:
     """The records of one line of a run by step, and where reading a segment ended before its clean end."""
 
     records: dict[int, StoredRecord] = field(default_factory=dict)
-    odd: dict[int, Damaged] = field(default_factory=dict)
+    odd: dict[int, Damaged | DiskFailed] = field(default_factory=dict)
     """By the last step before it."""
     acknowledged: int = -1
     """A step that was durable for certain: one after which another segment was begun, or that a resume came to."""
+
+    def end_after(self, step: int) -> Damaged | DiskFailed | None:
+        """Why there is no record after ``step``, if that is known. What cannot be read may hold all up to the next that
+        is there."""
+        before = [end for end, odd in self.odd.items() if end <= step and isinstance(odd, DiskFailed)]
+        if step not in self.odd and before and not any(max(before) < each <= step for each in self.records):
+            return self.odd[max(before)]
+        return self.odd.get(step)
 
 
 def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journal:
@@ -123,7 +131,7 @@ def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journ
         if ref.timeline not in limits:
             continue
         limit = limits[ref.timeline]
-        found, odd = read_segment(store.disk, ref)
+        found, odd = read_what_can_be(store.disk, ref)
         known = timelines.get(ref.timeline)
         if found and known is not None and found[0].key != known.key:
             odd, found = (
@@ -133,8 +141,9 @@ def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journ
         for record in found:
             if limit is None or record.step <= limit:
                 journal.records[record.step] = record
-        if odd is not None:
-            journal.odd[found[-1].step if found else ref.first_step - 1] = odd
+        end = found[-1].step if found else ref.first_step - 1
+        if odd is not None and (limit is None or end < limit):
+            journal.odd[end] = odd
             if limit is None and following is not None and following.timeline == ref.timeline:
                 journal.acknowledged = max(journal.acknowledged, following.first_step - 1)
     return journal
@@ -142,14 +151,18 @@ def read_journal(store: RunReader, stream: str, tip: int | None = None) -> Journ
 
 def chain_of(base: Manifest, stream: str, journal: Journal, target: int | None) -> Chain:
     """What of ``stream`` follows ``base`` without a gap, to ``target`` at most. Raises ``Damaged`` if records are
-    missing that the base itself needs."""
+    missing that the base itself needs, ``DiskFailed`` if those cannot be read, and ``Unreadable`` if a later one
+    cannot."""
     records: list[StoredRecord] = []
     first = base.oldest_step_of(stream)
     step, odd = first, None
     while target is None or step < target:
         record = journal.records.get(step + 1)
         if record is None:
-            odd = journal.odd.get(step)
+            found = journal.end_after(step)
+            if isinstance(found, DiskFailed):
+                raise found if step < base.step else Unreadable(found, step)
+            odd = found
             break
         if records and record.previous != _digest_before(record, records[-1]):
             odd = Damaged(
@@ -188,8 +201,9 @@ def _tip_of(store: RunReader, base: Manifest) -> int | None:
 
 def reached(store: RunReader, tip: int, until: int | None = None) -> Iterator[range]:
     """The steps, to ``until`` at most, that can be had of the line of ``tip``, by headers: of each base, newest first,
-    its own and those that its records lead to."""
+    its own and those that its records lead to. Raises ``DiskFailed`` if the newest cannot be seen."""
     journals: dict[str, Journal] = {}
+    seen = False
     for ref in store.line(tip):
         if until is not None and ref.step > until:
             continue
@@ -200,6 +214,11 @@ def reached(store: RunReader, tip: int, until: int | None = None) -> Iterator[ra
             chains = [chain_of(base, stream, journals[stream], until) for stream in base.streams]
         except (Damaged, NoCommit):
             continue
+        except DiskFailed:
+            if not seen:
+                raise
+            continue
+        seen = True
         yield range(base.step, min(chain.last.step for chain in chains) + 1)
 
 

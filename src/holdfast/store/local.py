@@ -72,6 +72,8 @@ class LocalStore(SharedCommits):
         )
         self._scratch: list[Scratch] = []
         self._new_drives: list[str] = []
+        self.unread: list[DiskFailed] = []
+        """Of segments that ``enter`` could not read."""
 
     @classmethod
     def open(cls, root: str | PurePath, **options: Any) -> LocalStore:
@@ -103,8 +105,7 @@ class LocalStore(SharedCommits):
             sweep(self.disk)
             self._keep(retained)
             self._drop_orphans()
-            for stream in streams(self.disk):
-                trim(self.disk, stream)
+            self.unread = [error for stream in streams(self.disk) for error in trim(self.disk, stream)]
             sync_all(self.disk, self._retained)
         except BaseException:
             self.close()

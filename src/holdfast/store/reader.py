@@ -177,7 +177,7 @@ class RunReader:
             if manifest is not None and all(file.path != path for file in manifest.files.values()):
                 return (
                     f"Step {ref.step} does not use this file: check it with `holdfast verify {self.root}@{ref.step}`. "
-                    "Running again resumes from the newest whole step."
+                    "Running again resumes from the newest whole step, if there is one."
                 )
         return (
             "No step to go on from is without this file: put a copy of it in its place, or begin another run."

@@ -24,7 +24,7 @@ from holdfast.store.manifest import FileRef, Manifest, Share
 
 INSPECT = (
     "`holdfast ls RUN` lists the steps, `holdfast verify RUN@STEP` checks one; running again resumes from the newest "
-    "whole step."
+    "whole step, if there is one."
 )
 
 

@@ -9,6 +9,7 @@ reader says where and why it stopped.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from holdfast.errors import ChunkCorrupt, Damaged, ManifestCorrupt
+from holdfast.errors import ChunkCorrupt, Damaged, DiskFailed, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import block_spans
@@ -97,15 +98,18 @@ def streams(disk: AnyDisk) -> list[str]:
 
 def steps_of_segments(disk: AnyDisk, stream: str) -> list[tuple[SegmentRef, int]]:
     """The segments of ``stream``, each with its last step: the one before the next segment's first, or as its headers
-    say."""
+    say. One that cannot be read may hold any."""
     refs, found = segments(disk, stream), []
     for number, ref in enumerate(refs):
         following = refs[number + 1] if number + 1 < len(refs) else None
         if following is not None and following.timeline == ref.timeline:
             last = following.first_step - 1
         else:
-            records, _ = read_segment(disk, ref)
-            last = records[-1].step if records else ref.first_step - 1
+            try:
+                records, _ = read_segment(disk, ref)
+                last = records[-1].step if records else ref.first_step - 1
+            except DiskFailed:
+                last = sys.maxsize
         found.append((ref, last))
     return found
 
@@ -118,13 +122,20 @@ def timelines_of_segments(disk: AnyDisk, known: Collection[int]) -> Iterator[Tim
             yield record
 
 
-def trim(disk: AnyDisk, stream: str) -> None:
-    """Give back the space that segments of ``stream`` reserve behind what was written. Nobody writes to them."""
+def trim(disk: AnyDisk, stream: str) -> list[DiskFailed]:
+    """Give back the space that segments of ``stream`` reserve behind what was written. Nobody writes to them. One that
+    cannot be read stays as it is; why is returned."""
+    unread: list[DiskFailed] = []
     for ref in segments(disk, stream):
-        records, _ = read_segment(disk, ref)  # whose payloads may end with zeros
-        end = max(_written_bytes(disk, ref.path), records[-1].end if records else 0)
+        try:
+            records, _ = read_segment(disk, ref)  # whose payloads may end with zeros
+            end = max(_written_bytes(disk, ref.path), records[-1].end if records else 0)
+        except DiskFailed as error:
+            unread.append(error)
+            continue
         if end < disk.size(ref.path):
             disk.cut(ref.path, end)
+    return unread
 
 
 def _written_bytes(disk: AnyDisk, path: str) -> int:
@@ -151,6 +162,16 @@ def read_segment(disk: AnyDisk, ref: SegmentRef, start: int = 0) -> tuple[list[S
 
     The payloads are not read; the last one may be torn. A segment that was removed since it was listed has none.
     """
+    found, odd = read_what_can_be(disk, ref, start)
+    if isinstance(odd, DiskFailed):
+        raise odd
+    return found, odd
+
+
+def read_what_can_be(
+    disk: AnyDisk, ref: SegmentRef, start: int = 0
+) -> tuple[list[StoredRecord], Damaged | DiskFailed | None]:
+    """As ``read_segment``, where a device that does not give back a header ends the reading."""
     found: list[StoredRecord] = []
     try:
         size, offset = disk.size(ref.path), start
@@ -167,7 +188,7 @@ def read_segment(disk: AnyDisk, ref: SegmentRef, start: int = 0) -> tuple[list[S
                 raise _torn(ref.path, offset, "a record that does not belong here")
             found.append(record)
             offset = record.end
-    except Damaged as error:
+    except (Damaged, DiskFailed) as error:
         return found, error
     finally:
         file.close()

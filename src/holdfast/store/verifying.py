@@ -54,6 +54,12 @@ def verify(
     return damaged
 
 
+NONE_WHOLE = (
+    "Nothing was changed, and running again finds no more: put files of a copy of the run in the place of the damaged"
+    " ones, or begin in another directory."
+)
+
+
 def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
     """Walks the current line from its newest commit down to the first whose state verifies."""
     line, damaged = store.line_and_odd()
@@ -71,7 +77,7 @@ def newest_whole(store: RunReader) -> tuple[Manifest, list[Damaged]]:
     if not line:
         raise NoCommit(f"{store.root} has no commit yet")
     raise Damaged(
-        f"{store.root}: none of its {len(line)} commits is whole; the newest problem: {damaged[0]}",
+        f"{store.root}: none of its {len(line)} commits is whole; the newest problem: {damaged[0]} {NONE_WHOLE}",
         path=damaged[0].path,
     )
 

@@ -7,6 +7,7 @@ import pytest
 
 from dist.test_ranks import ended, flip
 from dist.world import World
+from holdfast.events import read_events
 from holdfast.store.reader import RunReader
 
 
@@ -112,6 +113,17 @@ def test_what_was_durable_before_a_gap_of_one_rank_is_there_after_a_kill_in_it(w
     after = ended(world.run(2, root=tmp_path, steps=60, **options))
     durable = max(each["durable"] for each in cut)
     assert all(durable <= each["resumed"] < 14 for each in after)
+
+
+def test_a_gap_says_what_is_durable_on_all_ranks(world, tmp_path):
+    """The first loses a step while the other is behind; what its log says is what a resume asks for."""
+    options = {"kind": "plain", "when_behind": "commit", "base_every": 1000, "deadline_seconds": 40}
+    cut = world.run(2, root=tmp_path, steps=60, slow=[1, 5, 60], lose_at=[0, 9], kill=[1, 14], **options)
+    assert cut[1]["code"] == -9
+    gaps = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "gap"]
+    assert gaps[0]["step"] == 9
+    after = ended(world.run(2, root=tmp_path, steps=60, **options))
+    assert all(gaps[0]["durable_step"] <= each["resumed"] < 14 for each in after)
 
 
 @pytest.mark.parametrize("who", [0, 1])

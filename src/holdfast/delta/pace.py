@@ -191,7 +191,8 @@ class Pace:
         if self.gap:
             return
         self.gap = True
-        durable = self._recorder.durable_step
+        agreement = None if self._together is None else self._together.agreement
+        durable = self._recorder.durable_step if agreement is None else agreement.standing.durable_step
         self._emit("gap", step=step, durable_step=durable, why=why)
         warnings.warn(
             f"step {step} was not recorded, since {why}: step {durable} is durable, and the next that will be is that"

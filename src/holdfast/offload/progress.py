@@ -15,6 +15,7 @@ from ..state.progress import (
     decode,
     encode,
     hyper_parameters,
+    load_hyper_parameters,
     random_state,
     refuse_other_ranks,
     refuse_place_of_first,
@@ -63,7 +64,7 @@ class UserState:
         self.check_place(progress)
         self._warn_of_changes(progress)
         for group, saved in zip(self.optimizer.param_groups, progress["groups"], strict=True):
-            group.update({key: decode(value) for key, value in saved.items()})
+            load_hyper_parameters(group, saved)
         for name, thing in self._stateful():
             if name in progress:
                 thing.load_state_dict(decode(progress[name]))

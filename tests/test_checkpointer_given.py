@@ -171,6 +171,25 @@ def test_a_learning_rate_that_is_a_tensor_of_the_script_stays_that_tensor(tmp_pa
                 checkpointer.step()
 
 
+def test_groups_that_share_a_tensor_have_each_their_own_value_back(tmp_path):
+    """torch gives the default of all groups to each of them; the script then gives one another."""
+    for steps in (3, 6):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        groups = [{"params": list(layer.parameters())} for layer in model]
+        optimizer = torch.optim.AdamW(groups, lr=torch.tensor(0.5))
+        with Checkpointer(tmp_path, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+            if checkpointer.resume() == 0:
+                optimizer.param_groups[1]["lr"] = torch.tensor(0.25)
+            for _ in range(checkpointer.steps_done, steps):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+            assert [group["lr"].item() for group in optimizer.param_groups] == [0.5, 0.25]
+            assert checkpointer.steps_done == steps
+
+
 @pytest.mark.parametrize("fused", [(True, False), (False, True)])
 def test_a_loss_scaler_goes_on_with_an_optimizer_that_was_given_otherwise(tmp_path, fused):
     """Whether it is fused the run says, and who unscales follows that."""

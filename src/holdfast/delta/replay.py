@@ -108,8 +108,7 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
         grads: dict[str, torch.Tensor] = {}
         for record in records:
             grads |= _gradients(record, number, by_name)
-        for group, values in zip(optimizer.param_groups, update["groups"], strict=True):
-            load_hyper_parameters(group, values)
+        load_hyper_parameters(optimizer.param_groups, update["groups"])
         draw_again(update.get("drawn"))
         with closing(state.rounds(optimizer, grads.keys())) as rounds:
             for names in rounds:

@@ -185,8 +185,7 @@ class Script:
             if name in progress["things"]:
                 thing.load_state_dict(decode(progress["things"][name]))
         for optimizer, groups, given in zip(self._optimizers, progress["groups"], self.given, strict=True):
-            for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                load_hyper_parameters(group, saved)
+            load_hyper_parameters(optimizer.param_groups, groups)
             if _is_fused(groups) != _is_fused(given):
                 # by which torch's own tell a GradScaler, when they are made, that they unscale by themselves
                 cast(Any, optimizer)._step_supports_amp_scaling = _is_fused(groups)

@@ -63,8 +63,7 @@ class UserState:
         self._refuse_another(progress)
         self.check_place(progress)
         self._warn_of_changes(progress)
-        for group, saved in zip(self.optimizer.param_groups, progress["groups"], strict=True):
-            load_hyper_parameters(group, saved)
+        load_hyper_parameters(self.optimizer.param_groups, progress["groups"])
         for name, thing in self._stateful():
             if name in progress:
                 thing.load_state_dict(decode(progress[name]))

@@ -134,16 +134,28 @@ def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     ]
 
 
-def load_hyper_parameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Give a parameter ``group`` what ``hyper_parameters`` said of one. A tensor that it holds keeps its place and its
-    device, and gets the value: the script may hold it too."""
-    for key, encoded in saved.items():
-        held, value = group.get(key), decode(encoded)
-        alike = isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor)
-        if alike and (held.shape, held.dtype) == (value.shape, value.dtype):
-            held.detach().copy_(value)
-        else:
-            group[key] = value
+def load_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give parameter ``groups`` what ``hyper_parameters`` said of them, as ``fill_groups`` does."""
+    fill_groups(groups, [{key: decode(value) for key, value in each.items()} for each in saved])
+
+
+def fill_groups(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:
+    """Give parameter ``groups`` these ``values``, which are theirs now. A tensor that a group holds keeps its place and
+    its device, and gets the value: the script may hold it too. So may other groups, of which one that has another value
+    gets a tensor of its own."""
+    filled: dict[int, torch.Tensor] = {}
+    for group, own in zip(groups, values, strict=True):
+        for key, value in own.items():
+            held = group.get(key)
+            alike = isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor)
+            if (
+                alike
+                and (held.shape, held.dtype) == (value.shape, value.dtype)
+                and torch.equal(filled.setdefault(id(held), value), value)
+            ):
+                held.detach().copy_(value)
+            else:
+                group[key] = value
 
 
 def told_of_kept(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import BadInput
-from ..state.progress import decode
+from ..state.progress import decode, fill_groups
 from ..update.kinds import IMPLEMENTATION, kept_slots
 from .matching import groups_of
 
@@ -19,8 +19,7 @@ def set_hyper_parameters(
     """Give each parameter group, of the trained parameters ``names`` in a source, the hyper-parameters that this has
     for them, where it has the same for all; whether it had them for all groups."""
     found = _options(groups, names, progress)
-    for group, options in zip(groups, found, strict=True):
-        group.update(options or {})
+    fill_groups(groups, [options or {} for options in found])
     return None not in found
 
 

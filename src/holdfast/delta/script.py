@@ -149,7 +149,7 @@ class Script:
         ]
 
     def _told_of_schedule(self, before: Mapping[str, Any], progress: Mapping[str, Any]) -> str | None:
-        own = progress["things"].get("scheduler", {})
+        own = progress.get("things", {}).get("scheduler", {})
         changed = [
             f"{key} is {own[key]!r} and not {value!r}"
             for key, value in self.given_schedule.items()

@@ -113,7 +113,7 @@ class Unseen:
 
     def _now(self, place: int) -> Marks:
         parameters = self._parameters[place]
-        held = _held(self._state.optimizers[place]) if place < len(self._state.optimizers) else []
+        held = _held(self._state.optimizers[place], parameters) if place < len(self._state.optimizers) else []
         return _changes(parameters), self._addresses(parameters), list(map(id, held)), _changes(held)
 
     def _addresses(self, parameters: Sequence[torch.Tensor]) -> list[int]:
@@ -150,13 +150,13 @@ def _changes(things: Sequence[Any]) -> list[Any]:
         ]
 
 
-def _held(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What it has in its state, of all parameters."""
-    every = optimizer.state.values()
+def _held(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[Any]:
+    """What it has in its state of its ``parameters``: of several that were joined each has that of all."""
+    every = filter(None, map(optimizer.state.get, parameters))
     try:
         return list(chain.from_iterable(map(dict.values, every)))
-    except TypeError:  # not of a parameter, which is refused after the first step
-        return [thing for held in every if isinstance(held, dict) for thing in held.values()]
+    except TypeError:  # no dictionary of slots, which is refused after the first step
+        return []
 
 
 def changes_of(tensor: torch.Tensor) -> int:

@@ -232,6 +232,25 @@ def test_other_names_of_parameters_in_their_groups_are_not_told(tmp_path, recwar
     assert not recwarn.list
 
 
+def test_a_parameter_that_trains_in_a_part_of_each_step_alone_is_not_told(tmp_path):
+    """As a discriminator does, whose flag is off when the step ends."""
+    for steps in (3, 6):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+        with Checkpointer(tmp_path, model=model, optimizer=optimizers, base_every=1000) as checkpointer:
+            for _ in range(checkpointer.resume(), steps):
+                for layer, optimizer in zip(model, optimizers, strict=True):
+                    model.requires_grad_(False)
+                    layer.requires_grad_(True)
+                    model(torch.ones(1, 3)).sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                checkpointer.step()
+                model.requires_grad_(True)
+            model[0].requires_grad_(False)
+
+
 @pytest.mark.parametrize("save", [False, True])
 @pytest.mark.parametrize("by", ["at a step", "by the steps done"])
 def test_a_parameter_that_trained_and_is_frozen_after_a_resume_is_told(tmp_path, by, save):

@@ -294,7 +294,7 @@ class Checkpointer:
         if self._loop.after_update is not None and updates:
             self._tap.do_after(self._loop.after_update, updates)
         started = time.perf_counter()
-        self._loop.stepped(bool(updates))
+        self._loop.stepped(updates)
         alone = self._ranks.alone  # what one of several ranks finds by itself the others do not know of
         if self._tap.changed or (alone and (self._tap.lost or self._loop.state.has_other_buffers())):
             self._adapt(updates)

@@ -39,6 +39,8 @@ class Training:
     ``elastic`` is true since another number of processes is refused here."""
 
     elastic = True
+    redoes = True
+    """Who resumes does again what came after the last step: a ``Checkpointer`` asks."""
 
     def __init__(self, trainer: Trainer, run: Path, options: dict[str, Any]) -> None:
         self._trainer, self._run, self._options = trainer, run, options

@@ -59,6 +59,9 @@ class SampleLoader:
     elastic = True
     """A position means the same to any number of ranks."""
 
+    endless = True
+    """Who resumes does not come to the end of an epoch again: a ``Checkpointer`` asks."""
+
     def __init__(
         self,
         dataset: MapDataset,

@@ -24,6 +24,7 @@ from .options import optimizers_of, refuse_renormalised, refuse_taken, refuse_wi
 from .powersgd import PowerState
 from .recovery import Recovered
 from .script import Script
+from .tap import Update
 from .unseen import changes_of
 
 SHOWN = 3
@@ -76,6 +77,9 @@ class Loop:
         things = {name: thing for name, thing in {**things, **also}.items() if thing is not None}
         self.script = Script(self.optimizers, things)
         self.model, self._averages, self._scaler, self._schedule = model, averages, scaler, scheduler
+        self._ends_again = loader is not None and not getattr(loader, "endless", False)
+        """Whether who resumes comes to the end of the epoch again, and does what follows it: moves the schedule."""
+        self._redoes = getattr(loader, "redoes", False)
         self._residuals: dict[torch.Tensor, torch.Tensor] = {}
         self._subspaces: dict[torch.Tensor, torch.Tensor] = {}
         self._hook: Hook | None = None
@@ -150,7 +154,7 @@ class Loop:
 
     def begin_anew(self) -> None:
         """From where the script is."""
-        self.script.refuse_large()
+        self.ranks.all_do(self.script.refuse_large)
         self.state.forget_residuals()  # of what it did before
 
     def go_on(self, found: Recovered) -> None:
@@ -178,10 +182,11 @@ class Loop:
     def begins_step(self) -> None:
         """An optimizer is about to make the first update since the last step."""
         self._late_moves = self._late_moves + 1 if self._schedule_at != self._schedule_now() else 0
-        if self._late_moves == 2:
+        if self._late_moves == 2 and not self._redoes:
             warnings.warn(
-                "the scheduler is moved after every step() of the Checkpointer, so that a resume would go on with the"
-                " learning rate of the step before: call step() last in the iteration, after scheduler.step().",
+                "the scheduler is moved between every step() of the Checkpointer and the next update. Where that is the"
+                " end of an iteration, a resume would go on with the learning rate of the step before: call step() last"
+                " in it, after scheduler.step().",
                 stacklevel=5,
             )
 
@@ -193,17 +198,19 @@ class Loop:
             self._hook.settle()
         ends = updated or self._scale < before
         self._accumulates = not ends
+        if not ends:
+            self._schedule_at = self._schedule_now()
         return ends
 
-    def stepped(self, updated: bool) -> None:
-        """One more step has been done, in which an optimizer has ``updated``, or which was skipped."""
+    def stepped(self, updates: Sequence[Update]) -> None:
+        """One more step has been done, of these ``updates`` or, without any, skipped."""
         self.steps_done += 1
-        if self._hidden and updated:
+        if self._hidden and updates:
             for parameter in self.state.parameters:
                 self.state.owned(parameter)  # what could not be kept is told now
             told_of_hidden(self.optimizers, self._hidden)
             self._hidden = []  # once is enough
-            _tell_of_frozen(self.state, self._trained)
+            _tell_of_frozen(self.state, self._trained, updates)
         self.note()
 
     def note(self) -> None:
@@ -229,8 +236,9 @@ class Loop:
         return self._now_again(is_schedule) != self.now
 
     def _now_again(self, which: Which) -> dict[str, Any]:
-        """In mid-accumulation all is of the last step."""
-        return self.now if self._accumulates else self.script.again(self.now, which)
+        """In mid-accumulation all is of the last step, and so it is beside a place from which the end of an epoch is
+        done again."""
+        return self.now if self._accumulates or self._ends_again else self.script.again(self.now, which)
 
     @property
     def has_begun_another(self) -> bool:
@@ -288,10 +296,23 @@ class Loop:
         return self._scaler.get_scale() if self._scaler is not None else 0.0
 
 
-def _tell_of_frozen(state: LiveState, trained: Collection[str]) -> None:
-    """Warn of parameters of an optimizer that ``trained`` before the resume and do not after the first step since."""
-    held = [p for p in state.parameters if state.optimizer_of(p) is not None]
-    frozen = [p.name for p in held if p.name in trained and not p.parameter.requires_grad]
+def _tell_of_frozen(state: LiveState, trained: Collection[str], updates: Sequence[Update]) -> None:
+    """Warn of parameters of an optimizer that ``trained`` before the resume, and do not require gradients after the
+    first step since, whose ``updates`` had none of them."""
+    with_gradient = {
+        (update.optimizer, parameter.name)
+        for update in updates
+        for parameter in state.parameters
+        if parameter.name not in update.without
+    }
+    frozen = [
+        p.name
+        for p in state.parameters
+        if p.name in trained
+        and not p.parameter.requires_grad
+        and (index := state.optimizer_of(p)) is not None
+        and (index, p.name) not in with_gradient
+    ]
     if frozen:
         more = f" and {len(frozen) - SHOWN} more" if frozen[SHOWN:] else ""
         warnings.warn(

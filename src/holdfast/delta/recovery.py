@@ -248,8 +248,8 @@ def _refuse_other_members(line: Line, state: LiveState) -> None:
     if moved and any(chain.records for chain in line.chains.values()):
         more = f" (and {len(moved) - 1} more are elsewhere too)" if moved[1:] else ""
         raise RunMismatch(
-            f"{moved[0]}{more}: a replay of the run's records would give other bits. Put it back, resume, call save(),"
-            " and change the groups then."
+            f"{moved[0]}{more}: the run's records would be replayed with the hyper-parameters of another group. Put it"
+            " back, resume, call save(), and change the groups then."
         )
 
 

@@ -153,7 +153,7 @@ class Replica:
         self._helper.durable_step = recovered.point.step
         if target is None and not odd:
             odd = self._not_used(store, recovered.point.step, "which go with other ranks than these")
-        return Recovered(recovered.point, odd + recovered.odd)
+        return Recovered(recovered.point, odd + recovered.odd, trained=recovered.trained)
 
     def _not_used(self, store: LocalStore, step: int, why: str) -> list[str]:
         """What is to be told if memory has newer steps than ``step``, which was found on the disk."""

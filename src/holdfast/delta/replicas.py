@@ -107,7 +107,7 @@ class Replicas(Replica):
         if target is None and not odd:
             without = [rank for rank, each in enumerate(there) if not each]
             odd = self._not_used(store, recovered.point.step, _why_not(without, ranks.world_size))
-        return Recovered(recovered.point, odd + recovered.odd)
+        return Recovered(recovered.point, odd + recovered.odd, trained=recovered.trained)
 
     def _load(self, own: kept.Kept, step: int, script: Script) -> str | None:
         """Bring what this rank stores to ``step``, to which its ``own`` leads; why not, if that cannot be."""

@@ -149,11 +149,13 @@ class Script:
         ]
 
     def _told_of_schedule(self, before: Mapping[str, Any], progress: Mapping[str, Any]) -> str | None:
-        own = progress.get("things", {}).get("scheduler", {})
+        own = progress.get("things", {}).get("scheduler")
+        if not isinstance(own, Mapping):
+            return None
         changed = [
             f"{key} is {own[key]!r} and not {value!r}"
             for key, value in self.given_schedule.items()
-            if value != before.get(key, value) and value != own.get(key, value)
+            if value == value and value != before.get(key, value) and value != own.get(key, value)
         ]
         if not changed:
             return None

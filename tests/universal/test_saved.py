@@ -592,6 +592,44 @@ def test_lists_that_an_optimizer_keeps_are_lists_again_or_refused(tmp_path, way)
             assert here[1].state[here[0].embed.weight]["factors"]["left"][0] == []
 
 
+NESTED = {
+    "none before": ([None, torch.ones(2)], True),
+    "none after": ([torch.ones(2), None], True),
+    "names": ({"a": torch.ones(2), "b": [None, {"c": torch.ones(1)}]}, True),
+    "places": ({0: torch.ones(2), 1: torch.ones(2)}, False),
+    "texts of places": ({"0": torch.ones(2), "1": torch.ones(2)}, False),
+    "numbers": ({2: torch.ones(2), 5: torch.ones(2)}, False),
+    "a dot": ({"a.b": torch.ones(2)}, False),
+    "numbers in a list": ([{3: None}, torch.ones(2)], False),
+}
+
+
+@pytest.mark.parametrize("form", NESTED)
+def test_nested_state_is_what_it_was_or_refused(tmp_path, form):
+    nested, taken = NESTED[form]
+    there, here = (trained(lambda model: Counting(model.parameters(), lr=0.1), seed) for seed in (1, 2))
+    there[1].state[there[0].inner.weight]["factors"] = nested
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    before = state_of(here)
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        if taken:
+            checkpointer.resume(source=tmp_path / "x.pt")
+        else:
+            with pytest.raises(RunMismatch, match=r"inner\.weight it has nested state \(factors\), by keys"):
+                checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of(here) == (state_of(there) if taken else before)
+
+
+@pytest.mark.parametrize("key", [0, "a.b"])
+def test_a_slot_that_is_not_called_by_a_name_is_refused(tmp_path, key):
+    there, here = (trained(lambda model: Counting(model.parameters(), lr=0.1), seed) for seed in (1, 2))
+    there[1].state[there[0].inner.weight][key] = torch.ones(4, 4)
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with checkpointer, pytest.raises(RunMismatch, match="by keys that are no names"):
+        checkpointer.resume(source=tmp_path / "x.pt")
+
+
 def raised(state, by):
     return {name: tensor + by for name, tensor in state.items()}
 

@@ -165,7 +165,7 @@ def _state(
 ) -> dict[str, Stored]:
     """Of ``slots`` and ``values`` of a parameter, those that its optimizer keeps; if there are none, ``lacking`` has
     it then."""
-    held = {slot: value for slot, value in values.items() if value is not None}
+    held = {slot: value for slot, value in values.items() if value is not None or "." in slot}
     there = (slots.keys() | held.keys()) - {"param"}
     if not there:
         if kept != frozenset() and lacking is not None:
@@ -189,14 +189,15 @@ def _find_nested(source: Source, result: Match) -> None:
     """What of the found state is nested, as slots with a dot are but for those of a run. Only where nothing of that is
     lost it can be put together: torch leaves out what is empty when it flattens."""
     for name in result.found if "replay" not in source.progress else ():
-        slots = [slot for slot in {**result.found[name], **result.values.get(name, {})} if "." in slot]
-        if slots and source.format == "torch.save":
+        slots = {**result.found[name], **result.values.get(name, {})}
+        slots = [slot for slot in slots if "." in slot or slot in source.unnested]
+        odd = sorted(source.unnested & set(slots))
+        if slots and source.format == "torch.save" and not odd:
             result.nested[name] = slots
         elif slots:
-            of = slots[0].partition(".")[0]
-            result.another[name] = (
-                f"of {name} it has nested state ({of}), which is only taken from torch.save"
-            )
+            of = (odd or slots)[0].partition(".")[0]
+            why = "by keys that are no names" if odd else "which is only taken from torch.save"
+            result.another[name] = f"of {name} it has nested state ({of}), {why}"
             result.found[name] = {"param": result.found[name]["param"]}
             result.values.pop(name, None)
 

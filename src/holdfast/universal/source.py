@@ -103,6 +103,8 @@ class Source:
     """Keys of atoms whose copies are known to be equal."""
     writer: str = ""
     """For a person: what wrote it, as far as that is known."""
+    unnested: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Slots of nested state that cannot be put together again."""
     unread: tuple[str, ...] = ()
     """Names of what lies beside it that has more of the training's state, and is not read."""
 
@@ -282,6 +284,7 @@ class Made(Source):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.path, source.format, progress=dict(source.progress), unread=source.unread)
+        self.unnested = source.unnested
         self._source = source
 
     def made_of(self, part: int) -> Iterable[Stored]:

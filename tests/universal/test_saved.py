@@ -71,8 +71,12 @@ def go_on(model, optimizer, steps, seed):
 
 
 def trained(optimizer_of=all_in_one, seed=1):
+    return made_of(Decoder, optimizer_of, seed)
+
+
+def made_of(cls, optimizer_of, seed):
     torch.manual_seed(seed)
-    model = Decoder()
+    model = cls()
     optimizer = optimizer_of(model)
     go_on(model, optimizer, 3, seed)
     return model, optimizer
@@ -313,6 +317,36 @@ def by_dimension_of(cls):
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor])
 def test_numbers_and_factors_do_not_hide_which_parameter_a_number_is(tmp_path, cls, two):
     there, here = (trained(partial(by_dimension_of(cls), two=two), seed) for seed in (1, 2))
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of(here) == state_of(there)
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.inner = nn.Parameter(torch.tensor(0.5)), nn.Linear(7, 7, bias=False)
+
+    def forward(self, x):
+        return x + self.alpha * self.inner(x)
+
+
+class Gated(Decoder):
+    """With parameters that are numbers, as ReZero has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.Sequential(Gate(), Gate())
+
+    def forward(self, tokens):
+        return self.gates(super().forward(tokens))
+
+
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam])
+def test_a_parameter_that_is_a_number_does_not_hide_which_the_others_are(tmp_path, cls, two):
+    there, here = (made_of(Gated, partial(by_dimension_of(cls), two=two), seed) for seed in (1, 2))
     torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
     with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
         checkpointer.resume(source=tmp_path / "x.pt")

@@ -259,6 +259,39 @@ def test_what_is_the_same_memory_is_tied_and_nothing_else_is(tmp_path):
     assert open_source(tmp_path / "c.pt").aliases == {}
 
 
+class HeadFirst(Decoder):
+    """With the tied weight under its other name first, which is that of the file here."""
+
+    def __init__(self):
+        super().__init__()
+        embed, norm, inner = self.embed, self.norm, self.inner
+        del self.embed, self.norm, self.inner
+        self.embed, self.norm, self.inner = embed, norm, inner
+
+
+@pytest.mark.parametrize("is_updated", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_tied_weight_may_have_its_other_name_first(tmp_path, named, is_updated):
+    def adamw(model):
+        return torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=0.1)
+
+    there, here = made_of(Decoder, adamw, seed=1), made_of(HeadFirst, adamw, seed=2)
+    if not is_updated:
+        del there[1].state[there[0].embed.weight]
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with checkpointer, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert not any("hyper-parameters" in str(each.message) for each in warned)
+    assert exact(here[0].state_dict()) == exact(there[0].state_dict())
+    mine, theirs = (
+        {name: exact(o.state[p]) for name, p in m.named_parameters(remove_duplicate=False) if p in o.state}
+        for m, o in (here, there)
+    )
+    assert mine == theirs and ("embed.weight" in mine) == is_updated
+
+
 def test_numbers_that_may_mean_other_parameters_are_not_guessed(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
@@ -764,6 +797,18 @@ SCHEDULES = {
     "of Lightning": (cosine, lambda state: {"lr_schedulers": [state]}, None),
     "of an object": (lambda_of(Halving()), lambda s: {"scheduler": s}, None),
     "of no object": (lambda_of(lambda step: 0.5**step), lambda s: {"scheduler": s}, None),
+    "after its name": (cosine, lambda s: {"scheduler": "cosine", "lr_scheduler": s}, None),
+    "beside its name": (cosine, lambda s: {"config": {"scheduler": "cosine"}, "lr_scheduler": s}, None),
+    "before its name": (
+        cosine,
+        lambda s: {"lr_schedulers": [s], "hyper_parameters": {"scheduler": "cosine"}},
+        None,
+    ),
+    "beside what makes it": (
+        cosine,
+        lambda s: {"config": {"scheduler": {"T_max": 7, "warm": [3]}}, "lr_scheduler": s},
+        None,
+    ),
 }  # fmt: skip
 
 

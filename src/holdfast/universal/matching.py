@@ -108,14 +108,15 @@ def match(
             result.left.append(key)
         else:
             by_name.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
-    by_name |= {alias: by_name[name] for alias, name in source.aliases.items() if name in by_name}
+    tied = {alias: name for alias, name in source.aliases.items() if name in by_name}
+    by_name |= {alias: by_name[name] for alias, name in tied.items()}
     weights_only = all(each.keys() <= {"param", "buffer"} for each in by_name.values())
     same: dict[int, set[str]] = {}
     for name, slots in by_name.items():
         same.setdefault(id(slots), set()).add(name)
     allowed = _with_module(forms, by_name, allowed)
     places = {form.names[0]: _there(form.names, by_name, allowed) for form in forms}
-    result.names = {name: there for name, there in places.items() if there is not None}
+    result.names = {name: tied.get(there, there) for name, there in places.items() if there is not None}
     kept = keeps(result.names)
     grouped = {name for _, names in groups_of(source.progress) for name in names}
     for form in forms:
@@ -123,6 +124,7 @@ def match(
         if there is None:
             result.missing.append(form.names[0])
             continue
+        there = result.names[form.names[0]]  # what its optimizer calls it, and else what is said of it
         used |= same[id(by_name[there])]
         slots = dict(by_name[there])
         if not form.is_buffer and "param" not in slots:

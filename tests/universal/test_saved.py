@@ -848,6 +848,43 @@ def test_a_schedule_that_is_not_there_and_one_of_another_kind_are_told_apart(sav
     )
 
 
+class Warming(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer):
+        self._steps = 5
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [lr * min(1, (self.last_epoch + 1) / self._steps) for lr in self.base_lrs]
+
+
+class Decaying(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer):
+        self._factor = 0.5
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [lr * self._factor**self.last_epoch for lr in self.base_lrs]
+
+
+def in_parts(*lengths):
+    def made(optimizer):
+        parts = [torch.optim.lr_scheduler.StepLR(optimizer, length) for length in lengths]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [*range(1, len(parts))])
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(Warming, Decaying), (in_parts(2, 3, 4), in_parts(2, 3)), (in_parts(2, 3), in_parts(2, 3, 4))],
+)
+def test_a_schedule_of_another_class_or_of_more_parts_is_left(there, here):
+    saved, goes_on = there(trained()[1]), here(trained(seed=2)[1])
+    before = exact(goes_on.state_dict())
+    [text] = adopt({"scheduler": goes_on}, {"scheduler": encode(saved.state_dict())})
+    assert "its scheduler is of another kind" in text and exact(goes_on.state_dict()) == before
+
+
 def test_a_negative_step_is_none(tmp_path):
     torch.save({"model": {"w": torch.ones(2)}, "step": -3}, tmp_path / "x.pt")
     assert "step" not in open_source(tmp_path / "x.pt").progress

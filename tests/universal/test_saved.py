@@ -649,7 +649,8 @@ def test_lists_that_an_optimizer_keeps_are_lists_again_or_refused(tmp_path, way)
     with checkpointer:
         if way == "dcp":
             with pytest.raises(
-                RunMismatch, match=r"embed\.weight it has nested state \(factors\), which is only"
+                RunMismatch,
+                match=r"embed\.weight it has nested state \(factors\), which is only.*from the file of torch\.save",
             ):
                 checkpointer.resume(source=tmp_path / "x")
             assert state_of(here) == before

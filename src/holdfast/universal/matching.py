@@ -55,6 +55,8 @@ class Match:
     """By name here, what the optimizer held that is no tensor, by slot, as JSON."""
     nested: dict[str, list[str]] = field(default_factory=dict)
     """By name here, the slots that are parts of lists and dictionaries, to be put together."""
+    apart: set[str] = field(default_factory=set)
+    """Names here, of parameters whose state is nested and cannot be put together."""
     another: dict[str, str] = field(default_factory=dict)
     """By name here, of parameters whose state is of another kind of optimizer, how it differs."""
 
@@ -114,7 +116,9 @@ def match(
     same: dict[int, set[str]] = {}
     for name, slots in by_name.items():
         same.setdefault(id(slots), set()).add(name)
-    allowed = _with_module(forms, by_name, allowed)
+    allowed = _with_module(
+        [*(form.names for form in forms), *((name,) for name in elsewhere)], by_name, allowed
+    )
     places = {form.names[0]: _there(form.names, by_name, allowed) for form in forms}
     result.names = {name: tied.get(there, there) for name, there in places.items() if there is not None}
     kept = keeps(result.names)
@@ -199,6 +203,7 @@ def _find_nested(source: Source, result: Match) -> None:
         elif slots:
             of = (odd or slots)[0].partition(".")[0]
             why = "by keys that are no names" if odd else "which is only taken from torch.save"
+            result.apart.add(name)
             result.another[name] = f"of {name} it has nested state ({of}), {why}"
             result.found[name] = {"param": result.found[name]["param"]}
             result.values.pop(name, None)
@@ -225,12 +230,13 @@ def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed)
     return None
 
 
-def _with_module(forms: list[Form], by_name: Mapping[str, Any], allowed: Allowed) -> Allowed:
+def _with_module(wanted: list[tuple[str, ...]], by_name: Mapping[str, Any], allowed: Allowed) -> Allowed:
     """``allowed``, where nothing has its own name in the source, with ``module.`` before the names here, or there: it
-    is what wrappers put there, and what a model may call its only child."""
+    is what wrappers put there, and what a model may call its only child. ``wanted`` are the names of each tensor of the
+    whole model, so that all ranks say the same."""
     for rename in ({}, {r"module\.(.*)": r"\1"}, {"(.*)": r"module.\1"}) if not allowed.rename else ():
         each = replace(allowed, rename=rename)
-        if any(_there(form.names, by_name, each) for form in forms):
+        if any(_there(names, by_name, each) for names in wanted):
             return each
     return allowed
 
@@ -261,6 +267,13 @@ def _compare(form: Form, stored: Stored, allowed: Allowed, result: Match) -> Non
 
 
 def _refuse(source: Source, result: Match, allowed: Allowed, weights_only: bool) -> None:
+    if result.another and not allowed.partial and result.another.keys() == result.apart:
+        raise RunMismatch(
+            f"{source.path} has state of its optimizer that cannot be put together again:"
+            f" {_some(list(result.another.values()))}. Begin from the file of torch.save, if it was made of one whose"
+            " state has keys that are names, or give holdfast.From(..., partial=True) to begin the optimizer's state"
+            " anew."
+        )
     if result.another and not allowed.partial:
         of = source.progress.get("optimizers") or [source.progress.get("optimizer")]
         kind = f" ({' and '.join(map(str, of))})" if of != [None] else ""

@@ -53,7 +53,8 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     """Bring the tensors of ``state``, and the hyper-parameters of its optimizers, to what ``source`` has. Returns what
     was found, and whether that had the hyper-parameters of every parameter group.
 
-    Raises ``RunMismatch`` if it is of another model, ``Damaged`` if it is not whole; with nothing of the model changed.
+    Raises ``RunMismatch`` if it is of another model, ``Damaged`` if it is not whole; with nothing of the model changed,
+    but if a file of it is written again while the last of it is read: the model has to be filled anew then.
     """
     found = _match(state, source, allowed)
     groups_of(source.progress)  # what cannot be told is told now

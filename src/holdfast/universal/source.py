@@ -237,8 +237,8 @@ class Files(Source):
     def _compare(self, path: str, status: os.stat_result) -> None:
         if self._stamps.setdefault(path, _stamp_of(status)) != _stamp_of(status):
             raise Damaged(
-                f"{path} was written again meanwhile, so what was read of it before is of another state. Begin anew,"
-                " when nobody writes to it.",
+                f"{path} was written again meanwhile, or touched: its size or its time of writing changed, so what was"
+                " read of it before may be of another state. Begin anew, when nobody writes to it.",
                 path=path,
             )
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from ..errors import ChunkCorrupt, Damaged, FileMissing
+from ..errors import ChunkCorrupt, Damaged, DiskFailed, FileMissing
 from ..io.threads import File, open_file
 from ..state.atoms import DTYPE_BYTES, Atom
 from ..state.pieces import Pieces
@@ -207,20 +207,28 @@ class Files(Source):
 
     def __post_init__(self) -> None:
         path = Path(self.path)
-        for each in path.iterdir() if path.is_dir() else (path,):
+        try:
+            files = [*path.iterdir()] if path.is_dir() else [path]
+        except OSError as error:
+            raise _failure(path, error) from error
+        for each in files:
             with suppress(OSError):
                 self._stamps[str(each)] = _stamp_of(os.stat(each))
 
     def add_part(self, part: Part) -> int:
         if part.path and part.path not in self._stamps:
-            with suppress(FileNotFoundError):  # which is told when it is read
+            with suppress(OSError):  # which is told when it is read
                 self._stamps[part.path] = _stamp_of(os.stat(part.path))
         return super().add_part(part)
 
     def refuse_rewritten(self) -> None:
         for path in sorted({part.path for part in self.parts if part.path}):
-            with suppress(FileNotFoundError):  # what was read of it is still what was in it
+            try:
                 self._compare(path, os.stat(path))
+            except FileNotFoundError:
+                continue  # what was read of it is still what was in it
+            except OSError as error:
+                raise _failure(Path(path), error) from error
 
     def _opened(self, part: Part) -> File:
         try:
@@ -256,7 +264,6 @@ class Files(Source):
             _check_all(where, lambda start, nbytes: into[start : start + nbytes], self._lying_in(part))
 
     def check(self, part: int) -> None:
-        """Raise ``Damaged`` if a part is not as it was written, as far as its format can tell."""
         where = self.parts[part]
         if not where.has_checksum:
             return
@@ -326,9 +333,14 @@ class WithNumbers(Files):
             super().read(part, offset, into)
 
 
+def _failure(path: Path, error: OSError) -> DiskFailed:
+    return DiskFailed(
+        f"cannot look at {path}: {error.strerror or error}. Make it readable, or check the device."
+    )
+
+
 def _stamp_of(status: os.stat_result) -> tuple[int, int]:
-    """Without the number of its inode, which not every file system keeps."""
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns  # not every file system keeps the number of an inode
 
 
 def _check_all(part: Part, bytes_at: Callable[[int, int], memoryview], lying_in: Iterable[str]) -> None:

@@ -375,6 +375,23 @@ def test_what_an_optimizer_keeps_is_converted_with_its_parameter_as_torch_does(t
     here[1].step()
 
 
+def test_what_is_kept_of_a_parameter_that_is_a_number_is_converted_with_it(tmp_path):
+    def made(dtype):
+        model = nn.ParameterDict({"alpha": nn.Parameter(torch.tensor(0.5, dtype=dtype))})
+        return model, torch.optim.AdamW(model.parameters())
+
+    there, here = made(torch.bfloat16), made(torch.float32)
+    there[0]["alpha"].grad = torch.ones_like(there[0]["alpha"])
+    there[1].step()
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with checkpointer, pytest.warns(UserWarning, match="were converted to another type"):
+        checkpointer.resume(source=From(tmp_path / "x.pt", cast=True))
+    expected = made(torch.float32)[1]
+    expected.load_state_dict(there[1].state_dict())
+    assert same(list(here[1].state.values()), list(expected.state.values()))
+
+
 def test_the_names_in_a_group_stay_those_of_the_parameters_here(tmp_path):
     """Under other names, and where a group here has what were two."""
     model = nn.Linear(3, 2)

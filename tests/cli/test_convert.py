@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ import holdfast as library
 from holdfast.errors import BadInput, Damaged, RunLocked
 from holdfast.sources import source_of
 from holdfast.state.boxes import Box
+from holdfast.store.files import Disk, alone_in
 from holdfast.universal.convert import dcp_writer, huggingface
 from holdfast.universal.convert.dcp_writer import write_dcp
 from holdfast.universal.convert.deepspeed import write_deepspeed
@@ -189,6 +192,30 @@ def test_a_single_file_that_was_made_meanwhile_stays(trained, tmp_path):
         with pytest.raises(BadInput, match="is there already"):
             write_single(source_of(str(trained[0])), out)
     assert out.read_bytes() == b"theirs"
+
+
+def test_what_only_ends_as_metadata_does_is_no_checkpoint(trained, tmp_path, holdfast):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "my.metadata").write_bytes(b"theirs")
+    assert holdfast("convert", trained[0], out, "--to", "dcp").code == 0
+    assert (out / "my.metadata").read_bytes() == b"theirs" and (out / ".metadata").exists()
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES, errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_a_lock_that_is_held_is_told_from_one_that_cannot_be(tmp_path, monkeypatch, number):
+    """Which file systems say by different numbers."""
+
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    if number in (errno.EAGAIN, errno.EACCES):
+        with pytest.raises(RunLocked), alone_in(Disk(tmp_path)):
+            pass
+    else:
+        with alone_in(Disk(tmp_path)):
+            pass
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "__3_1.distcp", "__0.metadata", ".metadata"])

@@ -64,6 +64,15 @@ def test_a_tensor_of_another_shape_than_the_model_says_is_refused(tmp_path):
         open_source(tmp_path)
 
 
+def test_an_empty_schedule_is_written_as_none(tmp_path):
+    write(tmp_path / "source", state_of(), 1, 1)
+    source = open_source(tmp_path / "source")
+    source.progress["scheduler"] = {}
+    write_deepspeed(source, tmp_path / "out", 1)
+    [path] = (tmp_path / "out").rglob("*model_states.pt")
+    assert torch.load(path, weights_only=False)["lr_scheduler"] is None
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source_stage", [1, 2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])

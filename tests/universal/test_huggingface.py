@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.inspect import is_foreign
-from holdfast.errors import BadInput, ChunkCorrupt, Damaged
+from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed
 from holdfast.sources import source_of
 from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
@@ -27,6 +30,7 @@ from holdfast.universal.convert.safetensors import INDEX, SafetensorsFiles, dige
 from holdfast.universal.load import Target, read_all
 from holdfast.universal.restore import read_tensors
 from holdfast.universal.save import write_run
+from holdfast.universal.source import Files
 
 
 def tensors():
@@ -127,6 +131,28 @@ def test_an_interrupted_conversion_goes_on_with_the_files_that_are_missing(sourc
     files = write_huggingface(source, folder, file_bytes=1)
     assert first + written == [file.name for file in files] and len(first) == 2
     assert read(SafetensorsFiles(folder)) == read(source)
+
+
+@pytest.mark.parametrize("after", ["_write_file", "write_durably"])
+@pytest.mark.parametrize("file_bytes", [1000, 1 << 30])
+def test_a_conversion_that_is_killed_once_a_file_has_its_name_goes_on(
+    source, tmp_path, monkeypatch, after, file_bytes
+):
+    """Also that of the index."""
+    real = getattr(huggingface, after)
+
+    def killed(first, second, *more, **how):
+        real(first, second, *more, **how)
+        if after == "_write_file" or second == huggingface.INDEX:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(huggingface, after, killed)
+        write_huggingface(source, tmp_path / "out", file_bytes=file_bytes)
+    if after == "_write_file" or file_bytes == 1000:
+        write_huggingface(source, tmp_path / "out", file_bytes=file_bytes)
+    assert read(SafetensorsFiles(tmp_path / "out")) == read(source)
+    assert not (tmp_path / "out" / huggingface._Done.NAME).exists()
 
 
 def test_files_of_another_conversion_are_not_mixed_with_its_own(source, tmp_path, monkeypatch):
@@ -399,6 +425,21 @@ def test_nothing_is_read_of_a_file_that_was_written_again(source, tmp_path):
     for ask in (lambda: read(source), source.refuse_rewritten):
         with pytest.raises(Damaged, match=f"{path} was written again meanwhile"):
             ask()
+
+
+def test_what_a_file_system_says_of_a_source_is_told_by_its_path(source, tmp_path, monkeypatch):
+    def stale(*_, **__):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    (tmp_path / "folder").mkdir()
+    for name, ask in {
+        "stat": source.refuse_rewritten,
+        "scan": lambda: Files(str(tmp_path / "folder"), ""),
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", stale) if name == "stat" else patch.setattr(Path, "iterdir", stale)
+            with pytest.raises(DiskFailed, match=f"cannot look at {tmp_path}/.*: Stale file handle"):
+                ask()
 
 
 def test_what_was_read_of_a_file_that_is_gone_by_now_is_what_was_in_it(source, tmp_path):

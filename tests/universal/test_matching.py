@@ -23,6 +23,15 @@ def test_a_stage_of_a_pipeline_leaves_what_others_hold_under_any_of_its_names():
         match(forms, source, Allowed())
 
 
+def test_a_rank_without_tensors_of_its_own_takes_names_as_the_others_do():
+    atoms = [(Atom(f"module.{name}", "param", (2,), "F32"), torch.zeros(2)) for name in ("a", "b")]
+    source = InMemory("there", "test", atoms, {})
+    assert not match([], source, Allowed(), elsewhere={"a", "b"}).unused
+    assert match([Form(("a",), (2,), ("F32",))], source, Allowed(), elsewhere={"b"}).names == {
+        "a": "module.a"
+    }
+
+
 def tied_in(source_dtype, two):
     one = torch.ones(2)
     atoms = [

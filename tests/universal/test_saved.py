@@ -71,8 +71,12 @@ def go_on(model, optimizer, steps, seed):
 
 
 def trained(optimizer_of=all_in_one, seed=1):
+    return made_of(Decoder, optimizer_of, seed)
+
+
+def made_of(cls, optimizer_of, seed):
     torch.manual_seed(seed)
-    model = Decoder()
+    model = cls()
     optimizer = optimizer_of(model)
     go_on(model, optimizer, 3, seed)
     return model, optimizer
@@ -255,6 +259,39 @@ def test_what_is_the_same_memory_is_tied_and_nothing_else_is(tmp_path):
     assert open_source(tmp_path / "c.pt").aliases == {}
 
 
+class HeadFirst(Decoder):
+    """With the tied weight under its other name first, which is that of the file here."""
+
+    def __init__(self):
+        super().__init__()
+        embed, norm, inner = self.embed, self.norm, self.inner
+        del self.embed, self.norm, self.inner
+        self.embed, self.norm, self.inner = embed, norm, inner
+
+
+@pytest.mark.parametrize("is_updated", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_tied_weight_may_have_its_other_name_first(tmp_path, named, is_updated):
+    def adamw(model):
+        return torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=0.1)
+
+    there, here = made_of(Decoder, adamw, seed=1), made_of(HeadFirst, adamw, seed=2)
+    if not is_updated:
+        del there[1].state[there[0].embed.weight]
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with checkpointer, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert not any("hyper-parameters" in str(each.message) for each in warned)
+    assert exact(here[0].state_dict()) == exact(there[0].state_dict())
+    mine, theirs = (
+        {name: exact(o.state[p]) for name, p in m.named_parameters(remove_duplicate=False) if p in o.state}
+        for m, o in (here, there)
+    )
+    assert mine == theirs and ("embed.weight" in mine) == is_updated
+
+
 def test_numbers_that_may_mean_other_parameters_are_not_guessed(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
@@ -313,6 +350,36 @@ def by_dimension_of(cls):
 @pytest.mark.parametrize("cls", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor])
 def test_numbers_and_factors_do_not_hide_which_parameter_a_number_is(tmp_path, cls, two):
     there, here = (trained(partial(by_dimension_of(cls), two=two), seed) for seed in (1, 2))
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of(here) == state_of(there)
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.alpha, self.inner = nn.Parameter(torch.tensor(0.5)), nn.Linear(7, 7, bias=False)
+
+    def forward(self, x):
+        return x + self.alpha * self.inner(x)
+
+
+class Gated(Decoder):
+    """With parameters that are numbers, as ReZero has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.Sequential(Gate(), Gate())
+
+    def forward(self, tokens):
+        return self.gates(super().forward(tokens))
+
+
+@pytest.mark.parametrize("two", [False, True])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam])
+def test_a_parameter_that_is_a_number_does_not_hide_which_the_others_are(tmp_path, cls, two):
+    there, here = (made_of(Gated, partial(by_dimension_of(cls), two=two), seed) for seed in (1, 2))
     torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
     with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
         checkpointer.resume(source=tmp_path / "x.pt")
@@ -582,7 +649,8 @@ def test_lists_that_an_optimizer_keeps_are_lists_again_or_refused(tmp_path, way)
     with checkpointer:
         if way == "dcp":
             with pytest.raises(
-                RunMismatch, match=r"embed\.weight it has nested state \(factors\), which is only"
+                RunMismatch,
+                match=r"embed\.weight it has nested state \(factors\), which is only.*from the file of torch\.save",
             ):
                 checkpointer.resume(source=tmp_path / "x")
             assert state_of(here) == before
@@ -590,6 +658,44 @@ def test_lists_that_an_optimizer_keeps_are_lists_again_or_refused(tmp_path, way)
             checkpointer.resume(source=tmp_path / "x")
             assert state_of(here) == state_of(there)
             assert here[1].state[here[0].embed.weight]["factors"]["left"][0] == []
+
+
+NESTED = {
+    "none before": ([None, torch.ones(2)], True),
+    "none after": ([torch.ones(2), None], True),
+    "names": ({"a": torch.ones(2), "b": [None, {"c": torch.ones(1)}]}, True),
+    "places": ({0: torch.ones(2), 1: torch.ones(2)}, False),
+    "texts of places": ({"0": torch.ones(2), "1": torch.ones(2)}, False),
+    "numbers": ({2: torch.ones(2), 5: torch.ones(2)}, False),
+    "a dot": ({"a.b": torch.ones(2)}, False),
+    "numbers in a list": ([{3: None}, torch.ones(2)], False),
+}
+
+
+@pytest.mark.parametrize("form", NESTED)
+def test_nested_state_is_what_it_was_or_refused(tmp_path, form):
+    nested, taken = NESTED[form]
+    there, here = (trained(lambda model: Counting(model.parameters(), lr=0.1), seed) for seed in (1, 2))
+    there[1].state[there[0].inner.weight]["factors"] = nested
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    before = state_of(here)
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        if taken:
+            checkpointer.resume(source=tmp_path / "x.pt")
+        else:
+            with pytest.raises(RunMismatch, match=r"inner\.weight it has nested state \(factors\), by keys"):
+                checkpointer.resume(source=tmp_path / "x.pt")
+    assert state_of(here) == (state_of(there) if taken else before)
+
+
+@pytest.mark.parametrize("key", [0, "a.b"])
+def test_a_slot_that_is_not_called_by_a_name_is_refused(tmp_path, key):
+    there, here = (trained(lambda model: Counting(model.parameters(), lr=0.1), seed) for seed in (1, 2))
+    there[1].state[there[0].inner.weight][key] = torch.ones(4, 4)
+    torch.save({"model": there[0].state_dict(), "optimizer": there[1].state_dict()}, tmp_path / "x.pt")
+    checkpointer = Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1])
+    with checkpointer, pytest.raises(RunMismatch, match="by keys that are no names"):
+        checkpointer.resume(source=tmp_path / "x.pt")
 
 
 def raised(state, by):
@@ -692,6 +798,18 @@ SCHEDULES = {
     "of Lightning": (cosine, lambda state: {"lr_schedulers": [state]}, None),
     "of an object": (lambda_of(Halving()), lambda s: {"scheduler": s}, None),
     "of no object": (lambda_of(lambda step: 0.5**step), lambda s: {"scheduler": s}, None),
+    "after its name": (cosine, lambda s: {"scheduler": "cosine", "lr_scheduler": s}, None),
+    "beside its name": (cosine, lambda s: {"config": {"scheduler": "cosine"}, "lr_scheduler": s}, None),
+    "before its name": (
+        cosine,
+        lambda s: {"lr_schedulers": [s], "hyper_parameters": {"scheduler": "cosine"}},
+        None,
+    ),
+    "beside what makes it": (
+        cosine,
+        lambda s: {"config": {"scheduler": {"T_max": 7, "warm": [3]}}, "lr_scheduler": s},
+        None,
+    ),
 }  # fmt: skip
 
 
@@ -729,6 +847,43 @@ def test_a_schedule_that_is_not_there_and_one_of_another_kind_are_told_apart(sav
         schedule.state_dict() == before
         and adopt({"scheduler": schedule}, {"scheduler": encode(before)}) == []
     )
+
+
+class Warming(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer):
+        self._steps = 5
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [lr * min(1, (self.last_epoch + 1) / self._steps) for lr in self.base_lrs]
+
+
+class Decaying(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer):
+        self._factor = 0.5
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [lr * self._factor**self.last_epoch for lr in self.base_lrs]
+
+
+def in_parts(*lengths):
+    def made(optimizer):
+        parts = [torch.optim.lr_scheduler.StepLR(optimizer, length) for length in lengths]
+        return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [*range(1, len(parts))])
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [(Warming, Decaying), (in_parts(2, 3, 4), in_parts(2, 3)), (in_parts(2, 3), in_parts(2, 3, 4))],
+)
+def test_a_schedule_of_another_class_or_of_more_parts_is_left(there, here):
+    saved, goes_on = there(trained()[1]), here(trained(seed=2)[1])
+    before = exact(goes_on.state_dict())
+    [text] = adopt({"scheduler": goes_on}, {"scheduler": encode(saved.state_dict())})
+    assert "its scheduler is of another kind" in text and exact(goes_on.state_dict()) == before
 
 
 def test_a_negative_step_is_none(tmp_path):

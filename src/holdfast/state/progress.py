@@ -25,8 +25,11 @@ ARRAYS = {
 }
 """What arrays may be of: what torch has too."""
 
-OF_VERSIONS = {"verbose", "default_min_lr"}
-"""In the state of a schedule, beside names with an underscore: what some versions of torch keep and others do not."""
+OF_VERSIONS = {
+    *("verbose", "default_min_lr", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial"),
+    *("_scale_fn_ref", "_scale_fn_custom", "_anneal_func_type", "_schedule_phases"),
+}
+"""In the state of a schedule: what some versions of torch keep and others do not."""
 
 
 def encode(value: Any, where: str = "progress") -> Any:
@@ -216,7 +219,7 @@ def _fitting(own: dict[str, Any], saved: Any) -> tuple[dict[str, Any] | None, st
     each = ((saved.keys() - own.keys(), "it has"), (own.keys() - saved.keys(), "it lacks"))
     parts = [f"{verb} {', '.join(sorted(map(str, keys)))}" for keys, verb in each if keys]
     differing = f" ({', and '.join(parts)})" if parts else ""
-    other = {key for key in own.keys() ^ saved.keys() if not str(key).startswith("_")} - OF_VERSIONS
+    other = (own.keys() ^ saved.keys()) - OF_VERSIONS
     if other or (parts and not own.keys() & saved.keys() & {"last_epoch"}):
         return None, differing
     try:
@@ -236,15 +239,23 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _with_keys_of(own: Any, saved: Any) -> Any:
     """``saved`` with whole numbers as keys where ``own`` has them: who flattens a state by names makes texts of them.
-    Raises ``ValueError`` if these are no numbers."""
+    Raises ``ValueError`` if these are no numbers, or if a schedule is of more or fewer parts."""
     if isinstance(own, list) and isinstance(saved, list) and len(own) == len(saved):
         return [_with_keys_of(mine, theirs) for mine, theirs in zip(own, saved, strict=True)]
     if not isinstance(own, dict) or not isinstance(saved, dict):
         return saved
     if own and all(type(key) is int for key in own):
         saved = {int(str(key)): value for key, value in saved.items()}
+    if own.keys() & {"last_epoch", "_schedulers"}:
+        for mine, theirs in ((own[key], saved[key]) for key in own.keys() & saved.keys()):
+            if _is_parts(mine) and _is_parts(theirs) and len(mine) != len(theirs):
+                raise ValueError(f"{len(theirs)} parts, and here {len(mine)}")
     made = {key: _with_keys_of(own.get(key), value) for key, value in saved.items()}
     return Counter(made) if isinstance(own, Counter) else made
+
+
+def _is_parts(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(each, dict) for each in value)
 
 
 def refuse_other_ranks(loader: Any, progress: Mapping[str, Any], here: int) -> None:

@@ -343,10 +343,10 @@ def _lock(fd: int, path: Path) -> None:
     """Where a file system has no locks, the name of what is locked is all that keeps two apart."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):  # SMB says the latter of a lock that is held
         raise RunLocked(_written_by_another(path)) from None
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF):
             raise _failure("lock", path, error, 0) from error
 
 

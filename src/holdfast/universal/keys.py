@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ..errors import BadInput
 from ..state.atoms import TORCH_NAMES
 from ..state.capture import WRAPPED
+from ..update.forms import STEP
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict", "model_state", "net")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "masked_bias")
@@ -257,7 +258,7 @@ def _numbered(
     shapes: dict[int, set[tuple[int, ...]]] = {}
     for key, (name, slot) in states.items():
         shape = tensors[key].shape
-        says = shape and "." not in slot  # a number does not, nor what is in a list
+        says = "." not in slot and slot != STEP  # what is in a list does not
         if name.isdecimal() and says:
             shapes.setdefault(int(name), set()).add(shape)
     trained = [(name, kind) for name, kind in model if slot_of(name, kind) == "param"]
@@ -277,8 +278,10 @@ def _numbered(
 
 def _fits(shape: tuple[int, ...], held: set[tuple[int, ...]], alone: bool) -> bool:
     """Whether an optimizer may hold tensors of these shapes for a parameter of ``shape``: all of that, or with ones in
-    it, as factors of it have. In a group ``alone``, which is in order, what else it holds says nothing against it."""
-    if not held or (alone and shape in held):
+    it, as factors of it have; numbers alone are of a number. In a group ``alone``, which is in order, what else it
+    holds says nothing against it."""
+    held = (held - {()}) or held  # a number beside tensors may be of any parameter
+    if not held or (alone and (shape in held or held == {()})):
         return True
     factors = all(
         len(each) == len(shape) and all(a in (1, n) for a, n in zip(each, shape, strict=True))

@@ -55,6 +55,8 @@ class Match:
     """By name here, what the optimizer held that is no tensor, by slot, as JSON."""
     nested: dict[str, list[str]] = field(default_factory=dict)
     """By name here, the slots that are parts of lists and dictionaries, to be put together."""
+    apart: set[str] = field(default_factory=set)
+    """Names here, of parameters whose state is nested and cannot be put together."""
     another: dict[str, str] = field(default_factory=dict)
     """By name here, of parameters whose state is of another kind of optimizer, how it differs."""
 
@@ -108,14 +110,17 @@ def match(
             result.left.append(key)
         else:
             by_name.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
-    by_name |= {alias: by_name[name] for alias, name in source.aliases.items() if name in by_name}
+    tied = {alias: name for alias, name in source.aliases.items() if name in by_name}
+    by_name |= {alias: by_name[name] for alias, name in tied.items()}
     weights_only = all(each.keys() <= {"param", "buffer"} for each in by_name.values())
     same: dict[int, set[str]] = {}
     for name, slots in by_name.items():
         same.setdefault(id(slots), set()).add(name)
-    allowed = _with_module(forms, by_name, allowed)
+    allowed = _with_module(
+        [*(form.names for form in forms), *((name,) for name in elsewhere)], by_name, allowed
+    )
     places = {form.names[0]: _there(form.names, by_name, allowed) for form in forms}
-    result.names = {name: there for name, there in places.items() if there is not None}
+    result.names = {name: tied.get(there, there) for name, there in places.items() if there is not None}
     kept = keeps(result.names)
     grouped = {name for _, names in groups_of(source.progress) for name in names}
     for form in forms:
@@ -123,6 +128,7 @@ def match(
         if there is None:
             result.missing.append(form.names[0])
             continue
+        there = result.names[form.names[0]]  # what its optimizer calls it, and else what is said of it
         used |= same[id(by_name[there])]
         slots = dict(by_name[there])
         if not form.is_buffer and "param" not in slots:
@@ -165,7 +171,7 @@ def _state(
 ) -> dict[str, Stored]:
     """Of ``slots`` and ``values`` of a parameter, those that its optimizer keeps; if there are none, ``lacking`` has
     it then."""
-    held = {slot: value for slot, value in values.items() if value is not None}
+    held = {slot: value for slot, value in values.items() if value is not None or "." in slot}
     there = (slots.keys() | held.keys()) - {"param"}
     if not there:
         if kept != frozenset() and lacking is not None:
@@ -189,14 +195,16 @@ def _find_nested(source: Source, result: Match) -> None:
     """What of the found state is nested, as slots with a dot are but for those of a run. Only where nothing of that is
     lost it can be put together: torch leaves out what is empty when it flattens."""
     for name in result.found if "replay" not in source.progress else ():
-        slots = [slot for slot in {**result.found[name], **result.values.get(name, {})} if "." in slot]
-        if slots and source.format == "torch.save":
+        slots = {**result.found[name], **result.values.get(name, {})}
+        slots = [slot for slot in slots if "." in slot or slot in source.unnested]
+        odd = sorted(source.unnested & set(slots))
+        if slots and source.format == "torch.save" and not odd:
             result.nested[name] = slots
         elif slots:
-            of = slots[0].partition(".")[0]
-            result.another[name] = (
-                f"of {name} it has nested state ({of}), which is only taken from torch.save"
-            )
+            of = (odd or slots)[0].partition(".")[0]
+            why = "by keys that are no names" if odd else "which is only taken from torch.save"
+            result.apart.add(name)
+            result.another[name] = f"of {name} it has nested state ({of}), {why}"
             result.found[name] = {"param": result.found[name]["param"]}
             result.values.pop(name, None)
 
@@ -222,12 +230,13 @@ def _there(names: tuple[str, ...], by_name: Mapping[str, Any], allowed: Allowed)
     return None
 
 
-def _with_module(forms: list[Form], by_name: Mapping[str, Any], allowed: Allowed) -> Allowed:
+def _with_module(wanted: list[tuple[str, ...]], by_name: Mapping[str, Any], allowed: Allowed) -> Allowed:
     """``allowed``, where nothing has its own name in the source, with ``module.`` before the names here, or there: it
-    is what wrappers put there, and what a model may call its only child."""
+    is what wrappers put there, and what a model may call its only child. ``wanted`` are the names of each tensor of the
+    whole model, so that all ranks say the same."""
     for rename in ({}, {r"module\.(.*)": r"\1"}, {"(.*)": r"module.\1"}) if not allowed.rename else ():
         each = replace(allowed, rename=rename)
-        if any(_there(form.names, by_name, each) for form in forms):
+        if any(_there(names, by_name, each) for names in wanted):
             return each
     return allowed
 
@@ -258,6 +267,13 @@ def _compare(form: Form, stored: Stored, allowed: Allowed, result: Match) -> Non
 
 
 def _refuse(source: Source, result: Match, allowed: Allowed, weights_only: bool) -> None:
+    if result.another and not allowed.partial and result.another.keys() == result.apart:
+        raise RunMismatch(
+            f"{source.path} has state of its optimizer that cannot be put together again:"
+            f" {_some(list(result.another.values()))}. Begin from the file of torch.save, if it was made of one whose"
+            " state has keys that are names, or give holdfast.From(..., partial=True) to begin the optimizer's state"
+            " anew."
+        )
     if result.another and not allowed.partial:
         of = source.progress.get("optimizers") or [source.progress.get("optimizer")]
         kind = f" ({' and '.join(map(str, of))})" if of != [None] else ""

@@ -19,6 +19,7 @@ from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
 from ..state.live import LiveState
 from ..units import MiB
 from ..update.formed import FormedOptimizer
+from ..update.forms import STEP
 from ..update.joined import member_of
 from .checking import refuse_unequal
 from .hyper import kept_by, set_hyper_parameters
@@ -52,7 +53,8 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     """Bring the tensors of ``state``, and the hyper-parameters of its optimizers, to what ``source`` has. Returns what
     was found, and whether that had the hyper-parameters of every parameter group.
 
-    Raises ``RunMismatch`` if it is of another model, ``Damaged`` if it is not whole; with nothing of the model changed.
+    Raises ``RunMismatch`` if it is of another model, ``Damaged`` if it is not whole; with nothing of the model changed,
+    but if a file of it is written again while the last of it is read: the model has to be filled anew then.
     """
     found = _match(state, source, allowed)
     groups_of(source.progress)  # what cannot be told is told now
@@ -124,9 +126,11 @@ def _follows(
     state: LiveState, parameter: CapturedParameter, stored: Stored, there: Mapping[str, Stored], found: Match
 ) -> bool:
     """Whether the optimizer keeps ``stored`` in the type of its ``parameter``, which is another than in the source:
-    as torch's ``load_state_dict`` has it, but for numbers, and where it was otherwise in the source."""
+    as torch's ``load_state_dict`` has it, but for numbers that are not of the parameter's own shape, and where it was
+    otherwise in the source."""
     number, atom = state.optimizer_of(parameter), stored.atom
-    if parameter.name not in found.cast or number is None or not atom.shape:
+    is_number = not atom.shape and (bool(parameter.shape) or atom.slot == STEP)
+    if parameter.name not in found.cast or number is None or is_number:
         return False
     optimizer = member_of(state.optimizers[number], parameter.group or 0)
     return atom.dtype == there["param"].atom.dtype and not isinstance(optimizer, FormedOptimizer)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from ..errors import ChunkCorrupt, Damaged, FileMissing
+from ..errors import ChunkCorrupt, Damaged, DiskFailed, FileMissing
 from ..io.threads import File, open_file
 from ..state.atoms import DTYPE_BYTES, Atom
 from ..state.pieces import Pieces
@@ -103,6 +103,8 @@ class Source:
     """Keys of atoms whose copies are known to be equal."""
     writer: str = ""
     """For a person: what wrote it, as far as that is known."""
+    unnested: set[str] = field(default_factory=set, repr=False, compare=False)
+    """Slots of nested state that cannot be put together again."""
     unread: tuple[str, ...] = ()
     """Names of what lies beside it that has more of the training's state, and is not read."""
 
@@ -205,20 +207,28 @@ class Files(Source):
 
     def __post_init__(self) -> None:
         path = Path(self.path)
-        for each in path.iterdir() if path.is_dir() else (path,):
+        try:
+            files = [*path.iterdir()] if path.is_dir() else [path]
+        except OSError as error:
+            raise _failure(path, error) from error
+        for each in files:
             with suppress(OSError):
                 self._stamps[str(each)] = _stamp_of(os.stat(each))
 
     def add_part(self, part: Part) -> int:
         if part.path and part.path not in self._stamps:
-            with suppress(FileNotFoundError):  # which is told when it is read
+            with suppress(OSError):  # which is told when it is read
                 self._stamps[part.path] = _stamp_of(os.stat(part.path))
         return super().add_part(part)
 
     def refuse_rewritten(self) -> None:
         for path in sorted({part.path for part in self.parts if part.path}):
-            with suppress(FileNotFoundError):  # what was read of it is still what was in it
+            try:
                 self._compare(path, os.stat(path))
+            except FileNotFoundError:
+                continue  # what was read of it is still what was in it
+            except OSError as error:
+                raise _failure(Path(path), error) from error
 
     def _opened(self, part: Part) -> File:
         try:
@@ -235,8 +245,8 @@ class Files(Source):
     def _compare(self, path: str, status: os.stat_result) -> None:
         if self._stamps.setdefault(path, _stamp_of(status)) != _stamp_of(status):
             raise Damaged(
-                f"{path} was written again meanwhile, so what was read of it before is of another state. Begin anew,"
-                " when nobody writes to it.",
+                f"{path} was written again meanwhile, or touched: its size or its time of writing changed, so what was"
+                " read of it before may be of another state. Begin anew, when nobody writes to it.",
                 path=path,
             )
 
@@ -254,7 +264,6 @@ class Files(Source):
             _check_all(where, lambda start, nbytes: into[start : start + nbytes], self._lying_in(part))
 
     def check(self, part: int) -> None:
-        """Raise ``Damaged`` if a part is not as it was written, as far as its format can tell."""
         where = self.parts[part]
         if not where.has_checksum:
             return
@@ -282,6 +291,7 @@ class Made(Source):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.path, source.format, progress=dict(source.progress), unread=source.unread)
+        self.unnested = source.unnested
         self._source = source
 
     def made_of(self, part: int) -> Iterable[Stored]:
@@ -323,9 +333,14 @@ class WithNumbers(Files):
             super().read(part, offset, into)
 
 
+def _failure(path: Path, error: OSError) -> DiskFailed:
+    return DiskFailed(
+        f"cannot look at {path}: {error.strerror or error}. Make it readable, or check the device."
+    )
+
+
 def _stamp_of(status: os.stat_result) -> tuple[int, int]:
-    """Without the number of its inode, which not every file system keeps."""
-    return status.st_size, status.st_mtime_ns
+    return status.st_size, status.st_mtime_ns  # not every file system keeps the number of an inode
 
 
 def _check_all(part: Part, bytes_at: Callable[[int, int], memoryview], lying_in: Iterable[str]) -> None:

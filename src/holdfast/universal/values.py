@@ -69,12 +69,18 @@ class _Nested(dict[Any, Any]):
 
 
 def _take_scheduler(progress: dict[str, Any], rest: dict[str, Any], paths: Mapping[str, Path]) -> None:
-    """Move what is of a schedule from ``rest`` to where progress has it, nested as it was."""
+    """Move what is of a schedule from ``rest`` to where progress has it, nested as it was: of several that are called
+    so, the first of the outermost. A text or number that is called so is of a configuration."""
+    places: dict[str, int] = {}
+    for key, value in rest.items():
+        place = next((i for i, name in enumerate(paths[key]) if name in SCHEDULERS), None)
+        if place is not None and (place < len(paths[key]) - 1 or isinstance(value, dict | list)):
+            places[key] = place
+    outermost = min(places, key=lambda key: places[key], default="")
     found = _Nested()
-    for key in list(rest):
+    for key, place in places.items():
         path = paths[key]
-        place = next((i for i, name in enumerate(path) if name in SCHEDULERS), None)
-        if place is not None:
+        if path[: place + 1] == paths[outermost][: place + 1]:
             _put(found, ("scheduler", *path[place + 1 :]), rest.pop(key))
     progress |= _unflattened(found)
     match progress.get("scheduler"):

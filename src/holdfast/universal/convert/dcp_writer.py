@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ from .dcp_metadata import METADATA
 FILE = "__0_0.distcp"
 _MARK = ".holdfast-conversion"
 """Is there until ``.metadata`` is: then an earlier try wrote ``FILE``, if there is one."""
+_OF_CHECKPOINT = re.compile(rf".*\.distcp|(__\d+)?{re.escape(METADATA)}", re.DOTALL)
 CHUNK = 16 * MiB
 OVERHEAD = 8 * KiB
 """More than an archive has beside its tensor."""
@@ -72,7 +74,7 @@ def write_dcp(
 
 
 def _refuse_others(disk: Disk) -> None:
-    there = {name for name in disk.listdir("") if name.endswith((".distcp", METADATA))}
+    there = {name for name in disk.listdir("") if _OF_CHECKPOINT.fullmatch(name)}
     if others := sorted(there - ({FILE} if disk.exists(_MARK) else set())):
         raise BadInput(
             f"{disk.root} has a checkpoint already, or a part of one: {others[0]}. Give another folder."

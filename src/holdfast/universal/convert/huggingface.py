@@ -104,14 +104,15 @@ def _write_files(
         if name in done.names and disk.exists(name):
             told(sum(each.stored.atom.nbytes for each in group))
             continue
-        _write_file(source, disk, name, group, {"format": "pt"}, told)
         done.add(name)
+        _write_file(source, disk, name, group, {"format": "pt"}, told)
     if total > 1:
         where = {each.key: name for name, group in zip(names, groups, strict=True) for each in group}
         size = sum(each.nbytes for each in wanted)
         text = json.dumps(
             {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}, indent=2
         )
+        done.add(INDEX)
         write_durably(disk, INDEX, text.encode(), why="index")
     done.finish()
     return names
@@ -244,7 +245,8 @@ def _header(wanted: Sequence[Wanted], metadata: dict[str, str], sums: dict[str, 
 
 
 class _Done:
-    """Which files of a conversion are finished, in a file beside them until all are."""
+    """Which files of a conversion are its own, in a file beside them until all are finished: one of these that is there
+    is finished, as it gets its name then."""
 
     NAME = ".holdfast-conversion.json"
 
@@ -256,6 +258,7 @@ class _Done:
             self.names = told["names"] if told["what"] == self._what else []
 
     def add(self, name: str) -> None:
+        """Before it has its name."""
         self.names.append(name)
         told = {"what": self._what, "names": self.names}
         write_durably(self._disk, self.NAME, json.dumps(told).encode(), why="conversion")

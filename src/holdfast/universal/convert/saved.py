@@ -17,7 +17,7 @@ from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
 from ...state.pieces import Pieces
 from ..archives import Archive, check_inside, piece_of
-from ..keys import Kind, Named, name_all
+from ..keys import Kind, Named, name_all, state_of
 from ..keys import Path as Way
 from ..pickles import Tensor
 from ..plain import Plain
@@ -96,6 +96,9 @@ class Saved(Files):
                 rest[key] = value_of(self, stored)
             else:
                 self.add(stored)
+        self.unnested = {
+            slot for key, way in ways.items() if (slot := _unnested(key, way, named)) is not None
+        }
         self.aliases = {named.name_in_model(alias): named.tensors[key][0] for alias, key in tied.items()}
         ordered = {key: rest[key] for key in ways if key in rest}
         self.progress = progress_of(ordered, ways, named, self.path)
@@ -130,6 +133,20 @@ def _state_dict_of(archive: Archive) -> dict[Any, Any]:
     return archive.content
 
 
+class _Place(int):
+    """In a list, and no key of a dictionary."""
+
+
+def _unnested(key: str, way: Way, named: Named) -> str | None:
+    """The slot, if the entry is an optimizer's state whose dictionaries have other keys than names, which its own name
+    does not show any more."""
+    _, slot = state_of(key, way, named.optimizers) or ("", "")
+    inside = next((way[i:] for i in range(len(way)) if ".".join(map(str, way[i:])) == slot), ())
+    names = [part for part in inside if not isinstance(part, _Place)]
+    plain = all(isinstance(name, str) and "." not in name for name in names)
+    return None if plain and not any(name.isdecimal() for name in names if name != inside[0]) else slot
+
+
 def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
     """Tensors, and what holds none or nothing, each with the names on the way to it."""
     if isinstance(value, dict) and value and not isinstance(value, Counter):
@@ -137,7 +154,7 @@ def _leaves(value: Any, way: Way) -> Iterator[tuple[Way, Any]]:
             yield from _leaves(inner, (*way, name))
     elif isinstance(value, list | tuple) and any(isinstance(each, dict | Tensor) for each in value):
         for place, inner in enumerate(value):
-            yield from _leaves(inner, (*way, place))
+            yield from _leaves(inner, (*way, _Place(place)))
     else:
         yield way, value
 

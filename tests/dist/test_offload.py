@@ -106,7 +106,9 @@ def test_a_run_over_two_drives_goes_on_with_two_ranks_and_back(world, tmp_path):
     root, phases = tmp_path / "run", [(2, 1, 2), (4, 2, 1), (6, 1, 2)]
     for steps, ranks, micro_batches in phases:
         used = [str(tmp_path / "drive")] if ranks == 1 else []
-        said = world.run(ranks, root=root, steps=steps, micro_batches=micro_batches, options={"drives": used})
+        said = world.run(
+            ranks, root=root, steps=steps, micro_batches=micro_batches, rates={}, options={"drives": used}
+        )
         there = {ref.path.rpartition("/")[0] for ref in LocalStore.read(root).head().files.values()}
         assert there == ({"data", "data/drive_1"} if used else {"data"})
     check(said, root, *plain(phases))

@@ -202,6 +202,11 @@ def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]
     if not complete:
         about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
     step = source.progress.get("step") or 0
+    if step and "random" not in source.progress:  # what is of no step begins a training
+        loop.exactness = "state"
+        about.append(
+            "it has no random numbers; the script's go on as they are: state-exact, not continuation-exact"
+        )
     return step, [f"{source.path} ({source.format}): {text}" for text in about]
 
 

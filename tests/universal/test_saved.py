@@ -29,7 +29,9 @@ from holdfast.universal.convert import format_of, open_source
 from holdfast.universal.convert.dcp_writer import write_dcp
 from holdfast.universal.restore import read_tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:beginning from .* it has no random numbers"
+)
 
 
 class Decoder(nn.Module):

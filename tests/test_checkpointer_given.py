@@ -136,7 +136,7 @@ def test_what_was_frozen_and_trains_now_is_told_once(tmp_path, save, without):
     assert with_frozen(tmp_path, 4, True, save=save, groups_without=without) == []
     [told] = with_frozen(tmp_path, 7, False, save=save)
     assert told.startswith(
-        "resuming after step 4: 0.weight, 0.bias did not require gradients when the script was"
+        "resuming after step 4: 0.weight, 0.bias: frozen when the script was started before"
     )
     assert with_frozen(tmp_path, 9, False) == []
 

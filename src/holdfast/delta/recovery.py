@@ -258,8 +258,8 @@ def _told_of_thawed(line: Line, state: LiveState, rank: int) -> list[str]:
         return []
     more = f" and {len(now) - SHOWN} more" if now[SHOWN:] else ""
     return [
-        f"{', '.join(now[:SHOWN])}{more} did not require gradients when the script was started before, and are trained"
-        " from here on: which are is the script's and no part of the run."
+        f"{', '.join(now[:SHOWN])}{more}: frozen when the script was started before, and trained from here on. Which"
+        " parameters are is the script's and no part of the run."
     ]
 
 

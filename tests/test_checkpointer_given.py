@@ -65,6 +65,89 @@ def test_another_length_of_a_schedule_is_told_until_it_is_given_as_before(tmp_pa
     assert resumed(tmp_path, 7, cosine(10), lr=0.1)[0] == []
 
 
+def in_turn(optimizer, warm_up=5, length=10, gamma=0.9):
+    """Three schedules, one after the other, of which the last is of two at once."""
+    last = torch.optim.lr_scheduler.ChainedScheduler(
+        [
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4]),
+        ]
+    )
+    parts = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=warm_up),
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=length),
+        last,
+    ]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, milestones=[warm_up, warm_up + length])
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"length": 20}, ["_schedulers[1].T_max is 10 and not 20", "_milestones is [5, 15] and not [5, 25]"]),
+        ({"gamma": 0.5}, ["_schedulers[2]._schedulers[0].gamma is 0.9 and not 0.5"]),
+    ],
+)
+def test_another_schedule_within_a_schedule_is_told_until_it_is_given_as_before(tmp_path, given, expected):
+    assert resumed(tmp_path, 3, in_turn, lr=0.1)[0] == []
+    [told], _ = resumed(tmp_path, 5, lambda optimizer: in_turn(optimizer, **given), lr=0.1)
+    for text in expected:
+        assert text in told
+    assert told.count(" and not ") == len(expected)
+    assert resumed(tmp_path, 7, in_turn, lr=0.1)[0] == []
+
+
+def test_other_milestones_are_told(tmp_path):
+    def at(*steps):
+        return lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, steps)
+
+    resumed(tmp_path, 3, at(2, 9), lr=0.1)
+    [told], _ = resumed(tmp_path, 5, at(2, 7), lr=0.1)
+    assert "milestones is Counter({2: 1, 9: 1}) and not Counter({2: 1, 7: 1})" in told
+
+
+def with_frozen(root, steps, frozen, thaw_at=None, save=False, groups_without=False):
+    """What was warned of when a script resumed that has the first layer ``frozen``, until a step if that is told."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(not frozen)
+    trained = [p for p in model.parameters() if p.requires_grad or not groups_without]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    with (
+        warnings.catch_warnings(record=True) as told,
+        Checkpointer(root, model=model, optimizer=optimizer, base_every=1000) as checkpointer,
+    ):
+        warnings.simplefilter("always")
+        for step in range(checkpointer.resume(), steps):
+            if thaw_at is not None and step >= thaw_at:
+                model[0].requires_grad_(True)
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+        if save:
+            checkpointer.save()
+    return [str(each.message) for each in told]
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("without", [False, True])
+def test_what_was_frozen_and_trains_now_is_told_once(tmp_path, save, without):
+    assert with_frozen(tmp_path, 4, True, save=save, groups_without=without) == []
+    [told] = with_frozen(tmp_path, 7, False, save=save)
+    assert told.startswith(
+        "resuming after step 4: 0.weight, 0.bias: frozen when the script was started before"
+    )
+    assert with_frozen(tmp_path, 9, False) == []
+
+
+def test_what_a_script_unfreezes_at_its_step_is_not_told(tmp_path):
+    """Whether it did before the resume or does so after it."""
+    for steps in (2, 4, 5, 8):
+        assert with_frozen(tmp_path, steps, True, thaw_at=4) == []
+    assert with_frozen(tmp_path, 10, False) == []
+
+
 def test_a_schedule_that_the_run_does_not_have_is_told_once(tmp_path):
     resumed(tmp_path, 3, lr=0.001)
     told, _ = resumed(tmp_path, 5, falling, lr=0.001)

@@ -34,7 +34,7 @@ from .universal.matching import Allowed, Form, Match, match
 from .universal.memory import InMemory
 from .universal.restore import needs_of, read_tensors, restore
 from .universal.ruled import UnderRules
-from .universal.source import Source, Stored
+from .universal.source import Source, Stored, looking_at
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,11 @@ def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]
     if not complete:
         about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
     step = source.progress.get("step") or 0
+    if step and "random" not in source.progress:  # what is of no step begins a training
+        loop.exactness = "state"
+        about.append(
+            "it has no random numbers; the script's go on as they are: state-exact, not continuation-exact"
+        )
     return step, [f"{source.path} ({source.format}): {text}" for text in about]
 
 
@@ -227,10 +232,13 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     """The state that ``text`` names: RUN, RUN@STEP, or a path of another format. A run without a step is meant at its
     newest, and where records lead there, they are replayed in memory.
 
-    Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``.
+    Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``, and
+    ``DiskFailed``.
     """
     target = Target.parse(text)
-    if not holds_run(target.run) or is_of_others(target.run):
+    with looking_at(target.run):
+        is_run = holds_run(target.run) and not is_of_others(target.run)
+    if not is_run:
         return open_source(Path(text))
     reader = open_run(target.run)
     if target.step is not None and target.timeline is not None:

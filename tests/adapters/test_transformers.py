@@ -15,6 +15,10 @@ pytest.importorskip("accelerate", reason="Trainer needs it")
 from combined import one_in  # noqa: E402
 from holdfast.adapters.transformers import HoldfastCallback, attach  # noqa: E402
 from holdfast.errors import BadInput, RunMismatch  # noqa: E402
+from holdfast.state import growing  # noqa: E402
+from holdfast.store.chain import read_journal  # noqa: E402
+from holdfast.store.local import LocalStore  # noqa: E402
+from holdfast.store.retention import Keep  # noqa: E402
 from survive_run import digest  # noqa: E402
 from trainer_run import SAMPLES, Stream, Texts, everything, make  # noqa: E402
 
@@ -35,6 +39,7 @@ KINDS = {
     "bf16": {"bf16": True},
     "by epochs": {"eval_strategy": "epoch", "logging_strategy": "epoch"},
     "steps": {"max_steps": 11, "optim": "adafactor"},
+    "logged": {"logging_steps": 1},
 }  # fmt: skip
 """8 batches in an epoch, two epochs, the last batch of each short."""
 
@@ -132,6 +137,22 @@ def test_interrupted_again_and_again(tmp_path):
     for step in (2, 2, 5, 8, 9, 13):
         interrupted(tmp_path, "plain", Interrupt(step), base_every=3)
     compare(resumed(tmp_path, "plain"), "plain", 13)
+
+
+def test_a_record_has_of_the_history_what_was_logged_since_the_one_before(tmp_path, monkeypatch):
+    monkeypatch.setattr(growing, "LONG", 1)
+    for step in (5, 9, 13):
+        interrupted(tmp_path, "logged", Interrupt(step), base_every=4, keep=Keep(last=99))
+    trainer = resumed(tmp_path, "logged", base_every=4, keep=Keep(last=99))
+    compare(trainer, "logged", 13)
+    with LocalStore.read(tmp_path / "run") as store:
+        records = read_journal(store, "rank-00000").records
+    told = {
+        step: record.about["progress"]["things"]["loader"]["log_history"] for step, record in records.items()
+    }
+    assert sorted(told) == list(range(1, 17))
+    ends = [text[growing.ADDED] for text in told.values() if isinstance(text, dict)]
+    assert len(ends) >= 9 and all(end.count("\n") <= 2 for end in ends)  # one of a step, and one of an epoch
 
 
 def test_the_order_of_the_run_goes_before_the_seed_of_the_script(tmp_path):

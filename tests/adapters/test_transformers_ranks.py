@@ -17,7 +17,7 @@ def world():
         yield world
 
 
-@pytest.mark.parametrize("habit", ["plain", "masks and accumulation", "stream"])
+@pytest.mark.parametrize("habit", ["plain", "masks and accumulation", "stream", "notes"])
 def test_killed_they_end_the_same(world, tmp_path, habit):
     """The other habits are in tests/crash."""
     killed_it_ends_the_same(world, tmp_path, 2, TRAINER[habit])

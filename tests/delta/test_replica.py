@@ -592,6 +592,41 @@ def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(tm
     assert (schedule.last_epoch, loop.optimizers[0].param_groups[0]["lr"]) == (1, rate)
 
 
+def test_save_waits_for_its_own_base_where_one_of_the_step_was_under_way(tmp_path, monkeypatch):
+    """That one is there when the replica is about to be told of the other, which takes long."""
+    publish, send = host.Host._publish, helper.Helper.send
+
+    def publish_slowly(self):
+        time.sleep(0.5 if self._step == 3 else 0)
+        publish(self)
+
+    def send_late(self, about, data=b""):
+        if "again" in about:
+            self.wait_for(lambda: self.durable_step == 3)
+        send(self, about, data)
+
+    monkeypatch.setattr(host.Host, "_publish", publish_slowly)
+    monkeypatch.setattr(helper.Helper, "send", send_late)
+    loop = make(ADAMW, "")
+    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizers[0], 1, gamma=0.5)
+    with Checkpointer(
+        tmp_path / "run",
+        model=loop.model,
+        optimizer=loop.optimizers,
+        scheduler=schedule,
+        replica=True,
+        base_every=3,
+    ) as checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+        schedule.step()
+        checkpointer.save()
+        with LocalStore.read(tmp_path / "run") as store:
+            newest = store.load(store.line()[0])
+        assert (newest.step, newest.progress["things"]["scheduler"]["last_epoch"]) == (3, 1)
+
+
 class Counting(torch.optim.Optimizer):
     """Each update depends on all parameters, and on a count that is no tensor."""
 

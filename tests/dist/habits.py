@@ -50,6 +50,7 @@ TRAINER: dict[str, dict[str, Any]] = {
     "stream": {"data": "stream", "max_steps": 8},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
     "steps": {"max_steps": 7, "optim": "adafactor"},
+    "notes": {"logging_steps": 1, "notes": True},
 }
 """Two processes: 4 batches of each in an epoch, two epochs."""
 

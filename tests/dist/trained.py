@@ -31,6 +31,13 @@ class Kill(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Notes(TrainerCallback):
+    """A long entry of the history at every step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        state.log_history.append({"step": state.global_step, "note": 3000 * "."})
+
+
 def main(
     rank: int,
     world_size: int,
@@ -40,6 +47,7 @@ def main(
     root: str | None = None,
     kill: tuple[int, int] | None = None,
     data: str = "texts",
+    notes: bool = False,
     output: str = "",
     **options: Any,
 ) -> None:
@@ -52,6 +60,7 @@ def main(
     callbacks: list[TrainerCallback] = []
     if root is not None:
         callbacks = [HoldfastCallback(root, base_every=3)]
+    callbacks += [Notes()] * notes
     if kill is not None:
         callbacks += [Kill(kill[1])] * (rank == kill[0])
     trainer = make(output or f"{root}.output", data=DATA[data](), callbacks=callbacks, **options)

@@ -42,7 +42,9 @@ from holdfast.universal.memory import InMemory
 from holdfast.universal.save import write_run
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
+    "ignore:torch.distributed is disabled",
+    "ignore:TypedStorage is deprecated",
+    "ignore:beginning from .* it has no random numbers",
 )
 
 WORLDS = [("ddp", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 2), ("fsdp2", 4), ("fsdp2_tp", 4), ("hsdp", 4)]

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
 from holdfast.state.progress import decode
 from holdfast.universal.convert import open_source
@@ -429,3 +430,22 @@ def test_files_that_were_cut_short_or_lack_what_they_should_have_are_refused(tmp
     change(path, lambda content: content["optimizer_state_dict"].pop(key))
     with pytest.raises(Damaged, match=f"rank_1_.*has no '{key}'"):
         open_source(folder)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_who_begins_from_it_is_told_that_it_has_no_random_numbers(tmp_path, stage):
+    model = torch.nn.Linear(3, 2)
+    state = random_state([{name: tuple(p.shape) for name, p in model.named_parameters()}])
+    write(tmp_path / "there", state, stage, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = state.step + 2  # with those that were skipped
+    for source in (tmp_path / "there", None):
+        with Checkpointer(tmp_path / "run", model=model, optimizer=optimizer) as checkpointer:
+            if source is not None:
+                with pytest.warns(
+                    UserWarning, match="it has no random numbers; the script's go on as they are"
+                ):
+                    assert checkpointer.resume(source=source) == steps
+                assert checkpointer.exactness == "state"
+            else:
+                assert checkpointer.resume() == steps and checkpointer.exactness == "continuation"

@@ -24,7 +24,9 @@ from holdfast.universal.load import read_flat
 from universal.megatron_files import GROUPS, HEADS, SIZES, STEP, Chunk, Chunked, How, State, state, write
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated"
+    "ignore:torch.distributed is disabled",
+    "ignore:TypedStorage is deprecated",
+    "ignore:beginning from .* it has no random numbers",
 )
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16}

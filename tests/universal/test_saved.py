@@ -29,7 +29,9 @@ from holdfast.universal.convert import format_of, open_source
 from holdfast.universal.convert.dcp_writer import write_dcp
 from holdfast.universal.restore import read_tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:beginning from .* it has no random numbers"
+)
 
 
 class Decoder(nn.Module):
@@ -957,3 +959,46 @@ def test_one_file_goes_before_the_index_of_an_earlier_save(tmp_path):
     stale = {"weight_map": {"w": "pytorch_model-00001-of-00002.bin"}}
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(stale))
     assert list(source_of(str(tmp_path)).atoms) == ["w/param"]
+
+
+class Numbers(nn.Module):
+    """All parameters of which are of no dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
+
+
+BESIDE = {
+    "nothing": {},
+    "a count": {"step": torch.tensor(3)},
+    "a generator": {"rng": torch.get_rng_state()},
+    "generators": {"random": {"cpu": torch.get_rng_state()}},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("called", ["model", "mine"])
+@pytest.mark.parametrize("kind", [Numbers, partial(nn.Linear, 1, 1)])
+@pytest.mark.parametrize("way", ["a file", "dcp"])
+def test_a_model_of_numbers_alone_is_found_beside_others(tmp_path, kind, called, beside, way):
+    def made(seed):
+        torch.manual_seed(seed)
+        model = kind()
+        optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+        for _ in range(seed):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    there, here = made(2), made(1)
+    states = {called: there[0].state_dict(), "optim": there[1].state_dict(), **BESIDE[beside]}
+    torch.save(states, tmp_path / "x") if way == "a file" else dcp.save(states, checkpoint_id=tmp_path / "x")
+    with Checkpointer(tmp_path / "run", model=here[0], optimizer=here[1]) as checkpointer:
+        checkpointer.resume(source=tmp_path / "x")
+    assert exact(here[0].state_dict()) == exact(there[0].state_dict())
+    for one, other in zip(there[0].parameters(), here[0].parameters(), strict=True):
+        assert exact(here[1].state[other]) == exact(there[1].state[one])

@@ -23,7 +23,7 @@ from .shell import members_of, module_of, optimizer_of
 
 def beside_records(progress: dict[str, Any]) -> dict[str, Any]:
     """What bases have in their ``progress`` and records do not, since it stays as it is."""
-    kept = ("given", "given_schedule", "replay", "rates", "aliases")
+    kept = ("given", "given_schedule", "given_frozen", "replay", "rates", "aliases")
     return {name: progress[name] for name in kept if name in progress}
 
 

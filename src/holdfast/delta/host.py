@@ -67,6 +67,7 @@ class Host:
         self._ring: Ring | None = None
         self._bases: BaseMaker | None = None
         self._step = self._base_step = -1
+        self._state_number = 0
         self._progress: dict[str, Any] = {}
         self._base_progress: dict[str, Any] = {}
         self._run: list[Any] = []
@@ -169,6 +170,7 @@ class Host:
             self._begin(about["begin"])
             self._base_step, self._begun = about["begin"]["durable"], True
         self._state, self._step, self._equal = state, about["step"], True
+        self._state_number = about["number"]
         if "again" in about:  # the base of this step has something else
             self._base_step = min(self._base_step, self._step - 1)
         if self._bases is None:
@@ -238,7 +240,7 @@ class Host:
         if self._base_under_way:
             self._publish()
         if self._base_step == self._step:
-            self._say(base=self._base_step)
+            self._say(base=self._base_step, of=self._state_number)
             return
         self._base_progress = {**self._progress, "values": self._state.values()}
         self._bases.begin()
@@ -262,7 +264,7 @@ class Host:
         if not self._kept:
             kept.drop(self._place)
         self._events.emit("base", step=self._base_step, durable_step=self._base_step)
-        self._say(base=self._base_step)
+        self._say(base=self._base_step, of=self._state_number)
 
     def _copies_left(self) -> int:
         """What copies for a base are still to be written. A disk that takes some is slow, and does not hang."""

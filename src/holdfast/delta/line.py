@@ -113,8 +113,10 @@ class Line:
             return set()
         updates = records[-1].about["updates"] if records and records[-1].step > self.base.step else []
         without = {name for update in updates for name in update["without"]}
-        members = {name for groups in replay["parameters"] for names in groups for name in names}
-        return members - set(replay["frozen"]) - without
+        members = [{name for names in groups for name in names} for groups in replay["parameters"]]
+        told = set[str]().union(*(members[update["optimizer"]] for update in updates))
+        frozen = set(replay["frozen"]) - told  # some may have begun to train since the base
+        return set[str]().union(*members) - frozen - without
 
     def replay_into(self, state: LiveState, rank: int, after_update: Callable[[int], None] | None) -> None:
         """Load the base and do the steps after it. What does not verify ends the line at the step before.

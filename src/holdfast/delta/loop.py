@@ -89,6 +89,8 @@ class Loop:
         """Steps in a row before which the schedule was moved after the step before had been noted."""
         self._told_of_buffers = False
         self._buffers_at_look: set[str] = set()
+        self._given_frozen: list[str] | None = None
+        """Parameters that did not require gradients at the first look."""
         self._looks: list[int] = []
         """Steps of which the last looks were."""
         self._hidden: list[dict[str, Marks]] = []
@@ -138,6 +140,8 @@ class Loop:
             own_residuals=self._hook is not None,
         )  # fmt: skip
         self._buffers_at_look = {atom.name for atom, _ in self.state.buffers().values()}
+        if self._given_frozen is None:
+            self._given_frozen = [p.name for p in self.state.parameters if not p.parameter.requires_grad]
 
     @property
     def update_again(self) -> Callable[[int], None] | None:
@@ -273,6 +277,7 @@ class Loop:
             **self.now,
             "given": self.script.given,
             "given_schedule": self.script.given_schedule,
+            "given_frozen": self._given_frozen,
             "values": self.state.values(),
             "replay": about,
             "rates": self.rates,

@@ -28,6 +28,9 @@ from .script import Script
 from .shell import members_of, places_of
 from .watching import Recovery
 
+SHOWN = 3
+"""Names of parameters in a sentence."""
+
 
 @dataclass
 class Recovered:
@@ -125,6 +128,7 @@ def recover(
             state.forget_residuals()
         base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
         odd += script.told_of_kept(base, progress)
+        odd += _told_of_thawed(line, state, ranks.rank)
         odd += [text for text in others.values() if text]
         odd += told_of_other(told_in(progress, base), needs_threads(state, after_update))
         script.restore(progress)
@@ -235,6 +239,28 @@ def _other_members(line: Line, state: LiveState) -> dict[str, str]:
         else ""
         for name in others
     }
+
+
+def _told_of_thawed(line: Line, state: LiveState, rank: int) -> list[str]:
+    """That parameters train now which the script of the base had frozen; of those that trained since then nothing. A
+    base of an earlier version does not say what was frozen."""
+    frozen = {
+        name for each in line.base.streams for name in line.base.progress_of(each).get("given_frozen") or ()
+    }
+    now = [
+        p.name
+        for p in state.parameters
+        if p.name in frozen - line.trained(rank)
+        and p.parameter.requires_grad
+        and state.optimizer_of(p) is not None
+    ]
+    if not now:
+        return []
+    more = f" and {len(now) - SHOWN} more" if now[SHOWN:] else ""
+    return [
+        f"{', '.join(now[:SHOWN])}{more}: frozen when the script was started before, and trained from here on. Which"
+        " parameters are is the script's and no part of the run."
+    ]
 
 
 def _said(place: tuple[int, int] | None) -> str:

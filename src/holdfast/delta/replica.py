@@ -82,6 +82,8 @@ class Replica:
         self._drift: str | None = None
         self._left: list[str] = []
         self._under_way = False
+        self._states = 0
+        """That were handed over."""
         self._helper = Helper(self._hear, deadline_seconds)
         self._post = Post(self._send)
         self.agreement: Agreement | None = None
@@ -209,7 +211,10 @@ class Replica:
         ring = {"part_bytes": self.pool.part_bytes, "count": num_slots}
         persist = again or self.durable_step < step
         more |= {"again": True} if again else {}
-        about = {"sync": describe(state), "step": step, "ring": ring, "needed": persist, **more}
+        self._states += 1
+        about = {
+            "sync": describe(state), "number": self._states, "step": step, "ring": ring, "needed": persist, **more,
+        }  # fmt: skip
         self._hand(about, persist)
         self._helper.wait_for_word("synced", self._wait_for)
         Disk(self._place).unlink(RING)
@@ -381,6 +386,8 @@ class Replica:
             self._done = about["done"]
             self.pool.give([self.pool.slots[number] for number in about["slots"]])
         elif "base" in about:
-            self._helper.durable_step, self._under_way = about["base"], False
+            self._helper.durable_step = about["base"]
+            if about["of"] == self._states:  # not one that was under way when another state was handed over
+                self._under_way = False
         elif "drift" in about:
             self._drift, self._left = about["drift"], []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -35,6 +36,11 @@ LARGE_BYTES, MOST_BYTES = 1 * MiB, 16 * MiB
 LOOK_EVERY = 100
 """Steps between two looks at how much that is."""
 
+MOVING = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
+"""In the state of a scheduler: where it is, and learning rates."""
+
+PLAIN = (bool, int, float, str)
+
 KNOWN = ("scheduler", "loader", "scaler")
 """What is not ``also=``."""
 
@@ -56,8 +62,8 @@ class Script:
         self._optimizers, self._things = optimizers, things
         self.given = [hyper_parameters(optimizer.param_groups) for optimizer in optimizers]
         """By optimizer, as the script had them before a resume put the run's in their place."""
-        self.given_schedule = _numbers_of(things.get("scheduler"))
-        """The same of the scheduler, by attribute."""
+        self.given_schedule = _given_to(things.get("scheduler"))
+        """The same of the scheduler and of those in it, by attribute and the way to it, as JSON."""
         self.text_bytes = 0
         """Of memory, about, that tensors in ``also=`` take as text in each record that waits."""
         self._looks, self._told = 0, False
@@ -152,10 +158,11 @@ class Script:
         own = progress.get("things", {}).get("scheduler")
         if not isinstance(own, Mapping):
             return None
+        runs = _numbers_of(decode(own))
         changed = [
-            f"{key} is {own[key]!r} and not {value!r}"
+            f"{key} is {decode(runs[key])!r} and not {decode(value)!r}"
             for key, value in self.given_schedule.items()
-            if value == value and value != before.get(key, value) and value != own.get(key, value)
+            if value == value and value != before.get(key, value) and value != runs.get(key, value)
         ]
         if not changed:
             return None
@@ -194,14 +201,31 @@ class Script:
         restore_random_state(decode(progress["random"]))
 
 
-def _numbers_of(scheduler: Any) -> dict[str, Any]:
-    """What a scheduler has been given, as far as that is plain; not where it is, nor the learning rates, which the
-    optimizer's groups say."""
+def _given_to(scheduler: Any) -> dict[str, Any]:
+    """What a scheduler has been given, as far as that is plain."""
     state = {} if scheduler is None else scheduler.state_dict()
-    if not isinstance(state, Mapping):
-        return {}
-    moving, plain = ("last_epoch", "_step_count"), (bool, int, float, str)
-    return {key: v for key, v in state.items() if type(v) in plain and type(key) is str and key not in moving}
+    return _numbers_of(state) if isinstance(state, Mapping) else {}
+
+
+def _numbers_of(state: Mapping[Any, Any], way: str = "") -> dict[str, Any]:
+    """The plain values in the state of a scheduler, and of those in it, by the ``way`` to each, as JSON. Not where it
+    is, nor the learning rates, which the optimizer's groups say."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        name = f"{way}{key}"
+        if type(key) is not str or key in MOVING:
+            continue
+        if type(value) in PLAIN or isinstance(value, Counter):
+            found[name] = encode(value, name)
+        elif isinstance(value, Mapping):
+            found |= _numbers_of(value, f"{name}.")
+        elif isinstance(value, (list, tuple)):
+            within = [(i, each) for i, each in enumerate(value) if isinstance(each, Mapping)]
+            for i, each in within:
+                found |= _numbers_of(each, f"{name}[{i}].")
+            if value and all(type(each) in PLAIN for each in value):
+                found[name] = encode(value, name)
+    return found
 
 
 def _is_fused(groups: Sequence[Mapping[str, Any]]) -> bool:

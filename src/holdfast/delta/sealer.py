@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import BadInput
+from ..state.growing import shorten
 from ..state.live import LiveState
 from .drift import digest
 from .image import image_of
@@ -21,10 +22,14 @@ SAMPLES = ""
 
 
 class Sealer:
-    """Of one run: buffers are recorded where they are not as they were when they were last."""
+    """Of one run: buffers are recorded where they are not as they were when they were last. So are long texts of the
+    script, if ``shortens``: of one that was gone on with, what was added."""
 
-    def __init__(self, state: LiveState) -> None:
+    def __init__(self, state: LiveState, shortens: bool = False) -> None:
         self._digests: dict[str, str] = {}
+        self._shortens = shortens
+        self._progress: dict[str, Any] | None = None
+        """Of the record before, with texts as they are; None if the next is to stand without it."""
         self._forgotten = False
         self._kinds = {key: (atom.dtype, atom.shape) for key, (atom, _) in state.buffers().items()}
 
@@ -37,7 +42,10 @@ class Sealer:
     ) -> Sealed:
         """``step``, which ``state`` is at. What is on a CUDA device is put into it when it has left that."""
         parts, slots = [], []
-        about: dict[str, Any] = {"base": base_step, "updates": [], "buffers": None, "progress": progress}
+        forgotten, self._forgotten = self._forgotten, False
+        told = shorten(progress, None if forgotten else self._progress)
+        self._progress = progress if self._shortens else None
+        about: dict[str, Any] = {"base": base_step, "updates": [], "buffers": None, "progress": told}
         for update in updates:
             assert update.slot is not None and update.part is not None
             about["updates"].append({**update.about(), "part": len(parts)})
@@ -45,7 +53,6 @@ class Sealer:
             if update.slot not in slots:
                 slots.append(update.slot)
         seen = self._buffers(state) | {SAMPLES: sampled(state.stored, step)}
-        forgotten, self._forgotten = self._forgotten, False
         sealed = Sealed(step, about, tuple(parts), tuple(slots))
         if devices_of(seen.values()):
             leaving = Leaving(seen)

@@ -49,7 +49,7 @@ class Survival(ABC):
         self._loop, self._options, self._events = loop, options, events
         self.staging_bytes = options.staging_bytes
         self._num_slots = self._slots_that_fit()
-        self._sealer = Sealer(loop.state)
+        self._sealer = Sealer(loop.state, shortens=not self.beside)  # a replica's record stands alone
         self.agreement: Agreement | None = None
         """With the other ranks, from ``begin`` on, where there are some."""
         self.begun = False

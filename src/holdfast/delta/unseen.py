@@ -92,8 +92,6 @@ class Unseen:
 
     def _wait(self, updated: bool) -> None:
         self.idle = 0 if updated else self.idle + 1
-        if self._any_distributed and not self._told:
-            return  # gradients may be accumulated where they are not seen
         way_out = "Give it the one whose step() the script calls; one that wraps another is given as the one inside."
         if self.idle >= PATIENCE:
             raise BadInput(
@@ -102,16 +100,19 @@ class Unseen:
             )
         if self.idle >= HINT and not self._hinted and not self._told and not self._accumulates():
             self._hinted = True
+            # FSDP2 keeps those of passes without an exchange where they are not seen
+            maybe = " Where gradients are accumulated over as many, nothing is wrong." * self._any_distributed
             warnings.warn(
                 f"in the last {HINT} iterations none of the optimizers that the Checkpointer was given has stepped, so"
-                f" nothing was recorded. {way_out} After {PATIENCE} this is an error.",
+                f" nothing was recorded.{maybe} {way_out} After {PATIENCE} this is an error.",
                 stacklevel=7,
             )
 
     def _accumulates(self) -> bool:
         """Whether some gradient was added to in about as many iterations as no optimizer has stepped in."""
         grads = [parameter.grad for parameter in chain.from_iterable(self._parameters)]
-        return any(grad is not None and changes_of(grad) >= self.idle // 2 for grad in grads)
+        local = [getattr(grad, "_local_tensor", grad) for grad in grads if grad is not None]
+        return any(changes_of(grad) >= self.idle // 2 for grad in local)
 
     def _now(self, place: int) -> Marks:
         parameters = self._parameters[place]

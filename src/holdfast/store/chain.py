@@ -14,6 +14,7 @@ from typing import Any
 from holdfast.errors import Damaged, DiskFailed, NoCommit, Unreadable
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
+from holdfast.state.growing import lengthen
 from holdfast.store.files import AnyDisk
 from holdfast.store.manifest import Manifest, Point
 from holdfast.store.reader import ATTEMPTS, RunReader
@@ -85,11 +86,16 @@ class Chain:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """Where everything was after the last step."""
-        last = self.records[-1] if self.records else None
-        if last is not None and last.step > self.first_step:
-            return last.about["progress"]
-        return self.base.progress_of(self.stream)
+        """Where everything was after the last step. Raises ``Damaged`` if the records do not go on what the base
+        has."""
+        later = [record for record in self.records if record.step > self.first_step]
+        told = [self.base.progress_of(self.stream), *(record.about["progress"] for record in later)]
+        try:
+            return lengthen(told)
+        except ValueError as error:
+            last = later[-1]
+            what = f"the record of step {last.step} in {last.path} does not follow those before it: {error}"
+            raise Damaged(what, path=last.path) from error
 
     @property
     def first_step(self) -> int:

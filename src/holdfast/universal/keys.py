@@ -98,8 +98,7 @@ def name_all(
     by_optimizer = {name for name, _ in states.values() if not name.isdecimal()}
     by_optimizer |= _names_in_groups(paths, optimizers)
     forms = {each(name) for name in by_optimizer for each in (canonical, unwrapped)}
-    shaped = [key for key in rest if tensors[key].shape] or rest  # a number beside a model is none
-    model = _model_root(shaped, paths, forms, where)
+    model = _model_root(_likely(rest, tensors), paths, forms, where)
     below = [key for key in rest if key.startswith(model)]
     in_model = [key for key in below if _is_direct(key, paths[key], model)] or below
     named = Named({}, model, optimizers)
@@ -122,6 +121,15 @@ def name_all(
             named.tensors[key] = (key, EXTRA)
     _set_seconds_apart(named)
     return named
+
+
+def _likely(keys: list[str], tensors: Mapping[str, Kind]) -> list[str]:
+    """Of ``keys`` those that tell where the model is. A number beside a model is none, nor is a generator's state,
+    which is bytes in a row; but a model may have numbers alone."""
+    shaped = [key for key in keys if tensors[key].shape]
+    weights = [key for key in shaped if len(tensors[key].shape) > 1 or tensors[key].dtype != "U8"]
+    numbers = [key for key in keys if not tensors[key].shape and slot_of(key, tensors[key]) == "param"]
+    return weights or numbers or shaped or keys
 
 
 def _set_seconds_apart(named: Named) -> None:

@@ -13,7 +13,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -207,10 +207,8 @@ class Files(Source):
 
     def __post_init__(self) -> None:
         path = Path(self.path)
-        try:
+        with looking_at(path):
             files = [*path.iterdir()] if path.is_dir() else [path]
-        except OSError as error:
-            raise _failure(path, error) from error
         for each in files:
             with suppress(OSError):
                 self._stamps[str(each)] = _stamp_of(os.stat(each))
@@ -223,16 +221,13 @@ class Files(Source):
 
     def refuse_rewritten(self) -> None:
         for path in sorted({part.path for part in self.parts if part.path}):
-            try:
+            with looking_at(path), suppress(FileNotFoundError):  # what was read of it is still what was in it
                 self._compare(path, os.stat(path))
-            except FileNotFoundError:
-                continue  # what was read of it is still what was in it
-            except OSError as error:
-                raise _failure(Path(path), error) from error
 
     def _opened(self, part: Part) -> File:
         try:
-            file = open_file(Path(part.path), write=False, create=False, direct=False)
+            with looking_at(part.path):
+                file = open_file(Path(part.path), write=False, create=False, direct=False)
         except FileNotFoundError:
             raise FileMissing(f"{part.path} is missing", path=part.path) from None
         try:
@@ -333,10 +328,16 @@ class WithNumbers(Files):
             super().read(part, offset, into)
 
 
-def _failure(path: Path, error: OSError) -> DiskFailed:
-    return DiskFailed(
-        f"cannot look at {path}: {error.strerror or error}. Make it readable, or check the device."
-    )
+@contextmanager
+def looking_at(path: object) -> Iterator[None]:
+    """Whoever looks at ``path`` or below it meets ``DiskFailed`` where the system refuses that, unless it is gone."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        where, why = error.filename or path, error.strerror or error
+        raise DiskFailed(f"cannot look at {where}: {why}. Make it readable, or check the device.") from error
 
 
 def _stamp_of(status: os.stat_result) -> tuple[int, int]:

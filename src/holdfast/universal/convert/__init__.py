@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from ...errors import BadInput
-from ..source import Source
+from ..source import Source, looking_at
 from .dcp import DCP, is_dcp
 from .dcp_safetensors import ShardedSafetensors, is_sharded
 from .deepspeed import is_deepspeed, open_deepspeed
@@ -29,7 +29,8 @@ FORMATS: list[tuple[str, Callable[[Path], bool], Callable[[Path], Source]]] = [
 
 def format_of(path: Path) -> str | None:
     """Of a path; None if it is of none that is known."""
-    return next((name for name, is_it, _ in FORMATS if path.exists() and is_it(path)), None)
+    with looking_at(path):
+        return next((name for name, is_it, _ in FORMATS if path.exists() and is_it(path)), None)
 
 
 def is_of_others(path: PurePath) -> bool:
@@ -40,12 +41,14 @@ def is_of_others(path: PurePath) -> bool:
 def open_source(path: Path) -> Source:
     """The training state at ``path``, of whatever foreign format it is.
 
-    Raises ``BadInput`` if it is of none that is known, ``Damaged`` if it is not whole.
+    Raises ``BadInput`` if it is of none that is known, ``Damaged`` if it is not whole, ``DiskFailed`` if it cannot be
+    read.
     """
-    if not path.exists():
-        raise BadInput(f"{path} is not there")
-    for _, is_it, opened in FORMATS:
-        if is_it(path):
-            return opened(path)
+    with looking_at(path):
+        if not path.exists():
+            raise BadInput(f"{path} is not there")
+        for _, is_it, opened in FORMATS:
+            if is_it(path):
+                return opened(path)
     known = ", ".join(name for name, _, _ in FORMATS)
     raise BadInput(f"{path} is neither a run nor of another format that is known here: {known}")

@@ -16,7 +16,7 @@ from ...state.pieces import Pieces, dense, row_major
 from ..archives import Archive
 from ..pickles import Tensor
 from ..plain import bytes_of
-from ..source import NUM_LOCKS, Part, WithNumbers
+from ..source import NUM_LOCKS, Part, WithNumbers, looking_at
 from .dcp_metadata import Entry, Shards
 
 
@@ -69,7 +69,8 @@ class Entries(WithNumbers):
         """What goes wrong inside says of which tensor."""
         key, entry, _ = self._entries[part]
         try:
-            yield
+            with looking_at(entry.path):
+                yield
         except Damaged as error:
             where = error.path, error.offset, error.nbytes
             raise type(error)(

@@ -219,6 +219,8 @@ class Tap:
         if self._open[index]:  # a subclass calls the step() it overrides: part of the update that is open
             self._open[index] += 1
             return
+        for flattened in self._state.flattened:
+            flattened.held()  # gathered ones it would update for nothing
         if not self.updates:
             self.begins()
         self._look_for_changes(True, index)  # by the script, since the last step, or by other pre-hooks

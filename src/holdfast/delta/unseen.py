@@ -92,7 +92,7 @@ class Unseen:
 
     def _wait(self, updated: bool) -> None:
         self.idle = 0 if updated else self.idle + 1
-        if self._any_distributed and not self._told:
+        if (self._any_distributed or self._state.flattened) and not self._told:
             return  # gradients may be accumulated where they are not seen
         way_out = "Give it the one whose step() the script calls; one that wraps another is given as the one inside."
         if self.idle >= PATIENCE:

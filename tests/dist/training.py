@@ -18,12 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -31,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from delta.test_leaving import Device
+from dist import flattened
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.loader import loader as loader_of
@@ -137,13 +133,6 @@ SPOILT: dict[str, Callable[[Any], dict[str, Any]]] = {
 """What keeps a codec, or a model, from being used."""
 
 
-STRATEGIES = {
-    "grad": ShardingStrategy.SHARD_GRAD_OP,
-    "none": ShardingStrategy.NO_SHARD,
-    "hybrid": ShardingStrategy.HYBRID_SHARD,
-}
-
-
 class Cursor:
     """A loader that knows how many batches its own rank has had, as torchdata's StatefulDataLoader does."""
 
@@ -205,7 +194,7 @@ def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp
             model, mesh=init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("r", "s"))
         )
     if kind.startswith("fsdp1"):
-        return fsdp1(model, kind)
+        return flattened.wrapped(model, kind)
     if kind in ("tp", "fsdp_tp"):
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("data", "tensor"))
         odd = {
@@ -217,64 +206,11 @@ def wrapped(kind: str, world_size: int, width: int = 13, tiny: bool = False, mlp
     return model
 
 
-def fsdp1(model: nn.Module, kind: str) -> nn.Module:
-    """In FSDP1: each layer of its own and what is left, or all in one, as the words after "fsdp1" say."""
-    options: dict[str, Any] = {"use_orig_params": "flat" not in kind, "device_id": torch.device("cpu")}
-    if "flat" in kind:
-        model.requires_grad_(True)
-    for word, strategy in STRATEGIES.items():
-        if word in kind:
-            options["sharding_strategy"] = strategy
-    if "hybrid" in kind:
-        options["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
-    if "bf16" in kind:
-        options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
-    if "layers" in kind:
-        for name in ("first", "second"):
-            setattr(model, name, FullyShardedDataParallel(getattr(model, name), **options))
-    whole = FullyShardedDataParallel(model, **options)
-    return whole.module if kind.endswith("inside") else whole
-
-
-def clip_norm(model: nn.Module) -> None:
-    """As each kind of parallelism does it."""
-    if isinstance(model, FullyShardedDataParallel):
-        model.clip_grad_norm_(0.5)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-
-
-def whole_of_fsdp1(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """A digest as that of ``whole_state``, of what each rank holds put together by where FSDP1 says that it begins."""
-    mine = {}
-    for handle in (m._handle for m in model.modules() if isinstance(m, FullyShardedDataParallel)):
-        flat = handle.flat_param if handle is not None else None
-        rows = zip(flat._params, flat._param_infos, flat._shard_param_infos, flat._shapes) if flat is not None else ()
-        for parameter, info, part, shape in rows:
-            [name] = [n for n, p in model.named_parameters() if p is parameter]
-            name = name.replace("_fsdp_wrapped_module.", "")
-            whole = not handle.uses_sharded_strategy
-            held = {"param": parameter.detach(), **optimizer.state.get(parameter, {})} if part.in_shard else {}
-            start = 0 if whole else part.intra_param_start_idx
-            mine |= {(f"{name}/{slot}", tuple(shape)): (start, v.clone()) for slot, v in held.items()}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    found: dict[str, Any] = {}
-    for part in every:
-        for (key, shape), (start, value) in part.items():
-            if value.dim() == 0 and not key.endswith("/param"):
-                found[key] = value
-            else:
-                flat = found.setdefault(key, torch.full(shape, torch.nan, dtype=value.dtype)).view(-1)
-                flat[start : start + value.numel()] = value.reshape(-1)
-    return digest(dict(sorted(found.items())))
-
-
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, averages: nn.Module | None = None) -> str:
     """A digest of parameters and optimizer state, whole, the same under any parallelism."""
-    if isinstance(model, FullyShardedDataParallel):
-        return whole_of_fsdp1(model, optimizer)
     found = {}
+    if flattened.is_wrapped(model):
+        return digest(flattened.whole_state(model, optimizer))
     for name, parameter in model.named_parameters():
         held = {"param": parameter.detach(), **optimizer.state.get(parameter, {})}
         for slot, value in held.items():
@@ -562,7 +498,7 @@ def train(
             if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
                 dist.all_reduce(plain.first.bias.grad)
             if clip and not mlp:  # torch cannot clip what is on several meshes
-                clip_norm(model)
+                flattened.clip(model)
             if step == edit_at:
                 plain.first.weight.grad[2, 3] += 1e-3
             if step == dense_at:

@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import nn
 
-from ..ranks import Ranks
 from ..errors import ModelNotSupported
+from ..ranks import Ranks
 from ..state.cuts import copies, owners
 from ..state.live import LiveState
 from ..state.stretches import Region, Stretch

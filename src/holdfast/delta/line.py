@@ -221,7 +221,9 @@ class Line:
         placed = self._placed(stream)
         for unit, tensors in _loaded(self.store, files, loaded):
             told = {placed[unit, there]: tensor for there, tensor in tensors.items()}
-            found = [(*at, each) for at, each in told.items() if self._is_wanted(stream, at[0], wanted, state)]
+            found = [
+                (*at, each) for at, each in told.items() if self._is_wanted(stream, at[0], wanted, state)
+            ]
             if all(box is None for _, box, _ in found):
                 state.load({key: tensor for key, _, tensor in found})
                 continue

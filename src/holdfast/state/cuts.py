@@ -101,7 +101,9 @@ class Copied(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def copies(held: Sequence[Mapping[str, tuple[Region, int]]], stored: Sequence[set[str]]) -> tuple[Copied, ...]:
+def copies(
+    held: Sequence[Mapping[str, tuple[Region, int]]], stored: Sequence[set[str]]
+) -> tuple[Copied, ...]:
     """What several ranks hold, in an order that all have, given what each holds and stores (``owners``).
 
     >>> one, two = (Box((0,), (4,)), 16), (Box((0,), (2,)), 8)

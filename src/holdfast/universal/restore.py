@@ -95,8 +95,7 @@ def _match(state: LiveState, source: Source, allowed: Allowed) -> Match:
 
 def _forms_of(state: LiveState) -> list[Form]:
     forms = [
-        Form(p.names, p.shape, (TO_NAME[p.parameter.dtype],), state.is_trained(p))
-        for p in state.parameters
+        Form(p.names, p.shape, (TO_NAME[p.parameter.dtype],), state.is_trained(p)) for p in state.parameters
     ]
     return forms + [
         Form((atom.name,), atom.shape, (atom.dtype,), is_buffer=True) for atom, _ in state.buffers().values()

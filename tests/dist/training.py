@@ -128,6 +128,8 @@ SPOILT: dict[str, Callable[[Any], dict[str, Any]]] = {
     "by a scaler": lambda model: {"scaler": torch.amp.GradScaler("cpu")},
     "by a hook": lambda model: model.register_comm_hook(None, allreduce_hook) or {},
     "by a scalar": lambda model: setattr(model.module, "scale", nn.Parameter(torch.ones(()))) or {},
+    "by after_update": lambda model: {"after_update": int},
+    "by averages": lambda model: {"averages": nn.Linear(2, 2)},
     "by strides": lambda model: setattr(model.first, "weight", nn.Parameter(strided())) or {},
 }
 """What keeps a codec, or a model, from being used."""

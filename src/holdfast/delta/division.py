@@ -14,7 +14,7 @@ import xxhash
 from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.live import BUFFERS, CARRIED, Held, LiveState
-from ..state.stretches import Stretch
+from ..state.stretches import FLAT, Stretch
 from ..store.generations import Generations
 from ..store.layout import METADATA, Layout
 from ..units import MiB, packed
@@ -23,10 +23,6 @@ from ..update.kinds import is_elementwise
 UNIT_BYTES = 64 * MiB
 """About how large a unit is. A parameter that has more is divided by rows where its optimizer updates each element by
 itself, and is a unit otherwise."""
-
-FLAT = "flat"
-"""Of a fragment in an index: which elements of the flattened tensor it is, of a writer that held what it stored as a
-stretch of those."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
 from ..io.buffers import Buffer
 from ..state.boxes import Box, joined
 from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState
-from ..state.stretches import Region, Stretch
+from ..state.stretches import FLAT, Region, Stretch
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
@@ -28,7 +28,6 @@ from ..store.reading import index_of_stream, read_file
 from ..update.kinds import is_elementwise
 from .codecs import Spreads
 from .computing import computing_as, needs_threads, told_in
-from .division import FLAT
 from .ghost import Ghost, pour
 from .recorder import BOUND
 from .replay import OtherCut, Taken, apply, fingerprint

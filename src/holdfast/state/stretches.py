@@ -15,6 +15,9 @@ import torch
 from .boxes import Box
 from .pieces import flat_boxes
 
+FLAT = "flat"
+"""Of a fragment in an index: which elements of the flattened tensor it is, where its writer held them as a stretch."""
+
 
 @dataclass(frozen=True, order=True)
 class Stretch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import HoldfastError
+from holdfast.state.live import LiveState
+from survive_run import digest
 
 STRATEGIES = {
     "grad": ShardingStrategy.SHARD_GRAD_OP,
@@ -85,3 +92,173 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple
             start = part.intra_param_start_idx if handle.uses_sharded_strategy else 0
             mine |= {f"{names[id(p)]}/{slot}": (shape, start, v.clone()) for slot, v in held.items()}
     return mine
+
+
+def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], case: str, root: str) -> None:
+    """One of ``CASES``, on each rank."""
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    CASES[case](say, root)
+    dist.destroy_process_group()
+    say(finished=True)
+
+
+def cpu(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(7)
+    model(torch.randn(5, 7)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def error_of(what: Callable[[], Any]) -> str:
+    try:
+        what()
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def gathered(say: Callable[..., None], root: str) -> None:
+    """A base and a step inside of ``summon_full_params``."""
+    model = cpu(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    checkpointer = Checkpointer(root, model=model, optimizer=optimizer)
+    checkpointer.resume()
+    step(model, optimizer)
+    checkpointer.step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        say(save=error_of(checkpointer.save), step=error_of(optimizer.step))
+    checkpointer.close(save=False)
+
+
+class Tied(nn.Module):
+    """The same matrix twice, in another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(7, 5, bias=False), nn.Linear(7, 5, bias=False)
+        self.out.weight = self.into.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.into(x) + self.out(x.relu())
+
+
+class Scalar(nn.Module):
+    """One element, of which all ranks but one have nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Nested(nn.Module):
+    """Three axes, of which a rank has parts of rows of rows; a layer that is wrapped by itself inside of one that is;
+    one that is frozen."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.cube = nn.Parameter(torch.randn(3, 5, 7))
+        self.inner = wrap(nn.Sequential(wrap(nn.Linear(7, 5)), nn.Linear(5, 7)))
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,aji->baj", self.frozen(self.inner(x)), self.cube)
+
+
+ODD: dict[str, Callable[[Callable[[nn.Module], nn.Module]], nn.Module]] = {
+    "tied": lambda wrap: Tied(),
+    "scalar": lambda wrap: Scalar(),
+    "nested": Nested,
+    "tiny": lambda wrap: nn.Linear(7, 1, bias=False),
+}
+
+
+def come_back(case: str, say: Callable[..., None], root: str) -> None:
+    """Train under FSDP1, then resume under FSDP1 and without it, from a base and records."""
+    model = cpu(ODD[case](cpu))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with Checkpointer(root, model=model, optimizer=optimizer, base_every=50) as checkpointer:
+        checkpointer.resume()
+        for _ in range(3):
+            step(model, optimizer)
+            checkpointer.step()
+    say(before=digest(whole_state(model, optimizer)))
+    steps = []
+    for name, wrap in (("again", cpu), ("plain", lambda module: module)):
+        model = wrap(ODD[case](wrap))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(7)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with Checkpointer(root, model=model, optimizer=optimizer) as checkpointer:
+            steps.append(checkpointer.resume())
+        say(**{name: digest(whole_state(model, optimizer) if is_wrapped(model) else plain(model, optimizer))})
+    say(steps=steps)
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """As ``whole_state``, of a model that is not wrapped."""
+    found = {}
+    for name, p in model.named_parameters():
+        held = {"param": p.detach(), **optimizer.state.get(p, {})}
+        found |= {f"{name}/{slot}": value for slot, value in held.items()}
+    return dict(sorted(found.items()))
+
+
+def books(say: Callable[..., None], root: str) -> None:
+    """What is told of a model whose FSDP1 says, or does, something that is not so."""
+    model = cpu(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    flat = model._handle.flat_param
+    infos = list(flat._shard_param_infos)
+    held = next(number for number, info in enumerate(infos) if info.in_shard)
+    further = infos[held]._replace(intra_param_start_idx=infos[held].intra_param_start_idx + 1)
+    parameter, info = flat._params[held], flat._param_infos[held]
+
+    def look() -> str:
+        return error_of(lambda: LiveState(model, [optimizer]))
+
+    told = {"as they are": look()}
+    falsified: dict[str, dict[str, Any]] = {
+        "another range": {"_shard_param_infos": (*infos[:held], further, *infos[held + 1 :])},
+        "nothing here": {"_shard_param_infos": tuple(each._replace(in_shard=False) for each in infos)},
+        "fewer shapes": {"_shapes": flat._shapes[:-1]},
+        "another size": {"_numels": tuple(n + 1 for n in flat._numels)},
+        "other padding": {"_numels_with_padding": tuple(n + 9 for n in flat._numels_with_padding)},
+        "no padding": {"_is_padding_mask": None},
+        "another parameter": {"_params": [nn.Parameter(each.detach().clone()) for each in flat._params]},
+    }
+    for what, changes in falsified.items():
+        with changed(flat, changes):
+            told[what] = look()
+    with changed(parameter, {"data": parameter.data.clone()}):
+        told["elsewhere"] = look()
+    with changed(info.module, {info.param_name: nn.Parameter(parameter.detach())}):
+        told["replaced"] = look()
+    say(told=told)
+
+
+@contextmanager
+def changed(thing: Any, changes: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(thing, name) for name in changes}
+    for name, value in changes.items():
+        setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
+
+
+CASES: dict[str, Callable[[Callable[..., None], str], None]] = {
+    "gathered": gathered,
+    "books": books,
+    **{case: lambda say, root, case=case: come_back(case, say, root) for case in ODD},
+}

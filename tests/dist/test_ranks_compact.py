@@ -48,6 +48,9 @@ def content(root, step):
         return held, cuts, progress
 
 
+PLACES = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp1", 2), ("fsdp1 layers", 3)]
+
+
 @pytest.mark.parametrize(
     "place, optimizer",
     one_in(

@@ -393,7 +393,7 @@ def _region_of(atom: dict[str, Any]) -> Region:
     """What the writer of one stream stored of ``atom``."""
     flat = [fragment[FLAT] for fragment in atom["fragments"] if FLAT in fragment]
     if flat:
-        return Stretch(tuple(atom["shape"]), min(start for start, _ in flat), max(stop for _, stop in flat))
+        return Stretch.joined(tuple(atom["shape"]), flat)
     return joined(Box.from_json(fragment["global"]) for fragment in atom["fragments"])[0]
 
 

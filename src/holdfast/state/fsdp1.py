@@ -68,6 +68,8 @@ def flattened_of(model: nn.Module) -> dict[int, Flattened]:
             where = path or "the model"
             try:
                 found.update(_of_wrapper(where, module))
+            except BadInput:
+                raise
             except (AttributeError, TypeError, ValueError, KeyError) as error:
                 raise _refused(
                     where,
@@ -101,6 +103,8 @@ def _of_wrapper(where: str, wrapper: Any) -> Iterator[tuple[int, Flattened]]:
         )
     _need(len(flat._params) == len(flat._param_infos) == len(flat._shapes), "as many parameters as shapes")
     _need(all(info.module is not None for info in flat._param_infos), "a module of each parameter")
+    shares = handle.world_size if handle.uses_sharded_strategy else 1
+    _need(flat.data.numel() == -(-sum(flat._numels_with_padding) // shares), "how large a share is")
     ids = {id(parameter) for parameter in flat._params}
     _need(all(id(parameter) in ids for parameter in flat._shared_params), "that tied parameters are one")
     rows = zip(flat._params, flat._param_infos, flat._shapes, _positions(flat), strict=True)

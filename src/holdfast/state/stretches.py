@@ -7,13 +7,16 @@ whole tensor it is several boxes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-
-import torch
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
 
 from .boxes import Box
 from .pieces import flat_boxes
+
+if TYPE_CHECKING:
+    import torch
 
 FLAT = "flat"
 """Of a fragment in an index: which elements of the flattened tensor it is, where its writer held them as a stretch."""
@@ -31,6 +34,18 @@ class Stretch:
     whole: tuple[int, ...]
     first: int
     stop: int
+
+    @classmethod
+    def joined(cls, whole: tuple[int, ...], ranges: Iterable[Sequence[int]]) -> Stretch:
+        """Of ranges of elements that follow each other, in any order.
+
+        >>> Stretch.joined((3, 4), [(5, 9), (3, 5)])
+        Stretch(whole=(3, 4), first=3, stop=9)
+        """
+        in_order = sorted((first, stop) for first, stop in ranges)
+        if any(before[1] != after[0] for before, after in pairwise(in_order)):
+            raise ValueError(f"the ranges {in_order} of a flattened tensor do not follow each other")
+        return cls(whole, in_order[0][0], in_order[-1][1])
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -135,6 +135,34 @@ def gathered(say: Callable[..., None], root: str) -> None:
     checkpointer.close(save=False)
 
 
+def written_back(say: Callable[..., None], root: str) -> None:
+    """What is done while parameters are gathered is part of the run; that they are looked at is nothing."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = cpu(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    model, optimizer = made()
+    losses = []
+    with Checkpointer(root, model=model, optimizer=optimizer, base_every=50) as checkpointer:
+        checkpointer.resume()
+        for number in range(6):
+            step(model, optimizer)
+            checkpointer.step()
+            losses.append(checkpointer._survival.pace._losses)
+            model.state_dict()
+            with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+                pass
+            if number == 3:
+                with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+                    model.module[0].weight[4, 5] += 1  # nobody but FSDP1 sees it
+    before = digest(whole_state(model, optimizer))
+    model, optimizer = made()
+    with Checkpointer(root, model=model, optimizer=optimizer) as checkpointer:
+        say(resumed=checkpointer.resume(), again=digest(whole_state(model, optimizer)))
+    say(before=before, losses=losses)
+
+
 class Tied(nn.Module):
     """The same matrix twice, in another module."""
 
@@ -259,6 +287,7 @@ def changed(thing: Any, changes: dict[str, Any]) -> Iterator[None]:
 
 CASES: dict[str, Callable[[Callable[..., None], str], None]] = {
     "gathered": gathered,
+    "written back": written_back,
     "books": books,
     **{case: lambda say, root, case=case: come_back(case, say, root) for case in ODD},
 }

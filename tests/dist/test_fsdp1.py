@@ -92,6 +92,12 @@ def test_steps_and_bases_are_refused_while_parameters_are_gathered(cases, tmp_pa
             assert "outside of summon_full_params()" in each[what]
 
 
+def test_what_is_written_back_from_gathered_parameters_is_part_of_the_run(cases, tmp_path):
+    for each in told(cases, tmp_path, "written back"):
+        assert (each["resumed"], each["again"]) == (6, each["before"])
+        assert each["losses"] == [0, 0, 0, 0, 1, 1]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("case", ["tied", "scalar", "nested", "tiny"])
 def test_models_that_are_odd_come_back_wrapped_and_not(cases, tmp_path, case, ranks):

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import shutil
+from math import prod
 
 import pytest
 
 from combined import one_in
-from dist.test_ranks import ended
+from dist.test_ranks import ended, flip
 from dist.world import World
+from holdfast.errors import RuleError
+from holdfast.sources import source_of
+from holdfast.state.atoms import DTYPE_BYTES
+from holdfast.state.boxes import Box
+from holdfast.store.chain import verify_records
+from holdfast.store.files import Disk
+from holdfast.store.reader import RunReader
+from holdfast.store.reading import regions
+from holdfast.store.segments import read_segment, segments
+from holdfast.universal.convert.huggingface import write_single
+from holdfast.universal.ruled import infer
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +112,76 @@ def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_pa
     for one, other in zip(whole, rest, strict=True):
         assert other["losses"] == one["losses"][other["resumed"] :]
         assert other["digests"].items() <= one["digests"].items()
+
+
+@pytest.mark.parametrize("kind", ["fsdp1 layers", "fsdp1 layers grad"])
+def test_a_run_that_accumulates_goes_on_as_if_it_had_not_been_closed(world, tmp_path, kind):
+    """Under ``no_sync`` gradients are whole until the last of them."""
+    common = {"kind": kind, "accumulate": 3}
+    whole = ended(world.run(2, root=tmp_path / "whole", steps=9, **common))
+    ended(world.run(2, root=tmp_path / "cut", steps=5, base_every=3, **common))
+    rest = ended(world.run(2, root=tmp_path / "cut", steps=9, **common))
+    for one, other in zip(whole, rest, strict=True):
+        assert (other["resumed"], other["lost"]) == (5, 0)
+        assert other["losses"] == one["losses"][5:]
+        assert other["digests"].items() <= one["digests"].items()
+
+
+@pytest.mark.parametrize("unit_bytes", [60, 1 << 20])
+def test_bases_are_made_beside_training_of_parts_of_several_steps(world, tmp_path, unit_bytes):
+    """In units of a few elements, and of all that there is."""
+    common = {"kind": "fsdp1 layers", "unit_bytes": unit_bytes}
+    whole = ended(world.run(2, root=tmp_path / "whole", steps=40, **common))
+    ended(world.run(2, root=tmp_path / "run", steps=36, base_every=3, pause=0.05, **common))
+    with RunReader(tmp_path / "run") as reader:
+        manifest = reader.head()
+        assert manifest.step > 10
+        assert reader.verify(manifest) == []
+        assert (len({file.step for file in manifest.files.values()}) > 2) == (unit_bytes == 60)
+        assert verify_records(reader, manifest) == (36, [])
+    rest = ended(world.run(2, root=tmp_path / "run", steps=40, **common))
+    assert rest[0]["resumed"] == 36
+    assert rest[0]["digests"].items() <= whole[0]["digests"].items()
+    third = ended(world.run(3, root=tmp_path / "run", steps=40, **common))
+    assert third[0]["digests"]["40"] == whole[0]["digests"]["40"]
+
+
+def test_a_base_has_each_tensor_whole_in_boxes_that_any_reader_knows(world, tmp_path):
+    """What a rank stored is the boxes that its elements are, whatever files they are in."""
+    ended(world.run(2, kind="fsdp1", root=tmp_path, steps=5, save_at=5))
+    with RunReader(tmp_path) as reader:
+        manifest = reader.head()
+        atoms = reader.atoms(manifest)
+        for key, atom in atoms.items():
+            assert (
+                len(reader.read_atom(manifest, atom)) == prod(atom["shape"]) * DTYPE_BYTES[atom["dtype"]]
+            ), key
+        assert tuple(atoms["first.weight/exp_avg"]["shape"]) == (13, 7)
+        assert regions(manifest, atoms)["first.weight/exp_avg"] == [
+            (0, Box((0, 0), (12, 7))), (0, Box((12, 0), (13, 5))), (1, Box((12, 5), (13, 7))),
+        ]  # fmt: skip
+        flat = [fragment["flat"] for fragment in atoms["first.weight/exp_avg"]["fragments"]]
+        assert (min(flat)[0], max(flat)[1]) == (0, 91)
+        with pytest.raises(RuleError, match="stretches of the flattened scale/param"):
+            infer(reader, manifest)
+
+
+def test_a_file_of_such_a_run_is_begun_from_by_ranks_of_it(world, tmp_path):
+    before = ended(world.run(2, kind="fsdp1 layers", root=tmp_path / "run", steps=5))
+    source = write_single(source_of(str(tmp_path / "run")), tmp_path / "state.safetensors")
+    order = {"kind": "fsdp1", "steps": 5, "resume": {"source": str(source)}}
+    after = ended(world.run(3, root=tmp_path / "other", **order))
+    assert after[0]["digests"] == {"5": before[0]["digests"]["5"]}
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_record_of_one_rank_ends_the_chain_of_all(world, tmp_path, damaged):
+    before = ended(world.run(2, kind="fsdp1 layers", root=tmp_path, steps=9, base_every=100))
+    ref = segments(Disk(tmp_path), f"rank-{damaged:05d}")[-1]
+    records, _ = read_segment(Disk(tmp_path), ref)
+    flip(tmp_path / ref.path, records[-1].offset + records[-1].header_bytes + 8200)
+    for ranks in (3, 2):
+        shutil.copytree(tmp_path, copy := tmp_path.with_name(f"{tmp_path.name}-{ranks}"))
+        after = ended(world.run(ranks, kind="fsdp1 layers", root=copy, steps=8))
+        assert after[0]["resumed"] == 8
+        assert after[0]["digests"] == {"8": before[0]["digests"]["8"]}

@@ -89,6 +89,9 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple
         flat = handle.flat_param
         for p, part, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
             held = {"param": p.detach(), **optimizer.state.get(p, {})} if part.in_shard else {}
+            assert part.in_shard or not optimizer.state.get(p), (
+                f"state of {names[id(p)]}, of which nothing is here"
+            )
             start = part.intra_param_start_idx if handle.uses_sharded_strategy else 0
             mine |= {f"{names[id(p)]}/{slot}": (shape, start, v.clone()) for slot, v in held.items()}
     return mine
@@ -151,11 +154,11 @@ def written_back(say: Callable[..., None], root: str) -> None:
             checkpointer.step()
             losses.append(checkpointer._survival.pace._losses)
             model.state_dict()
-            with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            with FullyShardedDataParallel.summon_full_params(model, writeback=number % 2 == 0):
                 pass
             if number == 3:
                 with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
-                    model.module[0].weight[4, 5] += 1  # nobody but FSDP1 sees it
+                    model.module[0].weight[4, 5] += 1
     before = digest(whole_state(model, optimizer))
     model, optimizer = made()
     with Checkpointer(root, model=model, optimizer=optimizer) as checkpointer:

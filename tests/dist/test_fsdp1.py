@@ -92,7 +92,7 @@ def test_steps_and_bases_are_refused_while_parameters_are_gathered(cases, tmp_pa
             assert "outside of summon_full_params()" in each[what]
 
 
-def test_what_is_written_back_from_gathered_parameters_is_part_of_the_run(cases, tmp_path):
+def test_what_is_done_to_gathered_parameters_is_part_of_the_run(cases, tmp_path):
     for each in told(cases, tmp_path, "written back"):
         assert (each["resumed"], each["again"]) == (6, each["before"])
         assert each["losses"] == [0, 0, 0, 0, 1, 1]

@@ -29,16 +29,19 @@ def world():
         yield world
 
 
-KINDS = ["fsdp1", "fsdp1 layers", "fsdp1 layers grad", "fsdp1 layers none"]
+KINDS = [
+    ("fsdp1", 2, 0), ("fsdp1 layers", 2, 0), ("fsdp1 layers grad", 2, 0), ("fsdp1 layers none", 2, 0),
+    ("fsdp1 layers bf16", 2, 9), ("fsdp1 layers hybrid", 4, 0),
+]  # fmt: skip
 NO_SHARD = "The `NO_SHARD` sharding strategy is deprecated"
 
 
-@pytest.mark.parametrize("kind, mlp", [*((kind, 0) for kind in KINDS), ("fsdp1 layers bf16", 9)])
-def test_two_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, kind, mlp):
+@pytest.mark.parametrize("kind, ranks, mlp", KINDS)
+def test_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, kind, ranks, mlp):
     """No step is lost to a record, as one that seems to be changed otherwise than by the optimizer would be."""
-    whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=9, mlp=mlp))
-    ended(world.run(2, kind=kind, root=tmp_path / "cut", steps=5, base_every=3, mlp=mlp))
-    rest = ended(world.run(2, kind=kind, root=tmp_path / "cut", steps=9, base_every=3, mlp=mlp))
+    whole = ended(world.run(ranks, kind=kind, root=tmp_path / "whole", steps=9, mlp=mlp))
+    ended(world.run(ranks, kind=kind, root=tmp_path / "cut", steps=5, base_every=3, mlp=mlp))
+    rest = ended(world.run(ranks, kind=kind, root=tmp_path / "cut", steps=9, base_every=3, mlp=mlp))
     for one, other in zip(whole, rest, strict=True):
         assert other["resumed"] == 5
         assert other["losses"] == one["losses"][5:]

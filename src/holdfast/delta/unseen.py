@@ -2,7 +2,6 @@
 
 Each tensor counts its changes in place. The count moves by what an optimizer does, and by what is done to the tensor
 itself; not by what is done through ``.data`` or NumPy, but a parameter that is given other memory is seen by its place.
-Of parameters that FSDP1 has flattened the changes of the flat one count as well, past which they may be written to.
 This is asked three times in every step, so that each look is a few passes over flat lists.
 """
 
@@ -18,7 +17,6 @@ import torch
 
 from ..errors import BadInput
 from ..state.cuts import is_distributed
-from ..state.fsdp1 import THIS, Flattened
 from ..state.live import LiveState
 
 PATIENCE = 1000
@@ -27,9 +25,9 @@ PATIENCE = 1000
 HINT = 100
 """Iterations without a step that are told, unless gradients are accumulated."""
 
-Marks = tuple[list[int], list[int], list[int], list[Any], list[int]]
+Marks = tuple[list[int], list[int], list[int], list[Any]]
 """Of parameters how often they were changed and where they lie, of an optimizer's state which things it has and how
-often those were changed, or what they are, and of flattened parameters how often they were changed as such."""
+often those were changed, or what they are."""
 
 
 class Unseen:
@@ -46,15 +44,12 @@ class Unseen:
         self._state = state
         self._names: list[list[str]] = [[] for _ in (*state.optimizers, None)]
         self._parameters: list[list[torch.Tensor]] = [[] for _ in self._names]
-        self._shares: list[list[Flattened]] = [[] for _ in self._names]
         self._any_distributed = any(is_distributed(captured.parameter) for captured in state.parameters)
         for captured in state.parameters:
             index = state.optimizer_of(captured)
             place = -1 if index is None else index
             self._names[place].append(captured.name)
             self._parameters[place].append(captured.parameter)
-            if captured.flattened is not None:
-                self._shares[place].append(captured.flattened)
         self.settle()
 
     def settle(self) -> None:
@@ -121,8 +116,7 @@ class Unseen:
     def _now(self, place: int) -> Marks:
         parameters = self._parameters[place]
         held = _held(self._state.optimizers[place], parameters) if place < len(self._state.optimizers) else []
-        shares = [share.changes for share in self._shares[place]]
-        return _changes(parameters), self._addresses(parameters), list(map(id, held)), _changes(held), shares
+        return _changes(parameters), self._addresses(parameters), list(map(id, held)), _changes(held)
 
     def _addresses(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Where what this process holds of each lies in memory."""
@@ -134,9 +128,7 @@ class Unseen:
         """Names of what is not as it was ``before``."""
         were, are = zip(before[0], before[1], strict=True), zip(now[0], now[1], strict=True)
         names = [name for name, a, b in zip(self._names[place], were, are, strict=True) if a != b]
-        if before[4] != now[4]:
-            names.append(f"a flattened parameter of {THIS}")
-        if before[2:4] != now[2:4]:
+        if before[2:] != now[2:]:
             names.append(f"the state of {type(self._state.optimizers[place]).__name__}")
         return names
 

@@ -44,12 +44,6 @@ class Flattened:
         there = share.data_ptr() + self.offset * share.element_size()
         return not parameter.numel() or (parameter.data_ptr() == there and parameter.dtype == share.dtype)
 
-    @property
-    def changes(self) -> int:
-        """How often the share was changed past its parameters, as gathered ones that are written back do."""
-        share = getattr(self.of, "_local_shard", None)
-        return self.of._version + (0 if share is None else share._version)
-
     def refuse_gathered(self, name: str, parameter: torch.Tensor) -> None:
         """Raise ``BadInput`` where ``parameter`` is not what this process holds of it."""
         if not self.is_in_place(parameter):

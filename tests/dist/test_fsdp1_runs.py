@@ -188,3 +188,16 @@ def test_a_damaged_record_of_one_rank_ends_the_chain_of_all(world, tmp_path, dam
         after = ended(world.run(ranks, kind="fsdp1 layers", root=copy, steps=8))
         assert after[0]["resumed"] == 8
         assert after[0]["digests"] == {"8": before[0]["digests"]["8"]}
+
+
+def test_a_parameter_that_is_trained_later_is_followed_by_a_base_of_all_ranks(world, tmp_path):
+    """One rank alone has a gradient of it."""
+    common = {"kind": "fsdp1", "unfreeze_at": 4, "deadline_seconds": 20}
+    whole = ended(world.run(2, root=tmp_path / "whole", steps=9, **common))
+    assert whole[0]["lost"] == 0
+    with RunReader(tmp_path / "whole") as reader:
+        assert 4 in [ref.step for ref in reader.commits()]
+    ended(world.run(2, root=tmp_path / "run", steps=6, **common))
+    rest = ended(world.run(2, root=tmp_path / "run", steps=9, unfreeze_at=7, kind="fsdp1"))
+    assert rest[0]["resumed"] == 6
+    assert rest[0]["digests"]["6"] == whole[0]["digests"]["6"]

@@ -497,7 +497,9 @@ def train(
             loss = model(torch.randn(5, 7)).pow(2).mean()
             losses.append(float(loss.detach()))
             loss.backward()
-            if unfreeze_at is not None and step >= unfreeze_at:  # DDP does not know of it
+            if (
+                unfreeze_at is not None and step >= unfreeze_at and not flattened.is_wrapped(model)
+            ):  # DDP does not know of it
                 dist.all_reduce(plain.first.bias.grad)
             if clip and not mlp:  # torch cannot clip what is on several meshes
                 flattened.clip(model)

@@ -36,7 +36,6 @@ class Unit:
     """What is in it no record brings forward: it is copied last, at the commit's own step."""
     rows: range | None = None
     """Of its one owner, which is divided, these rows; the first unit of it has what has no rows as well."""
-
     stretches: Mapping[str, Stretch] = field(default_factory=dict)
     """By name, of parameters that are held as such: what is in it, of which each box is a tensor of its own."""
 

@@ -234,7 +234,7 @@ class LiveState:
         optimizer or error feedback has."""
         here, captured = self.boxes[name], self._parameter[name]
         if self.lacks(name):
-            return None
+            return
         if slot == RESIDUAL:
             device = captured.parameter.device
             held = self.residuals.setdefault(

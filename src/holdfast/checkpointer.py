@@ -31,6 +31,7 @@ from .delta.options import (
     refuse_other_calls,
     refuse_other_remotes,
     refuse_with_a_replica,
+    refuse_with_fsdp1,
 )
 from .delta.pulse import Pulse
 from .delta.recording import Recording
@@ -132,6 +133,7 @@ class Checkpointer:
                 check_place(run)
 
         def prepare() -> None:
+            refuse_with_fsdp1(self._loop.state, codec, after_update, averages, replica, clip_norm)
             refuse_clipping(self._loop.state, clip_norm)
             if replica is False:
                 self._survival: Survival = Recording(self._loop, self._options, self._events)

@@ -48,9 +48,16 @@ def content(root, step):
         return held, cuts, progress
 
 
+PLACES = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp1", 2), ("fsdp1 layers", 3)]
+
+
 @pytest.mark.parametrize(
     "place, optimizer",
-    one_in(2, [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)], ["sgd", "adamw", "foreach", "fused"]),
+    one_in(
+        2,
+        [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp1", 2), ("fsdp1 layers", 3)],
+        ["sgd", "adamw", "foreach", "fused"],
+    ),
 )
 def test_a_compacted_base_is_that_of_the_ranks_bit_for_bit(world, tmp_path, place, optimizer):
     kind, ranks = place

@@ -84,3 +84,15 @@ def test_a_buffer_on_meta_is_refused_by_name(persistent):
     model.register_buffer("table", torch.zeros(4, device="meta"), persistent=persistent)
     with pytest.raises(ModelNotSupported, match=r"buffer table is on meta.*empty_parameters"):
         captured(model)
+
+
+def test_the_wrapper_of_fsdp1_is_refused_where_whole_parameters_are_needed():
+    model = nn.Sequential(Wrapper(nn.Linear(2, 2), "_fsdp_wrapped_module"))
+    with pytest.raises(
+        ModelNotSupported, match=r"^0 is of FullyShardedDataParallel \(FSDP1\).*Checkpointer takes"
+    ):
+        capture(model)
+    with pytest.raises(
+        ModelNotSupported, match=r"^0 is of .* keeps its books otherwise.*no attribute '_handle'"
+    ):
+        capture(model, may_be_flattened=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -14,6 +14,7 @@ import xxhash
 from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.live import BUFFERS, CARRIED, Held, LiveState
+from ..state.stretches import FLAT, Stretch
 from ..store.generations import Generations
 from ..store.layout import METADATA, Layout
 from ..units import MiB, packed
@@ -35,14 +36,40 @@ class Unit:
     """What is in it no record brings forward: it is copied last, at the commit's own step."""
     rows: range | None = None
     """Of its one owner, which is divided, these rows; the first unit of it has what has no rows as well."""
+    stretches: Mapping[str, Stretch] = field(default_factory=dict)
+    """By name, of parameters that are held as such: what is in it, of which each box is a tensor of its own."""
 
     def held_of(self, owned: Mapping[str, Held]) -> Held:
         """What is in it of all that is ``owned``."""
         return _held_of(owned, self.owners, self.rows)
 
     def tensors_of(self, owned: Mapping[str, Held]) -> dict[str, torch.Tensor]:
-        """The same, the tensors alone."""
-        return {key: tensor for key, (_, tensor) in self.held_of(owned).items()}
+        """The tensors of its file."""
+        return {
+            key: tensor
+            for atom, whole in self.held_of(owned).values()
+            for key, tensor in _in_file(atom, whole, self.stretches)
+        }
+
+
+def _in_file(
+    atom: Atom, held: torch.Tensor, stretches: Mapping[str, Stretch]
+) -> list[tuple[str, torch.Tensor]]:
+    """By what they are called there, the tensors that ``held`` is in a file."""
+    stretch = _stretch_of(atom, stretches)
+    if stretch is None:
+        return [(atom.key, held)]
+    return [(_key_in_file(atom, box), view) for box, view in stretch.views(held)]
+
+
+def _stretch_of(atom: Atom, stretches: Mapping[str, Stretch]) -> Stretch | None:
+    """What ``atom`` is of a flattened tensor, if that is how it is held."""
+    stretch = stretches.get(atom.name)
+    return stretch if stretch is not None and stretch.shape == atom.shape else None
+
+
+def _key_in_file(atom: Atom, box: Box) -> str:
+    return f"{atom.key}@{','.join(map(str, box.start))}"
 
 
 def owned_by(state: LiveState) -> dict[str, Held]:
@@ -56,7 +83,7 @@ def owned_by(state: LiveState) -> dict[str, Held]:
 
 def divided(owned: dict[str, Held], state: LiveState, prefix: str = "") -> tuple[list[Unit], dict[str, Any]]:
     """The units that hold what is ``owned``, without files yet, and the index that says so."""
-    units = [_unit(prefix, number, *of, owned) for number, of in enumerate(_groups(owned, state))]
+    units = [_unit(prefix, number, *of, owned, state) for number, of in enumerate(_groups(owned, state))]
     return units, _index_of(units, owned, state)
 
 
@@ -67,13 +94,29 @@ def of_one_base(index: dict[str, Any], timeline: int | None, step: int, prefix: 
 
 
 def _unit(
-    prefix: str, number: int, owners: tuple[str, ...], rows: range | None, owned: dict[str, Held]
+    prefix: str,
+    number: int,
+    owners: tuple[str, ...],
+    rows: range | None,
+    owned: dict[str, Held],
+    state: LiveState,
 ) -> Unit:
-    held = _held_of(owned, owners, rows)
-    atoms = [atom for atom, _ in held.values()]
-    layout = Layout.build([(atom.key, atom.dtype, atom.shape) for atom in atoms], METADATA)
+    held, stretches = _held_of(owned, owners, rows), _stretches(state, owners, rows)
+    entries = [
+        (key, atom.dtype, tuple(tensor.shape))
+        for atom, whole in held.values()
+        for key, tensor in _in_file(atom, whole, stretches)
+    ]
+    layout = Layout.build(entries, METADATA)
     form = xxhash.xxh3_64_hexdigest(layout.header)[:8]
-    return Unit(f"{prefix}unit_{number:03d}-{form}", owners, layout, late=_is_late(held), rows=rows)
+    name = f"{prefix}unit_{number:03d}-{form}"
+    return Unit(name, owners, layout, late=_is_late(held), rows=rows, stretches=stretches)
+
+
+def _stretches(state: LiveState, owners: Sequence[str], rows: range | None) -> dict[str, Stretch]:
+    regions = {name: state.boxes.get(name) for name in owners}
+    found = {name: region for name, region in regions.items() if isinstance(region, Stretch)}
+    return found if rows is None else {name: stretch.rows(rows) for name, stretch in found.items()}
 
 
 def _held_of(owned: Mapping[str, Held], owners: Sequence[str], rows: range | None) -> Held:
@@ -151,23 +194,35 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -
     for unit in units:
         for key, (part, _) in unit.held_of(owned).items():
             atom = whole[key]
-            shape, box = state.place_of(atom)
-            if part.shape != atom.shape and unit.rows is not None:
-                box = box.rows(unit.rows)
-            known = atoms.setdefault(
-                key,
-                {
-                    "name": atom.name,
-                    "slot": atom.slot,
-                    "shape": list(shape),
-                    "dtype": atom.dtype,
-                    "fragments": [],
-                },
-            )
-            local = Box.whole(part.shape)
-            known["fragments"].append(
-                {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}
-            )
+            known = atoms.setdefault(key, _described(atom, state))
+            known["fragments"] += _fragments(unit, atom, part, state)
     if not atoms:  # two ranks that store nothing write two files
         return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
     return {"version": 1, "atoms": atoms}
+
+
+def _described(atom: Atom, state: LiveState) -> dict[str, Any]:
+    is_part = _stretch_of(atom, _stretches(state, [atom.name], None)) is not None
+    shape = state.wholes[atom.name] if is_part else state.place_of(atom)[0]
+    return {
+        "name": atom.name, "slot": atom.slot, "shape": list(shape), "dtype": atom.dtype, "fragments": [],
+    }  # fmt: skip
+
+
+def _fragments(unit: Unit, atom: Atom, part: Atom, state: LiveState) -> list[dict[str, Any]]:
+    """Where ``part``, which is in ``unit``, lies in the whole tensor of which ``atom`` is held."""
+    stretch = _stretch_of(part, unit.stretches)
+    if stretch is not None:
+        return [
+            _fragment(unit, _key_in_file(part, box), box, box.shape) | {FLAT: [start, start + box.elements]}
+            for box, start in zip(stretch.boxes, stretch.starts, strict=False)
+        ]
+    _, box = state.place_of(atom)
+    if part.shape != atom.shape and unit.rows is not None:
+        box = box.rows(unit.rows)
+    return [_fragment(unit, part.key, box, part.shape)]
+
+
+def _fragment(unit: Unit, key: str, box: Box, shape: tuple[int, ...]) -> dict[str, Any]:
+    local = Box.whole(shape)
+    return {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from ..ranks import Ranks
-from ..state.boxes import Box
 from ..state.live import LiveState
+from ..state.stretches import Region
 from ..units import packed
 from .division import UNIT_BYTES
 from .image import image_of
@@ -35,7 +35,7 @@ def give_to_others(state: LiveState, ranks: Ranks) -> None:
         state.load_values({name: slots for name, slots in its_values.items() if name in taken})
 
 
-def _divided(state: LiveState, names: list[str]) -> list[dict[str, Box]]:
+def _divided(state: LiveState, names: list[str]) -> list[dict[str, Region]]:
     """``names`` with their boxes, joined to about the size of a unit."""
 
     def nbytes(name: str) -> int:
@@ -44,7 +44,7 @@ def _divided(state: LiveState, names: list[str]) -> list[dict[str, Box]]:
     return [{name: state.boxes[name] for name in group} for group in packed(names, nbytes, UNIT_BYTES)]
 
 
-def _image(state: LiveState, names: dict[str, Box]) -> torch.Tensor:
+def _image(state: LiveState, names: dict[str, Region]) -> torch.Tensor:
     held = [state.owned(state.parameter(name)) for name in names]
     image = image_of({key: tensor for each in held for key, (_, tensor) in each.items()})
     return torch.frombuffer(image, dtype=torch.uint8)

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from ..state.atoms import Atom
-from ..state.boxes import Box
 from ..state.capture import TO_NAME, CapturedParameter
 from ..state.live import RESIDUAL, Held, LiveState
+from ..state.stretches import Region
 
 
 class Ghost(LiveState):
     """Of the parameters of ``state`` those in ``boxes``, each as large as its box."""
 
-    def __init__(self, state: LiveState, boxes: Mapping[str, Box]) -> None:
+    def __init__(self, state: LiveState, boxes: Mapping[str, Region]) -> None:
         held = {parameter.name for parameter in state.parameters}
         self.boxes = {name: box for name, box in boxes.items() if name in held}
         self.parameters = self.stored = tuple(  # in the order in which their writer had them
@@ -41,6 +41,7 @@ class Ghost(LiveState):
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
         self._buffers, self._buffers_beside, self.elsewhere = {}, {}, state.elsewhere
         self.residuals, self.subspaces, self.own_residuals = {}, {}, False
+        self.flattened = []
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""
         self.wholes = {name: state.wholes[name] for name in self.boxes}
@@ -74,13 +75,13 @@ def pour(source: LiveState, into: LiveState) -> None:
     into.load_values(source.values())
 
 
-def _like(parameter: CapturedParameter, box: Box) -> CapturedParameter:
+def _like(parameter: CapturedParameter, box: Region) -> CapturedParameter:
     """A tensor for the region ``box`` of ``parameter``."""
     of = parameter.parameter
     made = nn.Parameter(
         torch.empty(box.shape, dtype=of.dtype, device=of.device), requires_grad=of.requires_grad
     )
-    return replace(parameter, parameter=made)
+    return replace(parameter, parameter=made, flattened=None)
 
 
 def _copy_of(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]]) -> torch.optim.Optimizer:

@@ -20,6 +20,7 @@ from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
 from ..io.buffers import Buffer
 from ..state.boxes import Box, joined
 from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState
+from ..state.stretches import FLAT, Region, Stretch
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
@@ -93,12 +94,10 @@ class Line:
             stream: index_of_stream(self.store.disk, self.base, stream)["atoms"] for stream in self.chains
         }
 
-    def boxes(self, stream: str) -> dict[str, Box]:
+    def boxes(self, stream: str) -> dict[str, Region]:
         """By parameter the region that the writer of ``stream`` stored."""
         return {
-            atom["name"]: joined(Box.from_json(fragment["global"]) for fragment in atom["fragments"])[0]
-            for atom in self.atoms[stream].values()
-            if atom["slot"] == "param"
+            atom["name"]: _region_of(atom) for atom in self.atoms[stream].values() if atom["slot"] == "param"
         }
 
     def progress(self, rank: int) -> dict[str, Any]:
@@ -149,7 +148,8 @@ class Line:
             for name, box in self.boxes(stream).items():
                 if state.boxes.get(name) == box:
                     sources.setdefault(name, stream)
-        return sources if sources.keys() == state.boxes.keys() else None
+        here = {name for name in state.boxes if not state.lacks(name)}
+        return sources if sources.keys() == here else None
 
     def _has_buffers_of(self, state: LiveState, stream: str) -> bool:
         """Whether one stream has all buffers that ``state`` holds: each stage of a pipeline has its own."""
@@ -219,20 +219,34 @@ class Line:
         loaded: Callable[[int], None],
     ) -> None:
         """Of what ``files`` of ``stream`` hold load what is of owners that are ``wanted``. ``loaded`` is told bytes."""
-        atoms = self.atoms[stream]
+        placed = self._placed(stream)
         for unit, tensors in _loaded(self.store, files, loaded):
-            found = {k: tensor for k, tensor in tensors.items() if self._is_wanted(stream, k, wanted, state)}
-            if all(len(atoms[key]["fragments"]) == 1 for key in found):
-                state.load(found)
+            told = {placed[unit, there]: tensor for there, tensor in tensors.items()}
+            found = [
+                (*at, each) for at, each in told.items() if self._is_wanted(stream, at[0], wanted, state)
+            ]
+            if all(box is None for _, box, _ in found):
+                state.load({key: tensor for key, _, tensor in found})
                 continue
             # one by one: an optimizer has its slots in the order in which they are given
-            for key, tensor in found.items():
-                name, slot, fragments = atoms[key]["name"], atoms[key]["slot"], atoms[key]["fragments"]
-                if len(fragments) == 1:
+            for key, box, tensor in found:
+                if box is None:
                     state.load({key: tensor})
                 else:
-                    box = next(fragment["global"] for fragment in fragments if fragment["unit"] == unit)
-                    state.load_part(name, slot, tensor, Box.from_json(box))
+                    atom = self.atoms[stream][key]
+                    state.load_part(atom["name"], atom["slot"], tensor, box)
+
+    def _placed(self, stream: str) -> dict[tuple[str, str], tuple[str, Box | None]]:
+        """By unit and name in its file, of which atom a tensor of ``stream`` is, and, if it is not all that its writer
+        stored of that as a tensor of that shape, which region."""
+        return {
+            (fragment["unit"], fragment["key"]): (
+                key,
+                Box.from_json(fragment["global"]) if atom["fragments"][1:] or FLAT in fragment else None,
+            )
+            for key, atom in self.atoms[stream].items()
+            for fragment in atom["fragments"]
+        }
 
     def _is_wanted(self, stream: str, key: str, wanted: Collection[str], state: LiveState) -> bool:
         """Whether a tensor of ``stream`` is of one of the owners ``wanted``, or a residual of this rank's own."""
@@ -375,6 +389,14 @@ class Line:
         self.step, self.odd = step, why
         for chain in self.chains.values():
             chain.cut_to(step)
+
+
+def _region_of(atom: dict[str, Any]) -> Region:
+    """What the writer of one stream stored of ``atom``."""
+    flat = [fragment[FLAT] for fragment in atom["fragments"] if FLAT in fragment]
+    if flat:
+        return Stretch.joined(tuple(atom["shape"]), flat)
+    return joined(Box.from_json(fragment["global"]) for fragment in atom["fragments"])[0]
 
 
 def _left_out(chain: Chain, journal: Journal) -> Damaged | None:

@@ -22,6 +22,7 @@ from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
 from ..state.cuts import local_of
 from ..state.live import LiveState, Rounds, counts_on_host
 from ..state.progress import encode, hyper_parameters
+from ..state.stretches import Region
 from ..units import packed
 from ..update.kinds import is_elementwise
 from . import visiting
@@ -48,7 +49,7 @@ class Part(LiveState):
         self,
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
-        boxes: dict[str, Box],
+        boxes: dict[str, Region],
         wholes: dict[str, tuple[int, ...]],
         devices: dict[str, torch.device],
         on_host: dict[str, set[str]],

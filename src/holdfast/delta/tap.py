@@ -219,6 +219,8 @@ class Tap:
         if self._open[index]:  # a subclass calls the step() it overrides: part of the update that is open
             self._open[index] += 1
             return
+        for flattened in self._state.flattened:
+            flattened.held()  # gathered ones it would update for nothing
         if not self.updates:
             self.begins()
         self._look_for_changes(True, index)  # by the script, since the last step, or by other pre-hooks
@@ -235,6 +237,7 @@ class Tap:
         slot = self._slot_for(index)
         # All ranks see the same here, whatever each of them stores: they go on without a record together.
         known = _fit(trained, self._places[index]) and _members(optimizer) == self._members[index]
+        known &= self._have_places(index)
         room = slot if known and self._is_last(index) else None
         if slot is not room:
             self.changed = True
@@ -289,6 +292,12 @@ class Tap:
     def _is_last(self, index: int) -> bool:
         optimizer, hook = self._hooks[index]
         return next(reversed(optimizer._optimizer_step_pre_hooks)) == hook.id
+
+    def _have_places(self, index: int) -> bool:
+        """Whether slots have a place for every flattened parameter of an optimizer that is trained now: of one of which
+        a rank has nothing it sees no gradient."""
+        mine = (p for p in self._state.flattened if self._state.optimizer_of(p) == index)
+        return all(p.name in self._places[index] for p in mine if p.parameter.requires_grad)
 
     def _slot_for(self, index: int) -> Slot | None:
         """The iteration's slot, or another one if this optimizer has stepped before in it."""

@@ -100,8 +100,9 @@ class Unseen:
             )
         if self.idle >= HINT and not self._hinted and not self._told and not self._accumulates():
             self._hinted = True
-            # FSDP2 keeps those of passes without an exchange where they are not seen
-            maybe = " Where gradients are accumulated over as many, nothing is wrong." * self._any_distributed
+            # FSDP keeps those of passes without an exchange where they are not seen
+            hidden = self._any_distributed or bool(self._state.flattened)
+            maybe = " Where gradients are accumulated over as many, nothing is wrong." * hidden
             warnings.warn(
                 f"in the last {HINT} iterations none of the optimizers that the Checkpointer was given has stepped, so"
                 f" nothing was recorded.{maybe} {way_out} After {PATIENCE} this is an error.",

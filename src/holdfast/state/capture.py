@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
 from .atoms import TORCH_NAMES
+from .fsdp1 import THIS, Flattened, flattened_of, is_flattened, refuse_inside
 
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What wrappers of torch call the module inside; others call it ``module``."""
@@ -28,13 +29,15 @@ class CapturedParameter:
     """One parameter of the model. ``group`` is the index of its optimizer group, None if it has none.
 
     ``names`` are all the places it is known by; the first is its name. It is trained when it requires
-    grad and the optimizer knows it, at the time of the capture; otherwise it is frozen.
+    grad and the optimizer knows it, at the time of the capture; otherwise it is frozen. Of one that FSDP1 has
+    ``flattened`` this process holds a part, which is told there.
     """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
     group: int | None
     requires_grad: bool
+    flattened: Flattened | None = None
 
     @property
     def name(self) -> str:
@@ -46,7 +49,14 @@ class CapturedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
+        """Of the whole parameter."""
+        return tuple(self.parameter.shape) if self.flattened is None else self.flattened.whole
+
+    def held(self) -> torch.Tensor:
+        """Its values. Raises ``BadInput`` while FSDP1 has it gathered."""
+        if self.flattened is not None:
+            self.flattened.refuse_gathered(self.name, self.parameter)
+        return self.parameter.detach()
 
 
 BufferPlace = tuple[nn.Module, str]
@@ -92,14 +102,17 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Captured:
+def capture(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, may_be_flattened: bool = False
+) -> Captured:
     """Parameters, buffers and groups of ``model`` and ``optimizer``, if there is one.
 
     Raises ``OptimizerNotSupported`` when the optimizer holds a tensor that is no parameter of the model, and
     ``ModelNotSupported`` for what cannot be stored by name and value.
     """
     _refuse_extra_state(model)
-    _refuse_flattened(model)
+    flattened = flattened_of(model) if may_be_flattened else _refuse_flattened(model)
+    refuse_inside(model, flattened)
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     names: dict[int, list[str]] = {}
@@ -125,7 +138,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
                 )
     return Captured(
         tuple(
-            CapturedParameter(tuple(names[i]), p, group_of.get(i), p.requires_grad)
+            CapturedParameter(tuple(names[i]), p, group_of.get(i), p.requires_grad, flattened.get(i))
             for i, p in parameters.items()
         ),
         *_persistent_buffers(model, plain, known),
@@ -179,19 +192,17 @@ def _refuse_extra_state(model: nn.Module) -> None:
             )
 
 
-def _refuse_flattened(model: nn.Module) -> None:
-    """Under FSDP1 a parameter is a stretch of a flattened one, which looks like a whole tensor of another shape. A
-    module inside of the wrapper shows it by its parameters alone."""
+def _refuse_flattened(model: nn.Module) -> dict[int, Flattened]:
+    """Where only whole parameters are taken. A module inside of the wrapper shows it by its parameters alone."""
     for path, module in model.named_modules():
-        flattened = [name for name, p in module._parameters.items() if getattr(p, "_fsdp_flattened", False)]
-        if "_fsdp_wrapped_module" in module._modules or flattened:
-            where = join(path, flattened[0]) if flattened else path or "the model"
+        name = is_flattened(module)
+        if name is not None:
             raise ModelNotSupported(
-                f"{where} is of FullyShardedDataParallel (FSDP1), which holds stretches of flattened parameters: a rank"
-                " cannot tell by them which part of which tensor it has. Use fully_shard (FSDP2), or save with"
-                " torch.distributed.checkpoint, by itself or through holdfast.adapters.dcp: resume(source=) reads what"
-                " FSDP1 saved so, under any parallelism."
+                f"{join(path, name) if name else path or 'the model'} is of {THIS}, whose ranks hold parts of flattened"
+                " parameters, and only whole ones are taken here. Use fully_shard (FSDP2), or give the model itself,"
+                " without the wrapper; a Checkpointer takes FSDP1 as its model= alone, with use_orig_params=True."
             )
+    return {}
 
 
 def _refuse_unstorable(name: str, buffer: torch.Tensor) -> None:

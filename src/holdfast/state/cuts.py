@@ -13,6 +13,7 @@ import torch
 
 from ..errors import ModelNotSupported
 from .boxes import Box
+from .stretches import Region
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -69,7 +70,7 @@ def _has_gaps(distributed: Any) -> bool:
     )  # fmt: skip
 
 
-def owners(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[set[str]]:
+def owners(held: Sequence[Mapping[str, tuple[Region, int]]]) -> list[set[str]]:
     """By rank the tensors that it stores, given the box and the bytes of each that it holds: every box once, by the
     rank that has the least so far of those that hold it.
 
@@ -77,8 +78,8 @@ def owners(held: Sequence[Mapping[str, tuple[Box, int]]]) -> list[set[str]]:
     >>> [sorted(names) for names in owners([{"a": one, "b": two}, {"a": one, "b": two}])]
     [['a'], ['b']]
     """
-    holders: dict[tuple[str, Box], list[int]] = {}
-    nbytes: dict[tuple[str, Box], int] = {}
+    holders: dict[tuple[str, Region], list[int]] = {}
+    nbytes: dict[tuple[str, Region], int] = {}
     for rank, tensors in enumerate(held):
         for name, (box, size) in tensors.items():
             holders.setdefault((name, box), []).append(rank)
@@ -95,12 +96,14 @@ class Copied(NamedTuple):
     """A region of a parameter that several ranks hold, ``nbytes`` of it; the first of ``ranks`` stores it."""
 
     name: str
-    box: Box
+    box: Region
     nbytes: int
     ranks: tuple[int, ...]
 
 
-def copies(held: Sequence[Mapping[str, tuple[Box, int]]], stored: Sequence[set[str]]) -> tuple[Copied, ...]:
+def copies(
+    held: Sequence[Mapping[str, tuple[Region, int]]], stored: Sequence[set[str]]
+) -> tuple[Copied, ...]:
     """What several ranks hold, in an order that all have, given what each holds and stores (``owners``).
 
     >>> one, two = (Box((0,), (4,)), 16), (Box((0,), (2,)), 8)
@@ -108,7 +111,7 @@ def copies(held: Sequence[Mapping[str, tuple[Box, int]]], stored: Sequence[set[s
     >>> [(each.name, each.ranks) for each in copies(held, [{"b"}, {"a"}])]
     [('a', (1, 0))]
     """
-    holders: dict[tuple[str, Box, int], list[int]] = {}
+    holders: dict[tuple[str, Region, int], list[int]] = {}
     for rank, tensors in enumerate(held):
         for name, (box, nbytes) in tensors.items():
             holders.setdefault((name, box, nbytes), []).append(rank)

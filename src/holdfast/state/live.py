@@ -20,6 +20,7 @@ from .boxes import Box
 from .capture import TO_NAME, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, local_of
 from .progress import decode, encode
+from .stretches import Region, is_nothing, views_of
 
 BUFFERS = "buffers"
 """The owner of all persistent buffers."""
@@ -54,7 +55,7 @@ class LiveState:
         subspaces: dict[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Raises ``BadInput`` and its kin for what cannot be stored by name and value."""
-        captures = [capture(model, optimizer) for optimizer in optimizers]
+        captures = [capture(model, optimizer, may_be_flattened=True) for optimizer in optimizers]
         self.optimizers = tuple(optimizers)
         self.residuals: dict[torch.Tensor, torch.Tensor] = {} if residuals is None else residuals
         self.subspaces: dict[torch.Tensor, torch.Tensor] = {} if subspaces is None else subspaces
@@ -78,10 +79,15 @@ class LiveState:
                     )
         self._parameter = {captured.name: captured for captured in self.parameters}
         self.name_of = {id(captured.parameter): captured.name for captured in self.parameters}
-        self.boxes = {p.name: box_of(p.name, p.parameter) for p in self.parameters}
+        self.boxes: dict[str, Region] = {
+            p.name: box_of(p.name, p.parameter) if p.flattened is None else p.flattened.region
+            for p in self.parameters
+        }
         """By name: the region of the parameter that this process holds."""
-        self.wholes = {p.name: tuple(p.parameter.shape) for p in self.parameters}
+        self.wholes = {p.name: p.shape for p in self.parameters}
         """By name: the shape of the whole parameter."""
+        self.flattened = [p for p in self.parameters if p.flattened is not None]
+        """Those of FSDP1, which gathers them now and then."""
         self.own_residuals = False
         """Whether the residuals are this rank's alone, and those of a parameter that others hold too are others."""
         self.stored = self.parameters
@@ -98,9 +104,13 @@ class LiveState:
     def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Box]:
         """The shape of the whole tensor of which ``atom`` is the local part, and the region that it is."""
         box = self.boxes.get(atom.name)
-        if atom.slot != "buffer" and box is not None and atom.shape == box.shape:
+        if atom.slot != "buffer" and isinstance(box, Box) and atom.shape == box.shape:
             return self.wholes[atom.name], box
         return atom.shape, Box.whole(atom.shape)
+
+    def lacks(self, name: str) -> bool:
+        """Whether this process holds nothing of a parameter, and its optimizer nothing for it."""
+        return is_nothing(self.boxes.get(name))
 
     def parameter(self, name: str) -> CapturedParameter:
         return self._parameter[name]
@@ -118,7 +128,7 @@ class LiveState:
 
         Raises ``ModelNotSupported`` if one of them is a distributed tensor that is not cut as the parameter is, such as
         a factor of second moments: by its shape alone it could be taken for a part of the parameter."""
-        held: dict[str, torch.Tensor] = {"param": parameter.parameter.detach()}
+        held: dict[str, torch.Tensor] = {"param": parameter.held()}
         held |= {slot: v for slot, v in self._state(parameter).items() if isinstance(v, torch.Tensor)}
         for slot, tensor in held.items():
             if not is_cut_alike(tensor, parameter.parameter):
@@ -169,10 +179,10 @@ class LiveState:
 
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """Raise ``RunMismatch`` unless atoms of these kinds (dtype and shape by key) are a state of this model."""
-        targets = {f"{p.name}/param": p.parameter for p in self.parameters}
-        targets |= {key: tensor for key, (_, tensor) in self.buffers().items()}
-        for key, target in targets.items():
-            here = (TO_NAME[target.dtype], tuple(target.shape))
+        targets = {f"{p.name}/param": (p.parameter.dtype, p.shape) for p in self.parameters}
+        targets |= {key: (held.dtype, tuple(held.shape)) for key, (_, held) in self.buffers().items()}
+        for key, (dtype, shape) in targets.items():
+            here = (TO_NAME[dtype], shape)
             if kinds.get(key) != here:
                 there = "none" if key not in kinds else "{} {}".format(*kinds[key])
                 raise _mismatch(f"of {key} it has {there}, this one has {here[0]} {here[1]}")
@@ -200,15 +210,18 @@ class LiveState:
 
     @torch.no_grad()
     def load(self, atoms: dict[str, torch.Tensor]) -> None:
-        """Copy ``atoms``, by key, to where the model and the optimizers hold them. They have been checked."""
+        """Copy ``atoms``, by key, to where the model and the optimizers hold them. They have been checked. Of a
+        parameter of which this process holds nothing its optimizer has nothing."""
         buffers = self.buffers()
         for key, value in atoms.items():
             name, _, slot = key.rpartition("/")
             if slot == "buffer":
                 if key in buffers or name not in self.elsewhere:
                     buffers[key][1].copy_(value)
+            elif self.lacks(name):
+                continue
             elif slot == "param":
-                local_of(self._parameter[name].parameter.detach()).copy_(value)
+                local_of(self._parameter[name].held()).copy_(value)
             elif slot in CARRIED:
                 parameter = self._parameter[name].parameter
                 self._carried()[slot][parameter] = value.to(parameter.device, copy=True)
@@ -216,10 +229,12 @@ class LiveState:
                 self._load_slot(name, slot, value)
 
     @torch.no_grad()
-    def load_part(self, name: str, slot: str, value: torch.Tensor, box: Box) -> None:
+    def load_part(self, name: str, slot: str, value: torch.Tensor, box: Region) -> None:
         """Copy what this process holds of the region ``box`` of a parameter, or of a tensor of its shape that its
         optimizer or error feedback has."""
         here, captured = self.boxes[name], self._parameter[name]
+        if self.lacks(name):
+            return
         if slot == RESIDUAL:
             device = captured.parameter.device
             held = self.residuals.setdefault(
@@ -228,11 +243,12 @@ class LiveState:
             return _copy_common(held, here, value, box)
         if slot != "param" and slot not in self._state(captured):  # also where it is empty here
             self._load_slot(name, slot, value.new_empty(here.shape))
-        held = captured.parameter.detach() if slot == "param" else self._state(captured)[slot]
+        held = captured.held() if slot == "param" else self._state(captured)[slot]
         _copy_common(local_of(held), here, value, box)
 
     def load_values(self, values: dict[str, dict[str, Any]]) -> None:
         """Put back what ``values`` gave."""
+        values = {name: slots for name, slots in values.items() if not self.lacks(name)}
         for name, slots in values.items():
             optimizer, parameter = self.optimizers[self._optimizer_of[name]], self._parameter[name].parameter
             held = {slot: _on(parameter.device, decode(value)) for slot, value in slots.items()}
@@ -246,6 +262,8 @@ class LiveState:
         """Put lists and dictionaries together that were taken apart into ``slots``, by parameter, with all names on the
         way in the name of each."""
         for name, apart in slots.items():
+            if self.lacks(name):
+                continue
             held = self._state(self._parameter[name])
             for slot in apart:
                 *way, last = slot.split(".")
@@ -268,7 +286,7 @@ class LiveState:
         on_host = slot == "step" and counts_on_host(group)
         device = torch.device("cpu") if on_host else parameter.parameter.device
         if value.shape == self.boxes[name].shape:  # fused kernels take it that both lie alike in memory
-            made = torch.empty_like(parameter.parameter.detach(), dtype=value.dtype, device=device)
+            made = torch.empty_like(parameter.held(), dtype=value.dtype, device=device)
             local_of(made).copy_(value)
             optimizer.state[parameter.parameter][slot] = made
         else:
@@ -312,12 +330,14 @@ def _with_lists(value: Any) -> Any:
     return [made[place] for place in places] if made.keys() == set(places) else made
 
 
-def _copy_common(held: torch.Tensor, here: Box, value: torch.Tensor, box: Box) -> None:
+def _copy_common(held: torch.Tensor, here: Region, value: torch.Tensor, box: Region) -> None:
     """Copy what ``held``, which is the region ``here``, has in common with ``value``, which is ``box``."""
-    common = here.intersect(box)
-    if common is not None:
-        into, out_of = (common.moved(tuple(-a for a in region.start)) for region in (here, box))
-        held[into.slices].copy_(value[out_of.slices])
+    for one, target in views_of(here, held):
+        for other, source in views_of(box, value):
+            common = one.intersect(other)
+            if common is not None:
+                into, out_of = (common.moved(tuple(-a for a in region.start)) for region in (one, other))
+                target[into.slices].copy_(source[out_of.slices])
 
 
 def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:

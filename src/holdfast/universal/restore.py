@@ -17,6 +17,7 @@ from ..errors import RunMismatch
 from ..state.boxes import Box
 from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
 from ..state.live import LiveState
+from ..state.stretches import Region, boxes_of
 from ..units import MiB
 from ..update.formed import FormedOptimizer
 from ..update.forms import STEP
@@ -94,8 +95,7 @@ def _match(state: LiveState, source: Source, allowed: Allowed) -> Match:
 
 def _forms_of(state: LiveState) -> list[Form]:
     forms = [
-        Form(p.names, tuple(p.parameter.shape), (TO_NAME[p.parameter.dtype],), state.is_trained(p))
-        for p in state.parameters
+        Form(p.names, p.shape, (TO_NAME[p.parameter.dtype],), state.is_trained(p)) for p in state.parameters
     ]
     return forms + [
         Form((atom.name,), atom.shape, (atom.dtype,), is_buffer=True) for atom, _ in state.buffers().values()
@@ -111,14 +111,16 @@ def _wanted(state: LiveState, found: Match) -> tuple[list[_Wanted], list[_Wanted
                 live.append(_Wanted(name, slot, stored, Box.whole(stored.atom.shape)))
                 continue
             parameter = state.parameter(name)
-            box = _box_here(parameter, slot, stored, state.boxes[name])
+            if state.lacks(name):
+                continue
+            boxes = _boxes_here(parameter, slot, stored, state.boxes[name])
             if slot == "param":
-                live.append(_Wanted(name, slot, stored, box))
+                live += [_Wanted(name, slot, stored, box) for box in boxes]
             else:
                 dtype = (
                     parameter.parameter.dtype if _follows(state, parameter, stored, there, found) else None
                 )
-                slots.append(_Wanted(name, slot, stored, box, dtype))
+                slots += [_Wanted(name, slot, stored, box, dtype) for box in boxes]
     return live, slots
 
 
@@ -136,17 +138,17 @@ def _follows(
     return atom.dtype == there["param"].atom.dtype and not isinstance(optimizer, FormedOptimizer)
 
 
-def _box_here(parameter: CapturedParameter, slot: str, stored: Stored, box: Box) -> Box:
+def _boxes_here(parameter: CapturedParameter, slot: str, stored: Stored, region: Region) -> list[Box]:
     """What this rank holds of a tensor of a parameter. Raises ``RunMismatch`` if that cannot be told."""
     shape = stored.atom.shape
     if shape == parameter.shape:
-        return box
-    if stored.atom.elements > 1 and box != Box.whole(parameter.shape):
+        return boxes_of(region)
+    if stored.atom.elements > 1 and region != Box.whole(parameter.shape):
         raise RunMismatch(
             f"{parameter.name}/{slot} is {list(shape)} and not of its parameter's shape, of which this rank holds"
-            f" {box.to_json()}: how it is cut cannot be told. Resume on one rank, or with the parameters unsharded."
+            f" {region.to_json()}: how it is cut cannot be told. Resume on one rank, or with the parameters unsharded."
         )
-    return Box.whole(shape)
+    return [Box.whole(shape)]
 
 
 def _load(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:
@@ -165,7 +167,7 @@ def _load_batch(state: LiveState, source: Source, wanted: list[_Wanted]) -> None
     tensors = read_tensors(source, [(each.stored, each.box) for each in wanted])
     for each, read in zip(wanted, tensors, strict=True):
         tensor = read if each.dtype is None else read.to(each.dtype)
-        if each.slot != "buffer" and each.box == state.boxes[each.name]:
+        if each.slot != "buffer" and each.stored.atom.shape == state.wholes[each.name]:
             state.load_part(each.name, each.slot, tensor, each.box)
         else:
             state.load({f"{each.name}/{each.slot}": tensor})

@@ -15,6 +15,7 @@ from ..state.boxes import Box
 from ..state.inferring import AXIS, Held, inferred
 from ..state.matching import StoredTensor
 from ..state.rules import Rules
+from ..state.stretches import FLAT
 from ..store.manifest import Manifest
 from ..store.reader import RunReader
 from ..store.reading import regions
@@ -28,6 +29,7 @@ OF_MODEL = ("param", "buffer")
 def infer(reader: RunReader, manifest: Manifest) -> str:
     """The text of a rule file that makes the tensors of a commit of what its ranks stored."""
     stored = reader.atoms(manifest)
+    _refuse_stretches(stored)
     held = regions(manifest, stored)
     atoms = [(_atom(each), [Held(rank, box) for rank, box in held[key]]) for key, each in stored.items()]
     return inferred(atoms, len(manifest.streams))
@@ -36,6 +38,7 @@ def infer(reader: RunReader, manifest: Manifest) -> str:
 def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assembled, list[str]]:
     """What ``rules`` make of what the ranks of a commit stored, and the tensors that lie otherwise than it records."""
     stored, world = reader.atoms(manifest), len(manifest.streams)
+    _refuse_stretches(stored)
     held = regions(manifest, stored)
     recorded, rows = {}, list[StoredTensor]()
     for key, described in stored.items():
@@ -49,6 +52,15 @@ def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assemble
     return found, [
         key for key, (atom, boxes) in recorded.items() if not _lies(found.atoms.get(key), atom, boxes)
     ]
+
+
+def _refuse_stretches(stored: Mapping[str, dict[str, Any]]) -> None:
+    for key, described in stored.items():
+        if any(FLAT in fragment for fragment in described["fragments"]):
+            raise RuleError(
+                f"the ranks stored stretches of the flattened {key}, as FSDP1 cuts it, and rules have one box of each"
+                " rank. They are not needed: resume(source=) and `holdfast convert` read the run as it is."
+            )
 
 
 def add_to(contents: Source, found: Assembled) -> None:

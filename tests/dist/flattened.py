@@ -21,6 +21,7 @@ STRATEGIES = {
     "grad": ShardingStrategy.SHARD_GRAD_OP,
     "none": ShardingStrategy.NO_SHARD,
     "hybrid": ShardingStrategy.HYBRID_SHARD,
+    "hybrid2": ShardingStrategy._HYBRID_SHARD_ZERO2,
 }
 
 
@@ -32,7 +33,7 @@ def wrapped(model: nn.Module, kind: str) -> nn.Module:
         model.requires_grad_(True)
     for word in words & STRATEGIES.keys():
         options["sharding_strategy"] = STRATEGIES[word]
-    if "hybrid" in words:
+    if words & {"hybrid", "hybrid2"}:
         sizes = 2, dist.get_world_size() // 2
         options["device_mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("r", "s"))
     if "bf16" in words:

@@ -31,7 +31,7 @@ def world():
 
 KINDS = [
     ("fsdp1", 2, 0), ("fsdp1 layers", 2, 0), ("fsdp1 layers grad", 2, 0), ("fsdp1 layers none", 2, 0),
-    ("fsdp1 layers bf16", 2, 9), ("fsdp1 layers hybrid", 4, 0),
+    ("fsdp1 layers bf16", 2, 9), ("fsdp1 layers hybrid", 4, 0), ("fsdp1 layers hybrid2", 4, 0),
 ]  # fmt: skip
 NO_SHARD = "The `NO_SHARD` sharding strategy is deprecated"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +16,10 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import HoldfastError
+from holdfast.state import capture
+from holdfast.state.fsdp1 import flattened_of
 from holdfast.state.live import LiveState
+from holdfast.state.stretches import Stretch
 from survive_run import digest
 
 STRATEGIES = {
@@ -107,7 +112,7 @@ def main(rank: int, world_size: int, rendezvous: str, say: Callable[..., None], 
     say(finished=True)
 
 
-def cpu(model: nn.Module) -> nn.Module:
+def sharded(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
 
 
@@ -126,16 +131,32 @@ def error_of(what: Callable[[], Any]) -> str:
     return ""
 
 
+def unlike(say: Callable[..., None], root: str) -> None:
+    """A rank of which FSDP1's books, as they are read, leave out an element."""
+    model = sharded(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if dist.get_rank() == 1:
+        capture.flattened_of = lambda model: {
+            key: replace(each, region=shortened(each.region)) for key, each in flattened_of(model).items()
+        }
+    said = error_of(lambda: Checkpointer(root, model=model, optimizer=optimizer).resume())
+    say(refused=said, there=Path(root).exists())
+
+
+def shortened(region: Stretch) -> Stretch:
+    return region.rows(range(max(0, region.elements - 1)))
+
+
 def gathered(say: Callable[..., None], root: str) -> None:
     """A base and a step inside of ``summon_full_params``."""
-    model = cpu(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+    model = sharded(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     checkpointer = Checkpointer(root, model=model, optimizer=optimizer)
     checkpointer.resume()
     step(model, optimizer)
     checkpointer.step()
     with FullyShardedDataParallel.summon_full_params(model):
-        say(save=error_of(checkpointer.save), step=error_of(optimizer.step))
+        say(step=error_of(optimizer.step), save=error_of(checkpointer.save))  # a failure of save() stays
     checkpointer.close(save=False)
 
 
@@ -143,7 +164,7 @@ def written_back(say: Callable[..., None], root: str) -> None:
     """What is done while parameters are gathered is part of the run; that they are looked at is nothing."""
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = cpu(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+        model = sharded(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
     model, optimizer = made()
@@ -214,7 +235,7 @@ ODD: dict[str, Callable[[Callable[[nn.Module], nn.Module]], nn.Module]] = {
 
 def come_back(case: str, say: Callable[..., None], root: str) -> None:
     """Train under FSDP1, then resume under FSDP1 and without it, from a base and records."""
-    model = cpu(ODD[case](cpu))
+    model = sharded(ODD[case](sharded))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with Checkpointer(root, model=model, optimizer=optimizer, base_every=50) as checkpointer:
         checkpointer.resume()
@@ -223,7 +244,7 @@ def come_back(case: str, say: Callable[..., None], root: str) -> None:
             checkpointer.step()
     say(before=digest(whole_state(model, optimizer)))
     steps = []
-    for name, wrap in (("again", cpu), ("plain", lambda module: module)):
+    for name, wrap in (("again", sharded), ("plain", lambda module: module)):
         model = wrap(ODD[case](wrap))
         with torch.no_grad():
             for parameter in model.parameters():
@@ -246,7 +267,7 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
 
 def books(say: Callable[..., None], root: str) -> None:
     """What is told of a model whose FSDP1 says, or does, something that is not so."""
-    model = cpu(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
+    model = sharded(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     flat = model._handle.flat_param
     infos = list(flat._shard_param_infos)
@@ -262,6 +283,8 @@ def books(say: Callable[..., None], root: str) -> None:
         "another range": {"_shard_param_infos": (*infos[:held], further, *infos[held + 1 :])},
         "nothing here": {"_shard_param_infos": tuple(each._replace(in_shard=False) for each in infos)},
         "fewer shapes": {"_shapes": flat._shapes[:-1]},
+        "fewer sizes": {"_numels": flat._numels[:-1]},
+        "fewer ranges": {"_shard_param_infos": tuple(infos[:-1])},
         "another size": {"_numels": tuple(n + 1 for n in flat._numels)},
         "other padding": {"_numels_with_padding": tuple(n + 9 for n in flat._numels_with_padding)},
         "no padding": {"_is_padding_mask": None},
@@ -290,6 +313,7 @@ def changed(thing: Any, changes: dict[str, Any]) -> Iterator[None]:
 
 
 CASES: dict[str, Callable[[Callable[..., None], str], None]] = {
+    "unlike": unlike,
     "gathered": gathered,
     "written back": written_back,
     "books": books,

@@ -92,6 +92,13 @@ def test_steps_and_bases_are_refused_while_parameters_are_gathered(cases, tmp_pa
             assert "outside of summon_full_params()" in each[what]
 
 
+def test_ranks_whose_parts_are_not_the_whole_are_refused_on_all(cases, tmp_path):
+    for each in told(cases, tmp_path, "unlike"):
+        assert each["refused"].startswith("ModelNotSupported: the ranks hold the elements "), each
+        assert "together that is not each of it once" in each["refused"]
+        assert not each["there"]
+
+
 def test_what_is_done_to_gathered_parameters_is_part_of_the_run(cases, tmp_path):
     for each in told(cases, tmp_path, "written back"):
         assert (each["resumed"], each["again"]) == (6, each["before"])

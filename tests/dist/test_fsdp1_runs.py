@@ -103,9 +103,8 @@ def test_every_step_can_be_resumed(world, tmp_path):
         shutil.rmtree(tmp_path / "copy")
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, killed):
-    kind = "fsdp1 layers"
+def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path):
+    kind, killed = "fsdp1 layers", 1
     whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=12))
     cut = world.run(2, kind=kind, root=tmp_path / "cut", steps=12, base_every=3, kill=[killed, 8])
     assert cut[killed]["code"] == -9
@@ -129,17 +128,16 @@ def test_a_run_that_accumulates_goes_on_as_if_it_had_not_been_closed(world, tmp_
         assert other["digests"].items() <= one["digests"].items()
 
 
-@pytest.mark.parametrize("unit_bytes", [60, 1 << 20])
-def test_bases_are_made_beside_training_of_parts_of_several_steps(world, tmp_path, unit_bytes):
-    """In units of a few elements, and of all that there is."""
-    common = {"kind": "fsdp1 layers", "unit_bytes": unit_bytes}
+def test_bases_are_made_beside_training_of_parts_of_several_steps(world, tmp_path):
+    """In units of a few elements; others are one unit."""
+    common = {"kind": "fsdp1 layers", "unit_bytes": 60}
     whole = ended(world.run(2, root=tmp_path / "whole", steps=40, **common))
     ended(world.run(2, root=tmp_path / "run", steps=36, base_every=3, pause=0.05, **common))
     with RunReader(tmp_path / "run") as reader:
         manifest = reader.head()
         assert manifest.step > 10
         assert reader.verify(manifest) == []
-        assert (len({file.step for file in manifest.files.values()}) > 2) == (unit_bytes == 60)
+        assert len({file.step for file in manifest.files.values()}) > 2
         assert verify_records(reader, manifest) == (36, [])
     rest = ended(world.run(2, root=tmp_path / "run", steps=40, **common))
     assert rest[0]["resumed"] == 36
@@ -176,10 +174,9 @@ def test_a_file_of_such_a_run_is_begun_from_by_ranks_of_it(world, tmp_path):
     assert after[0]["digests"] == {"5": before[0]["digests"]["5"]}
 
 
-@pytest.mark.parametrize("damaged", [0, 1])
-def test_a_damaged_record_of_one_rank_ends_the_chain_of_all(world, tmp_path, damaged):
+def test_a_damaged_record_of_one_rank_ends_the_chain_of_all(world, tmp_path):
     before = ended(world.run(2, kind="fsdp1 layers", root=tmp_path, steps=9, base_every=100))
-    ref = segments(Disk(tmp_path), f"rank-{damaged:05d}")[-1]
+    ref = segments(Disk(tmp_path), "rank-00001")[-1]
     records, _ = read_segment(Disk(tmp_path), ref)
     flip(tmp_path / ref.path, records[-1].offset + records[-1].header_bytes + 8200)
     for ranks in (3, 2):

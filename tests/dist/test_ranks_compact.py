@@ -55,7 +55,7 @@ PLACES = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp1", 2), ("fsd
     "place, optimizer",
     one_in(
         2,
-        [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp1", 2), ("fsdp1 layers", 3)],
+        PLACES,
         ["sgd", "adamw", "foreach", "fused"],
     ),
 )

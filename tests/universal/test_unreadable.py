@@ -25,8 +25,6 @@ def root():
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         yield Path(folder)
-        for path in (*Path(folder).rglob("*"),):
-            os.chmod(path, 0o755)
 
 
 @contextmanager

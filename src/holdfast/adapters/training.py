@@ -244,7 +244,7 @@ class _Place:
 
 
 class _Logged:
-    """``log_history`` as lines of JSON, of which each is made once: it is part of every record."""
+    """``log_history`` as lines of JSON, of which each is made once: a record has those that were added."""
 
     def __init__(self) -> None:
         self._count, self._text = 0, ""

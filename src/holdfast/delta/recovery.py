@@ -17,7 +17,7 @@ from ..state.live import LiveState
 from ..state.progress import joined_members
 from ..store.chain import left_behind, tip_with
 from ..store.local import LocalStore
-from ..store.manifest import CommitRef, Point
+from ..store.manifest import CommitRef, Manifest, Point
 from ..store.pruning import in_spans
 from ..store.segments import streams
 from ..store.verifying import NONE_WHOLE
@@ -128,13 +128,14 @@ def recover(
             state.forget_residuals()
         base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
         odd += script.told_of_kept(base, progress)
-        odd += _told_of_thawed(line, state, ranks.rank)
+        trained = line.trained(ranks.rank)
+        odd += _told_of_thawed(line.base, state, trained)
         odd += [text for text in others.values() if text]
         odd += told_of_other(told_in(progress, base), needs_threads(state, after_update))
         script.restore(progress)
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
-        return Recovered(line.point, odd, same_cut, lost, line.trained(ranks.rank))
+        return Recovered(line.point, odd, same_cut, lost, trained)
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
     for text in unread:
@@ -241,19 +242,12 @@ def _other_members(line: Line, state: LiveState) -> dict[str, str]:
     }
 
 
-def _told_of_thawed(line: Line, state: LiveState, rank: int) -> list[str]:
-    """That parameters train now which the script of the base had frozen; of those that trained since then nothing. A
-    base of an earlier version does not say what was frozen."""
-    frozen = {
-        name for each in line.base.streams for name in line.base.progress_of(each).get("given_frozen") or ()
-    }
-    now = [
-        p.name
-        for p in state.parameters
-        if p.name in frozen - line.trained(rank)
-        and p.parameter.requires_grad
-        and state.optimizer_of(p) is not None
-    ]
+def _told_of_thawed(base: Manifest, state: LiveState, trained: Collection[str]) -> list[str]:
+    """That parameters train now which the script of the base had frozen; of those that ``trained`` since then nothing.
+    A base of an earlier version does not say what was frozen."""
+    frozen = {name for each in base.streams for name in base.progress_of(each).get("given_frozen") or ()}
+    thawed = frozen.difference(trained)
+    now = [p.name for p in state.parameters if p.name in thawed and state.is_trained(p)]
     if not now:
         return []
     more = f" and {len(now) - SHOWN} more" if now[SHOWN:] else ""

@@ -70,7 +70,7 @@ def flattened_of(model: nn.Module) -> dict[int, Flattened]:
                 found.update(_of_wrapper(where, module))
             except BadInput:
                 raise
-            except (AttributeError, TypeError, ValueError, KeyError) as error:
+            except (AttributeError, TypeError, ValueError, LookupError) as error:
                 raise _refused(
                     where,
                     f"torch {torch.__version__} keeps its books otherwise than is known here"
@@ -101,7 +101,9 @@ def _of_wrapper(where: str, wrapper: Any) -> Iterator[tuple[int, Flattened]]:
         raise _refused(
             where, "its parameters are gathered at the moment", "Call this after backward, or before forward."
         )
-    _need(len(flat._params) == len(flat._param_infos) == len(flat._shapes), "as many parameters as shapes")
+    books = [flat._params, flat._param_infos, flat._shapes, flat._numels, flat._fqns]
+    books += [flat._shard_param_infos] * handle.uses_sharded_strategy
+    _need(len(set(map(len, books))) == 1, "each parameter in each")
     _need(all(info.module is not None for info in flat._param_infos), "a module of each parameter")
     shares = handle.world_size if handle.uses_sharded_strategy else 1
     _need(flat.data.numel() == -(-sum(flat._numels_with_padding) // shares), "how large a share is")

@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.delta.entering import _refuse_gaps
 from holdfast.errors import ModelNotSupported
 from holdfast.state.boxes import Box
-from holdfast.state.live import _copy_common
-from holdfast.state.stretches import Stretch, is_nothing
+from holdfast.state.stretches import Stretch, copy_common, is_nothing, refuse_gaps
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -33,13 +31,13 @@ def test_the_boxes_of_a_stretch_are_its_elements_in_order(stretch):
     views = stretch.views(held)
     assert [box for box, _ in views] == stretch.boxes
     assert len(views) <= max(1, 2 * len(stretch.whole) - 1)
-    for (box, view), start in zip(views, stretch.starts, strict=False):
+    for (box, view), (first, stop) in zip(views, stretch.ranges, strict=True):
         assert torch.equal(view, whole[box.slices])
-        assert start == (int(view.reshape(-1)[0]) if box.elements else start)
+        assert view.reshape(-1).tolist() == [*range(first, stop)]
     for _, view in views:
         view.fill_(-1)
     assert (held == -1).all()  # they are its memory
-    assert stretch.starts[-1] == stretch.stop if stretch.boxes else is_nothing(stretch)
+    assert stretch.ranges[-1][1] == stretch.stop if stretch.boxes else is_nothing(stretch)
 
 
 @given(st.data())
@@ -47,15 +45,17 @@ def test_what_two_regions_have_in_common_is_copied_and_no_more(data):
     here = data.draw(stretches())
     there = data.draw(st.sampled_from([data.draw(stretches(here.whole)), Box.whole(here.whole)]))
     whole = torch.arange(1, prod(here.whole) + 1)
-    value = whole[there.first : there.stop] if isinstance(there, Stretch) else whole.view(here.whole)
-    for into, at, out_of, of in ((here, here.shape, value, there), (there, value.shape, None, here)):
-        held = torch.zeros(at, dtype=torch.int64)
-        source = whole[here.first : here.stop] if out_of is None else out_of
-        _copy_common(held, into, source, of)
-        expected = torch.zeros_like(whole)
-        low, high = max(_span(here)[0], _span(there)[0]), min(_span(here)[1], _span(there)[1])
-        expected[low : max(low, high)] = whole[low : max(low, high)]
-        assert torch.equal(held.reshape(-1), expected[slice(*_span(into))])
+    common = torch.zeros_like(whole)
+    low, high = max(_span(here)[0], _span(there)[0]), min(_span(here)[1], _span(there)[1])
+    common[low : max(low, high)] = whole[low : max(low, high)]
+    for into, out_of in ((here, there), (there, here)):
+        held = torch.zeros(into.shape, dtype=torch.int64)
+        copy_common(held, into, _part(whole, out_of), out_of)
+        assert torch.equal(held, _part(common, into))
+
+
+def _part(whole, region):
+    return whole[slice(*_span(region))].view(region.shape)
 
 
 def _span(region):
@@ -76,11 +76,6 @@ def test_ranges_with_a_gap_are_no_stretch():
         Stretch.joined((3, 4), [(0, 3), (4, 6)])
 
 
-class State:
-    def __init__(self, boxes):
-        self.boxes = boxes
-
-
 GAPS = {
     "a gap": [(0, 4), (5, 12)],
     "twice": [(0, 6), (5, 12)],
@@ -92,18 +87,18 @@ GAPS = {
 
 @pytest.mark.parametrize("held", GAPS.values(), ids=GAPS)
 def test_stretches_of_all_ranks_that_are_not_the_whole_are_refused(held):
-    ranks = [{"w": (Stretch((3, 4), *each), 4)} for each in held]
+    ranks = [{"w": Stretch((3, 4), *each)} for each in held]
     with pytest.raises(ModelNotSupported, match=r"of w, \[3, 4\] here, and together that is not each"):
-        _refuse_gaps(ranks, State({"w": Stretch((3, 4), 0, 0)}))
+        refuse_gaps(ranks, {"w": Stretch((3, 4), 0, 0)})
 
 
 def test_stretches_of_other_shapes_or_beside_whole_ones_are_refused():
     here = Stretch((3, 4), 0, 6)
     for other in (Stretch((4, 3), 6, 12), Box.whole((3, 4))):
         with pytest.raises(ModelNotSupported):
-            _refuse_gaps([{"w": (here, 4)}, {"w": (other, 4)}], State({"w": here}))
+            refuse_gaps([{"w": here}, {"w": other}], {"w": here})
 
 
 def test_copies_of_stretches_and_ranks_of_nothing_are_taken():
-    ranks = [{"w": (Stretch((3, 4), *each), 4)} for each in [(0, 6), (6, 12)] * 2]
-    _refuse_gaps([*ranks, {}], State({"w": Stretch((3, 4), 0, 0), "other": Box.whole((2,))}))
+    ranks = [{"w": Stretch((3, 4), *each)} for each in [(0, 6), (6, 12)] * 2]
+    refuse_gaps([*ranks, {}], {"w": Stretch((3, 4), 0, 0), "other": Box.whole((2,))})

@@ -14,7 +14,7 @@ import xxhash
 from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.live import BUFFERS, CARRIED, Held, LiveState
-from ..state.stretches import FLAT, Stretch
+from ..state.stretches import FLAT, Region, Stretch
 from ..store.generations import Generations
 from ..store.layout import METADATA, Layout
 from ..units import MiB, packed
@@ -194,33 +194,24 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -
     for unit in units:
         for key, (part, _) in unit.held_of(owned).items():
             atom = whole[key]
-            known = atoms.setdefault(key, _described(atom, state))
-            known["fragments"] += _fragments(unit, atom, part, state)
+            shape, region = state.place_of(atom)
+            if part.shape != atom.shape and unit.rows is not None:
+                region = region.rows(unit.rows)
+            known = {"name": atom.name, "slot": atom.slot, "shape": list(shape), "dtype": atom.dtype}
+            atoms.setdefault(key, known | {"fragments": []})["fragments"] += _fragments(unit, part, region)
     if not atoms:  # two ranks that store nothing write two files
         return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
     return {"version": 1, "atoms": atoms}
 
 
-def _described(atom: Atom, state: LiveState) -> dict[str, Any]:
-    is_part = _stretch_of(atom, _stretches(state, [atom.name], None)) is not None
-    shape = state.wholes[atom.name] if is_part else state.place_of(atom)[0]
-    return {
-        "name": atom.name, "slot": atom.slot, "shape": list(shape), "dtype": atom.dtype, "fragments": [],
-    }  # fmt: skip
-
-
-def _fragments(unit: Unit, atom: Atom, part: Atom, state: LiveState) -> list[dict[str, Any]]:
-    """Where ``part``, which is in ``unit``, lies in the whole tensor of which ``atom`` is held."""
-    stretch = _stretch_of(part, unit.stretches)
-    if stretch is not None:
-        return [
-            _fragment(unit, _key_in_file(part, box), box, box.shape) | {FLAT: [start, start + box.elements]}
-            for box, start in zip(stretch.boxes, stretch.starts, strict=False)
-        ]
-    _, box = state.place_of(atom)
-    if part.shape != atom.shape and unit.rows is not None:
-        box = box.rows(unit.rows)
-    return [_fragment(unit, part.key, box, part.shape)]
+def _fragments(unit: Unit, part: Atom, region: Region) -> list[dict[str, Any]]:
+    """Where ``part``, which is in ``unit`` and is ``region`` of the whole tensor, lies in that."""
+    if isinstance(region, Box):
+        return [_fragment(unit, part.key, region, part.shape)]
+    return [
+        _fragment(unit, _key_in_file(part, box), box, box.shape) | {FLAT: list(elements)}
+        for box, elements in zip(region.boxes, region.ranges, strict=True)
+    ]
 
 
 def _fragment(unit: Unit, key: str, box: Box, shape: tuple[int, ...]) -> dict[str, Any]:

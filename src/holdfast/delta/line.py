@@ -18,9 +18,9 @@ import torch
 
 from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
 from ..io.buffers import Buffer
-from ..state.boxes import Box, joined
+from ..state.boxes import Box
 from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState
-from ..state.stretches import FLAT, Region, Stretch
+from ..state.stretches import FLAT, Region, regions_of
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest, Point
@@ -97,7 +97,9 @@ class Line:
     def boxes(self, stream: str) -> dict[str, Region]:
         """By parameter the region that the writer of ``stream`` stored."""
         return {
-            atom["name"]: _region_of(atom) for atom in self.atoms[stream].values() if atom["slot"] == "param"
+            atom["name"]: regions_of(atom["shape"], atom["fragments"])[0]
+            for atom in self.atoms[stream].values()
+            if atom["slot"] == "param"
         }
 
     def progress(self, rank: int) -> dict[str, Any]:
@@ -389,14 +391,6 @@ class Line:
         self.step, self.odd = step, why
         for chain in self.chains.values():
             chain.cut_to(step)
-
-
-def _region_of(atom: dict[str, Any]) -> Region:
-    """What the writer of one stream stored of ``atom``."""
-    flat = [fragment[FLAT] for fragment in atom["fragments"] if FLAT in fragment]
-    if flat:
-        return Stretch.joined(tuple(atom["shape"]), flat)
-    return joined(Box.from_json(fragment["global"]) for fragment in atom["fragments"])[0]
 
 
 def _left_out(chain: Chain, journal: Journal) -> Damaged | None:

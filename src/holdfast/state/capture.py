@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
 from .atoms import TORCH_NAMES
-from .fsdp1 import THIS, Flattened, flattened_of, is_flattened, refuse_inside
+from .fsdp1 import Flattened, flattened_of, refuse_flattened
 
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What wrappers of torch call the module inside; others call it ``module``."""
@@ -105,14 +105,16 @@ def join(path: str, name: str) -> str:
 def capture(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, may_be_flattened: bool = False
 ) -> Captured:
-    """Parameters, buffers and groups of ``model`` and ``optimizer``, if there is one.
+    """Parameters, buffers and groups of ``model`` and ``optimizer``, if there is one. Those that FSDP1 has flattened
+    are taken, as the parts that this process has, where they ``may_be_flattened``.
 
     Raises ``OptimizerNotSupported`` when the optimizer holds a tensor that is no parameter of the model, and
     ``ModelNotSupported`` for what cannot be stored by name and value.
     """
     _refuse_extra_state(model)
-    flattened = flattened_of(model) if may_be_flattened else _refuse_flattened(model)
-    refuse_inside(model, flattened)
+    if not may_be_flattened:
+        refuse_flattened(model)
+    flattened = flattened_of(model) if may_be_flattened else {}
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     names: dict[int, list[str]] = {}
@@ -190,19 +192,6 @@ def _refuse_extra_state(model: nn.Module) -> None:
                 f"{path or 'the model'} ({type(module).__name__}) keeps state by get_extra_state(), which commits do "
                 "not hold. Keep it in buffers: self.register_buffer(name, tensor)."
             )
-
-
-def _refuse_flattened(model: nn.Module) -> dict[int, Flattened]:
-    """Where only whole parameters are taken. A module inside of the wrapper shows it by its parameters alone."""
-    for path, module in model.named_modules():
-        name = is_flattened(module)
-        if name is not None:
-            raise ModelNotSupported(
-                f"{join(path, name) if name else path or 'the model'} is of {THIS}, whose ranks hold parts of flattened"
-                " parameters, and only whole ones are taken here. Use fully_shard (FSDP2), or give the model itself,"
-                " without the wrapper; a Checkpointer takes FSDP1 as its model= alone, with use_orig_params=True."
-            )
-    return {}
 
 
 def _refuse_unstorable(name: str, buffer: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
@@ -53,12 +53,6 @@ class Flattened:
             )
 
 
-def is_flattened(module: nn.Module) -> str | None:
-    """What of ``module`` itself is of FSDP1: the name of a parameter, or nothing for a wrapper; None if nothing is."""
-    flattened = [name for name, p in module._parameters.items() if getattr(p, "_fsdp_flattened", False)]
-    return next(iter(flattened), "" if INSIDE in module._modules else None)
-
-
 def flattened_of(model: nn.Module) -> dict[int, Flattened]:
     """By the id of each parameter of ``model`` that FSDP1 has flattened. Raises ``ModelNotSupported`` for what cannot
     be told."""
@@ -76,19 +70,33 @@ def flattened_of(model: nn.Module) -> dict[int, Flattened]:
                     f"torch {torch.__version__} keeps its books otherwise than is known here"
                     f" ({type(error).__name__}: {error})",
                 ) from error
+    for where, parameter in _flattened_parameters(model):
+        if id(parameter) not in found:
+            raise _refused(
+                where,
+                "which part of it this rank has is told by the wrapper, which is not in the model that was given",
+                "Give the wrapped model, not what is inside of it.",
+            )
     return found
 
 
-def refuse_inside(model: nn.Module, found: dict[int, Flattened]) -> None:
-    """Raise ``ModelNotSupported`` for a parameter that FSDP1 has flattened, of which ``found`` does not tell."""
+def refuse_flattened(model: nn.Module) -> None:
+    """Raise ``ModelNotSupported`` where only whole parameters are taken, and FSDP1 has any. A module inside of the
+    wrapper shows it by its parameters alone."""
+    wrappers = (path or "the model" for path, module in model.named_modules() if INSIDE in module._modules)
+    for where in chain((where for where, _ in _flattened_parameters(model)), wrappers):
+        raise ModelNotSupported(
+            f"{where} is of {THIS}, whose ranks hold parts of flattened parameters, and only whole ones are taken here."
+            " Use fully_shard (FSDP2), or give the model itself, without the wrapper; a Checkpointer takes FSDP1 as its"
+            " model= alone, with use_orig_params=True."
+        )
+
+
+def _flattened_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in found:
-                raise _refused(
-                    f"{path}.{name}" if path else name,
-                    "which part of it this rank has is told by the wrapper, which is not in the model that was given",
-                    "Give the wrapped model, not what is inside of it.",
-                )
+            if parameter is not None and getattr(parameter, "_fsdp_flattened", False):
+                yield f"{path}.{name}" if path else name, parameter
 
 
 def _of_wrapper(where: str, wrapper: Any) -> Iterator[tuple[int, Flattened]]:

@@ -20,7 +20,7 @@ from .boxes import Box
 from .capture import TO_NAME, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, local_of
 from .progress import decode, encode
-from .stretches import Region, is_nothing, views_of
+from .stretches import Region, copy_common, is_nothing
 
 BUFFERS = "buffers"
 """The owner of all persistent buffers."""
@@ -101,11 +101,11 @@ class LiveState:
         """Other ranks store the other parameters."""
         self.stored = tuple(p for p in self.parameters if p.name in names)
 
-    def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Box]:
+    def place_of(self, atom: Atom) -> tuple[tuple[int, ...], Region]:
         """The shape of the whole tensor of which ``atom`` is the local part, and the region that it is."""
-        box = self.boxes.get(atom.name)
-        if atom.slot != "buffer" and isinstance(box, Box) and atom.shape == box.shape:
-            return self.wholes[atom.name], box
+        region = self.boxes.get(atom.name)
+        if atom.slot != "buffer" and region is not None and atom.shape == region.shape:
+            return self.wholes[atom.name], region
         return atom.shape, Box.whole(atom.shape)
 
     def lacks(self, name: str) -> bool:
@@ -240,11 +240,11 @@ class LiveState:
             held = self.residuals.setdefault(
                 captured.parameter, torch.zeros(here.shape, dtype=value.dtype, device=device)
             )
-            return _copy_common(held, here, value, box)
+            return copy_common(held, here, value, box)
         if slot != "param" and slot not in self._state(captured):  # also where it is empty here
             self._load_slot(name, slot, value.new_empty(here.shape))
         held = captured.held() if slot == "param" else self._state(captured)[slot]
-        _copy_common(local_of(held), here, value, box)
+        copy_common(local_of(held), here, value, box)
 
     def load_values(self, values: dict[str, dict[str, Any]]) -> None:
         """Put back what ``values`` gave."""
@@ -328,16 +328,6 @@ def _with_lists(value: Any) -> Any:
     made = {key: _with_lists(item) for key, item in value.items()}
     places = [str(place) for place in range(len(made))]
     return [made[place] for place in places] if made.keys() == set(places) else made
-
-
-def _copy_common(held: torch.Tensor, here: Region, value: torch.Tensor, box: Region) -> None:
-    """Copy what ``held``, which is the region ``here``, has in common with ``value``, which is ``box``."""
-    for one, target in views_of(here, held):
-        for other, source in views_of(box, value):
-            common = one.intersect(other)
-            if common is not None:
-                into, out_of = (common.moved(tuple(-a for a in region.start)) for region in (one, other))
-                target[into.slices].copy_(source[out_of.slices])
 
 
 def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:

@@ -7,12 +7,14 @@ whole tensor it is several boxes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-from .boxes import Box
+from ..errors import ModelNotSupported
+from .boxes import Box, joined
 from .pieces import flat_boxes
 
 if TYPE_CHECKING:
@@ -61,9 +63,9 @@ class Stretch:
         return flat_boxes(self.whole, self.first, self.stop)
 
     @property
-    def starts(self) -> list[int]:
-        """Of its boxes, where each begins in the flattened tensor, and where the last one ends."""
-        return list(accumulate((box.elements for box in self.boxes), initial=self.first))
+    def ranges(self) -> list[tuple[int, int]]:
+        """Which elements of the flattened tensor each of its boxes is."""
+        return list(pairwise(accumulate((box.elements for box in self.boxes), initial=self.first)))
 
     def rows(self, rows: range) -> Stretch:
         """Of what is held the elements ``rows`` alone, counted from where it begins.
@@ -94,6 +96,42 @@ def views_of(region: Region, held: torch.Tensor) -> list[tuple[Box, torch.Tensor
 def boxes_of(region: Region) -> list[Box]:
     """The boxes that ``region`` is."""
     return region.boxes if isinstance(region, Stretch) else [region]
+
+
+def regions_of(shape: Sequence[int], fragments: Sequence[Mapping[str, Any]]) -> list[Region]:
+    """What the ``fragments`` of an index that one writer stored of a tensor of ``shape`` are: one stretch, or boxes."""
+    flat = [fragment[FLAT] for fragment in fragments if FLAT in fragment]
+    if flat:
+        return [Stretch.joined(tuple(shape), flat)]
+    return [*joined(Box.from_json(fragment["global"]) for fragment in fragments)]
+
+
+def copy_common(held: torch.Tensor, here: Region, value: torch.Tensor, there: Region) -> None:
+    """Copy what ``held``, which is the region ``here``, has in common with ``value``, which is ``there``."""
+    for one, target in views_of(here, held):
+        for other, source in views_of(there, value):
+            common = one.intersect(other)
+            if common is not None:
+                into, out_of = (common.moved(tuple(-a for a in region.start)) for region in (one, other))
+                target[into.slices].copy_(source[out_of.slices])
+
+
+def refuse_gaps(held: Sequence[Mapping[str, Region]], here: Mapping[str, Region]) -> None:
+    """Raise ``ModelNotSupported`` unless the stretches that all ranks have ``held``, of a parameter that is one
+    ``here``, are all of it, each element once, or in each of several copies."""
+    for name, mine in here.items():
+        if not isinstance(mine, Stretch):
+            continue
+        regions = {rank[name] for rank in held if name in rank}
+        stretches = sorted(region for region in regions if isinstance(region, Stretch))
+        ends = [0, *(stretch.stop for stretch in stretches)]
+        whole = {stretch.whole for stretch in stretches} == {mine.whole} and ends[-1] == prod(mine.whole)
+        if len(stretches) < len(regions) or not whole or ends[:-1] != [each.first for each in stretches]:
+            told = ", ".join(f"{each.first} to {each.stop} of {list(each.whole)}" for each in stretches)
+            raise ModelNotSupported(
+                f"the ranks hold the elements {told} of {name}, {list(mine.whole)} here, and together that is not each"
+                " of it once. Wrap the model alike on all ranks, over all of them."
+            )
 
 
 def is_nothing(region: Region | None) -> bool:

@@ -6,7 +6,7 @@ Offsets and sizes are bytes. An index is believed because the manifest names it 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ import xxhash
 
 from holdfast.errors import FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
-from holdfast.state.boxes import Box, joined
-from holdfast.state.stretches import FLAT, Stretch
+from holdfast.state.boxes import Box
+from holdfast.state.stretches import boxes_of, regions_of
 from holdfast.store.drives import lost_drive
 from holdfast.store.files import AnyDisk
 from holdfast.store.generations import corrupt
@@ -61,15 +61,13 @@ def regions(manifest: Manifest, atoms: Mapping[str, dict[str, Any]]) -> dict[str
         by_rank: dict[int, list[dict[str, Any]]] = {}
         for fragment in atom["fragments"]:
             by_rank.setdefault(ranks[fragment["unit"]], []).append(fragment)
-        found[key] = [(rank, box) for rank, own in by_rank.items() for box in _boxes_of(atom, own)]
+        found[key] = [
+            (rank, box)
+            for rank, own in by_rank.items()
+            for each in regions_of(atom["shape"], own)
+            for box in boxes_of(each)
+        ]
     return found
-
-
-def _boxes_of(atom: Mapping[str, Any], fragments: Sequence[dict[str, Any]]) -> list[Box]:
-    """What one rank stored of ``atom``."""
-    if fragments and all(FLAT in fragment for fragment in fragments):
-        return Stretch.joined(tuple(atom["shape"]), [fragment[FLAT] for fragment in fragments]).boxes
-    return joined(Box.from_json(fragment["global"]) for fragment in fragments)
 
 
 def index_of_stream(disk: AnyDisk, manifest: Manifest, stream: str) -> dict[str, Any]:

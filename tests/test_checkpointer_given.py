@@ -157,6 +157,30 @@ def test_a_schedule_that_the_run_does_not_have_is_told_once(tmp_path):
     assert resumed(tmp_path, 7, falling, lr=0.001)[0] == []
 
 
+class Odd:
+    """A schedule whose state is not a dictionary."""
+
+    def __init__(self, optimizer, kind):
+        self.optimizer, self.kind, self.count = optimizer, kind, 0
+
+    def step(self):
+        self.count += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + self.count)
+
+    def state_dict(self):
+        return self.kind((self.count,))
+
+    def load_state_dict(self, state):
+        self.count = int(state[0])
+
+
+@pytest.mark.parametrize("kind", [tuple, list, bytes, torch.tensor])
+def test_a_schedule_whose_state_is_no_dictionary_comes_back(tmp_path, kind):
+    resumed(tmp_path, 3, lambda optimizer: Odd(optimizer, kind))
+    told, group = resumed(tmp_path, 5, lambda optimizer: Odd(optimizer, kind))
+    assert told == [] and group["lr"] == 0.1 / 4
+
+
 @pytest.mark.parametrize("schedule", [None, falling])
 def test_what_the_script_has_as_ever_is_not_told(tmp_path, schedule):
     for steps in (3, 5, 7):

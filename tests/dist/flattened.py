@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +42,9 @@ def wrapped(model: nn.Module, kind: str) -> nn.Module:
     if words & {"hybrid", "hybrid2"}:
         sizes = 2, dist.get_world_size() // 2
         options["device_mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("r", "s"))
+    if "apart" in words:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        options["process_group"] = groups[dist.get_rank()]
     if "bf16" in words:
         options["mixed_precision"] = MixedPrecision(param_dtype=torch.bfloat16)
     if "buffers" in words:
@@ -129,6 +133,29 @@ def error_of(what: Callable[[], Any]) -> str:
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def thawed(say: Callable[..., None], root: str) -> None:
+    """A matrix of which one rank has nothing is frozen, trained from step 2 on, and given as trained at a resume."""
+    texts: list[str] = []
+    for steps, frozen in ((5, True), (5, False)):
+        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+        model[1].weight.requires_grad_(not frozen)
+        model = sharded(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with (
+            warnings.catch_warnings(record=True) as found,
+            Checkpointer(root, model=model, optimizer=optimizer, base_every=99) as checkpointer,
+        ):
+            warnings.simplefilter("always")
+            resumed = checkpointer.resume()
+            texts = [str(each.message) for each in found]
+            for number in range(resumed, steps):
+                if number == 2:
+                    model.requires_grad_(True)
+                step(model, optimizer)
+                checkpointer.step()
+    say(resumed=resumed, told=[text for text in texts if "frozen" in text])
 
 
 def unlike(say: Callable[..., None], root: str) -> None:
@@ -314,6 +341,7 @@ def changed(thing: Any, changes: dict[str, Any]) -> Iterator[None]:
 
 CASES: dict[str, Callable[[Callable[..., None], str], None]] = {
     "unlike": unlike,
+    "thawed": thawed,
     "gathered": gathered,
     "written back": written_back,
     "books": books,

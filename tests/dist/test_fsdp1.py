@@ -43,6 +43,14 @@ def test_what_a_wrapper_does_otherwise_is_refused_on_all_ranks(world, tmp_path, 
     assert "keeps its books" not in text
 
 
+@pytest.mark.parametrize("kind", ["fsdp1 hybrid", "fsdp1 apart"])
+def test_ranks_that_average_no_gradients_are_refused_on_all(world, tmp_path, kind):
+    """Of a replica of one rank torch makes one that exchanges nothing: what each has is its own, and no copy."""
+    text = refused(world, tmp_path / "run", kind=kind)
+    assert text.startswith("ModelNotSupported: ") and "(FSDP1) on 2 ranks" in text, text
+    assert "its gradients are averaged over 1 of them" in text
+
+
 @pytest.mark.parametrize("kind", ["fsdp1 inside", "fsdp1 flat inside"])
 @pytest.mark.parametrize("width", [0, 12])
 def test_the_inside_of_a_wrapper_is_refused_on_all_ranks(world, tmp_path, kind, width):
@@ -97,6 +105,11 @@ def test_ranks_whose_parts_are_not_the_whole_are_refused_on_all(cases, tmp_path)
         assert each["refused"].startswith("ModelNotSupported: the ranks hold the elements "), each
         assert "together that is not each of it once" in each["refused"]
         assert not each["there"]
+
+
+def test_what_trained_on_another_rank_alone_is_not_told_as_frozen(cases, tmp_path):
+    for each in told(cases, tmp_path, "thawed"):
+        assert (each["resumed"], each["told"]) == (5, [])
 
 
 def test_what_is_done_to_gathered_parameters_is_part_of_the_run(cases, tmp_path):

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..ranks import Ranks
 from ..state.cuts import copies, owners
+from ..state.fsdp1 import refuse_apart
 from ..state.live import LiveState
 from ..state.stretches import Region, refuse_gaps
 
@@ -26,7 +27,7 @@ def look(
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
     made: list[LiveState] = []
 
-    def held() -> tuple[dict[str, tuple[Region, int]], set[str]]:
+    def held() -> tuple[dict[str, tuple[Region, int]], set[str], dict[str, int]]:
         made.append(state := LiveState(model, optimizers, beside, residuals, subspaces))
         boxes = state.boxes
         parameters = {
@@ -35,17 +36,19 @@ def look(
             if not state.lacks(p.name)
         }
         names = {name for p in state.parameters for name in p.names}
-        return parameters, names | {atom.name for atom, _ in state.buffers().values()}
+        averaged = {p.name: p.flattened.ranks for p in state.flattened if p.flattened is not None}
+        return parameters, names | {atom.name for atom, _ in state.buffers().values()}, averaged
 
     parts = ranks.all_do(held)
-    regions = [{name: region for name, (region, _) in parameters.items()} for parameters, _ in parts]
+    held_by = [parameters for parameters, _, _ in parts]
+    regions = [{name: region for name, (region, _) in parameters.items()} for parameters in held_by]
     ranks.all_do(lambda: refuse_gaps(regions, made[0].boxes))
+    ranks.all_do(lambda: refuse_apart([averaged for _, _, averaged in parts]))
     [state] = made
     if not ranks.alone:
-        held_by = [parameters for parameters, _ in parts]
         stored = owners(held_by)
         state.store_only(stored[ranks.rank])
         state.copies = copies(held_by, stored)
-        state.elsewhere = set().union(*(names for _, names in parts))
+        state.elsewhere = set().union(*(names for _, names, _ in parts))
         state.own_residuals = own_residuals
     return state

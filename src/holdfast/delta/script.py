@@ -158,7 +158,10 @@ class Script:
         own = progress.get("things", {}).get("scheduler")
         if not isinstance(own, Mapping):
             return None
-        runs = _numbers_of(decode(own))
+        kept = decode(own)
+        if not isinstance(kept, Mapping):  # a tuple, or a tensor
+            return None
+        runs = _numbers_of(kept)
         changed = [
             f"{key} is {decode(runs[key])!r} and not {decode(value)!r}"
             for key, value in self.given_schedule.items()

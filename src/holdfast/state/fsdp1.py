@@ -7,7 +7,8 @@ nothing of them is believed that is not as it is computed here, and what is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from math import prod
@@ -22,19 +23,21 @@ from .stretches import Region, Stretch
 
 INSIDE = "_fsdp_wrapped_module"
 """What the wrapper calls the module inside."""
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID)
 THIS = "FullyShardedDataParallel (FSDP1)"
 
 
 @dataclass(frozen=True, eq=False)
 class Flattened:
     """A parameter of the shape ``whole``, of which this process holds ``region``, from the element ``offset`` of its
-    share of the flat one ``of`` on."""
+    share of the flat one ``of`` on. Its gradients are averaged over as many ``ranks``."""
 
     whole: tuple[int, ...]
     region: Region
     of: Any
     offset: int
+    ranks: int
 
     def is_in_place(self, parameter: torch.Tensor) -> bool:
         """Whether ``parameter`` is what this process holds of it, and not gathered: then it is another tensor."""
@@ -80,6 +83,19 @@ def flattened_of(model: nn.Module) -> dict[int, Flattened]:
     return found
 
 
+def refuse_apart(held: Sequence[Mapping[str, int]]) -> None:
+    """Raise ``ModelNotSupported`` where more ranks have a parameter than average its gradients, given for each rank
+    over how many it does: those apart from the others become unlike them, and would be taken for copies."""
+    having = Counter(name for parameters in held for name in parameters)
+    for name, number in (each for parameters in held for each in parameters.items()):
+        if having[name] > number:
+            raise ModelNotSupported(
+                f"{name} is of {THIS} on {having[name]} ranks, and its gradients are averaged over {number} of them, so"
+                " these have other values than the rest. Wrap the model over all ranks; of HYBRID_SHARD give each"
+                " replica two ranks or more, or take NO_SHARD."
+            )
+
+
 def refuse_flattened(model: nn.Module) -> None:
     """Raise ``ModelNotSupported`` where only whole parameters are taken, and FSDP1 has any. A module inside of the
     wrapper shows it by its parameters alone."""
@@ -114,6 +130,10 @@ def _of_wrapper(where: str, wrapper: Any) -> Iterator[tuple[int, Flattened]]:
     _need(len(set(map(len, books))) == 1, "each parameter in each")
     _need(all(info.module is not None for info in flat._param_infos), "a module of each parameter")
     shares = handle.world_size if handle.uses_sharded_strategy else 1
+    is_hybrid = (
+        handle._sharding_strategy.name in HYBRID
+    )  # as it is: of groups of one rank torch makes another
+    ranks = handle.process_group.size() * (wrapper._inter_node_pg.size() if is_hybrid else 1)
     _need(flat.data.numel() == -(-sum(flat._numels_with_padding) // shares), "how large a share is")
     ids = {id(parameter) for parameter in flat._params}
     _need(all(id(parameter) in ids for parameter in flat._shared_params), "that tied parameters are one")
@@ -129,7 +149,7 @@ def _of_wrapper(where: str, wrapper: Any) -> Iterator[tuple[int, Flattened]]:
         if handle.uses_sharded_strategy:
             first, stop, offset = _share_of(handle, number, position, elements)
             region = Stretch(whole, first, stop)
-        made = Flattened(whole, region, flat, offset)
+        made = Flattened(whole, region, flat, offset, ranks)
         _need(made.is_in_place(parameter.detach()), f"where {info.param_name} lies")
         yield id(parameter), made
 

@@ -42,9 +42,17 @@ def _shortened(state: Any, before: Any) -> Any:
 
 def _end_of(text: Any, before: Any) -> Any:
     both = isinstance(text, str) and isinstance(before, str)
-    if both and len(before) >= LONG and text.startswith(before):
+    if both and len(before) >= LONG and text.startswith(before) and _is_plain(text):
         return {ADDED: text[len(before) :], TO: len(before)}
     return text
+
+
+def _is_plain(text: str) -> bool:
+    """Whether it has no halves of characters: JSON gives two of them back as one character."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def lengthen(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -30,11 +30,13 @@ def bucket(s3, monkeypatch):
 
 
 def reached(place):
-    """The step to which a run leads, all of which is whole."""
+    """The step to which a run leads, all of which is whole; -1 if it has no commit yet."""
     reader = RunReader(place)
     for ref in reader.commits():
         assert reader.verify(reader.load(ref)) == []
-    step, damaged = verify_records(reader, reader.head())
+    if (head := reader.head()) is None:
+        return -1
+    step, damaged = verify_records(reader, head)
     assert damaged == []
     return step
 

@@ -135,6 +135,7 @@ def refused(tmp_path, source, error):
     return raised.value
 
 
+@pytest.mark.filterwarnings("ignore:.*it has no random numbers")
 @pytest.mark.parametrize("made", FORMATS)
 def test_what_is_whole_is_resumed(tmp_path, state, made):
     made(tmp_path / "source", state)

@@ -41,10 +41,14 @@ def look(
 
     parts = ranks.all_do(held)
     held_by = [parameters for parameters, _, _ in parts]
-    regions = [{name: region for name, (region, _) in parameters.items()} for parameters in held_by]
-    ranks.all_do(lambda: refuse_gaps(regions, made[0].boxes))
-    ranks.all_do(lambda: refuse_apart([averaged for _, _, averaged in parts]))
     [state] = made
+
+    def check() -> None:
+        regions = [{name: region for name, (region, _) in parameters.items()} for parameters in held_by]
+        refuse_gaps(regions, state.boxes)
+        refuse_apart([averaged for _, _, averaged in parts])
+
+    ranks.all_do(check)
     if not ranks.alone:
         stored = owners(held_by)
         state.store_only(stored[ranks.rank])

@@ -223,9 +223,8 @@ def _numbers_of(state: Mapping[Any, Any], way: str = "") -> dict[str, Any]:
         elif isinstance(value, Mapping):
             found |= _numbers_of(value, f"{name}.")
         elif isinstance(value, (list, tuple)):
-            within = [(i, each) for i, each in enumerate(value) if isinstance(each, Mapping)]
-            for i, each in within:
-                found |= _numbers_of(each, f"{name}[{i}].")
+            for i, each in enumerate(value):
+                found |= _numbers_of(each, f"{name}[{i}].") if isinstance(each, Mapping) else {}
             if value and all(type(each) in PLAIN for each in value):
                 found[name] = encode(value, name)
     return found

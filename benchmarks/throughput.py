@@ -1,9 +1,13 @@
 """Tokens per second and peak memory: state on the SSD, durable at every step, beside plain PyTorch.
 
-    python benchmarks/throughput.py [--model 46m|319m] [--micro-batches 1 4 8 16] [--steps 8] [--keep] [--small]
+    python benchmarks/throughput.py [--model 46m|319m] [--micro-batches 1 4 8 16] [--steps 8] [--peers PYTHON]
+                                    [--keep] [--small]
 
 Each case runs in a process of its own, so that peak memory is its own; the engine and plain PyTorch (bf16
-parameters, fused AdamW, activation checkpointing, everything in memory) take turns, `--rounds` times.
+parameters, fused AdamW, activation checkpointing, everything in memory) take turns, `--rounds` times, and with
+``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 as well, with optimizer and parameters on the
+SSD. That one is untuned, keeps activations instead of recomputing them, and makes no step durable. Its operators
+need a compiler and libaio's headers, and are compiled when they are first used.
 Sequences of 256 tokens, one per micro-batch, no clipping. Prints a table and one line of JSON.
 """
 
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import statistics
@@ -18,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 SIZES = {"46m": (12, 512), "319m": (24, 1024), "tiny": (3, 64)}
 TOKENS = 256
@@ -32,7 +38,8 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where to write; the default is the temporary folder")
     parser.add_argument("--keep", action="store_true", help="append the result to benchmarks/results/")
     parser.add_argument("--small", action="store_true", help="seconds, for the tests")
-    parser.add_argument("--case", choices=("engine", "plain"), help=argparse.SUPPRESS)
+    parser.add_argument("--peers", help="a Python that has DeepSpeed; without it that case is left out")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.small:
         options.model, options.micro_batches, options.steps, options.rounds = "tiny", [1, 2], 2, 1
@@ -41,25 +48,29 @@ def main() -> None:
         return
     from common import finish, table
 
-    rows, result = (
-        [["tokens/s", "engine", "plain", "ratio", "engine peak MB", "plain peak MB", "SSD GB/step"]],
-        {},
-    )
+    pythons = {"engine": sys.executable, "plain": sys.executable}
+    if options.peers:
+        pythons["deepspeed"] = options.peers
+    rows = [["tokens/s", *pythons, *(f"of {name}" for name in pythons if name != "engine"),
+             *(f"{name} peak MB" for name in pythons), "SSD GB/step"]]  # fmt: skip
+    result = {}
     for m in options.micro_batches:
-        found: dict[str, list[dict]] = {"engine": [], "plain": []}
-        for _ in range(options.rounds):
-            for case in found:
-                found[case].append(in_process(case, m, options))
-        engine, plain = (
-            statistics.median(s for f in found[c] for s in f["seconds"]) for c in ("engine", "plain")
-        )
-        speed = {"engine": m * TOKENS / engine, "plain": m * TOKENS / plain}
-        peak = {case: max(f["peak"] for f in found[case]) / 1e6 for case in found}
+        found: dict[str, list[dict]] = {case: [] for case in pythons}
+        for turn in range(options.rounds):
+            for case, python in pythons.items():
+                found[case].append(in_process(python, case, m, options))
+                print(f"{m} micro-batches, round {turn + 1}: {case} done", file=sys.stderr)
+        seconds = {
+            case: statistics.median(s for f in runs for s in f["seconds"]) for case, runs in found.items()
+        }
+        speed = {case: m * TOKENS / each for case, each in seconds.items()}
+        peak = {case: max(f["peak"] for f in runs) / 1e6 for case, runs in found.items()}
         moved = found["engine"][0]["moved"] / 1e9
-        rows.append(
-            [f"{m} micro-batches", f"{speed['engine']:.0f}", f"{speed['plain']:.0f}", f"{plain / engine:.2f}",
-             f"{peak['engine']:.0f}", f"{peak['plain']:.0f}", f"{moved:.2f}"]
-        )  # fmt: skip
+        rows.append([
+            f"{m} micro-batches", *(f"{speed[case]:.0f}" for case in pythons),
+            *(f"{speed['engine'] / speed[case]:.2f}" for case in pythons if case != "engine"),
+            *(f"{peak[case]:.0f}" for case in pythons), f"{moved:.2f}",
+        ])  # fmt: skip
         result[m] = {"tokens_per_second": speed, "peak_mb": peak, "ssd_gb_per_step": moved}
     table(rows)
     finish(
@@ -69,18 +80,20 @@ def main() -> None:
     )
 
 
-def in_process(case: str, m: int, options: argparse.Namespace) -> dict:
-    command = [sys.executable, "-W", "ignore", __file__, "--case", case, "--model", options.model]
+def in_process(python: str, case: str, m: int, options: argparse.Namespace) -> dict:
+    command = [python, "-W", "ignore", __file__, "--case", case, "--model", options.model]
     command += ["--micro-batches", str(m), "--steps", str(options.steps)]
     if options.folder:
         command += ["--folder", options.folder]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return json.loads(output.splitlines()[-1])
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds"')]
+    assert lines, f"{case}: {done.stderr[-4000:]}"  # DeepSpeed may abort after all is done
+    return json.loads(lines[-1])
 
 
 def run_case(options: argparse.Namespace) -> dict:
     """Seconds of each step but the first two, peak memory, and bytes moved to and from the SSD per step."""
-    step, close, moved = (engine_case if options.case == "engine" else plain_case)(options)
+    step, close, moved = CASES[options.case](options)
     seconds = []
     for _ in range(options.steps + 2):
         start = time.perf_counter()
@@ -130,6 +143,47 @@ def plain_case(options: argparse.Namespace):
         optimizer.zero_grad()
 
     return step, lambda: None, lambda: 0.0
+
+
+def deepspeed_case(options: argparse.Namespace):
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.setdefault("MASTER_PORT", "29541")
+    import deepspeed
+    from common import gpt, token_batches
+
+    count = options.micro_batches[0]
+    folder = tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-")
+    deepspeed.init_distributed("gloo")
+    engine, *_ = deepspeed.initialize(
+        model=gpt(*SIZES[options.model], empty=False),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": count,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": folder},
+                "offload_param": {"device": "nvme", "nvme_path": folder},
+            },
+        },
+    )
+    engine.train()
+
+    def step() -> None:
+        for batch in token_batches(count, TOKENS):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+    return step, lambda: shutil.rmtree(folder), lambda: 0.0
+
+
+CASES: dict[str, Callable[[argparse.Namespace], tuple[Callable, Callable, Callable]]] = {
+    "engine": engine_case,
+    "plain": plain_case,
+    "deepspeed": deepspeed_case,
+}
 
 
 if __name__ == "__main__":

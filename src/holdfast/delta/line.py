@@ -7,8 +7,7 @@ and what comes out is cut again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,21 +16,17 @@ from typing import Any
 import torch
 
 from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
-from ..io.buffers import Buffer
-from ..state.boxes import Box
-from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState
-from ..state.stretches import FLAT, Region, regions_of
+from ..state.live import BUFFERS, RESIDUAL, LiveState
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
-from ..store.manifest import FileRef, Manifest, Point
-from ..store.reading import index_of_stream, read_file
+from ..store.manifest import Manifest, Point
 from ..update.kinds import is_elementwise
 from .codecs import Spreads
 from .computing import computing_as, needs_threads, told_in
 from .ghost import Ghost, pour
 from .recorder import BOUND
 from .replay import OtherCut, Taken, apply, fingerprint
-from .slots import tensors_of
+from .share import Share
 from .watching import Recovery
 
 
@@ -88,19 +83,9 @@ class Line:
         return bool(updated) and not uses_feedback(updated[-1].about)
 
     @cached_property
-    def atoms(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """By stream what its base holds, by key."""
-        return {
-            stream: index_of_stream(self.store.disk, self.base, stream)["atoms"] for stream in self.chains
-        }
-
-    def boxes(self, stream: str) -> dict[str, Region]:
-        """By parameter the region that the writer of ``stream`` stored."""
-        return {
-            atom["name"]: regions_of(atom["shape"], atom["fragments"])[0]
-            for atom in self.atoms[stream].values()
-            if atom["slot"] == "param"
-        }
+    def shares(self) -> dict[str, Share]:
+        """What each stream has of the base."""
+        return {stream: Share(self.store, self.base, stream) for stream in self.chains}
 
     def progress(self, rank: int) -> dict[str, Any]:
         """Of the script of ``rank`` after the last step; the first one's if there was no such rank."""
@@ -109,7 +94,7 @@ class Line:
     def trained(self, rank: int) -> set[str]:
         """The parameters that the last step trained; none if the base is of a version that does not say."""
         stream = self._stream_of(rank)
-        replay, records = self.base.progress_of(stream).get("replay", {}), self.chains[stream].records
+        replay, records = self.shares[stream].progress.get("replay", {}), self.chains[stream].records
         if "frozen" not in replay:
             return set()
         updates = records[-1].about["updates"] if records and records[-1].step > self.base.step else []
@@ -127,8 +112,8 @@ class Line:
         """
         kinds = {
             key: (atom["dtype"], tuple(atom["shape"]))
-            for stream in self.chains
-            for key, atom in self.atoms[stream].items()
+            for share in self.shares.values()
+            for key, atom in share.atoms.items()
         }
         state.check(kinds)
         sources = self._sources(state)
@@ -146,8 +131,8 @@ class Line:
     def _sources(self, state: LiveState) -> dict[str, str] | None:
         """By parameter the stream that has just what ``state`` holds of it; None if one is held otherwise."""
         sources: dict[str, str] = {}
-        for stream in self.chains:
-            for name, box in self.boxes(stream).items():
+        for stream, share in self.shares.items():
+            for name, box in share.boxes.items():
                 if state.boxes.get(name) == box:
                     sources.setdefault(name, stream)
         here = {name for name in state.boxes if not state.lacks(name)}
@@ -155,7 +140,7 @@ class Line:
 
     def _has_buffers_of(self, state: LiveState, stream: str) -> bool:
         """Whether one stream has all buffers that ``state`` holds: each stage of a pipeline has its own."""
-        return state.buffers().keys() <= self.atoms[stream].keys()
+        return state.buffers().keys() <= self.shares[stream].atoms.keys()
 
     def _recut(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:
         """Replay each stream in the cut of its writer, and take from it what ``state`` holds."""
@@ -185,8 +170,8 @@ class Line:
 
     def parts(self, state: LiveState) -> Iterator[tuple[str, Ghost]]:
         """Of each stream, in its writer's cut, what was stored after the last step; ``state`` says how it is held."""
-        for stream in self.chains:
-            ghost = Ghost(state, self.boxes(stream))
+        for stream, share in self.shares.items():
+            ghost = Ghost(state, share.boxes)
             self._replay(ghost, dict.fromkeys(ghost.boxes, stream), stream, None)
             yield stream, ghost
 
@@ -205,81 +190,28 @@ class Line:
         own_last = sorted(taken.items(), key=lambda item: item[0] == with_buffers)
         for stream, names in own_last:
             wanted = names | ({RESIDUAL} if stream == with_buffers else set())
-            later = {unit for units in self._later_rows(stream, names).values() for unit in units}
-            files = {unit: file for unit, file in self.base.files_of(stream).items() if unit not in later}
-            self._load(state, stream, files, wanted, self.watch.loaded)
-            values = self.base.progress_of(stream)["values"]
+            share = self.shares[stream]
+            later = {unit for units in share.later_rows(names).values() for unit in units}
+            share.load(state, share.files.keys() - later, wanted, self.watch.loaded)
+            values = share.progress["values"]
             state.load_values({name: slots for name, slots in values.items() if name in names})
         self._step_on(state, taken, after_update)
-
-    def _load(
-        self,
-        state: LiveState,
-        stream: str,
-        files: Mapping[str, FileRef],
-        wanted: Collection[str],
-        loaded: Callable[[int], None],
-    ) -> None:
-        """Of what ``files`` of ``stream`` hold load what is of owners that are ``wanted``. ``loaded`` is told bytes."""
-        placed = self._placed(stream)
-        for unit, tensors in _loaded(self.store, files, loaded):
-            told = {placed[unit, there]: tensor for there, tensor in tensors.items()}
-            found = [
-                (*at, each) for at, each in told.items() if self._is_wanted(stream, at[0], wanted, state)
-            ]
-            if all(box is None for _, box, _ in found):
-                state.load({key: tensor for key, _, tensor in found})
-                continue
-            # one by one: an optimizer has its slots in the order in which they are given
-            for key, box, tensor in found:
-                if box is None:
-                    state.load({key: tensor})
-                else:
-                    atom = self.atoms[stream][key]
-                    state.load_part(atom["name"], atom["slot"], tensor, box)
-
-    def _placed(self, stream: str) -> dict[tuple[str, str], tuple[str, Box | None]]:
-        """By unit and name in its file, of which atom a tensor of ``stream`` is, and, if it is not all that its writer
-        stored of that as a tensor of that shape, which region."""
-        return {
-            (fragment["unit"], fragment["key"]): (
-                key,
-                Box.from_json(fragment["global"]) if atom["fragments"][1:] or FLAT in fragment else None,
-            )
-            for key, atom in self.atoms[stream].items()
-            for fragment in atom["fragments"]
-        }
-
-    def _is_wanted(self, stream: str, key: str, wanted: Collection[str], state: LiveState) -> bool:
-        """Whether a tensor of ``stream`` is of one of the owners ``wanted``, or a residual of this rank's own."""
-        owner, slot = self._owner(stream, key), self.atoms[stream][key]["slot"]
-        return owner in wanted or (slot in CARRIED and RESIDUAL in wanted and owner in state.boxes)
-
-    @property
-    def own_residuals(self) -> bool:
-        """Whether each rank had residuals of its own: some are of parameters that it does not store."""
-        return any(
-            atom["slot"] == RESIDUAL and f"{atom['name']}/param" not in self.atoms[stream]
-            for stream in self.chains
-            for atom in self.atoms[stream].values()
-        )
-
-    def _owner(self, stream: str, key: str) -> str:
-        atom = self.atoms[stream][key]
-        return BUFFERS if atom["slot"] == "buffer" else atom["name"]
 
     def _step_on(
         self, state: LiveState, taken: Mapping[str, set[str]], after_update: Callable[[int], None] | None
     ) -> None:
         """Do the steps; ``taken`` says by stream of which owners. The first stream's records tell of the rest."""
-        loaded = {stream: self._steps_loaded(stream) for stream in taken}
-        later = {stream: self._later_rows(stream, names) for stream, names in taken.items()}
+        shares = {stream: self.shares[stream] for stream in taken}
+        loaded = {stream: share.steps_loaded for stream, share in shares.items()}
+        later = {stream: shares[stream].later_rows(names) for stream, names in taken.items()}
         stored = {  # a stream of which not all is taken has no fingerprint that could be compared here
-            stream: [state.parameter(name) for name in self.boxes(stream)]  # as their writer had them
-            for stream, names in taken.items()
-            if self.boxes(stream).keys() <= names
+            stream: [state.parameter(name) for name in share.boxes]  # as their writer had them
+            for stream, share in shares.items()
+            if share.boxes.keys() <= taken[stream]
         }
-        strides = {stream: self.base.progress_of(stream).get("replay", {}).get("strides") for stream in taken}
+        strides = {
+            stream: share.progress.get("replay", {}).get("strides") for stream, share in shares.items()
+        }
         spreads: dict[str, dict[int, Spreads]] = {stream: {} for stream in taken}
         step = min((self.base.oldest_step_of(stream) for stream in taken), default=self.step)
         with ExitStack() as stack:
@@ -309,13 +241,13 @@ class Line:
                         record.about,
                         parts,
                         {o for o, at in loaded[stream].items() if at >= step or o not in taken[stream]},
-                        self.boxes(stream).keys(),
+                        shares[stream].boxes.keys(),
                         spreads[stream],
                     )
                     for stream, record, parts in records
                 ]
                 first = records[0][0]
-                how = told_in(several[0].about["progress"], self.base.progress_of(first))
+                how = told_in(several[0].about["progress"], shares[first].progress)
                 again = None if after_update is None else partial(after_update, step - 1)
                 try:
                     with computing_as(how, needs_threads(state, after_update)):
@@ -324,39 +256,13 @@ class Line:
                     raise Differs(step) from error
                 for stream, names in taken.items():
                     if units := later[stream].get(step):
-                        files = {unit: self.base.files[unit] for unit in units}
-                        self._load(state, stream, files, names, lambda _: None)  # its time is that of replay
+                        shares[stream].load(state, units, names)  # its time is that of replay
                 self.watch.replayed(len(records))
                 for stream, record, _ in records:
                     told = record.about["fingerprint"]
                     compared = step >= self.base.step and stream in stored
                     if compared and told != fingerprint(stored[stream], step, strides[stream]):
                         raise Differs(step)
-
-    def _steps_loaded(self, stream: str) -> dict[str, int]:
-        """By owner, the step of what is loaded of it first: of all the base has of it, or of some rows."""
-        return {
-            self._owner(stream, key): min(self._step_of(fragment) for fragment in atom["fragments"])
-            for key, atom in self.atoms[stream].items()
-            if atom["slot"] not in CARRIED  # always of the commit's own step
-        }
-
-    def _later_rows(self, stream: str, names: Collection[str]) -> dict[int, set[str]]:
-        """By step the units that hold rows of one of the parameters ``names`` of which other rows are of an earlier
-        step. They are loaded when replay has come there; until then it updates those rows too, for nothing."""
-        found: dict[int, set[str]] = {}
-        for atom in self.atoms[stream].values():
-            if atom["name"] not in names:
-                continue
-            steps = [self._step_of(fragment) for fragment in atom["fragments"]]
-            for fragment, step in zip(atom["fragments"], steps, strict=True):
-                if step > min(steps):
-                    found.setdefault(step, set()).add(fragment["unit"])
-        return found
-
-    def _step_of(self, fragment: dict[str, Any]) -> int:
-        step = self.base.files[fragment["unit"]].step
-        return self.base.step if step is None else step
 
     def end_before_feedback(self) -> None:
         """Leave out the records from the first on that changed residuals after the base had copied them."""
@@ -374,13 +280,8 @@ class Line:
             record.step
             for stream, chain in self.chains.items()
             for record in chain.records
-            if uses_feedback(record.about) and record.step > self._residual_step(stream)
+            if uses_feedback(record.about) and record.step > self.shares[stream].residual_step
         ]
-
-    def _residual_step(self, stream: str) -> int:
-        """Of the residuals that the base has of ``stream``."""
-        carried = [atom for atom in self.atoms[stream].values() if atom["slot"] in CARRIED]
-        return min((self._step_of(f) for atom in carried for f in atom["fragments"]), default=self.base.step)
 
     @property
     def is_torn(self) -> bool:
@@ -409,27 +310,3 @@ def _left_out(chain: Chain, journal: Journal) -> Damaged | None:
 def uses_feedback(about: dict[str, Any]) -> bool:
     """Whether the step of a record changed residuals."""
     return any(update.get("codec", {}).get("feedback") for update in about["updates"])
-
-
-def _loaded(
-    store: LocalStore, files: Mapping[str, FileRef], loaded: Callable[[int], None]
-) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """The verified tensors of each of ``files``, by unit, whose memory is used again for the next but one."""
-    units, refs = list(files), list(files.values())
-    buffers = [Buffer(max((file.bytes for file in refs), default=1), "recovery") for _ in range(2)]
-    futures: list[tuple[memoryview, Future]] = []
-    try:
-        for number in range(len(refs) + 1):
-            if number < len(refs):
-                view = buffers[number % 2].view[: refs[number].bytes]
-                futures.append((view, read_file(store.disk, store.queue, refs[number], view)))
-            if number:
-                view, future = futures[number - 1]
-                future.result()
-                loaded(len(view))
-                yield units[number - 1], tensors_of(view)
-    finally:
-        for _, future in futures:
-            future.exception()
-        for buffer in buffers:
-            buffer.free()

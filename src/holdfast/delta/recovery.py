@@ -123,7 +123,8 @@ def recover(
             ranks.everyone(_stores_alike(line, state, ranks) and not others)
         )
         same_cut &= _updated(line, after_update is not None) == (after_update is not None)
-        lost = line.residuals_lost or (line.own_residuals and len(line.chains) != ranks.world_size)
+        own_residuals = any(share.has_foreign_residuals for share in line.shares.values())
+        lost = line.residuals_lost or (own_residuals and len(line.chains) != ranks.world_size)
         if lost or line.residuals_dropped:
             state.forget_residuals()
         base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
@@ -203,7 +204,7 @@ def _stores_alike(line: Line, state: LiveState, ranks: Ranks) -> bool:
     here = strides_of(state)
     there = line.base.progress_of(ranks.stream).get("replay", {}).get("strides", here)
     boxes = {p.name: state.boxes[p.name] for p in state.stored}
-    return line.boxes(ranks.stream) == boxes and there == here
+    return line.shares[ranks.stream].boxes == boxes and there == here
 
 
 def _updated(line: Line, here: bool) -> bool:

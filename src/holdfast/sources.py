@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .delta.loop import Loop
 from .delta.recovery import recover, refuse_unless_one_is_whole
 from .delta.standing import state_at
 from .errors import BadInput, NoCommit
+from .ranks import Ranks
 from .state.boxes import Box
 from .state.capture import TO_NAME, Captured, buffer_at
 from .state.progress import decode
@@ -67,7 +69,7 @@ class From(Allowed):
 
     def open(self) -> Beginning:
         """Raises as ``source``."""
-        return Beginning(self.source(), self)
+        return Beginning(self.source(), self, _on_disk(Target.parse(str(self.path)).run))
 
 
 class Beginning:
@@ -76,8 +78,9 @@ class Beginning:
     fresh = False
     """A run begins with it: what only a run that went on would have is not missed."""
 
-    def __init__(self, source: Source, allowed: Allowed) -> None:
-        self._source, self._allowed, self._match = source, allowed, Match()
+    def __init__(self, source: Source, allowed: Allowed, place: Path | None) -> None:
+        """``source`` lies at ``place`` (None: on no disk)."""
+        self._source, self._allowed, self._place, self._match = source, allowed, place, Match()
         self.path = source.path
         self.step: int = source.progress.get("step") or 0
         self.progress = source.progress
@@ -101,12 +104,12 @@ class Beginning:
         self._match = match(forms, self._source, self._allowed, keeps=keeps)
         return _told(self._match, self._source)
 
-    def check(self) -> None:
-        """Read all that was matched, and raise ``Damaged`` if it is not as it was written."""
+    def check(self, ranks: Ranks) -> None:
+        """Read, between all ranks, what was matched. Raises ``Damaged`` on all if it is not as it was written."""
         found = [each for slots in self._match.found.values() for each in slots.values()]
         pieces = [one for each in found for one in (each.pieces, *each.copies)]
-        check_all(self._source, sorted({number for one in pieces for number in one.part.tolist()}))
-        refuse_unequal(self._source, found)
+        parts = {number for one in pieces for number in one.part.tolist()}
+        _check_between(ranks, self._source, self._place, lambda: (parts, found))
 
     def identity(self) -> list[Any]:
         """As that of the source."""
@@ -116,9 +119,9 @@ class Beginning:
         """Whole; None if there is none. Raises ``Damaged``."""
         return self._read(name, {"param"}).get("param")
 
-    def state(self, name: str) -> dict[str, torch.Tensor]:
-        """What the optimizer held for a parameter, whole, by slot."""
-        found = self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"})
+    def state(self, name: str, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]:
+        """What the optimizer held for a parameter, by slot; of those in ``boxes`` that region."""
+        found = self._read(name, self._match.found.get(name, {}).keys() - {"param", "buffer"}, boxes)
         values = self._match.values.get(name, {})
         numbers = {slot: decode(value) for slot, value in values.items() if slot not in found}
         return found | {
@@ -128,9 +131,11 @@ class Beginning:
     def buffer(self, name: str) -> torch.Tensor | None:
         return self._read(name, {"buffer"}).get("buffer")
 
-    def _read(self, name: str, slots: Collection[str]) -> dict[str, torch.Tensor]:
+    def _read(
+        self, name: str, slots: Collection[str], boxes: Mapping[str, Box] = MappingProxyType({})
+    ) -> dict[str, torch.Tensor]:
         there = {slot: each for slot, each in self._match.found.get(name, {}).items() if slot in slots}
-        wanted = [(stored, Box.whole(stored.atom.shape)) for stored in there.values()]
+        wanted = [(each, boxes.get(slot, Box.whole(each.atom.shape))) for slot, each in there.items()]
         return dict(zip(there, read_tensors(self._source, wanted), strict=True))
 
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool:
@@ -159,24 +164,34 @@ def begin_from(start: From, loop: Loop, emit: Callable[..., None]) -> None:
             " Say which: RUN@STEP."
         )
     if not ranks.alone:
-        _check_between(loop, opened[0], start, None if isinstance(target.run, Url) else target.run)
+        need = partial(needs_of, loop.state, opened[0], start)
+        _check_between(ranks, opened[0], _on_disk(target.run), need)
     loop.steps_done, told = ranks.all_do(lambda: _bring(loop, opened[0], start))[ranks.rank]
     emit("began_from", path=str(start.path), step=loop.steps_done, told=told)
     for text in told:
         warnings.warn(f"beginning from {text}", stacklevel=4)
 
 
-def _check_between(loop: Loop, source: Source, allowed: Allowed, path: Path | None) -> None:
-    """Check between all ranks, before any of them is changed, what they will take of ``source``, which lies at ``path``
-    (None: on no disk)."""
-    ranks, wanted = loop.ranks, list[Stored]()
+def _on_disk(path: Path | Url) -> Path | None:
+    return None if isinstance(path, Url) else path
 
-    def need() -> Need:
-        parts, stored = needs_of(loop.state, source, allowed)
+
+def _check_between(
+    ranks: Ranks,
+    source: Source,
+    path: Path | None,
+    need: Callable[[], tuple[Iterable[int], Iterable[Stored]]],
+) -> None:
+    """Check between all ranks, before any of them is changed, what they will take of ``source``, which lies at ``path``
+    (None: on no disk): of each, ``need`` says the parts and the atoms."""
+    wanted = list[Stored]()
+
+    def told() -> Need:
+        parts, stored = need()
         wanted.extend(stored)
         return Need.of(source, path, parts)
 
-    mine, checked = divided(ranks.all_do(need), ranks.rank, source)
+    mine, checked = divided(ranks.all_do(told), ranks.rank, source)
     ranks.all_do(partial(check_all, source, mine))
     source.trust(checked)
     ranks.all_do(partial(refuse_unequal, source, wanted))

@@ -21,6 +21,7 @@ from holdfast.errors import BadInput
 from holdfast.offload import drives, entry, preflight
 from holdfast.plan.ops import traffic
 from holdfast.store import entering
+from holdfast.universal.convert.holdfast import Commit
 from training import VOCABULARY, adamw, batches, decoder, state_of, warm_up
 
 WIDE = {"width": 64, "hidden": 128, "kv_heads": 2}
@@ -102,6 +103,7 @@ def main(
     faster_at: Sequence[int] = (),
     wrong: dict[str, Any] | None = None,
     sources: Sequence[str] = (),
+    counted: bool = False,
     cursor: bool = False,
     slow_seconds: float = 0.0,
     sampled: bool = False,
@@ -113,10 +115,11 @@ def main(
 ) -> None:
     """``kill``, ``hang``, ``nan_at``, ``fewer_at``, ``leave_at``, ``refuse_at`` (a step with no list of micro-batches
     before the step) and ``faster_at`` (another learning rate) are a rank and a step, ``kill_after`` a rank and
-    seconds; ``wrong`` are options by rank, and ``sources`` what each begins from. A commit takes ``slow_seconds`` to
-    be verified. With ``sampled`` memory is predicted. With ``settle`` nothing is under way between two steps. ``rates``
-    are what drives take, by their names, as the first rank finds; the ranks that are ``blind`` see nothing that it
-    shows them; drives that are ``full`` have no room. An ``early`` failpoint is armed before the run is opened."""
+    seconds; ``wrong`` are options by rank, and ``sources`` what each begins from; with ``counted`` it says what of
+    that it read. A commit takes ``slow_seconds`` to be verified. With ``sampled`` memory is predicted. With
+    ``settle`` nothing is under way between two steps. ``rates`` are what drives take, by their names, as the first
+    rank finds; the ranks that are ``blind`` see nothing that it shows them; drives that are ``full`` have no room.
+    An ``early`` failpoint is armed before the run is opened."""
     if world_size > 1:
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     if kill_after and kill_after[0] == rank:
@@ -133,6 +136,7 @@ def main(
         entry.newest_commit = partial(slowly, entry.newest_commit, slow_seconds)
     if sources:
         given["source"] = holdfast.From(sources[rank])
+    looked = counting() if counted else {}
     if cursor:
         given["loader"] = Cursor()
     if rates is not None:
@@ -151,7 +155,7 @@ def main(
     if sampled or "budget" in given:
         given |= {"sample": batches(0, 1)[0], "micro_batches": micro_batches, "say": planned.append}
     with holdfast.offload(model, optimizer, root, scheduler=warm_up(optimizer), **given) as engine:
-        say(resumed=engine.resumed_from, planned=planned)
+        say(resumed=engine.resumed_from, planned=planned, **looked)
         if failpoint and failpoint[0] == rank:
             failpoints.armed = failpoint[1]
         for step in range(engine.steps_done, steps):
@@ -210,6 +214,23 @@ def measured(rank: int, name: str, rates: dict[str, float], say: Callable[..., N
     assert rank == 0, "the first measures for all"
     say(**{f"measured {name}": True})
     return rates.get(name, 1e9)
+
+
+def counting() -> dict[str, Any]:
+    """From now on, which parts of commits are checked, and how many bytes of them are read."""
+    looked: dict[str, Any] = {"checked": [], "read": 0}
+    check, read = Commit.check, Commit.read
+
+    def checking(self: Commit, part: int) -> None:
+        looked["checked"].append(part)
+        check(self, part)
+
+    def reading(self: Commit, part: int, offset: int, into: memoryview) -> None:
+        looked["read"] += len(into)
+        read(self, part, offset, into)
+
+    Commit.check, Commit.read = checking, reading
+    return looked
 
 
 def slowly(function: Callable[..., Any], seconds: float, *args: Any) -> Any:

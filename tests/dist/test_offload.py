@@ -281,6 +281,32 @@ def test_ranks_that_would_begin_from_unlike_states_are_refused(world, tmp_path):
     assert not (tmp_path / "on").exists()
 
 
+def test_the_ranks_of_a_machine_read_a_source_once_between_them(world, tmp_path):
+    world.run(1, root=tmp_path / "run", steps=3, kind="wide")
+    said = world.run(
+        2, root=tmp_path / "on", steps=3, kind="wide", counted=True, sources=[str(tmp_path / "run")] * 2
+    )
+    first, second = (set(each["checked"]) for each in said)
+    assert first and second and not first & second
+    assert max(len(first), len(second)) <= 2 * min(len(first), len(second))
+    atoms = read_atoms(tmp_path / "run")
+    wanted = sum(tensor.nbytes for tensor in atoms.values())
+    assert wanted <= sum(each["read"] for each in said) <= 1.01 * wanted
+    assert differing(atoms, read_atoms(tmp_path / "on")) == []
+
+
+def test_what_one_rank_finds_damaged_of_a_source_is_refused_on_all_and_nothing_is_written(world, tmp_path):
+    world.run(1, root=tmp_path / "run", steps=1, kind="wide")
+    for path in (tmp_path / "run" / "data").glob("blocks.1*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    said = world.run(2, root=tmp_path / "on", steps=2, kind="wide", sources=[str(tmp_path / "run")] * 2)
+    for each in said:
+        assert each["error"].startswith("ChunkCorrupt") and "blocks.1" in each["error"], each
+    assert not (tmp_path / "on").exists()
+
+
 def test_a_place_in_the_data_that_is_each_ranks_own_is_not_taken_from_the_first(world, tmp_path):
     world.run(2, root=tmp_path / "run", steps=3, cursor=True)
     said = world.run(2, root=tmp_path / "run", steps=4, cursor=True)

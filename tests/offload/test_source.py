@@ -7,6 +7,7 @@ import torch
 
 import holdfast
 from holdfast.errors import ChunkCorrupt, RunMismatch
+from holdfast.ranks import Ranks
 from holdfast.sources import source_of
 from holdfast.state.atoms import Atom
 from holdfast.state.capture import capture
@@ -209,11 +210,11 @@ def test_of_a_source_only_what_is_wanted_is_checked(tmp_path, damaged):
     optimizer, beginning = adamw(model), holdfast.From(file, partial=True).open()
     beginning.match(capture(model, optimizer), optimizer)
     if damaged == "more":
-        beginning.check()
+        beginning.check(Ranks())
         assert torch.equal(beginning.parameter("weight"), tensors["weight"])
     else:
         with pytest.raises(ChunkCorrupt):
-            beginning.check()
+            beginning.check(Ranks())
 
 
 def test_a_place_in_the_data_of_several_ranks_is_refused(tmp_path, recorded_run, monkeypatch):

@@ -127,7 +127,7 @@ class Weights:
         """Raises ``BadInput`` if there are none, ``Damaged`` if the files are not whole."""
         _refuse_others(checked(self.path))
         source = by_model(SafetensorsFiles(self.path), self._model, self._shapes)
-        return _Begins(source, self._named)
+        return _Begins(source, self._named, self.path)
 
 
 class _Begins(Beginning):
@@ -135,8 +135,8 @@ class _Begins(Beginning):
 
     fresh = True
 
-    def __init__(self, source: Converted, named: dict[str, nn.Parameter]) -> None:
-        super().__init__(source, Allowed(partial=True, cast=True))
+    def __init__(self, source: Converted, named: dict[str, nn.Parameter], place: Path) -> None:
+        super().__init__(source, Allowed(partial=True, cast=True), place)
         self._converted, self._named = source, named
 
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import RunMismatch
+from ..ranks import Ranks
+from ..state.boxes import Box
 from ..state.capture import Captured, buffer_at
 from ..update.forms import Slots
 from .parts import Parts
@@ -36,13 +38,13 @@ class Beginning(Protocol):
         ...
 
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]: ...
-    def check(self) -> None: ...
+    def check(self, ranks: Ranks) -> None: ...
     def identity(self) -> list[Any]:
         """What it is, as JSON; another state, and the same one written again, have another."""
         ...
 
     def parameter(self, name: str) -> torch.Tensor | None: ...
-    def state(self, name: str) -> dict[str, torch.Tensor]: ...
+    def state(self, name: str, boxes: Mapping[str, Box]) -> dict[str, torch.Tensor]: ...
     def buffer(self, name: str) -> torch.Tensor | None: ...
     def set_hyper_parameters(self, groups: list[dict[str, Any]], names: list[list[str]]) -> bool: ...
 
@@ -52,9 +54,9 @@ class Opens(Protocol):
 
 
 def prepare(source: Opens, parts: Parts, user: UserState) -> tuple[Beginning, list[str]]:
-    """Open ``source``, and see that it is of this model and optimizer, and whole. With it, what it lacks for a person.
+    """Open ``source``, and see that it is of this model and optimizer. With it, what it lacks for a person.
 
-    Raises ``RunMismatch`` or ``Damaged``, with nothing changed.
+    Raises ``RunMismatch``, with nothing changed.
     """
     beginning = source.open()
     user.check_source(beginning.progress)
@@ -62,7 +64,6 @@ def prepare(source: Opens, parts: Parts, user: UserState) -> tuple[Beginning, li
     for unit in parts.all_units:
         for member in unit.trained:
             _refuse_others(beginning, member.name, unit.kept(member))
-    beginning.check()
     return beginning, told
 
 

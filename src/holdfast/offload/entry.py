@@ -362,6 +362,7 @@ def _ready(
             user.now()  # whatever cannot be stored is refused now
     if prepared is not None:
         agree_on_source(ranks, prepared[0])
+        prepared[0].check(ranks)
     if found is None:
         with ranks.agreeing():
             if ranks.rank == 0:

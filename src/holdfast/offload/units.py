@@ -296,14 +296,16 @@ class Unit:
                 self.frozen_view(frozen, piece.name).copy_(piece.of(values[piece.name]))
         self.write_buffers(state, self.buffer_values())
 
+    def boxes_of(self, piece: Piece) -> dict[str, Box]:
+        """Of the tensors that the optimizer keeps for a parameter, by slot, the region that is ``piece``'s."""
+        return {slot: piece.box_in(form) for slot, form in self.member_slots(piece.member).tensors.items()}
+
     def write_state(self, piece: Piece, image: torch.Tensor, state: dict[str, Any]) -> None:
-        """Take over what the user's optimizer holds for a parameter already, if it holds anything."""
+        """Take over what an optimizer holds for ``piece`` already, if it holds anything."""
         slots = self.member_slots(piece.member)
-        for slot, form in slots.tensors.items():
+        for slot in slots.tensors:
             if slot in state:
-                held = torch.as_tensor(state[slot])
-                part = held if piece.is_whole else held[piece.box_in(form).slices]
-                self.state_view(image, piece.name, slot).copy_(part)
+                self.state_view(image, piece.name, slot).copy_(state[slot])
         for slot in slots.scalars:
             if slot in state:
                 self.state_view(image, piece.name, slot).copy_(torch.as_tensor(state[slot]))

@@ -79,6 +79,9 @@ class Checkpointer:
     steps on the disk, which then has bases only; a path is where it keeps things in memory instead of ``/dev/shm``.
 
     ``remote``, s3://BUCKET/PREFIX, is where a copy of the run is kept up with beside training; ``keep`` goes for both.
+
+    A writer or a rank that does not get on for ``deadline_seconds`` is an error. ``direct=False`` writes through the
+    page cache; ``disk`` stands in for the file system in tests.
     """
 
     def __init__(
@@ -234,10 +237,10 @@ class Checkpointer:
             found = self._survival.enter(self._store, asked)
             if found is None:
                 refuse_emptied(self._store.root, self._loop.durable_before)
-            if found is None and target:
-                raise BadInput(
-                    f"{self._store.root} has no step yet; call resume() without one to begin the run"
-                )
+                if target:
+                    raise BadInput(
+                        f"{self._store.root} has no step yet; call resume() without one to begin the run"
+                    )
             self._go_on_from(found, start)
             self._survival.begin(found)
             self._watch()

@@ -107,7 +107,7 @@ class Beginning:
     def check(self, ranks: Ranks) -> None:
         """Read, between all ranks, what was matched. Raises ``Damaged`` on all if it is not as it was written."""
         found = [each for slots in self._match.found.values() for each in slots.values()]
-        pieces = [one for each in found for one in (each.pieces, *each.copies)]
+        pieces = [one for each in found for one in each.every]
         parts = {number for one in pieces for number in one.part.tolist()}
         _check_between(ranks, self._source, self._place, lambda: (parts, found))
 

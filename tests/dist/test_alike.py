@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dist.test_ranks import ended
-from dist.world import World
+from dist.world import ended
 from holdfast.events import read_events
 from holdfast.store.reader import RunReader
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 def finished(ranks):

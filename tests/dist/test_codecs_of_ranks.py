@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from dist.world import World
 from holdfast.store.files import Disk
 from holdfast.store.reader import RunReader
 from holdfast.store.segments import read_segment, segments
 
 TOPK, INT8 = ("topk", 0.3), ("int8", 16)
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 def ended(ranks):

@@ -7,12 +7,6 @@ import pytest
 from dist.world import World
 
 
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
-
-
 def refused(world, root, **order) -> str:
     """What all of two ranks are told, before anything is written."""
     said = world.run(2, root=root, steps=2, **order)

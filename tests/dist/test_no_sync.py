@@ -5,17 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from dist.test_ranks import ended
-from dist.world import World
+from dist.world import ended
 
 COMMON = {"kind": "ddp", "accumulate": 3}
 CODECS = [None, ("topk", 0.3), ("int8", 16), ("powersgd", 1)]
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -6,20 +6,13 @@ import shutil
 
 import pytest
 
-from dist.test_ranks import ended
-from dist.world import World
+from dist.world import ended
 from holdfast.delta.slots import tensors_of
 from holdfast.store.files import Disk
 from holdfast.store.reader import RunReader
 from holdfast.store.segments import read_segment, segments
 
 ONE, TWO = ("powersgd", 1), ("powersgd", 2)
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 def arrays_of(root, ranks=2):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from itertools import product
 
 import pytest
 
 from combined import one_in
-from dist.world import World
+from dist.world import ended, flip
 from holdfast.state.boxes import Box
 from holdfast.store.chain import verify_records
 from holdfast.store.files import Disk
@@ -15,20 +16,6 @@ from holdfast.store.local import LocalStore
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import regions
 from holdfast.store.segments import read_segment, segments
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
-
-
-def ended(ranks):
-    """All ranks came to the end, with one state."""
-    for said in ranks:
-        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
-    assert all(said["digests"] == ranks[0]["digests"] for said in ranks)
-    return ranks
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -42,8 +29,14 @@ def test_two_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, ki
         assert other["digests"] == {step: d for step, d in one["digests"].items() if int(step) >= 5}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (3, 1), (1, 3), (4, 3)])
+WORLDS = [(2, 4), (4, 2), (3, 1), (1, 3), (4, 3)]
+FSDP1_WORLDS = [(2, 3), (3, 2), (2, 1), (1, 2), (4, 3)]
+
+
+@pytest.mark.parametrize(
+    "kind, worlds",
+    [*product(["ddp", "fsdp"], WORLDS), *one_in(2, ["fsdp1", "fsdp1 layers"], FSDP1_WORLDS)],
+)
 def test_a_run_goes_on_with_another_number_of_ranks(world, tmp_path, kind, worlds):
     """With records after the base, and from there once more."""
     one, other = worlds
@@ -59,9 +52,17 @@ KINDS = [
     ("fsdp", 3, "fsdp", 2), ("fsdp", 2, "ddp", 2), ("ddp", 2, "fsdp", 3),
     ("hsdp", 4, "fsdp", 2), ("fsdp", 2, "hsdp", 4), ("hsdp", 4, "plain", 1),
 ]  # fmt: skip
+FSDP1_OTHERS = [
+    ("fsdp1 layers", 2, "ddp", 2), ("fsdp1", 3, "fsdp", 2), ("fsdp1 layers", 3, "plain", 1),
+    ("fsdp1 layers hybrid", 4, "fsdp1", 2), ("fsdp1", 2, "fsdp1 layers hybrid", 4), ("fsdp1 layers", 2, "hsdp", 4),
+    ("ddp", 2, "fsdp1 layers", 3), ("fsdp", 3, "fsdp1", 2), ("plain", 1, "fsdp1 layers", 2), ("hsdp", 4, "fsdp1", 3),
+]  # fmt: skip
+OPTIMIZERS = ["sgd", "adamw", "foreach", "fused"]
 
 
-@pytest.mark.parametrize("kinds, optimizer", one_in(2, KINDS, ["sgd", "adamw", "foreach", "fused"]))
+@pytest.mark.parametrize(
+    "kinds, optimizer", [*one_in(2, KINDS, OPTIMIZERS), *one_in(4, FSDP1_OTHERS, OPTIMIZERS)]
+)
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimizer):
     kind, ranks, other, others = kinds
     before = ended(world.run(ranks, kind=kind, root=tmp_path, steps=5, base_every=3, optimizer=optimizer))
@@ -70,7 +71,20 @@ def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimiz
     assert after[0]["digests"]["5"] == before[0]["digests"]["5"]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kinds", FSDP1_OTHERS[1::2])
+def test_a_run_begins_from_that_of_another_parallelism(world, tmp_path, kinds):
+    """By resume(source=RUN@STEP): a step that records lead to, and one that a base has."""
+    kind, ranks, other, others = kinds
+    source = tmp_path / "source"
+    before = ended(world.run(ranks, kind=kind, root=source, steps=6, save_at=4, base_every=50))
+    for step in (4, 6):
+        order = {"kind": other, "steps": step, "resume": {"source": f"{source}@{step}"}}
+        after = ended(world.run(others, root=tmp_path / f"from{step}", **order))
+        assert after[0]["resumed"] == step
+        assert after[0]["digests"] == {str(step): before[0]["digests"][str(step)]}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp1"])
 def test_every_step_can_be_resumed(world, tmp_path, kind):
     before = ended(world.run(2, kind=kind, root=tmp_path / "run", steps=7, base_every=3, keep_last=9))
     for step in range(8):
@@ -80,8 +94,7 @@ def test_every_step_can_be_resumed(world, tmp_path, kind):
         shutil.rmtree(tmp_path / "copy")
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind, killed", [*product(["ddp", "fsdp"], [0, 1]), ("fsdp1 layers", 1)])
 def test_a_killed_rank_ends_the_others_and_all_go_on_from_one_step(world, tmp_path, kind, killed):
     whole = ended(world.run(2, kind=kind, root=tmp_path / "whole", steps=12))
     cut = world.run(2, kind=kind, root=tmp_path / "cut", steps=12, base_every=3, kill=[killed, 8])
@@ -167,12 +180,6 @@ def test_a_base_that_lacks_the_part_of_one_rank_gives_way_to_the_one_before(worl
     after = ended(world.run(2, kind="fsdp", root=tmp_path, steps=9))
     assert after[0]["resumed"] == 9
     assert after[0]["digests"]["9"] == before[0]["digests"]["9"]
-
-
-def flip(path, offset):
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("fresh", [True, False])

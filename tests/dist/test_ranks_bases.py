@@ -5,16 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from dist.test_ranks import ended, flip
-from dist.world import World
+from dist.world import ended, flip
 from holdfast.events import read_events
 from holdfast.store.reader import RunReader
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -8,8 +8,7 @@ from contextlib import suppress
 import pytest
 
 from combined import one_in
-from dist.test_ranks import ended, flip
-from dist.world import World
+from dist.world import ended, flip
 from holdfast import failpoints
 from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, NoCommit
@@ -17,12 +16,6 @@ from holdfast.store.files import Disk
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import regions
 from holdfast.store.segments import read_segment, segments
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 class Ended(BaseException):

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dist.world import World
-
 WORLDS = [(2, 1), (1, 2), (3, 2)]
 REFUSED = "RunMismatch: the place in the data that {} keeps is each rank's own: {} wrote the run, and {} would go on"
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 def ended(ranks):

@@ -4,14 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dist.world import World
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
-
 
 @pytest.mark.parametrize("more", [{}, {"save_at": 8}, {"save_at": 6}])
 def test_a_rank_that_was_killed_is_named_to_who_waits_for_it(world, tmp_path, more):

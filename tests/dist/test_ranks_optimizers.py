@@ -7,18 +7,11 @@ import re
 
 import pytest
 
-from dist.test_ranks import ended
-from dist.world import World
+from dist.world import ended
 from holdfast.store.reader import RunReader
 
 KINDS = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]
 CASES = [("adafactor", "ddp", 2), ("factored", "ddp", 2), *(("muon", *kind) for kind in KINDS)]
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 @pytest.mark.parametrize("optimizer, kind, ranks", CASES)

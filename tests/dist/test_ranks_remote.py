@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from buckets import emptied, served
-from dist.test_ranks import ended
-from dist.world import World
+from dist.world import World, ended
 from holdfast.store.chain import verify_records
 from holdfast.store.reader import RunReader
 

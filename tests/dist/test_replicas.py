@@ -9,19 +9,12 @@ import time
 
 import pytest
 
-from dist.test_ranks import ended
-from dist.world import World
+from dist.world import ended
 from holdfast.events import read_events
 from holdfast.store.files import Disk
 from holdfast.store.reader import RunReader
 
 KINDS = ["ddp", "fsdp"]
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 @pytest.fixture

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dist.world import World
 from holdfast.state.rules import Rules
 from holdfast.store.reader import RunReader
 from holdfast.universal.ruled import check, infer
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 @pytest.mark.parametrize("kind, ranks", [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])

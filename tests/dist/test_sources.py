@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from combined import one_in
 from dist.awkward import TOPOLOGIES
-from dist.world import World
 from holdfast.sources import source_of
 from holdfast.store.reader import RunReader
 from holdfast.universal.convert.huggingface import write_single
@@ -19,12 +18,6 @@ from holdfast.universal.convert.safetensors import KEYS, PROGRESS
 
 STEPS = 9
 KINDS = [("plain", 1), ("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4)]
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

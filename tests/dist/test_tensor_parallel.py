@@ -8,20 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from combined import one_in
-from dist.test_ranks import ended
-from dist.world import World
+from dist.world import ended
 from holdfast.cli.main import app
 from holdfast.store.reader import RunReader
 from holdfast.store.reading import index_of_stream
 
 WIDTH = 10
 """Of the layer that is cut in two, and each half in two again: of three rows and of two."""
-
-
-@pytest.fixture(scope="module")
-def world():
-    with World() as world:
-        yield world
 
 
 @pytest.mark.parametrize("more", [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"codec": ("int8", 16)}])

@@ -138,6 +138,21 @@ def _wait(pids: list[int]) -> tuple[list[int], bool]:
     return [codes[pid] for pid in pids], late
 
 
+def ended(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All ranks came to the end, with one state."""
+    for said in ranks:
+        assert said.get("finished"), (said.get("trace", ""), said.get("stacks", ""), said)
+    assert all(said["digests"] == ranks[0]["digests"] for said in ranks)
+    return ranks
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change a bit of the byte at ``offset`` of a file."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder, whose training.py is not that of all tests
     serve()

@@ -42,9 +42,8 @@ class Part(NamedTuple):
 def left_bytes(store: LocalStore, recorder: Recorder) -> int:
     """What may still be written. While the recorder's thread gets on, no more than that."""
     assert store.cap_bytes is not None
-    pending = (
-        recorder.pending_bytes + recorder.pending * recorder.header_bytes
-    )  # before the rest: what is written meanwhile counts twice, and not never
+    # before the rest: what is written meanwhile counts twice, and not never
+    pending = recorder.pending_bytes + recorder.pending * recorder.header_bytes
     free = recorder.segment_free_bytes
     return store.cap_bytes - (store.used_bytes - free + pending)
 

@@ -56,16 +56,10 @@ def _in_file(
     atom: Atom, held: torch.Tensor, stretches: Mapping[str, Stretch]
 ) -> list[tuple[str, torch.Tensor]]:
     """By what they are called there, the tensors that ``held`` is in a file."""
-    stretch = _stretch_of(atom, stretches)
-    if stretch is None:
+    stretch = stretches.get(atom.name)
+    if stretch is None or stretch.shape != atom.shape:  # not held as its parameter is
         return [(atom.key, held)]
     return [(_key_in_file(atom, box), view) for box, view in stretch.views(held)]
-
-
-def _stretch_of(atom: Atom, stretches: Mapping[str, Stretch]) -> Stretch | None:
-    """What ``atom`` is of a flattened tensor, if that is how it is held."""
-    stretch = stretches.get(atom.name)
-    return stretch if stretch is not None and stretch.shape == atom.shape else None
 
 
 def _key_in_file(atom: Atom, box: Box) -> str:
@@ -207,13 +201,13 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -
 def _fragments(unit: Unit, part: Atom, region: Region) -> list[dict[str, Any]]:
     """Where ``part``, which is in ``unit`` and is ``region`` of the whole tensor, lies in that."""
     if isinstance(region, Box):
-        return [_fragment(unit, part.key, region, part.shape)]
+        return [_fragment(unit, part.key, region)]
     return [
-        _fragment(unit, _key_in_file(part, box), box, box.shape) | {FLAT: list(elements)}
+        _fragment(unit, _key_in_file(part, box), box) | {FLAT: list(elements)}
         for box, elements in zip(region.boxes, region.ranges, strict=True)
     ]
 
 
-def _fragment(unit: Unit, key: str, box: Box, shape: tuple[int, ...]) -> dict[str, Any]:
-    local = Box.whole(shape)
+def _fragment(unit: Unit, key: str, box: Box) -> dict[str, Any]:
+    local = Box.whole(box.shape)
     return {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}

@@ -7,7 +7,7 @@ and what comes out is cut again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -20,6 +20,7 @@ from ..state.live import BUFFERS, RESIDUAL, LiveState
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
+from ..store.segments import StoredRecord
 from ..update.kinds import is_elementwise
 from .codecs import Spreads
 from .computing import computing_as, needs_threads, told_in
@@ -154,9 +155,8 @@ class Line:
             )
         step = self.step
         self._pour(state)
-        while (
-            self.step < step
-        ):  # the records of one stream end earlier than their headers say: all anew, up to there
+        while self.step < step:
+            # the records of one stream end earlier than their headers say: all anew, up to there
             step = self.step
             state.forget_optimizer_state()
             self._pour(state)
@@ -184,48 +184,35 @@ class Line:
     ) -> None:
         """Of each parameter of ``state`` load what its source has, and do the steps; buffers as ``with_buffers``
         has them."""
-        taken = {with_buffers: {BUFFERS}}
+        owners = {with_buffers: {BUFFERS}}
         for name, stream in sources.items():
-            taken.setdefault(stream, set()).add(name)
-        own_last = sorted(taken.items(), key=lambda item: item[0] == with_buffers)
-        for stream, names in own_last:
-            wanted = names | ({RESIDUAL} if stream == with_buffers else set())
-            share = self.shares[stream]
-            later = {unit for units in share.later_rows(names).values() for unit in units}
-            share.load(state, share.files.keys() - later, wanted, self.watch.loaded)
-            values = share.progress["values"]
-            state.load_values({name: slots for name, slots in values.items() if name in names})
-        self._step_on(state, taken, after_update)
+            owners.setdefault(stream, set()).add(name)
+        taking = {stream: _Taking(self.shares[stream], names, state) for stream, names in owners.items()}
+        for stream, each in sorted(taking.items(), key=lambda item: item[0] == with_buffers):  # its own last
+            wanted = each.owners | ({RESIDUAL} if stream == with_buffers else set())
+            later = {unit for units in each.later.values() for unit in units}
+            each.share.load(state, each.share.files.keys() - later, wanted, self.watch.loaded)
+            values = each.share.progress["values"]
+            state.load_values({name: slots for name, slots in values.items() if name in each.owners})
+        self._step_on(state, taking, after_update)
 
     def _step_on(
-        self, state: LiveState, taken: Mapping[str, set[str]], after_update: Callable[[int], None] | None
+        self, state: LiveState, taking: Mapping[str, _Taking], after_update: Callable[[int], None] | None
     ) -> None:
-        """Do the steps; ``taken`` says by stream of which owners. The first stream's records tell of the rest."""
-        shares = {stream: self.shares[stream] for stream in taken}
-        loaded = {stream: share.steps_loaded for stream, share in shares.items()}
-        later = {stream: shares[stream].later_rows(names) for stream, names in taken.items()}
-        stored = {  # a stream of which not all is taken has no fingerprint that could be compared here
-            stream: [state.parameter(name) for name in share.boxes]  # as their writer had them
-            for stream, share in shares.items()
-            if share.boxes.keys() <= taken[stream]
-        }
-        strides = {
-            stream: share.progress.get("replay", {}).get("strides") for stream, share in shares.items()
-        }
-        spreads: dict[str, dict[int, Spreads]] = {stream: {} for stream in taken}
-        step = min((self.base.oldest_step_of(stream) for stream in taken), default=self.step)
+        """Do the steps. The first stream's records tell of all that is no gradient."""
+        step = min(self.base.oldest_step_of(stream) for stream in taking)
         with ExitStack() as stack:
             following = {
                 stream: stack.enter_context(
                     closing(payloads(self.store.disk, self.store.queue, self.chains[stream].records))
                 )
-                for stream in taken
+                for stream in taking
             }
             while step < self.step:
                 try:
                     records = [
-                        (stream, *next(following[stream]))
-                        for stream in taken
+                        (each, *next(following[stream]))
+                        for stream, each in taking.items()
                         if step >= self.base.oldest_step_of(stream)
                     ]
                 except Damaged as error:
@@ -234,35 +221,24 @@ class Line:
                     self._end_at(step, error)
                     return
                 except DiskFailed as error:
-                    raise error if step < self.base.step else Unreadable(error, step) from error
+                    if step < self.base.step:
+                        raise
+                    raise Unreadable(error, step) from error
                 step += 1
-                several = [
-                    Taken(
-                        record.about,
-                        parts,
-                        {o for o, at in loaded[stream].items() if at >= step or o not in taken[stream]},
-                        shares[stream].boxes.keys(),
-                        spreads[stream],
-                    )
-                    for stream, record, parts in records
-                ]
-                first = records[0][0]
-                how = told_in(several[0].about["progress"], shares[first].progress)
+                taken = [each.of(record, parts) for each, record, parts in records]
+                how = told_in(taken[0].about["progress"], records[0][0].share.progress)
                 again = None if after_update is None else partial(after_update, step - 1)
                 try:
                     with computing_as(how, needs_threads(state, after_update)):
-                        apply(state, several, again)
+                        apply(state, taken, again)
                 except OtherCut as error:  # of a later timeline, whose own base is not whole
                     raise Differs(step) from error
-                for stream, names in taken.items():
-                    if units := later[stream].get(step):
-                        shares[stream].load(state, units, names)  # its time is that of replay
+                for each in taking.values():
+                    if units := each.later.get(step):
+                        each.share.load(state, units, each.owners)  # its time is that of replay
                 self.watch.replayed(len(records))
-                for stream, record, _ in records:
-                    told = record.about["fingerprint"]
-                    compared = step >= self.base.step and stream in stored
-                    if compared and told != fingerprint(stored[stream], step, strides[stream]):
-                        raise Differs(step)
+                if step >= self.base.step and any(each.differs(record) for each, record, _ in records):
+                    raise Differs(step)
 
     def end_before_feedback(self) -> None:
         """Leave out the records from the first on that changed residuals after the base had copied them."""
@@ -292,6 +268,29 @@ class Line:
         self.step, self.odd = step, why
         for chain in self.chains.values():
             chain.cut_to(step)
+
+
+class _Taking:
+    """What a replay takes of one stream: what is of ``owners``."""
+
+    def __init__(self, share: Share, owners: set[str], state: LiveState) -> None:
+        self.share, self.owners, self.later = share, owners, share.later_rows(owners)
+        self._loaded = share.steps_loaded
+        # as their writer had them; where not all is taken there is no fingerprint that could be compared here
+        names = share.boxes if share.boxes.keys() <= owners else ()
+        self._compared = [state.parameter(name) for name in names]
+        self._strides = share.progress.get("replay", {}).get("strides")
+        self._spreads: dict[int, Spreads] = {}
+
+    def of(self, record: StoredRecord, parts: Sequence[memoryview]) -> Taken:
+        """What is taken of ``record``."""
+        skipped = {o for o, at in self._loaded.items() if at >= record.step or o not in self.owners}
+        return Taken(record.about, parts, skipped, self.share.boxes.keys(), self._spreads)
+
+    def differs(self, record: StoredRecord) -> bool:
+        """Whether what ``record`` led to is not what training had, as far as that can be told."""
+        told = record.about["fingerprint"]
+        return bool(self._compared) and told != fingerprint(self._compared, record.step, self._strides)
 
 
 def _left_out(chain: Chain, journal: Journal) -> Damaged | None:

@@ -147,9 +147,9 @@ class Recorder:
 
     @property
     def pending_bytes(self) -> int:
-        """Of the records of those steps, but for their headers."""
+        """Of the records of those steps, but for their headers, at most."""
         with self._changed:
-            return sum(len(part) for item in self._waiting if isinstance(item, Sealed) for part in item.parts)
+            return sum(item.nbytes for item in self._waiting if isinstance(item, Sealed))
 
     @property
     def segment_free_bytes(self) -> int:

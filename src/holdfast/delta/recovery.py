@@ -139,8 +139,8 @@ def recover(
         return Recovered(line.point, odd, same_cut, lost, trained)
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
-    for text in unread:
-        raise DiskFailed(f"no base of {store.root} can be read. {text}")
+    if unread:
+        raise DiskFailed(f"no base of {store.root} can be read. {next(iter(unread))}")
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
 
 
@@ -299,16 +299,15 @@ def _line_from(
     A rank that cannot get as far as the others makes all begin again with less.
     """
     tried: list[Line] = []
-    acknowledged = [durable_step]
 
     def attempt() -> tuple[int | None, int | None, str | None, bool]:
         """The step that this rank has, the one that it could have, why not more, and whether the base was not given
         back."""
+        nonlocal durable_step
         tried.clear()
         try:
             line = Line.of(store, store.load(ref), target, tip)
-            line.acknowledged = max(line.acknowledged, *acknowledged)
-            acknowledged[:] = [line.acknowledged]
+            durable_step = line.acknowledged = max(line.acknowledged, durable_step)
             if continuing:
                 line.end_before_feedback()
             script.check(line.progress(ranks.rank), len(line.chains), ranks.world_size)

@@ -119,9 +119,8 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
     if about["buffers"] is not None and BUFFERS not in first.skipped:
         buffers = tensors_of(first.parts[about["buffers"]])
     if after_update is not None and about["updates"]:
-        own = state.buffers(
-            beside=False
-        ).keys()  # others, such as a count of averages, it finds as the last step left them
+        # others, such as a count of averages, it finds as the last step left them
+        own = state.buffers(beside=False).keys()
         state.load({key: buffer for key, buffer in buffers.items() if key in own})
         draw_again(about["updates"][-1].get("drawn_after"))
         after_update()

@@ -58,7 +58,7 @@ class Share:
 
     @property
     def residual_step(self) -> int:
-        """Of its residuals."""
+        """The step of its residuals; that of the base if it has none."""
         carried = [atom for atom in self.atoms.values() if atom["slot"] in CARRIED]
         return min((self._step_of(f) for atom in carried for f in atom["fragments"]), default=self._base.step)
 

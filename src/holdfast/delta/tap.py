@@ -78,9 +78,8 @@ class Tap:
         take_slot: Callable[[], Slot | None],
         clip_norm: float | None = None,
     ) -> None:
-        self._state, self._codec, self._take_slot, self._clip_norm = state, codec, take_slot, clip_norm
-        self._places = _places(state)
-        self._stored = {parameter.name for parameter in state.stored}
+        self._codec, self._take_slot, self._clip_norm = codec, take_slot, clip_norm
+        self._see(state)
         self.updates: list[Update] = []
         """Since the iteration began."""
         self.changed = False
@@ -101,17 +100,20 @@ class Tap:
         self._open = [0 for _ in state.optimizers]
         self._generators: list[Any] = [None for _ in state.optimizers]
         """By optimizer, as they were before the update that is open."""
-        self._members = [_members(optimizer) for optimizer in state.optimizers]
         self._changes = Unseen(state)
         self._settled = False
         """Whether nothing that is watched has been changed on purpose since the iteration's changes were looked for."""
 
     def watch(self, state: LiveState) -> None:
         """From here on ``state`` says what there is."""
-        self._state, self._places, self.changed = state, _places(state), False
+        self._see(state)
+        self.changed = False
+        self._changes.watch(state)
+
+    def _see(self, state: LiveState) -> None:
+        self._state, self._places = state, _places(state)
         self._stored = {parameter.name for parameter in state.stored}
         self._members = [_members(optimizer) for optimizer in state.optimizers]
-        self._changes.watch(state)
 
     def attach(self) -> None:
         """Raises ``BadInput`` if an optimizer has another tap."""

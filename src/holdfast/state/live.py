@@ -236,11 +236,11 @@ class LiveState:
         if self.lacks(name):
             return
         if slot == RESIDUAL:
-            device = captured.parameter.device
-            held = self.residuals.setdefault(
-                captured.parameter, torch.zeros(here.shape, dtype=value.dtype, device=device)
-            )
-            return copy_common(held, here, value, box)
+            if captured.parameter not in self.residuals:
+                device = captured.parameter.device
+                self.residuals[captured.parameter] = torch.zeros(here.shape, dtype=value.dtype, device=device)
+            copy_common(self.residuals[captured.parameter], here, value, box)
+            return
         if slot != "param" and slot not in self._state(captured):  # also where it is empty here
             self._load_slot(name, slot, value.new_empty(here.shape))
         held = captured.held() if slot == "param" else self._state(captured)[slot]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from ..state.capture import FROM_NAME
 from ..state.pieces import Piece, Pieces, flat_boxes, joined, row_major
 from ..units import KiB, MiB
 from .source import Source, Stored
+
+T = TypeVar("T")
 
 WINDOW, GAP = 32 * MiB, 64 * KiB
 THREADS = 4
@@ -54,11 +56,7 @@ def read_all(source: Source, targets: list[Target]) -> None:
     Raises ``Damaged`` where the source is, or does not cover what is wanted. Arrays may be half filled then.
     """
 
-    def read(run: Run) -> int:
-        _read(source, run, targets[run.target].array)
-        return 0
-
-    in_threads(partial(read, run) for run in plan(source, targets))
+    in_threads(partial(_read, source, run, targets[run.target].array) for run in plan(source, targets))
 
 
 def check_all(source: Source, parts: Iterable[int]) -> None:
@@ -99,7 +97,7 @@ def read_flat(source: Source, stored: Stored, start: int, stop: int) -> np.ndarr
 
 def _mean_of(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
     dtype = FROM_NAME[stored.atom.dtype]
-    each = [Stored(stored.atom, pieces) for pieces in (stored.pieces, *stored.copies)]
+    each = [Stored(stored.atom, pieces) for pieces in stored.every]
     values = [
         torch.from_numpy(read_flat(source, one, start, stop).view(np.uint8)).view(dtype) for one in each
     ]
@@ -112,9 +110,9 @@ def mean(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([value.to(wide) for value in values]).mean(0).to(values[0].dtype)
 
 
-def in_threads(jobs: Iterable[Callable[[], int]], told: Callable[[int], None] = lambda nbytes: None) -> None:
+def in_threads(jobs: Iterable[Callable[[], T]], told: Callable[[T], object] = lambda made: None) -> None:
     """Do ``jobs``, a few at once and begun in order; ``told`` is told what each returns. The first error ends it."""
-    waiting: deque[Future[int]] = deque()
+    waiting: deque[Future[T]] = deque()
     with ThreadPoolExecutor(THREADS, "load") as pool:
         try:
             for job in jobs:

@@ -18,7 +18,7 @@ from ..state.boxes import Box
 from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
 from ..state.live import LiveState
 from ..state.stretches import Region, boxes_of
-from ..units import MiB
+from ..units import MiB, packed
 from ..update.formed import FormedOptimizer
 from ..update.forms import STEP
 from ..update.joined import member_of
@@ -83,7 +83,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
 def _parts_of(wanted: _Wanted) -> set[int]:
     """That are read for it: where copies are averaged, of all of them."""
     stored = wanted.stored
-    each = (stored.pieces, *stored.copies) if stored.average else (stored.pieces,)
+    each = stored.every if stored.average else (stored.pieces,)
     return {number for pieces in each for number in pieces.within(wanted.box).part.tolist()}
 
 
@@ -153,14 +153,8 @@ def _boxes_here(parameter: CapturedParameter, slot: str, stored: Stored, region:
 
 def _load(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:
     """Read what is wanted, so many bytes at once, and put it where it is held."""
-    batch: list[_Wanted] = []
-    filled = 0
-    for number, each in enumerate(wanted):
-        batch.append(each)
-        filled += each.box.elements * each.stored.atom.itemsize
-        if filled >= BATCH_BYTES or number == len(wanted) - 1:
-            _load_batch(state, source, batch)
-            batch, filled = [], 0
+    for batch in packed(wanted, lambda each: each.box.elements * each.stored.atom.itemsize, BATCH_BYTES):
+        _load_batch(state, source, batch)
 
 
 def _load_batch(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:
@@ -178,7 +172,7 @@ def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch
     targets, tensors = [], []
     for stored, box in wanted:
         if stored.average:
-            each = [(Stored(stored.atom, pieces), box) for pieces in (stored.pieces, *stored.copies)]
+            each = [(Stored(stored.atom, pieces), box) for pieces in stored.every]
             tensors.append(mean(read_tensors(source, each)))
             continue
         tensor = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])

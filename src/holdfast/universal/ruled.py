@@ -105,8 +105,8 @@ class UnderRules(Made):
         """``stored``, and the same of the copies that the source has of what it is made of."""
         if stored.average:
             return stored
-        found = [stored.pieces, *stored.copies]
-        for pieces in (stored.pieces, *stored.copies):
+        found = [*stored.every]
+        for pieces in stored.every:
             used = {part: self._copies[part] for part in set(pieces.part.tolist()) if self._copies[part]}
             for number in range(max(map(len, used.values()), default=0)):
                 other = np.arange(len(self.parts))

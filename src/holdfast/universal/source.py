@@ -78,6 +78,11 @@ class Stored:
     copies: tuple[Pieces, ...] = ()
     average: bool = False
 
+    @property
+    def every(self) -> tuple[Pieces, ...]:
+        """The pieces of each copy, the first among them."""
+        return self.pieces, *self.copies
+
 
 @dataclass
 class Source:
@@ -149,7 +154,7 @@ class Source:
 
     def check_cover(self, stored: Stored) -> None:
         """Raise ``Damaged`` if the pieces of ``stored`` do not cover it once, inside."""
-        for pieces in (stored.pieces, *stored.copies):
+        for pieces in stored.every:
             self._check(stored.atom.key, stored.atom, pieces)
 
     def _check(self, key: str, atom: Atom, pieces: Pieces) -> None:
@@ -277,7 +282,7 @@ class Files(Source):
     def _lying_in(self, part: int) -> Iterator[str]:
         """Keys of the atoms that a part has something of."""
         for key, stored in self.atoms.items():
-            if any((pieces.part == part).any() for pieces in (stored.pieces, *stored.copies)):
+            if any((pieces.part == part).any() for pieces in stored.every):
                 yield key
 
 
@@ -392,7 +397,7 @@ def places_of(atoms: Iterable[Stored]) -> str:
     """A digest of what ``atoms`` are and where their elements lie."""
     digest = xxhash.xxh3_128()
     for stored in atoms:
-        atom, each = stored.atom, (stored.pieces, *stored.copies)
+        atom, each = stored.atom, stored.every
         digest.update(json.dumps([atom.key, atom.dtype, atom.shape, stored.average, len(each)]).encode())
         for pieces in each:
             for column in (pieces.start, pieces.stop, pieces.offset, pieces.strides, pieces.part):

@@ -111,6 +111,10 @@ class Beginning:
         parts = {number for one in pieces for number in one.part.tolist()}
         _check_between(ranks, self._source, self._place, lambda: (parts, found))
 
+    def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Of what was matched of a parameter, the shapes of the tensors by slot."""
+        return {slot: each.atom.shape for slot, each in self._match.found.get(name, {}).items()}
+
     def identity(self) -> list[Any]:
         """As that of the source."""
         return self._source.identity()

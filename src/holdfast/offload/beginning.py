@@ -38,6 +38,7 @@ class Beginning(Protocol):
         ...
 
     def match(self, captured: Captured, optimizer: torch.optim.Optimizer) -> list[str]: ...
+    def shapes(self, name: str) -> Mapping[str, tuple[int, ...]]: ...
     def check(self, ranks: Ranks) -> None: ...
     def identity(self) -> list[Any]:
         """What it is, as JSON; another state, and the same one written again, have another."""
@@ -75,6 +76,13 @@ def _refuse_others(beginning: Beginning, name: str, slots: Slots) -> None:
             f"{beginning.path} has hyper-parameters with which this optimizer keeps {_listed(kept)} for {name}, and"
             f" with those that it was given {_listed(here)}. Build it with those of the source."
         )
+    there = beginning.shapes(name)
+    for slot, form in slots.tensors.items():
+        if there.get(slot, tuple(form.shape)) != tuple(form.shape):
+            raise RunMismatch(
+                f"{beginning.path} has {slot} of {list(there[slot])} for {name}, and this optimizer keeps"
+                f" {list(form.shape)}. Build it as that of the source was, with the same hyper-parameters."
+            )
 
 
 def _listed(slots: Collection[str]) -> str:

@@ -13,7 +13,7 @@ from ..store.drives import HOME
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
-from ..update.forms import STEP
+from ..update.forms import anew
 from . import rng
 from .beginning import Beginning
 from .blocks import Patch
@@ -117,17 +117,11 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) ->
             unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
             for piece in unit.pieces:
                 held = run.optimizer.state_of(piece.member.owned.captured.parameter)
-                boxes = unit.boxes_of(piece)
                 made = {slot: v for slot, v in held.items() if not getattr(v, "is_meta", False)}
-                made |= {
-                    slot: torch.as_tensor(made[slot])[boxes[slot].slices]
-                    for slot in boxes.keys() & made.keys()
-                }
-                if (
-                    beginning is not None
-                ):  # one without leaves what a fresh optimizer begins with, such as seeds
-                    is_fresh = not float(made.get(STEP, 0))
-                    made = beginning.state(piece.name, boxes) or (made if is_fresh else {})
+                if beginning is None:
+                    made = unit.part_of(piece, made)
+                else:
+                    made = beginning.state(piece.name, unit.boxes_of(piece)) or anew(made)
                 unit.write_state(piece, as_tensor(state), made)
             del values
             _write(run, unit.file_name, state)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..errors import RunMismatch
 from ..state.atoms import FLOATS
 from ..state.live import CARRIED
-from ..update.forms import STEP
+from ..update.forms import SEED, STEP
 from .source import Source, Stored
 
 
@@ -178,7 +178,8 @@ def _state(
             lacking.append(name)
     elif kept is not None:
         more, less = there - kept - {STEP}, kept - there  # an engine counts the steps of every optimizer
-        if less or (more and not kept):
+        unstepped = SEED in kept and there <= {STEP, SEED}
+        if (less and not unstepped) or (more and not kept):
             ours = ", ".join(sorted(kept)) or "nothing"
             result.another[name] = (
                 f"of {name} it has {', '.join(sorted(there))}, and the one here keeps {ours}"

@@ -20,7 +20,7 @@ from ..state.live import LiveState
 from ..state.stretches import Region, boxes_of
 from ..units import MiB, packed
 from ..update.formed import FormedOptimizer
-from ..update.forms import STEP
+from ..update.forms import STEP, anew
 from ..update.joined import member_of
 from .checking import refuse_unequal
 from .hyper import kept_by, set_hyper_parameters
@@ -68,6 +68,9 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
         _load(state, source, slots)
         state.load_values(found.values)
         state.nest(found.nested)
+        for optimizer, held in zip(state.optimizers, before, strict=True):
+            lacking = {p: anew(of) for p, of in held.items() if not optimizer.state.get(p)}
+            optimizer.state.update({p: kept for p, kept in lacking.items() if kept})
         source.refuse_rewritten()
     except BaseException:
         for optimizer, held in zip(state.optimizers, before, strict=True):

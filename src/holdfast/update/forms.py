@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+
+SEED = "seed"
+"""The scalar slot of a parameter's own seed."""
 
 STEP = "step"
 """The scalar slot that counts updates; kept for every trained parameter, whether the optimizer has it or not."""
@@ -42,3 +46,8 @@ class Slots:
             for name, form in self.tensors.items()
         }
         return made | {name: torch.zeros((), dtype=dtype) for name, dtype in self.scalars.items()}
+
+
+def anew(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what an optimizer ``held`` for a parameter, what stays when it begins anew: a seed, if there was one."""
+    return {STEP: torch.tensor(0.0), SEED: held[SEED]} if SEED in held else {}

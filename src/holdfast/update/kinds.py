@@ -130,9 +130,11 @@ def arguments_of(cls: type[torch.optim.Optimizer]) -> frozenset[str]:
 def kept_slots(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int
 ) -> frozenset[str] | None:
-    """What an optimizer of this class holds for a parameter of ``dims`` dimensions in ``group``, seen by stepping
-    another one. None where that is not tried, as of classes that are not torch's own, or does not work."""
+    """What an optimizer of this class holds for a parameter of ``dims`` dimensions in ``group``, as it says itself, or
+    seen by stepping another one of torch's. None where that is not tried, as of other classes, or does not work."""
     kind = type(optimizer)
+    if isinstance(optimizer, FormedOptimizer):
+        return frozenset(optimizer.forms(group, (2,) * dims).names)
     if not _of_torch(kind):
         return None
     arguments = arguments_of(kind) - IMPLEMENTATION

@@ -20,13 +20,11 @@ import torch
 
 from ..errors import OptimizerNotSupported
 from .formed import FormedOptimizer
-from .forms import STEP, Slots
+from .forms import SEED, STEP, Slots
 
 TILE = 256 * 1024
 """Elements. Part of the format: another one draws other numbers."""
 
-SEED = "seed"
-"""The scalar slot of a parameter's own seed."""
 
 PENDING = "mezo"
 """In the progress of a commit: the ``Delta`` that its files do not have yet."""

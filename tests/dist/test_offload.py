@@ -11,7 +11,7 @@ import pytest
 import holdfast
 from combined import one_in
 from dist.offloading import made, plain
-from dist.world import World
+from dist.world import World, flip
 from holdfast.cli.main import main
 from holdfast.store.local import LocalStore
 from plain_loops import PLACEMENTS
@@ -298,9 +298,7 @@ def test_the_ranks_of_a_machine_read_a_source_once_between_them(world, tmp_path)
 def test_what_one_rank_finds_damaged_of_a_source_is_refused_on_all_and_nothing_is_written(world, tmp_path):
     world.run(1, root=tmp_path / "run", steps=1, kind="wide")
     for path in (tmp_path / "run" / "data").glob("blocks.1*"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip(path, path.stat().st_size // 2)
     said = world.run(2, root=tmp_path / "on", steps=2, kind="wide", sources=[str(tmp_path / "run")] * 2)
     for each in said:
         assert each["error"].startswith("ChunkCorrupt") and "blocks.1" in each["error"], each

@@ -152,3 +152,28 @@ def token_batches(count: int, tokens: int, vocabulary: int = 16384) -> list[dict
         x = torch.randint(0, vocabulary, (1, tokens))
         batches.append({"input_ids": x, "labels": x})
     return batches
+
+
+def with_masters(model: torch.nn.Module) -> Callable[[list[dict]], None]:
+    """A step of mixed precision by hand, with AdamW and activation checkpointing: bf16 parameters are computed with,
+    parameters and gradient sums are fp32."""
+    masters = [p.detach().clone() for p in model.parameters()]
+    model.to(torch.bfloat16).gradient_checkpointing_enable()
+    model.train()
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    pairs = list(zip(model.parameters(), masters, strict=True))
+
+    def step(batches: list[dict]) -> None:
+        for batch in batches:
+            (model(**batch).loss / len(batches)).backward()
+            for parameter, master in pairs:
+                grad = parameter.grad.float()  # adding bf16 to fp32 directly is five times as slow
+                master.grad = grad if master.grad is None else master.grad.add_(grad)
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, master in pairs:
+                parameter.copy_(master)
+
+    return step

@@ -16,7 +16,17 @@ import statistics
 import tempfile
 
 import torch
-from common import finish, gpt, interleaved, options_of, paired_ratio, spread, table, token_batches
+from common import (
+    finish,
+    gpt,
+    interleaved,
+    options_of,
+    paired_ratio,
+    spread,
+    table,
+    token_batches,
+    with_masters,
+)
 
 import holdfast
 
@@ -58,28 +68,8 @@ class Cases:
         return step
 
     def plain_with_masters(self):
-        """Mixed precision by hand: bf16 parameters computed with, fp32 parameters and gradient sums."""
-        model = gpt(*SIZES[self.options.model], empty=False)
-        masters = [p.detach().clone() for p in model.parameters()]
-        model.to(torch.bfloat16).gradient_checkpointing_enable()
-        model.train()
-        optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
-        pairs = list(zip(model.parameters(), masters, strict=True))
-
-        def step() -> None:
-            for batch in self.batches:
-                (model(**batch).loss / len(self.batches)).backward()
-                for parameter, master in pairs:
-                    grad = parameter.grad.float()  # adding bf16 to fp32 directly is five times as slow
-                    master.grad = grad if master.grad is None else master.grad.add_(grad)
-                    parameter.grad = None
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                for parameter, master in pairs:
-                    parameter.copy_(master)
-
-        return step
+        step = with_masters(gpt(*SIZES[self.options.model], empty=False))
+        return lambda: step(self.batches)
 
     def close(self) -> None:
         for engine, folder in self.open:

@@ -3,11 +3,12 @@
     python benchmarks/throughput.py [--model 46m|319m] [--micro-batches 1 4 8 16] [--steps 8] [--peers PYTHON]
                                     [--keep] [--small]
 
-Each case runs in a process of its own, so that peak memory is its own; the engine and plain PyTorch (bf16
-parameters, fused AdamW, activation checkpointing, everything in memory) take turns, `--rounds` times, and with
-``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 as well, with optimizer and parameters on the
-SSD. That one is untuned, keeps activations instead of recomputing them, and makes no step durable. Its operators
-need a compiler and libaio's headers, and are compiled when they are first used.
+Each case runs in a process of its own, so that peak memory is its own. They take turns, `--rounds` times: the engine;
+plain PyTorch with fused AdamW, activation checkpointing and everything in memory, once with fp32 masters and gradient
+sums as the engine has them ("masters"), once with bf16 parameters and nothing else ("plain"), which is a tenth of the
+optimizer's work and another arithmetic; and with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3
+with optimizer and parameters on the SSD. That one is untuned, keeps activations instead of recomputing them, and makes
+no step durable. Its operators need a compiler and libaio's headers, and are compiled when they are first used.
 Sequences of 256 tokens, one per micro-batch, no clipping. Prints a table and one line of JSON.
 """
 
@@ -48,7 +49,7 @@ def main() -> None:
         return
     from common import finish, table
 
-    pythons = {"engine": sys.executable, "plain": sys.executable}
+    pythons = dict.fromkeys(("engine", "masters", "plain"), sys.executable)
     if options.peers:
         pythons["deepspeed"] = options.peers
     rows = [["tokens/s", *pythons, *(f"of {name}" for name in pythons if name != "engine"),
@@ -146,6 +147,13 @@ def plain_case(options: argparse.Namespace):
     return step, lambda: None, lambda: 0.0
 
 
+def masters_case(options: argparse.Namespace):
+    from common import gpt, token_batches, with_masters
+
+    step = with_masters(gpt(*SIZES[options.model], empty=False))
+    return lambda: step(token_batches(options.micro_batches[0], TOKENS)), lambda: None, lambda: 0.0
+
+
 def deepspeed_case(options: argparse.Namespace):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -182,6 +190,7 @@ def deepspeed_case(options: argparse.Namespace):
 
 CASES: dict[str, Callable[[argparse.Namespace], tuple[Callable, Callable, Callable]]] = {
     "engine": engine_case,
+    "masters": masters_case,
     "plain": plain_case,
     "deepspeed": deepspeed_case,
 }

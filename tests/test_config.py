@@ -72,7 +72,7 @@ def test_sizes_and_rates_are_read_with_their_units():
         ("train.clip_norm=true", "train.clip_norm = true: must be a number"),
         ("model.width=8", "model.width = 8: must be a multiple of 2 * model.heads = 16"),
         ("train.clip_norm=-1", "train.clip_norm = -1.0: must not be negative"),
-        ("train.dtype=fp8", 'train.dtype = "fp8": must be "bf16" or "fp16" or "fp32"'),
+        ("train.dtype=fp8", 'train.dtype = "fp8": must be "auto" or "bf16" or "fp16"'),
         ("offload.schedule=diagonal", 'must be "vertical" or "horizontal"'),
         ("offload.params_on_host=1.1", "must lie between 0 and 1"),
         ("offload.params_on_host=some", 'offload.params_on_host = "some": must be a number'),

@@ -31,6 +31,9 @@ Fraction = float | Literal["auto"]
 Rate = float | Literal["auto"]
 """A number, or "auto": what is usual for the optimizer."""
 
+Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+"""What is computed in, or "auto": bf16, but fp32 on a machine that is faster in it."""
+
 USUAL_RATES = {"adafactor": 1e-2, "apollo": 1e-3, "apollo-mini": 1e-3, "grass": 1e-3, "mezo": 1e-6}
 """Highest learning rates of "auto"; of other optimizers it is ``USUAL_RATE``."""
 
@@ -105,8 +108,8 @@ class TrainConfig:
     clipping: Literal["defer", "speculate", "per_block"] = _key(
         "defer", 'updates wait for the norm; "speculate" guesses it; or "per_block"', stated=True
     )
-    dtype: Literal["bf16", "fp16", "fp32"] = _key(
-        "bf16", "to compute in, fp16 with a loss scale; the stored state is fp32", stated=True
+    dtype: Dtype = _key(
+        "auto", "to compute in: bf16, or fp32 if faster here; fp16 has a loss scale", stated=True
     )
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from holdfast.cli.machine import choose_dtype
 from holdfast.cli.record import write_record
 from holdfast.config import load_config
 from holdfast.events import read_events
@@ -51,6 +52,28 @@ def run(tmp_path, train):
     """A run of two steps."""
     assert train().code == 0
     return tmp_path / "run"
+
+
+@pytest.mark.parametrize(("faster", "chosen"), [("float32", "fp32"), ("bfloat16", "bf16")])
+def test_auto_is_what_the_machine_is_fast_in_and_the_run_keeps_it(
+    train, tmp_path, monkeypatch, faster, chosen
+):
+    monkeypatch.setattr("holdfast.cli.machine.product_seconds", lambda dtype: 1.0 if dtype == faster else 2.0)
+    result = train(dtype="auto")
+    assert (result.code, f"computed in {chosen}" in result.out) == (0, True)
+    assert load_config(tmp_path / "run" / "config.toml").train.dtype == chosen
+    monkeypatch.setattr("holdfast.cli.machine.product_seconds", lambda dtype: 2.0 if dtype == faster else 1.0)
+    result = train("train.steps=3", dtype="auto")
+    assert (result.code, f"computed in {chosen}" in result.out) == (0, True)
+    assert (result.err, "dtype" in result.out) == ("", False)
+    assert load_config(tmp_path / "run" / "config.toml").train.dtype == chosen
+
+
+def test_bf16_that_is_a_little_slower_is_taken_and_a_gpu_is_not_asked(monkeypatch):
+    monkeypatch.setattr("holdfast.cli.machine.product_seconds", {"float32": 0.85, "bfloat16": 1.0}.get)
+    assert choose_dtype("cpu") == "bf16"
+    monkeypatch.setattr("holdfast.cli.machine.product_seconds", {"float32": 0.75, "bfloat16": 1.0}.get)
+    assert (choose_dtype("cpu"), choose_dtype("cuda:1")) == ("fp32", "bf16")
 
 
 def everything(directory):

@@ -37,7 +37,8 @@ def announce(
     facts = {
         "model": f"{preflight.parameters:,} parameters in {counted(len(preflight.block_names), 'block')}, "
         f"{format_bytes(preflight.state_bytes)} of training state",
-        "update": f"{config.train.optimizer}, learning rate {config.train.highest_rate:g} at its highest",
+        "update": f"{config.train.optimizer}, learning rate {config.train.highest_rate:g} at its highest, computed in"
+        f" {config.train.dtype}",
         "text": f"{config.data.text}: {counted(len(corpus.paths), 'file')}, {format_bytes(corpus.num_bytes)}; "
         f"{counted(len(corpus.training), 'sample')} and {len(corpus.validation):,} held out",
         "space": f"{needed} needed, {free} free in {preflight.directory}",

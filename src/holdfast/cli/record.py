@@ -15,7 +15,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from ..config import Config, changed_keys, is_marked, literal, load_config, to_toml
+from ..config import Config, Dtype, changed_keys, is_marked, literal, load_config, to_toml
 from ..errors import ConfigError, NoCommit, RunMismatch
 from ..store.files import Disk, write_durably
 from ..store.local import LocalStore
@@ -55,6 +55,13 @@ def read_record(directory: Path) -> Config | None:
     except ConfigError as error:
         warnings.warn(f"the run's own configuration is not considered: {error}", stacklevel=2)
         return None
+
+
+def kept_dtype(config: Config) -> Dtype | None:
+    """What the run that ``config`` continues computes in; None where no record says so."""
+    run = Path(config.run.dir)
+    kept = read_record(run) or read_record(state_directory(run, config))
+    return None if kept is None or kept.train.dtype == "auto" else kept.train.dtype
 
 
 def state_directory(run: Path, config: Config | None) -> Path:

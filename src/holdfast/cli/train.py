@@ -14,6 +14,7 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from ..units import format_seconds
 from ..watch.panel import TrainingPanel
 from .announce import announce, print_sample, same_command, say_how_to_go_on
 from .build import make_engine
+from .machine import choose_device, choose_dtype
 from .recipe import Recipe, recipe_of
-from .record import changes_to_run, describe, state_directory, write_record
+from .record import changes_to_run, describe, kept_dtype, state_directory, write_record
 from .stop import StopRequest
 from .together import console_of, first_alone, refuse_encoding_here, share_of, together
 
@@ -64,6 +66,7 @@ def train(config: Config, stated: Collection[str] = ()) -> None:
 def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
     console, run = console_of(ranks), Path(config.run.dir)
     agree(ranks, "configurations", to_values(config), SAME)
+    config = ranks.first_does(lambda: with_dtype(config))
     with ranks.agreeing():
         micro_batches = share_of(config, ranks)
         changed = changes_to_run(config, stated)
@@ -98,6 +101,14 @@ def _train(ranks: Ranks, config: Config, stated: Collection[str]) -> None:
     with engine:
         ranks.first_does(lambda: (recipe.keep(), write_record(config)))
         Job(config, ranks, console, recipe, loader, engine, events).run(changed)
+
+
+def with_dtype(config: Config) -> Config:
+    """With what "auto" is: as the run has it, or what is fast here."""
+    if config.train.dtype != "auto":
+        return config
+    dtype = kept_dtype(config) or choose_dtype(choose_device(config.offload.device))
+    return replace(config, train=replace(config.train, dtype=dtype))
 
 
 def shared_recipe(ranks: Ranks, config: Config, console: Console) -> Recipe:

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from zero import compare
 
 import holdfast
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.state.atoms import Atom
 from holdfast.state.boxes import Box
 from holdfast.state.pieces import Pieces, flat

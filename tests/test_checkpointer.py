@@ -34,7 +34,7 @@ from holdfast.errors import (
 )
 from holdfast.events import read_events
 from holdfast.io.queue import Throttle
-from holdfast.state.progress import decode, encode
+from holdfast.state.encoding import decode, encode
 from holdfast.store.local import LocalStore
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

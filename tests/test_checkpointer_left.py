@@ -7,7 +7,7 @@ import torch
 
 from delta.loops import same
 from holdfast.errors import NoCommit
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.store.chain import last_step, verify_records
 from holdfast.store.manifest import CommitRef
 from holdfast.store.reader import RunReader

@@ -15,8 +15,9 @@ from holdfast import sources
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, NoCommit, RunMismatch
 from holdfast.events import read_events
+from holdfast.opening import source_of
 from holdfast.optim import AdamWBF16
-from holdfast.sources import From, source_of
+from holdfast.sources import From
 from holdfast.store.reader import RunReader
 from holdfast.universal.convert.holdfast import Commit
 from holdfast.universal.convert.huggingface import write_huggingface

@@ -17,7 +17,7 @@ from torch import nn
 import holdfast
 from holdfast.delta import unseen
 from holdfast.errors import BadInput, EngineFailed, ModelNotSupported
-from holdfast.state.progress import decode, encode
+from holdfast.state.encoding import decode, encode
 
 
 class Loop:

@@ -16,6 +16,7 @@ FLOORS = [
     {"store", "update"},
     {"probe"},
     {"offload", "delta", "universal"},
+    {"opening"},
     {"sources", "optim"},
     {"checkpointer", "watch"},
     {"models", "data", "adapters", "folders"},

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from holdfast.models.decoder import Decoder, DecoderConfig
-from holdfast.state.capture import FROM_NAME
+from holdfast.state.dtypes import FROM_NAME
 from holdfast.store.local import LocalStore
 
 VOCABULARY, CONTEXT = 17, 8

@@ -1,4 +1,4 @@
-"""Sources by name: a commit of a run, a step that its records lead to, or a state of another library."""
+"""Sources to begin from: a run, a step that its records lead to, or a state of another library."""
 
 from __future__ import annotations
 
@@ -12,31 +12,26 @@ from typing import Any
 
 import torch
 
-from .delta.holder import replay_info
 from .delta.loop import Loop
 from .delta.recovery import recover, refuse_unless_one_is_whole
-from .delta.standing import state_at
-from .errors import BadInput, NoCommit
+from .errors import BadInput
+from .opening import source_of
 from .ranks import Ranks
 from .state.boxes import Box
-from .state.capture import TO_NAME, Captured, buffer_at
-from .state.progress import decode
-from .store.chain import last_step, tip_with
+from .state.capture import Captured, buffer_at
+from .state.dtypes import TO_NAME
+from .state.encoding import decode
 from .store.local import LocalStore
-from .store.reader import RunReader
-from .store.target import Target, Url, holds_run
+from .store.target import Target, Url
 from .universal import packs
 from .universal.checking import refuse_unequal
-from .universal.convert import is_of_others, open_source
-from .universal.convert.holdfast import Commit
 from .universal.dividing import Need, divided
 from .universal.hyper import kept_by, set_hyper_parameters
 from .universal.load import check_all
 from .universal.matching import Allowed, Form, Match, match
-from .universal.memory import InMemory
 from .universal.restore import needs_of, read_tensors, restore
 from .universal.ruled import UnderRules
-from .universal.source import Source, Stored, looking_at
+from .universal.source import Source, Stored
 
 
 @dataclass(frozen=True)
@@ -245,42 +240,3 @@ def has_records(path: Path | Url) -> bool:
         return False
     head = LocalStore.read(path).head()
     return head is not None and "optimizers" in head.progress_of(head.streams[0])
-
-
-def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStore.read) -> Source:
-    """The state that ``text`` names: RUN, RUN@STEP, or a path of another format. A run without a step is meant at its
-    newest, and where records lead there, they are replayed in memory.
-
-    Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``, and
-    ``DiskFailed``.
-    """
-    target = Target.parse(text)
-    with looking_at(target.run):
-        is_run = holds_run(target.run) and not is_of_others(target.run)
-    if not is_run:
-        return open_source(Path(text))
-    reader = open_run(target.run)
-    if target.step is not None and target.timeline is not None:
-        return Commit(reader, reader.at(target.step, target.timeline))
-    newest = reader.head()
-    if newest is None:
-        raise NoCommit(f"{target.run} has no commit yet")
-    step = max(newest.step, last_step(reader, newest)) if target.step is None else target.step
-    line = reader.line(tip_with(reader, step))
-    for ref in line:
-        if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
-            return Commit(reader, manifest)
-    if all(ref.step > step for ref in line):
-        return Commit(reader, reader.at(step))  # of another line, or nowhere
-    return _replayed(reader, step)
-
-
-def _replayed(reader: RunReader, step: int) -> Source:
-    state, progress = state_at(reader.root, step)
-    owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
-    aliases = progress.pop("aliases")
-    progress = {**progress, "step": step, "values": state.values()}
-    progress["replay"] = replay_info(state, after_update=False)
-    found = InMemory(f"{reader.root}@{step}", "holdfast", owned + list(state.buffers().values()), progress)
-    found.aliases = aliases
-    return found

@@ -95,7 +95,7 @@ def test_what_save_state_leaves_beside_the_weights_is_known(tmp_path):
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    from holdfast.sources import source_of
+    from holdfast.opening import source_of
 
     model = torch.nn.Linear(6, 4)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -16,7 +16,7 @@ from torch import nn
 
 import holdfast as library
 from holdfast.errors import BadInput, Damaged, RunLocked
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.state.boxes import Box
 from holdfast.store.files import Disk, alone_in
 from holdfast.universal.convert import dcp_writer, huggingface

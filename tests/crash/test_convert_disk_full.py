@@ -12,7 +12,7 @@ from convert_run import WRITERS
 from crash.test_disk_full import MIB, mount  # noqa: F401 (a fixture)
 from fork_server import fill_disk
 from holdfast.errors import DiskFull
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.universal.convert import open_source
 from universal.deepspeed_files import random_state, write
 from universal.test_deepspeed import bits

@@ -9,7 +9,7 @@ import pytest
 
 from convert_run import WRITERS
 from holdfast.errors import HoldfastError
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from universal.deepspeed_files import random_state, write
 from universal.test_deepspeed import bits
 

@@ -13,7 +13,7 @@ import torch
 import hook_run
 from holdfast.delta.codecs import ArrayReader, expand
 from holdfast.delta.lossy import Sparse
-from holdfast.state.capture import TO_NAME
+from holdfast.state.dtypes import TO_NAME
 from training import same_bits
 
 TESTS = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import pytest
 
 from dist.world import ended, flip
 from holdfast.errors import RuleError
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
 from holdfast.store.chain import verify_records

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from combined import one_in
 from dist.awkward import TOPOLOGIES
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.store.reader import RunReader
 from holdfast.universal.convert.huggingface import write_single
 from holdfast.universal.convert.safetensors import KEYS, PROGRESS

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import holdfast
 from holdfast.models.decoder import Decoder, DecoderConfig
 from holdfast.models.llama import PACK, llama_config
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.universal import packs
 from holdfast.universal.convert.huggingface import write_huggingface
 from holdfast.universal.ruled import UnderRules

@@ -9,7 +9,7 @@ import torch
 
 import holdfast
 from holdfast.errors import RunMismatch
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.store.local import LocalStore
 from training import adamw, batches, decoder, warm_up
 

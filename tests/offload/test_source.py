@@ -7,8 +7,8 @@ import torch
 
 import holdfast
 from holdfast.errors import ChunkCorrupt, RunMismatch
+from holdfast.opening import source_of
 from holdfast.ranks import Ranks
-from holdfast.sources import source_of
 from holdfast.state.atoms import Atom
 from holdfast.state.capture import capture
 from holdfast.store.local import LocalStore

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.state.progress import decode
+from holdfast.state.encoding import decode
 from holdfast.universal.archives import Archive
 from holdfast.universal.convert import open_source
 from holdfast.universal.convert.deepspeed.write import write_deepspeed

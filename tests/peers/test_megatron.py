@@ -18,7 +18,7 @@ import torch
 
 from holdfast.errors import Damaged
 from holdfast.sources import From
-from holdfast.state.progress import decode
+from holdfast.state.encoding import decode
 from holdfast.universal.convert import open_source
 from holdfast.universal.load import read_flat
 

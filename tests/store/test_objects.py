@@ -11,7 +11,7 @@ from delta.loops import cut_small, make, same
 from dist.world import World
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed, FileMissing, NoCommit, RunMismatch
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.store import copying, objects
 from holdfast.store.chain import last_step, verify_records
 from holdfast.store.manifest import ALONE

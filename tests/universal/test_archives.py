@@ -19,8 +19,8 @@ from torch import nn
 from holdfast.errors import ChunkCorrupt, Damaged
 from holdfast.state.atoms import Atom
 from holdfast.state.boxes import Box
+from holdfast.state.encoding import decode
 from holdfast.state.pieces import Piece, Pieces
-from holdfast.state.progress import decode
 from holdfast.universal import pickles
 from holdfast.universal.archives import Archive, piece_of
 from holdfast.universal.convert import open_source

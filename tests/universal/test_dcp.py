@@ -28,9 +28,9 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.delta.compact import compact
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.state.boxes import Box
-from holdfast.state.progress import decode, encode
+from holdfast.state.encoding import decode, encode
 from holdfast.universal import pickles, small
 from holdfast.universal.convert import dcp_entries as module
 from holdfast.universal.convert import dcp_writer

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing
-from holdfast.state.progress import decode
+from holdfast.state.encoding import decode
 from holdfast.universal.convert import open_source
 from holdfast.universal.convert.deepspeed import is_deepspeed
 from holdfast.universal.load import read_flat

@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.inspect import is_foreign
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, DiskFailed
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.state.atoms import DTYPE_BYTES
 from holdfast.state.boxes import Box
-from holdfast.state.capture import FROM_NAME
+from holdfast.state.dtypes import FROM_NAME
 from holdfast.universal import restore
 from holdfast.universal.convert import huggingface
 from holdfast.universal.convert.huggingface import write_huggingface, write_single

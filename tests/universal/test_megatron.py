@@ -17,7 +17,7 @@ from torch import nn
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, RunMismatch
 from holdfast.sources import From
-from holdfast.state.progress import decode
+from holdfast.state.encoding import decode
 from holdfast.universal.convert import format_of, open_source
 from holdfast.universal.convert.megatron.names import named, shard_of, unstacked
 from holdfast.universal.load import read_flat

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, RuleError
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.state.atoms import Atom
 from holdfast.state.boxes import Box
 from holdfast.state.rules import Rules

@@ -21,9 +21,11 @@ from typer.testing import CliRunner
 from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, ChunkCorrupt, Damaged, FileMissing, HoldfastError, RunMismatch
-from holdfast.sources import From, source_of
+from holdfast.opening import source_of
+from holdfast.sources import From
 from holdfast.state.boxes import Box
-from holdfast.state.progress import adopt, decode, encode
+from holdfast.state.encoding import decode, encode
+from holdfast.state.progress import adopt
 from holdfast.universal import small
 from holdfast.universal.convert import format_of, open_source
 from holdfast.universal.convert.dcp_writer import write_dcp

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from holdfast.errors import DiskFailed
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 
 NOBODY = 65534
 STATE = {"w": torch.arange(3.0)}

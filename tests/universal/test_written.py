@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.sources import source_of
+from holdfast.opening import source_of
 from holdfast.state.atoms import DTYPE_BYTES, FLOATS, Atom
 from holdfast.state.boxes import Box
 from holdfast.state.pieces import Pieces, flat

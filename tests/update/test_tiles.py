@@ -8,8 +8,9 @@ from torch import nn
 
 from holdfast.errors import OptimizerNotSupported
 from holdfast.optim import AdamW8bit, AdamWBF16, Apollo, Grass, Joined
+from holdfast.state.atoms import STEP
 from holdfast.update import optimizer as host
-from holdfast.update.forms import STEP, Form, Slots
+from holdfast.update.forms import Form, Slots
 from holdfast.update.kinds import ELEMENTWISE, REFUSED, WHOLE, kind_of
 
 SIZES = (0, 1, 255, 256, 257, 4095, 4096, 4097, 10007)

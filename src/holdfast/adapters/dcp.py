@@ -26,8 +26,8 @@ from torch.futures import Future
 
 from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
 from ..state.boxes import Box
-from ..state.capture import FROM_NAME
-from ..state.progress import decode
+from ..state.dtypes import FROM_NAME
+from ..state.encoding import decode
 from ..store.reader import RunReader
 from ..units import MiB, packed
 from ..universal.convert.holdfast import Commit

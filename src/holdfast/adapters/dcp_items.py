@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from ..errors import BadInput
 from ..ranks import stream_of
 from ..state.boxes import Box
-from ..state.capture import TO_NAME
-from ..state.progress import encode
+from ..state.dtypes import TO_NAME
+from ..state.encoding import encode
 from ..universal.keys import KEY, Kind
 
 

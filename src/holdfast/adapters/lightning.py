@@ -22,7 +22,8 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from ..checkpointer import Checkpointer
 from ..errors import BadInput, RunMismatch
-from ..state.progress import decode, encode, random_state, restore_random_state
+from ..state.encoding import decode, encode
+from ..state.progress import random_state, restore_random_state
 from ..watch.recovery import progress_bar
 from .position import Place
 

@@ -19,7 +19,8 @@ from transformers.trainer_callback import ExportableState
 
 from ..checkpointer import Checkpointer
 from ..errors import RunMismatch
-from ..state.progress import decode, encode, random_state, restore_random_state
+from ..state.encoding import decode, encode
+from ..state.progress import random_state, restore_random_state
 from ..watch.recovery import progress_bar
 from .sampling import Order, WatchedBatches, refuse_other_batches
 from .wrapped import innermost

@@ -1,4 +1,6 @@
-"""``convert``: a state of any format that is read, as one of any format that is written."""
+"""``convert``: a state of any format that is read, as one of any format that is written.
+
+torch takes over a second to be imported, so only what needs it imports it."""
 
 from __future__ import annotations
 
@@ -8,21 +10,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInput
-from ..folders.keeping import keep, kept_folder
-from ..folders.naming import as_folder
-from ..folders.pretrained import checked, empty_model
-from ..models.decoder import DecoderConfig
-from ..models.llama import PACK, llama_config
-from ..sources import source_of
+from ..folders.keeping import checked, keep, kept_folder
+from ..opening import source_of
 from ..store.files import Disk, write_durably
 from ..store.target import Target, Url
 from ..units import counted, format_bytes, parse_bytes
 from ..universal import packs
 from ..universal.checking import refuse_unequal
-from ..universal.convert.dcp_writer import write_dcp
 from ..universal.convert.deepspeed import write_deepspeed
 from ..universal.convert.huggingface import write_huggingface, write_single
 from ..universal.keys import EXTRA
@@ -30,9 +27,11 @@ from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
 from .output import print_json, transfer_progress
-from .recipe import decoder_config
 from .record import NAME, read_record
 from .runs import open_run
+
+if TYPE_CHECKING:
+    from ..models.decoder import DecoderConfig
 
 DTYPES = {
     "fp32": "F32",
@@ -73,10 +72,15 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     folder = _folder_of(run, how)
     trained = _trained_here(run) if to == "huggingface" and folder is None else None
     if trained is not None and rules is None:
+        from ..models.llama import PACK
+
         rules = packs.load(PACK)
     if rules is not None:
         opened = UnderRules(opened, rules)
     elif folder is not None:
+        from ..folders.naming import as_folder
+        from ..folders.pretrained import empty_model
+
         refuse_unequal(opened, opened.atoms.values())  # of which the folder has no copies
         opened = as_folder(opened, empty_model(folder))
     refuse_unequal(opened, opened.atoms.values())
@@ -87,6 +91,8 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     if folder is not None:
         keep(folder, destination, dtype=NAMES[DTYPES.get(how.dtype or "fp32", "F32")])
     if trained is not None:
+        from ..models.llama import llama_config
+
         text = json.dumps(llama_config(trained), indent=2)
         write_durably(Disk(destination), "config.json", text.encode(), why="configuration")
     seconds = time.perf_counter() - began
@@ -117,7 +123,11 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
 def _trained_here(run: Path | Url) -> DecoderConfig | None:
     """The sizes of the reference decoder, if ``run`` is one of `holdfast train`, which trains that."""
     config = read_record(run) if isinstance(run, Path) and (run / NAME).exists() else None
-    return None if config is None or config.model.path else decoder_config(config)
+    if config is None or config.model.path:
+        return None
+    from .recipe import decoder_config
+
+    return decoder_config(config)
 
 
 def _folder_of(run: Path | Url, how: How) -> Path | None:
@@ -164,6 +174,8 @@ def _write(source: Source, destination: Path, how: How, told: Told) -> dict[str,
     elif how.to == "safetensors":
         files = [write_single(source, destination, dtype=dtype, told=told)]
     elif how.to == "dcp":
+        from ..universal.convert.dcp_writer import write_dcp
+
         files = list(write_dcp(source, destination, told=told).glob("*.distcp"))
     else:
         files = [destination / ref.path for ref in write_run(source, destination, told).files.values()]

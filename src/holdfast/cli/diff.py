@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from rich.markup import escape
 
 from ..state.atoms import DTYPE_BYTES, Atom
-from ..state.capture import FROM_NAME
+from ..state.numbers import values_of
 from ..units import format_bytes
 from ..universal.load import read_flat
 from ..universal.source import Source, Stored
@@ -115,8 +114,8 @@ def compare_bytes(a: bytes | bytearray, b: bytes | bytearray, dtype: str) -> dic
 
 
 def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
-    there = torch.from_numpy(bits.view(np.uint8)).view(FROM_NAME["U8" if dtype == "BOOL" else dtype])
-    return there.to(torch.complex128 if there.is_complex() else torch.float64).numpy()
+    there = values_of(bits.view(np.uint8), dtype)
+    return there.astype(np.complex128 if there.dtype.kind == "c" else np.float64)
 
 
 def _kind_of(atom: Atom) -> dict[str, Any]:

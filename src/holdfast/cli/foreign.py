@@ -9,7 +9,7 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
-from ..sources import source_of
+from ..opening import source_of
 from ..store.reader import again_if_retired
 from ..store.target import Target
 from ..units import counted, format_bytes

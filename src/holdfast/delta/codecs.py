@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from ..errors import BadInput, RunMismatch
-from ..state.capture import TO_NAME, CapturedParameter
+from ..state.capture import CapturedParameter
 from ..state.cuts import local_of
+from ..state.dtypes import TO_NAME
 from ..state.live import LiveState
 from ..store.layout import METADATA, Layout
 from .lowrank import multiplied

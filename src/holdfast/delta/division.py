@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import xxhash
 
-from ..state.atoms import Atom
+from ..state.atoms import CARRIED, Atom
 from ..state.boxes import Box
-from ..state.live import BUFFERS, CARRIED, Held, LiveState
+from ..state.live import BUFFERS, Held, LiveState
 from ..state.stretches import FLAT, Region, Stretch
 from ..store.generations import Generations
 from ..store.layout import METADATA, Layout

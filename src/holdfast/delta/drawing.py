@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..state.progress import decode, encode, restore_random_state
+from ..state.encoding import decode, encode
+from ..state.progress import restore_random_state
 
 
 def generators() -> list[Any]:

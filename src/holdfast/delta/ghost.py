@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..state.atoms import Atom
-from ..state.capture import TO_NAME, CapturedParameter
-from ..state.live import RESIDUAL, Held, LiveState
+from ..state.atoms import RESIDUAL, Atom
+from ..state.capture import CapturedParameter
+from ..state.dtypes import TO_NAME
+from ..state.live import Held, LiveState
 from ..state.stretches import Region
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import BadInput
-from ..state.live import CARRIED
+from ..state.atoms import CARRIED
 from .unseen import changes_of
 
 RESERVED = ("param", "buffer", *CARRIED)

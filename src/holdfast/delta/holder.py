@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from ..errors import BadInput
-from ..state.capture import FROM_NAME
-from ..state.live import RESIDUAL, LiveState
-from ..state.progress import joined_members
+from ..state.atoms import RESIDUAL
+from ..state.dtypes import FROM_NAME
+from ..state.encoding import joined_members
+from ..state.live import LiveState
 from ..store.manifest import Manifest
 from ..update.kinds import ELEMENTWISE, WHOLE, class_named
 from .shell import members_of, module_of, optimizer_of

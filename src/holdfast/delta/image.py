@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..io.buffers import Buffer
-from ..state.capture import TO_NAME
+from ..state.dtypes import TO_NAME
 from ..store.layout import METADATA, Layout
 
 

@@ -22,7 +22,7 @@ import torch
 from holdfast import failpoints
 
 from ..state.cuts import is_distributed, local_of
-from ..state.progress import encode
+from ..state.encoding import encode
 from .averaging import AveragingState
 from .codecs import Trained
 from .slots import Slot

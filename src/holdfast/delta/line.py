@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
-from ..state.live import BUFFERS, RESIDUAL, LiveState
+from ..state.atoms import RESIDUAL
+from ..state.live import BUFFERS, LiveState
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import BadInput, ModelNotSupported
-from ..state.capture import TO_NAME
 from ..state.cuts import local_of
+from ..state.dtypes import TO_NAME
 from ..state.live import LiveState
 from ..store.layout import METADATA, Layout
 from .codecs import ArrayReader, Codec, Trained, array_key, expand_into, trained_of

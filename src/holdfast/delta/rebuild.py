@@ -18,10 +18,12 @@ from torch import nn
 
 from ..errors import BadInput
 from ..state.boxes import Box
-from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
+from ..state.capture import CapturedParameter
 from ..state.cuts import local_of
+from ..state.dtypes import FROM_NAME, TO_NAME
+from ..state.encoding import encode
 from ..state.live import LiveState, Rounds, counts_on_host
-from ..state.progress import encode, hyper_parameters
+from ..state.progress import hyper_parameters
 from ..state.stretches import Region
 from ..units import packed
 from ..update.kinds import is_elementwise

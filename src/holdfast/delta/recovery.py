@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
+from ..state.encoding import joined_members
 from ..state.live import LiveState
-from ..state.progress import joined_members
 from ..store.chain import left_behind, tip_with
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Manifest, Point

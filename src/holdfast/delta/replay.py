@@ -19,8 +19,9 @@ from holdfast import failpoints
 from ..errors import HoldfastError
 from ..state.capture import CapturedParameter
 from ..state.cuts import is_distributed, local_of
+from ..state.encoding import decode
 from ..state.live import BUFFERS, LiveState
-from ..state.progress import decode, load_hyper_parameters
+from ..state.progress import load_hyper_parameters
 from . import codecs
 from .drawing import draw_again
 from .slots import tensors_of

@@ -16,10 +16,9 @@ import torch
 import xxhash
 
 from ..errors import BadInput, RunMismatch
+from ..state.encoding import decode, encode
 from ..state.progress import (
     adopt,
-    decode,
-    encode,
     hyper_parameters,
     load_hyper_parameters,
     random_state,

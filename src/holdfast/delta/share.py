@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ..io.buffers import Buffer
+from ..state.atoms import CARRIED, RESIDUAL
 from ..state.boxes import Box
-from ..state.live import BUFFERS, CARRIED, RESIDUAL, LiveState
+from ..state.live import BUFFERS, LiveState
 from ..state.stretches import FLAT, Region, regions_of
 from ..store.local import LocalStore
 from ..store.manifest import FileRef, Manifest

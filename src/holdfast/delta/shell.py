@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..state.encoding import decode
 from ..state.live import LiveState
-from ..state.progress import decode
 
 
 def module_of(tensors: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..io.buffers import Buffer
-from ..state.capture import FROM_NAME
+from ..state.dtypes import FROM_NAME
 from ..store.layout import Layout
 from ..units import PAGE
 from .leaving import marks, pin, unpin

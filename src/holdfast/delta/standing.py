@@ -9,8 +9,8 @@ import torch
 
 from ..errors import BadInput
 from ..ranks import Ranks
+from ..state.encoding import joined
 from ..state.live import LiveState
-from ..state.progress import joined
 from ..store.chain import tip_with
 from ..store.local import LocalStore
 from ..store.target import Url

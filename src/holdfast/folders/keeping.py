@@ -5,12 +5,29 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ..errors import BadInput
 from ..store.files import Disk, write_durably
 from ..universal.convert.huggingface import INDEX, SINGLE
-from .pretrained import CONFIG, OTHER_WEIGHTS
+
+CONFIG = "config.json"
+
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".ckpt")
+"""Ends of the names of files that hold weights in other formats."""
 
 MODEL = "model"
 """The directory in that of a run where it is kept."""
+
+
+def checked(folder: str | Path) -> Path:
+    """``folder``, which has a configuration. Raises ``BadInput`` if it has none."""
+    path = Path(folder)
+    if not (path / CONFIG).is_file():
+        what = "is not a directory" if not path.is_dir() else f"has no {CONFIG}"
+        raise BadInput(
+            f"{path} {what}: name a folder with {CONFIG}, *.safetensors and the files of a tokenizer, as"
+            " save_pretrained() writes it. Nothing is downloaded."
+        )
+    return path
 
 
 def kept_folder(run: Path) -> Path | None:

@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import Damaged
 from ..state.atoms import Atom
 from ..state.boxes import Box
-from ..state.capture import FROM_NAME, TO_NAME
+from ..state.dtypes import FROM_NAME, TO_NAME
 from ..state.pieces import Pieces, dense
 from ..universal.load import read_flat
 from ..universal.restore import read_tensors

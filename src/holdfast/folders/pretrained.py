@@ -20,12 +20,8 @@ from ..sources import Beginning
 from ..state.capture import Captured
 from ..universal.convert.safetensors import SafetensorsFiles, is_safetensors
 from ..universal.matching import Allowed
+from .keeping import CONFIG, OTHER_WEIGHTS, checked
 from .naming import Converted, by_model
-
-CONFIG = "config.json"
-
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".ckpt")
-"""Ends of the names of files that hold weights in other formats."""
 
 
 def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
@@ -42,18 +38,6 @@ def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
     _refuse_others(path)
     model = empty_model(path)
     return model, Weights(path, model)
-
-
-def checked(folder: str | Path) -> Path:
-    """``folder``, which has a configuration. Raises ``BadInput`` if it has none."""
-    path = Path(folder)
-    if not (path / CONFIG).is_file():
-        what = "is not a directory" if not path.is_dir() else f"has no {CONFIG}"
-        raise BadInput(
-            f"{path} {what}: name a folder with {CONFIG}, *.safetensors and the files of a tokenizer, as"
-            " save_pretrained() writes it. Nothing is downloaded."
-        )
-    return path
 
 
 def transformers_for(what: str) -> Any:

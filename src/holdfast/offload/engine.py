@@ -21,7 +21,8 @@ from ..errors import BadInput, EngineFailed
 from ..events import EventLog
 from ..plan.ops import Op
 from ..state.capture import Captured
-from ..state.progress import decode, hyper_parameters, restore_random_state
+from ..state.encoding import decode
+from ..state.progress import hyper_parameters, restore_random_state
 from ..store.manifest import Manifest
 from ..update.threads import one_torch_thread
 from . import rng

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..io.buffers import Buffer
+from ..state.atoms import SEED, STEP
 from ..state.capture import Captured, buffer_at, join, plain_paths
 from ..store.local import LocalStore
-from ..update.forms import STEP
-from ..update.mezo import SEED, pending_of
+from ..update.mezo import pending_of
 from .pieces import Piece
 from .runtime import Runtime
 from .units import Member, Unit, as_tensor

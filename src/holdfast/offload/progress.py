@@ -10,10 +10,9 @@ import torch
 
 from ..errors import RunMismatch
 from ..state.capture import Captured, aliases_of
+from ..state.encoding import decode, encode
 from ..state.progress import (
     adopt,
-    decode,
-    encode,
     hyper_parameters,
     load_hyper_parameters,
     random_state,

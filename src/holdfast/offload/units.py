@@ -21,12 +21,13 @@ import xxhash
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
 from ..io.buffers import Buffer
-from ..state.atoms import Atom
+from ..state.atoms import STEP, Atom
 from ..state.boxes import Box
-from ..state.capture import FROM_NAME, TO_NAME, BufferPlace, buffer_at
+from ..state.capture import BufferPlace, buffer_at
+from ..state.dtypes import FROM_NAME, TO_NAME
 from ..store.layout import Layout
 from ..units import round_up
-from ..update.forms import STEP, Form, Slots
+from ..update.forms import Form, Slots
 from ..update.optimizer import HostOptimizer, ParameterState
 from .blocks import Owned
 from .pieces import Piece, copy_parts, range_of

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ..io.buffers import Buffer
-from ..update.forms import STEP
-from ..update.mezo import SEED, Delta, displace, epsilon_of, pending_of
+from ..state.atoms import SEED, STEP
+from ..update.mezo import Delta, displace, epsilon_of, pending_of
 from .units import Unit
 
 

@@ -8,8 +8,8 @@ import torch
 import xxhash
 from torch import nn
 
+from ..state.atoms import STEP
 from ..units import MiB
-from ..update.forms import STEP
 from ..update.optimizer import HostOptimizer, ParameterState
 from ..update.threads import keep_torch_threads, one_torch_thread
 from .clock import median_seconds

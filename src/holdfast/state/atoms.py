@@ -23,6 +23,21 @@ TORCH_NAMES = {name: theirs for name, (_, theirs) in _TYPES.items()}
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Those that are converted into one another, where that is asked for."""
 
+STEP = "step"
+"""The scalar slot that counts updates; an engine keeps it for every trained parameter, whether the optimizer has it or
+not."""
+SEED = "seed"
+"""The scalar slot of a parameter's own seed."""
+RESIDUAL = "residual"
+"""The slot of what lossy gradients have not given yet."""
+SUBSPACE = "subspace"
+"""The slot of the matrix that the next low-rank approximation of a gradient begins with."""
+CARRIED = (RESIDUAL, SUBSPACE)
+"""Slots of what one gradient leaves for the next, which no record brings forward."""
+
+WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What wrappers of torch call the module inside; others call it ``module``."""
+
 
 @dataclass(frozen=True, order=True)
 class Atom:

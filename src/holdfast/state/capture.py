@@ -14,14 +14,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import ModelNotSupported, OptimizerNotSupported
-from .atoms import TORCH_NAMES
+from .atoms import WRAPPED
+from .dtypes import TO_NAME
 from .fsdp1 import Flattened, flattened_of, refuse_flattened
-
-WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What wrappers of torch call the module inside; others call it ``module``."""
-
-FROM_NAME: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, theirs in TORCH_NAMES.items()}
-TO_NAME = {dtype: name for name, dtype in FROM_NAME.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,24 +15,16 @@ import torch
 from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, RunMismatch
-from .atoms import Atom
+from .atoms import CARRIED, RESIDUAL, SUBSPACE, Atom
 from .boxes import Box
-from .capture import TO_NAME, CapturedParameter, buffer_at, capture
+from .capture import CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, local_of
-from .progress import decode, encode
+from .dtypes import TO_NAME
+from .encoding import decode, encode
 from .stretches import Region, copy_common, is_nothing
 
 BUFFERS = "buffers"
 """The owner of all persistent buffers."""
-
-RESIDUAL = "residual"
-"""The slot of what lossy gradients have not given yet."""
-
-SUBSPACE = "subspace"
-"""The slot of the matrix that the next low-rank approximation of a gradient begins with."""
-
-CARRIED = (RESIDUAL, SUBSPACE)
-"""Slots of what one gradient leaves for the next, which no record brings forward."""
 
 Rounds = Generator[Collection[str], None, None]
 """Names of parameters, some at a time."""

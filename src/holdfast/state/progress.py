@@ -7,125 +7,23 @@ is code is refused by name.
 
 from __future__ import annotations
 
-import base64
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import BadInput, RunMismatch
+from ..errors import RunMismatch
 from ..units import counted
-from .capture import FROM_NAME, TO_NAME
-
-ARRAYS = {
-    np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8")
-}
-"""What arrays may be of: what torch has too."""
+from .encoding import decode, encode
 
 OF_VERSIONS = {
     *("verbose", "default_min_lr", "_step_count", "_get_lr_called_within_step", "_last_lr", "_is_initial"),
     *("_scale_fn_ref", "_scale_fn_custom", "_anneal_func_type", "_schedule_phases"),
 }
 """In the state of a schedule: what some versions of torch keep and others do not."""
-
-
-def encode(value: Any, where: str = "progress") -> Any:
-    """``value`` as JSON-able data. Raises ``BadInput`` naming the first thing that cannot be stored."""
-    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, np.generic)):
-        return value
-    if isinstance(value, bytes):
-        return {"__bytes__": base64.b64encode(value).decode()}
-    if isinstance(value, torch.Tensor):
-        if value.dtype not in TO_NAME:
-            raise _refused(where, f"tensor of {value.dtype}")
-        raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return {
-            "__tensor__": TO_NAME[value.dtype],
-            "shape": list(value.shape),
-            "bytes": base64.b64encode(raw).decode(),
-        }
-    if isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        if array.dtype.newbyteorder("=") not in ARRAYS:
-            raise _refused(where, f"{type(value).__name__} of {array.dtype}")
-        native = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-        key = "__array__" if isinstance(value, np.ndarray) else "__number__"
-        return {key: encode(torch.from_numpy(native), where)}
-    if isinstance(value, tuple) and type(value) in (tuple, torch.Size):
-        return {"__tuple__": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
-    if isinstance(value, list):
-        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, Counter):
-        return {"__counter__": encode(dict(value), where)}
-    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
-        items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
-        plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
-        return dict(items) if plain else {"__dict__": items}
-    raise _refused(where, type(value).__name__)
-
-
-def _refused(where: str, what: str) -> BadInput:
-    return BadInput(
-        f"{where} holds a {what}, which cannot be stored by value. Leave it out of state_dict() and rebuild it on"
-        " resume, or make plain numbers, lists and dicts of it."
-    )
-
-
-def decode(value: Any) -> Any:
-    """The inverse of ``encode``."""
-    if isinstance(value, list):
-        return [decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "__tensor__" in value:
-        dtype, raw = FROM_NAME[value["__tensor__"]], bytearray(base64.b64decode(value["bytes"]))
-        made = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        return made.reshape(value["shape"])
-    if "__bytes__" in value:
-        return base64.b64decode(value["__bytes__"])
-    if "__array__" in value:
-        return decode(value["__array__"]).numpy()
-    if "__number__" in value:
-        return decode(value["__number__"]).numpy()[()]
-    if "__counter__" in value:
-        return Counter(decode(value["__counter__"]))
-    if "__tuple__" in value:
-        return tuple(decode(item) for item in value["__tuple__"])
-    if "__dict__" in value:
-        return {decode(key): decode(item) for key, item in value["__dict__"]}
-    return {key: decode(item) for key, item in value.items()}
-
-
-def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """That of several ranks which trained together: the first one's, with what each knew of its own parameters alone,
-    since each stores some, and each stage of a pipeline has its own. ``ranks`` is how many
-    they were."""
-    first: dict[str, Any] = {"ranks": len(progress), **progress[0]}
-    if all("values" in each for each in progress):
-        first["values"] = {
-            name: values for each in reversed(progress) for name, values in each["values"].items()
-        }
-    if aliases := {alias: name for each in progress for alias, name in each.get("aliases", {}).items()}:
-        first["aliases"] = aliases
-    if all("replay" in each for each in progress):
-        first["replay"] = {
-            **first["replay"],
-            "parameters": joined_members([e["replay"]["parameters"] for e in progress]),
-        }
-    return first
-
-
-def joined_members(ranks: Sequence[list[list[list[str]]]]) -> list[list[list[str]]]:
-    """By optimizer and group the names of the parameters of all ``ranks``, each once."""
-    members = [[dict.fromkeys(names) for names in groups] for groups in ranks[0]]
-    for other in ranks[1:]:
-        for mine, theirs in zip(members, other, strict=True):
-            for known, names in zip(mine, theirs, strict=True):
-                known.update(dict.fromkeys(names))
-    return [[list(names) for names in groups] for groups in members]
 
 
 def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

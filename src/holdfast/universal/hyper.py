@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import BadInput
-from ..state.progress import decode, fill_groups
+from ..state.encoding import decode
+from ..state.progress import fill_groups
 from ..update.kinds import IMPLEMENTATION, kept_slots
 from .matching import groups_of
 

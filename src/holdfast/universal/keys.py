@@ -15,9 +15,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..errors import BadInput
-from ..state.atoms import TORCH_NAMES
-from ..state.capture import WRAPPED
-from ..update.forms import STEP
+from ..state.atoms import STEP, TORCH_NAMES, WRAPPED
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict", "model_state", "net")
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "position_ids", "masked_bias")

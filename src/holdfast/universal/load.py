@@ -12,17 +12,18 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 
 from ..errors import Damaged
 from ..state.boxes import Box
-from ..state.capture import FROM_NAME
 from ..state.pieces import Piece, Pieces, flat_boxes, joined, row_major
 from ..units import KiB, MiB
 from .source import Source, Stored
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -96,6 +97,10 @@ def read_flat(source: Source, stored: Stored, start: int, stop: int) -> np.ndarr
 
 
 def _mean_of(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
+    import torch  # as nothing else of a load does, so that verbs begin without it
+
+    from ..state.dtypes import FROM_NAME
+
     dtype = FROM_NAME[stored.atom.dtype]
     each = [Stored(stored.atom, pieces) for pieces in stored.every]
     values = [
@@ -106,6 +111,8 @@ def _mean_of(source: Source, stored: Stored, start: int, stop: int) -> np.ndarra
 
 def mean(values: list[torch.Tensor]) -> torch.Tensor:
     """In float64, rounded once."""
+    import torch
+
     wide = torch.complex128 if values[0].is_complex() else torch.float64
     return torch.stack([value.to(wide) for value in values]).mean(0).to(values[0].dtype)
 

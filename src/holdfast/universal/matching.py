@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..errors import RunMismatch
-from ..state.atoms import FLOATS
-from ..state.live import CARRIED
-from ..update.forms import SEED, STEP
+from ..state.atoms import CARRIED, FLOATS, SEED, STEP
 from .source import Source, Stored
 
 

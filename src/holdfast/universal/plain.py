@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import Damaged
+from ..state.encoding import tensor_json
 from ..units import MiB
 from .archives import Archive
 from .pickles import Record, Tensor
-from .small import tensor_json
 from .source import MOST_EXPANDED, check_sum
 
 MOST_BEYOND = 16 * MiB

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from ..errors import RunMismatch
+from ..state.atoms import STEP
 from ..state.boxes import Box
-from ..state.capture import FROM_NAME, TO_NAME, CapturedParameter
+from ..state.capture import CapturedParameter
+from ..state.dtypes import FROM_NAME, TO_NAME
 from ..state.live import LiveState
 from ..state.stretches import Region, boxes_of
 from ..units import MiB, packed
 from ..update.formed import FormedOptimizer
-from ..update.forms import STEP, anew
+from ..update.forms import anew
 from ..update.joined import member_of
 from .checking import refuse_unequal
 from .hyper import kept_by, set_hyper_parameters

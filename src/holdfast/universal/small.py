@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Any
 
+from ..state.encoding import tensor_json
 from ..units import KiB
 from .keys import EXTRA
 from .load import read_flat
@@ -22,8 +22,3 @@ def value_of(source: Source, stored: Stored) -> dict[str, Any]:
     """Its value as JSON."""
     data = read_flat(source, stored, 0, stored.atom.elements).tobytes()
     return tensor_json(stored.atom.dtype, stored.atom.shape, data)
-
-
-def tensor_json(dtype: str, shape: tuple[int, ...], data: bytes) -> dict[str, Any]:
-    """As ``state.progress.encode`` has a tensor."""
-    return {"__tensor__": dtype, "shape": list(shape), "bytes": base64.b64encode(data).decode()}

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 
 from ..errors import Damaged, HoldfastError
-from ..state.progress import decode
+from ..state.encoding import decode
 from .matching import groups_of
 
 
@@ -77,6 +76,8 @@ def _need(what: str, value: Any, kind: type, of: type | None = None) -> None:
 
 def _check_random(state: dict[str, Any]) -> None:
     """Raise what setting the generators to ``state`` would."""
+    import torch
+
     version, words, gauss = state["python"]
     random.Random().setstate((version, tuple(int(word) for word in words), gauss))
     np.random.RandomState().set_state(state["numpy"])

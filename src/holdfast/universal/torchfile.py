@@ -1,6 +1,6 @@
 """Files that ``torch.load`` reads, written as their tensors come: a zip of a pickle and of the tensors, not compressed.
 
-The pickle names torch's own classes alone. The same content gives the same bytes.
+The pickle names torch's own classes alone, and is made without them. The same content gives the same bytes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any
-
-import torch
+from typing import IO, Any, ClassVar
 
 from ..errors import BadInput
 from ..state.atoms import DTYPE_BYTES
-from ..state.capture import FROM_NAME, TO_NAME
 from ..state.pieces import row_major
 from ..store.files import Disk
 from ..units import MiB
@@ -57,6 +54,10 @@ def streamed(source: Source, stored: Stored, cast: str | None = None) -> Streame
             if cast is None or cast == atom.dtype:
                 yield values.data
             else:
+                import torch
+
+                from ..state.dtypes import FROM_NAME
+
                 tensor = torch.from_numpy(values).view(FROM_NAME[atom.dtype])
                 yield tensor.to(FROM_NAME[cast]).view(torch.uint8).numpy().data
 
@@ -82,6 +83,25 @@ def save_torch(disk: Disk, path: str, content: Any) -> None:
         _put(archive, f"{name}/version", [b"3\n"], 2)
 
 
+class Size(tuple):
+    """A ``torch.Size``."""
+
+
+class _Named:
+    """Something of torch in the pickle, by its name."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.text = f"{module}\n{name}\n"
+
+    def __call__(self) -> None:
+        """It is called by whoever reads it."""
+
+
+_REBUILD, _SIZE = _Named("torch._utils", "_rebuild_tensor_v2"), _Named("torch", "Size")
+_STORAGES = {dtype: _Named("torch", kind) for dtype, kind in _STORAGE.items()}
+_PLAIN = (type(None), bool, int, float, str, tuple, list, dict, set, frozenset, type, OrderedDict, _Named)
+
+
 class _Place:
     """Stands for a storage in the pickle."""
 
@@ -89,7 +109,10 @@ class _Place:
         self.number, self.tensor = number, tensor
 
 
-class _Pickler(pickle.Pickler):
+_OfPython: Any = pickle._Pickler  # the one in C would import what is named
+
+
+class _Pickler(_OfPython):
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file, protocol=2)
         self.tensors: list[Streamed] = []
@@ -98,26 +121,42 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, _Place):
             return None
         dtype, elements = obj.tensor.dtype, prod(obj.tensor.shape)
-        return "storage", getattr(torch, _STORAGE[dtype]), str(obj.number), "cpu", elements
+        return "storage", _STORAGES[dtype], str(obj.number), "cpu", elements
+
+    def save_named(self, obj: _Named) -> None:
+        self.write(pickle.GLOBAL + obj.text.encode())
+        self.memoize(obj)
+
+    dispatch: ClassVar = {**_OfPython.dispatch, _Named: save_named}
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
-            obj = _streamed_tensor(obj)
+        if type(obj) in _PLAIN:
+            return NotImplemented
+        obj = obj if isinstance(obj, Size | Streamed) else _of_torch(obj)
+        if isinstance(obj, Size):
+            return _SIZE, (tuple(obj),)
         if isinstance(obj, Streamed):
             if obj.dtype not in _STORAGE:
                 raise BadInput(f"a tensor of {obj.dtype} cannot be put into a file of torch here")
             self.tensors.append(obj)
             place = _Place(len(self.tensors) - 1, obj)
             arguments = (place, 0, obj.shape, row_major(obj.shape), False, OrderedDict())
-            return torch._utils._rebuild_tensor_v2, arguments
-        if isinstance(obj, OrderedDict | torch.Size | type) or obj is torch._utils._rebuild_tensor_v2:
-            return NotImplemented
+            return _REBUILD, arguments
         raise BadInput(f"a {type(obj).__name__} is no data")
 
 
-def _streamed_tensor(tensor: torch.Tensor) -> Streamed:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return Streamed(TO_NAME[tensor.dtype], tuple(tensor.shape), lambda: iter([flat.data]))
+def _of_torch(obj: Any) -> Any:
+    """What stands for it if it is of torch."""
+    import torch
+
+    from ..state.dtypes import TO_NAME
+
+    if isinstance(obj, torch.Size):
+        return Size(obj)
+    if not isinstance(obj, torch.Tensor):
+        return obj
+    flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return Streamed(TO_NAME[obj.dtype], tuple(obj.shape), lambda: iter([flat.data]))
 
 
 def _put(archive: zipfile.ZipFile, name: str, chunks: Any, nbytes: int) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.optim.adam import adam
 
+from ..state.atoms import STEP
 from .formed import FormedOptimizer
-from .forms import STEP, Form, Slots
+from .forms import Form, Slots
 from .rounding import BLOCK, decode, encode, to_bf16
 
 

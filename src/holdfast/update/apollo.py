@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from ..state.atoms import STEP
 from .adamw import adamw_
-from .forms import STEP, Form, Slots
+from .forms import Form, Slots
 from .projected import ProjectedOptimizer, drawn, is_projected, rows_of
 
 NORM_GROWTH = 1.01

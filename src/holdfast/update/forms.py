@@ -11,11 +11,7 @@ from typing import Any
 
 import torch
 
-SEED = "seed"
-"""The scalar slot of a parameter's own seed."""
-
-STEP = "step"
-"""The scalar slot that counts updates; kept for every trained parameter, whether the optimizer has it or not."""
+from ..state.atoms import SEED, STEP
 
 
 @dataclass(frozen=True)

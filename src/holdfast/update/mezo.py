@@ -19,15 +19,13 @@ from typing import Any
 import torch
 
 from ..errors import OptimizerNotSupported
+from ..state.atoms import SEED, STEP
+from ..state.encoding import PENDING
 from .formed import FormedOptimizer
-from .forms import SEED, STEP, Slots
+from .forms import Slots
 
 TILE = 256 * 1024
 """Elements. Part of the format: another one draws other numbers."""
-
-
-PENDING = "mezo"
-"""In the progress of a commit: the ``Delta`` that its files do not have yet."""
 
 
 class MeZO(FormedOptimizer):

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .forms import STEP, Slots
+from ..state.atoms import STEP
+from .forms import Slots
 from .joined import member_of
 from .kinds import Kind, arguments_of, kind_of
 from .mezo import MeZO

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..state.atoms import STEP
 from .adamw import check_adam
 from .formed import FormedOptimizer
-from .forms import STEP
 
 
 class ProjectedOptimizer(FormedOptimizer):

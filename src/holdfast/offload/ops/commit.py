@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ...errors import RankFailed
 from ...plan.ops import Op
 from ...ranks import stream_of
+from ...state.encoding import PENDING
 from ...store.written import Written
-from ...update.mezo import PENDING
 from ..runtime import Runtime, Step
 
 

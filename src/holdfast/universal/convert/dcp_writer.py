@@ -25,9 +25,9 @@ import torch
 
 from ...errors import BadInput
 from ...state.boxes import Box
-from ...state.capture import FROM_NAME
+from ...state.dtypes import FROM_NAME
+from ...state.encoding import decode
 from ...state.pieces import row_major
-from ...state.progress import decode
 from ...store.files import TEMPORARY, Disk, alone_in, write_durably, written_durably
 from ...units import KiB, MiB
 from ..keys import EXTRA, PROGRESS

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
 from ...state.boxes import Box
+from ...state.encoding import PENDING, joined
 from ...state.pieces import Piece, Pieces, row_major
-from ...state.progress import joined
 from ...store.layout import CHECKSUM_BLOCK
 from ...store.manifest import FileRef, Manifest
 from ...store.ranges import VerifiedFiles
@@ -20,7 +20,9 @@ from ..small import is_small, value_of
 from ..source import Part, Source, Stored
 from ..told import state_dict_of
 from ..values import progress_of
-from .pending import Pending
+
+if TYPE_CHECKING:
+    from .pending import Pending
 
 
 class Commit(Source):
@@ -53,7 +55,10 @@ class Commit(Source):
             else:
                 for atom in atoms.values():
                     self.add(self._stored(atom, manifest.files))
-                self._pending = Pending(told, self.atoms, self._read, manifest.path)
+                if PENDING in told:
+                    from .pending import Pending
+
+                    self._pending = Pending(told, self.atoms, self._read, manifest.path)
         self.aliases = told.pop("aliases", {})
         self.progress = {"step": manifest.step, **told}
 

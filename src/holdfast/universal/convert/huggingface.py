@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
 
 from ...errors import BadInput
 from ...state.atoms import DTYPE_BYTES, FLOATS
-from ...state.capture import FROM_NAME
 from ...store.files import Disk, alone_in, write_durably, written_durably
 from ...store.layout import PAD
 from ...units import GiB, MiB, packed
@@ -219,6 +217,10 @@ def _as(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
     """The bytes of ``values``, opaque elements that are of ``dtype``, as ``wanted``."""
     if dtype == wanted:
         return values.view(np.uint8)
+    import torch
+
+    from ...state.dtypes import FROM_NAME
+
     tensor = torch.from_numpy(values.view(np.uint8)).view(FROM_NAME[dtype])
     return tensor.to(FROM_NAME[wanted]).view(torch.uint8).numpy()
 

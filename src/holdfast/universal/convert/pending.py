@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ...errors import Damaged
-from ...update.forms import STEP
-from ...update.mezo import PENDING, SEED, pending_of
+from ...state.atoms import SEED, STEP
+from ...state.encoding import PENDING
+from ...update.mezo import pending_of
 from ..source import Stored
 
 ReadPart = Callable[[int, int, memoryview], None]

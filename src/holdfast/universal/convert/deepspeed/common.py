@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ....errors import BadInput
-from ....state.atoms import Atom
+from ....state.atoms import WRAPPED, Atom
 from ....state.boxes import Box
-from ....state.capture import WRAPPED
 from ....state.pieces import Pieces, dense
 from ....units import MiB, counted
 from ...pickles import Tensor

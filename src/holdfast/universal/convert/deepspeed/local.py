@@ -8,11 +8,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from ....errors import BadInput, Damaged
 from ....state.atoms import DTYPE_BYTES
-from ....state.capture import FROM_NAME
+from ....state.numbers import values_of
 from ....state.pieces import Piece, flat
 from ...archives import Archive
 from ...pickles import Record, Tensor
@@ -52,7 +52,7 @@ class Local:
         value = self.values.get("step")
         if value is None or not value.dtype:
             return None if value is None else value.number
-        return torch.frombuffer(bytearray(value.data), dtype=FROM_NAME[value.dtype]).item()
+        return values_of(np.frombuffer(value.data, np.uint8), value.dtype).item()
 
     def add(self, slot: str, dtype: str, pieces: list[Piece], path: Path) -> None:
         """``pieces`` of a rank. Raises ``Damaged`` if the other ranks have another dtype."""

@@ -9,11 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ....errors import BadInput, Damaged
 from ....state.atoms import DTYPE_BYTES
-from ....state.capture import FROM_NAME
 from ...load import read_flat
 from ...pickles import Record
 from ...source import WithNumbers
@@ -123,6 +120,10 @@ class Native(WithNumbers):
 
     def _is_copy(self, model: ModelStates, key: str, name: str) -> bool:
         """Whether the first element of the model's parameter is that of the master."""
+        import torch
+
+        from ....state.dtypes import FROM_NAME
+
         tensor, master = model.module[key], self.atoms[f"{name}/param"]
         here, dtype = FROM_NAME[master.atom.dtype], FROM_NAME[tensor.storage.dtype]
         data = bytearray(DTYPE_BYTES[tensor.storage.dtype])

@@ -12,21 +12,20 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from ....errors import BadInput
-from ....state.atoms import Atom
-from ....state.live import RESIDUAL
-from ....state.progress import decode
+from ....state.atoms import RESIDUAL, Atom
+from ....state.encoding import decode
 from ....store.files import Disk, alone_in, write_durably
 from ...load import checks, in_threads
 from ...matching import groups_of
 from ...source import Part, Source, Stored, places_of
-from ...torchfile import CHUNK, Streamed, save_torch, streamed
+from ...torchfile import CHUNK, Size, Streamed, save_torch, streamed
 
 STAGES = (1, 2, 3)
 VERSION = "0.19.8"
@@ -252,9 +251,9 @@ def _model_states(source: Source, groups: list[Group], stage: int) -> dict[str, 
         "buffer_names": list(buffers),
         "optimizer": None,
         "param_shapes": [
-            OrderedDict((name, torch.Size(shape)) for name, shape in group.items()) for group in shapes
+            OrderedDict((name, Size(shape)) for name, shape in group.items()) for group in shapes
         ],
-        "frozen_param_shapes": {name: torch.Size(each.shape) for name, each in frozen.items()} or None,
+        "frozen_param_shapes": {name: Size(each.shape) for name, each in frozen.items()} or None,
         "frozen_param_fragments": (flat if stage == 3 else frozen) or None,
         "shared_params": dict(source.aliases),
         "lr_scheduler": decode(scheduler) if scheduler else None,
@@ -272,4 +271,4 @@ def _model_states(source: Source, groups: list[Group], stage: int) -> dict[str, 
 
 
 def _elements(tensor: Streamed) -> int:
-    return torch.Size(tensor.shape).numel()
+    return prod(tensor.shape)

@@ -10,24 +10,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ....errors import BadInput, Damaged
 from ....state.atoms import Atom
 from ....state.boxes import Box
-from ....state.capture import FROM_NAME
 from ....state.cutting import unflattened
+from ....state.encoding import decode
 from ....state.pieces import Pieces, joined
-from ....state.progress import decode
 from ...archives import Archive, piece_of
 from ...keys import Kind
 from ...load import read_flat
 from ...pickles import DTYPES, Tensor
 from ...source import Source, Stored
 from .layout import Local, Mesh, one_bucket, places
+
+if TYPE_CHECKING:
+    import torch
 
 _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.gbuf_idx_0"
@@ -187,6 +188,8 @@ def _prove(source: Source, name: str, slots: Mapping[str, Whole], weight: Whole)
     if "param" not in slots:
         raise BadInput(f"there is no fp32 master of {name}")
     one, other = (Stored(Atom(name, "param", *each.kind), each.pieces) for each in (slots["param"], weight))
+    import torch
+
     source.check_cover(one)
     for start in range(0, one.atom.elements, CHUNK):
         stop = min(start + CHUNK, one.atom.elements)
@@ -202,4 +205,8 @@ def _prove(source: Source, name: str, slots: Mapping[str, Whole], weight: Whole)
 
 
 def _tensor(values: np.ndarray, dtype: str) -> torch.Tensor:
+    import torch
+
+    from ....state.dtypes import FROM_NAME
+
     return torch.from_numpy(values.view(np.uint8)).view(FROM_NAME[dtype])

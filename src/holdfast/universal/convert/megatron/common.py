@@ -7,10 +7,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ....errors import Damaged
-from ....state.progress import decode
+from ....state.encoding import decode
 from ...archives import Archive
 from ...plain import Plain
 from .names import shard_of
@@ -83,7 +81,7 @@ class Groups:
                 self.groups.append(options)
 
     def _count(self, step: Any) -> None:
-        number = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
+        number = step.item() if hasattr(step, "numel") and step.numel() == 1 else step
         if isinstance(number, int | float) and not isinstance(number, bool):
             self.steps.add(float(number))
 
@@ -98,8 +96,8 @@ class Groups:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return type(one) is type(other) and torch.equal(one, other)
+    if hasattr(one, "numel") or hasattr(other, "numel"):  # tensors
+        return type(one) is type(other) and one.equal(other)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return bool(one == other)

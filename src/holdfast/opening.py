@@ -1,0 +1,58 @@
+"""Opening: the state that a name means, to be read. torch is loaded where records are replayed or a format needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import NoCommit
+from .store.chain import last_step, tip_with
+from .store.local import LocalStore
+from .store.reader import RunReader
+from .store.target import Target, Url, holds_run
+from .universal.convert import is_of_others, open_source
+from .universal.convert.holdfast import Commit
+from .universal.source import Source, looking_at
+
+
+def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStore.read) -> Source:
+    """The state that ``text`` names: RUN, RUN@STEP, or a path of another format. A run without a step is meant at its
+    newest, and where records lead there, they are replayed in memory.
+
+    Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``, and
+    ``DiskFailed``.
+    """
+    target = Target.parse(text)
+    with looking_at(target.run):
+        is_run = holds_run(target.run) and not is_of_others(target.run)
+    if not is_run:
+        return open_source(Path(text))
+    reader = open_run(target.run)
+    if target.step is not None and target.timeline is not None:
+        return Commit(reader, reader.at(target.step, target.timeline))
+    newest = reader.head()
+    if newest is None:
+        raise NoCommit(f"{target.run} has no commit yet")
+    step = max(newest.step, last_step(reader, newest)) if target.step is None else target.step
+    line = reader.line(tip_with(reader, step))
+    for ref in line:
+        if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
+            return Commit(reader, manifest)
+    if all(ref.step > step for ref in line):
+        return Commit(reader, reader.at(step))  # of another line, or nowhere
+    return _replayed(reader, step)
+
+
+def _replayed(reader: RunReader, step: int) -> Source:
+    from .delta.holder import replay_info
+    from .delta.standing import state_at
+    from .universal.memory import InMemory
+
+    state, progress = state_at(reader.root, step)
+    owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
+    aliases = progress.pop("aliases")
+    progress = {**progress, "step": step, "values": state.values()}
+    progress["replay"] = replay_info(state, after_update=False)
+    found = InMemory(f"{reader.root}@{step}", "holdfast", owned + list(state.buffers().values()), progress)
+    found.aliases = aliases
+    return found

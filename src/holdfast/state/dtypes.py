@@ -1,0 +1,10 @@
+"""Types of tensors: torch's own by the names of safetensors, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from .atoms import TORCH_NAMES
+
+FROM_NAME: dict[str, torch.dtype] = {name: getattr(torch, theirs) for name, theirs in TORCH_NAMES.items()}
+TO_NAME = {dtype: name for name, dtype in FROM_NAME.items()}

@@ -1,0 +1,22 @@
+"""Numbers: the elements of any type, as NumPy has numbers; torch is asked for those of 8 bits alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .atoms import TORCH_NAMES
+
+
+def values_of(data: np.ndarray, dtype: str) -> np.ndarray:
+    """The elements of ``dtype`` whose bytes ``data`` has, none changed: bfloat16 as float32, 8-bit floats as float64.
+
+    >>> values_of(np.array([0x80, 0x3F], np.uint8), "BF16")
+    array([1.], dtype=float32)
+    """
+    if dtype == "BF16":
+        return (data.view("<u2").astype("<u4") << 16).view("<f4")
+    if dtype.startswith("F8"):
+        import torch
+
+        return torch.from_numpy(data).view(getattr(torch, TORCH_NAMES[dtype])).double().numpy()
+    return data.view("u1" if dtype == "BOOL" else TORCH_NAMES[dtype])

@@ -147,7 +147,13 @@ def test_calls_that_order_the_disk_are_seen(source):
 
 
 @pytest.mark.parametrize(
-    "module", ["holdfast", "holdfast.config", "holdfast.events", "holdfast.cli.main", "holdfast.cli.inspect"]
+    "module",
+    [
+        "holdfast",
+        "holdfast.config",
+        "holdfast.events",
+        *(f"holdfast.cli.{m}" for m in ("main", "inspect", "convert", "diff")),
+    ],
 )
 def test_importing_costs_no_torch(module):
     check = f"import sys, {module}; sys.exit('torch' in sys.modules)"

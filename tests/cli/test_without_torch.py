@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from universal.deepspeed_files import random_state, write
 
 SOURCE = Path(__file__).parents[2] / "src"

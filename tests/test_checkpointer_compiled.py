@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -22,13 +24,14 @@ STEPS, STOP = 7, 4
 
 
 class Counting:
-    """A compiler that traces forward and backward, runs them as they are, and counts how often."""
+    """A compiler that runs what another makes of forward and backward, and counts how often: as they are, unless
+    told otherwise."""
 
     def __init__(self):
-        self.runs = 0
+        self.runs, self.compiler = 0, "aot_eager"
 
     def __call__(self, graph, inputs):
-        traced = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        traced = torch._dynamo.lookup_backend(self.compiler)(graph, inputs)
 
         def run(*args):
             self.runs += 1
@@ -56,6 +59,11 @@ def wrapped(model, backend):
 def in_place(model, backend):
     model.compile(backend=backend)
     return model
+
+
+def by_inductor(model, backend):
+    backend.compiler = "inductor"
+    return in_place(model, backend)
 
 
 class Net(nn.Module):
@@ -107,7 +115,11 @@ WAYS = {"exact": {}, "topk": {"codec": TopK(0.3)}, "replica": {"replica": True}}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("form", [wrapped, in_place])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize(
+    "form", [wrapped, in_place, pytest.param(by_inductor, marks=pytest.mark.skipif(
+        shutil.which("g++") is None, reason="inductor needs a C++ compiler"))],
+)  # fmt: skip
 def test_a_compiled_model_is_resumed_compiled_in_either_form_and_as_it_was(tmp_path, form, way):
     whole = Script(form)
     with whole.checkpointer(tmp_path / "whole", **WAYS[way]) as checkpointer:

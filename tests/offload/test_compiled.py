@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -81,6 +83,22 @@ def test_compiled_blocks_equal_a_plain_loop_of_them(tmp_path, compiled, schedule
     assert differing(stored(tmp_path), expected) == []
     model(**batches(0, 1)[0])
     assert backend.runs == before + COUNT * 3 + 3
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_blocks_compiled_by_inductor_equal_a_plain_loop_of_them(tmp_path):
+    from torch._inductor import metrics  # whose import warns
+
+    losses, expected = plain_loop(in_place, "inductor")
+    torch._dynamo.reset()
+    model = decoder(blocks=3)
+    in_place(model, "inductor")
+    metrics.reset()
+    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32") as engine:
+        assert [engine.step(batches(step, COUNT)) for step in range(STEPS)] == losses
+    assert metrics.generated_kernel_count
+    assert differing(stored(tmp_path), expected) == []
 
 
 def whole(model):

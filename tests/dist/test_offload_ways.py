@@ -115,6 +115,22 @@ def test_a_snake_of_three_ranks_that_cut_tensors_has_its_own_bits(world, tmp_pat
     go_through(world, tmp_path, [(2, 3, 3), (4, 2, 4)], {"snake": {}}, kind="wide", options=options)
 
 
+@pytest.mark.parametrize("ranks, kind", [(2, "wide"), (3, "thin")])
+def test_gradients_that_wait_on_the_ssd_are_each_ranks_part(world, tmp_path, ranks, kind):
+    """Which of a block that is one matrix is nothing on two of three."""
+    runs, told = {}, {}
+    for how, fraction in (("defer", 0.0), ("speculate", 0.5), ("per_block", 1.0)):
+        options = {**CLIPPING[how], "delayed_fraction": fraction, **PLACEMENTS["mixed"]}
+        run = {"root": tmp_path / how, "steps": 3, "micro_batches": 2, "spilled": True}
+        runs[how] = {**run, "kind": kind, "options": options}
+    said = world.run(ranks, runs=runs)
+    for how, run in runs.items():
+        assert all(each[how]["spills"] for each in said), said[0].get("trace")
+        pieces = pieces_of(tmp_path / how)
+        told[how] = plain([(3, ranks, 2)], kind=kind, pieces=pieces, options=run["options"])
+        check(said, how, tmp_path / how, told[how], 3)
+
+
 # fp16
 
 
@@ -136,6 +152,19 @@ def test_a_scale_falls_by_what_one_rank_alone_sees_and_grows_and_goes_on_with_ot
     for each in told.values():
         assert each.overflown == [[1] if step == 3 else [0] if step == 5 else [] for step in range(9)]
         assert each.scales == [2.0**power for power in (12, 12, 13, 13, 12, 12, 11, 11, 12)]
+
+
+def test_a_rank_killed_after_the_scale_has_fallen_goes_on_with_the_fallen_one(world, tmp_path):
+    options = {"dtype": "fp16", **CLIPPING["speculate"], **PLACEMENTS["mixed"]}
+    common = {"kind": "narrow", "options": options, "scale": (2.0**12, 2), "factors": [[1, 2, 2e4]]}
+    run = {"root": tmp_path, "steps": 6, "micro_batches": 2, **common}
+    cut = world.run(2, runs={"run": {**run, "kill": [1, 4]}})
+    assert cut[1]["code"] == -9 and cut[0]["error"].startswith("RankFailed"), cut
+    said = world.run(2, runs={"run": run})
+    assert {each["run"]["resumed"] for each in said} <= {3, 4}
+    told = plain([(6, 2, 2)], **common)
+    assert told.scales[2:4] == [2.0**13, 2.0**12]
+    check(said, "run", tmp_path, told, 6)
 
 
 # Gradients and losses that are no numbers, on one rank alone
@@ -169,6 +198,14 @@ def test_a_loss_that_is_no_number_on_one_rank_skips_the_step_however_it_is_clipp
     ways["fp16"] = {"options": {"dtype": "fp16", **PLACEMENTS["mixed"]}, "scale": (2.0**12, 2)}
     told = go_through(world, tmp_path, [(4, 2, 2)], ways, kind="narrow", factors=[[1, 2, math.nan]])
     assert all(each.skipped == [False, False, True, False] for each in told.values())
+
+
+def test_losses_by_tokens_have_every_bit_where_one_rank_has_none(world, tmp_path):
+    """And so no gradient."""
+    common = {"normalize": "tokens", "delayed_fraction": 0.5, **PLACEMENTS["mixed"]}
+    ways = {name: {"options": {**common, **CLIPPING[name]}} for name in ("speculate", "per_block")}
+    ways["fp16"] = {"options": {"dtype": "fp16", "normalize": "tokens"}, "scale": (2.0**12, 2)}
+    go_through(world, tmp_path, [(2, 2, 1), (3, 3, 1)], ways, kind="narrow", uneven=True)
 
 
 # Autocast

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +18,14 @@ import torch.distributed as dist
 
 import holdfast
 from dist.offloading import made
+from holdfast.offload import planning
 from holdfast.optim import MeZO
+from holdfast.plan.work import Placement
 from named_optimizers import OPTIMIZERS
+from plain_loops import by_tokens, ragged
 from training import adamw, batches, state_of, warm_up
 
+choose = planning.choose
 LOWER = torch.bfloat16
 """What a loop computes in under ``autocast``."""
 
@@ -43,6 +50,8 @@ class Task:
     batches: Callable[[int, int], list[dict[str, torch.Tensor]]] = batches
     factors: Sequence[Sequence[Any]] = ()
     """A rank, a step and what its losses are multiplied by there."""
+    kill: Sequence[int] = ()
+    """A rank and a step before which it is killed."""
     spoiled: Sequence[Sequence[int]] = ()
     """A rank and a step in which gradients of block 2, and of what is before it, are not finite."""
     source: Any = None
@@ -60,8 +69,9 @@ class Task:
             self.spoiler.on = [rank, step] in [[*place] for place in self.spoiled]
 
 
-def task(kind: str, dropout: float = 0.0, **disturbances: Any) -> Task:
-    return Task(made(kind, dropout), **disturbances)
+def task(kind: str, dropout: float = 0.0, uneven: bool = False, **more: Any) -> Task:
+    """With ``uneven`` micro-batches, of which the second of all has no target."""
+    return Task(made(kind, dropout), ragged if uneven else batches, **more)
 
 
 def optimizer_of(name: str, model: torch.nn.Module, plain: bool = False) -> torch.optim.Optimizer:
@@ -101,13 +111,14 @@ def train(
     counted: bool = False,
     begun: int = 0,
     unlike: dict[str, str] | None = None,
+    spilled: bool = False,
     scale: tuple[float, int] | None = None,
     options: dict[str, Any] | None = None,
     **what: Any,
 ) -> dict[str, Any]:
     """Go on to ``steps``; what each step said, and with ``counted`` what the last one has ``written``. ``scale`` is
     that of losses, and how soon it grows. The optimizer has made ``begun`` steps, what it holds is ``unlike`` others by
-    rank."""
+    rank. Gradients that wait are ``spilled`` to the SSD, as where memory is short."""
     own = tasks(**what)
     given = {"dtype": "fp32", **(options or {})}
     if scale is not None:
@@ -118,11 +129,14 @@ def train(
     scheduler = warm_up(chosen)
     begin(own, own.model, chosen, begun)
     disagree(own.model, chosen, (unlike or {}).get(str(rank), "nothing"))
+    planning.choose = partial(choose_to_spill, choose) if spilled else choose
     said: dict[str, Any] = {"losses": [], "norms": [], "scales": [], "skipped": [], "left_out": []}
     with holdfast.offload(own.model, chosen, root, scheduler=scheduler, **given) as engine:
         said["resumed"] = engine.resumed_from
         for step in range(engine.steps_done, steps):
             own.disturb(rank, step)
+            if [rank, step] == [*own.kill]:
+                os.kill(os.getpid(), signal.SIGKILL)
             if counted:  # and else the next step begins while this one is written
                 engine.wait()
             before = engine.traffic()
@@ -136,6 +150,7 @@ def train(
         engine.wait()
         moved = {key: nbytes - before.get(key, 0) for key, nbytes in engine.traffic().items()}
         said["written"] = sum(nbytes for (lane, _), nbytes in moved.items() if lane == "ssd_write")
+        said["spills"] = any(op.key.kind == "store_grads" for ops in engine.operations.values() for op in ops)
         values = engine.state_dict()
     said["digest"] = float(sum(value.double().sum() for value in values.values()))
     given_back = dict(own.model.named_parameters())
@@ -143,6 +158,11 @@ def train(
         p.is_meta or torch.equal(p.detach(), values[name]) for name, p in given_back.items()
     )
     return said
+
+
+def choose_to_spill(choose: Callable[..., Placement], *args: Any, **options: Any) -> Placement:
+    placement = choose(*args, **options)
+    return replace(placement, gradients=(False,) * len(placement.gradients))
 
 
 def begin(own: Task, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -214,16 +234,21 @@ def plain(
                     p.data = kept.detach().half() if half else kept.detach().clone()
                 sums: dict[str, torch.Tensor] = {}
                 total, overflown = 0.0, []
+                every = own.batches(step, ranks * count)
+                shares = by_tokens(every) if options.get("normalize") == "tokens" else [None] * len(every)
                 for rank in range(ranks):
                     own.disturb(rank, step)
                     found: dict[str, list[torch.Tensor]] = {}
-                    for m, batch in enumerate(own.batches(step, ranks * count)[rank * count :][:count]):
-                        keys.at(step, rank * count + m)
+                    for m in range(rank * count, (rank + 1) * count):
+                        batch, share = every[m], shares[m]
+                        if share == 0.0:  # it has no target, and its loss is a mean of nothing
+                            continue
+                        keys.at(step, m)
                         with torch.autocast("cpu", dtype=LOWER) if autocast else nullcontext():
                             out = own.model(**batch)
                         loss = out if isinstance(out, torch.Tensor) else out.loss
-                        scaler.scale(loss / (ranks * count)).backward()
-                        total += loss.item()
+                        scaler.scale(loss / len(every) if share is None else loss * share).backward()
+                        total += loss.item() * (1.0 if share is None else share)
                         for name, p in own.model.named_parameters():
                             if p.grad is not None:
                                 found.setdefault(name, []).append(p.grad.float())
@@ -251,7 +276,7 @@ def plain(
                     chosen.step()
                 scheduler.step()
                 chosen.zero_grad()
-                told.losses.append(total / (ranks * count))
+                told.losses.append(total / len(every) if shares[0] is None else total)
                 state = state_of(master, chosen)
                 trained = {
                     key for key in state if key.rpartition("/")[0] in masters or key.endswith("/param")

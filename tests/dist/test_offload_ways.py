@@ -176,9 +176,9 @@ def test_blocks_without_a_finite_norm_on_one_rank_are_left_out_on_all(world, tmp
         place: {"options": {"delayed_fraction": 0.5, **CLIPPING["per_block"], **PLACEMENTS[place]}, **spoiled}
         for place in PLACEMENTS
     }
-    told = go_through(world, tmp_path, [(3, 2, 2), (4, 3, 1), (5, 1, 2)], ways, kind="narrow")
+    told = go_through(world, tmp_path, [(3, 2, 2), (4, 3, 1)], ways, kind="narrow")
     left_out = ["blocks.0", "blocks.1", "blocks.2", "resident"]
-    assert told["ssd"].left_out == [left_out if step in (1, 3) else None for step in range(5)]
+    assert told["ssd"].left_out == [left_out if step in (1, 3) else None for step in range(4)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -217,7 +217,7 @@ def test_steps_under_autocast_have_the_bits_of_a_loop_whose_forward_pass_is_unde
         "host": {"options": {"order": "snake", **PLACEMENTS["host"]}},
     }
     common = {"kind": "wide", "dropout": 0.1}
-    told = go_through(world, tmp_path, [(3, 2, 3), (4, 3, 1), (5, 1, 3)], ways, autocast=True, **common)
+    told = go_through(world, tmp_path, [(2, 2, 3), (3, 3, 1)], ways, autocast=True, **common)
     without = plain([(1, 2, 3)], **common)
     assert told["ssd"].losses[0] != without.losses[0]
 

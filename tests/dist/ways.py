@@ -8,7 +8,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -228,36 +228,10 @@ def plain(
     with holdfast.keyed_rng(own.model) as keys:
         for last, ranks, count in phases:
             for step in range(len(told.losses), last):
-                for (_, p), (_, kept) in zip(
-                    own.model.named_parameters(), master.named_parameters(), strict=True
-                ):
+                for p, kept in zip(own.model.parameters(), master.parameters(), strict=True):
                     p.data = kept.detach().half() if half else kept.detach().clone()
-                sums: dict[str, torch.Tensor] = {}
-                total, overflown = 0.0, []
-                every = own.batches(step, ranks * count)
-                shares = by_tokens(every) if options.get("normalize") == "tokens" else [None] * len(every)
-                for rank in range(ranks):
-                    own.disturb(rank, step)
-                    found: dict[str, list[torch.Tensor]] = {}
-                    for m in range(rank * count, (rank + 1) * count):
-                        batch, share = every[m], shares[m]
-                        if share == 0.0:  # it has no target, and its loss is a mean of nothing
-                            continue
-                        keys.at(step, m)
-                        with torch.autocast("cpu", dtype=LOWER) if autocast else nullcontext():
-                            out = own.model(**batch)
-                        loss = out if isinstance(out, torch.Tensor) else out.loss
-                        scaler.scale(loss / len(every) if share is None else loss * share).backward()
-                        total += loss.item() * (1.0 if share is None else share)
-                        for name, p in own.model.named_parameters():
-                            if p.grad is not None:
-                                found.setdefault(name, []).append(p.grad.float())
-                            p.grad = None
-                    for name, grads in found.items():
-                        mine = added(grads[::-1] if turned(name, options, own.model) else grads)
-                        sums[name] = sums[name] + mine if name in sums else mine
-                        if not mine.isfinite().all() and rank not in overflown:
-                            overflown.append(rank)
+                under = torch.autocast("cpu", dtype=LOWER) if autocast else nullcontext()
+                sums, loss, overflown = summed(own, keys, step, ranks, count, scaler.scale, under, options)
                 for name, p in masters.items():
                     p.grad = sums.get(name)
                 scaler.unscale_(chosen)
@@ -266,7 +240,7 @@ def plain(
                 told.norms.append(norm)
                 told.left_out.append(left_out)
                 told.overflown.append(overflown)
-                bad = not math.isfinite(total)
+                bad = not math.isfinite(loss)
                 bad |= (half or "clip_norm" in options) and left_out is None and not math.isfinite(norm)
                 told.skipped.append(bad)
                 if half:
@@ -276,13 +250,54 @@ def plain(
                     chosen.step()
                 scheduler.step()
                 chosen.zero_grad()
-                told.losses.append(total / len(every) if shares[0] is None else total)
-                state = state_of(master, chosen)
-                trained = {
-                    key for key in state if key.rpartition("/")[0] in masters or key.endswith("/param")
-                }
-                told.states.append({key: state[key] for key in state if key in trained})
+                told.losses.append(loss)
+                told.states.append(
+                    {
+                        key: value
+                        for key, value in state_of(master, chosen).items()
+                        if key.endswith("/param")
+                        or key.rpartition("/")[0] in masters  # no seeds of frozen ones
+                    }
+                )
     return told
+
+
+def summed(
+    own: Task,
+    keys: Any,
+    step: int,
+    ranks: int,
+    count: int,
+    enlarge: Callable[[Any], Any],
+    under: AbstractContextManager[Any],
+    options: dict[str, Any],
+) -> tuple[dict[str, torch.Tensor], float, list[int]]:
+    """The gradients of all ranks' ``count`` micro-batches, the loss over them, and the ranks that overflowed."""
+    every, sums, total, overflown = own.batches(step, ranks * count), {}, 0.0, []
+    shares = by_tokens(every) if options.get("normalize") == "tokens" else [None] * len(every)
+    for rank in range(ranks):
+        own.disturb(rank, step)
+        found: dict[str, list[torch.Tensor]] = {}
+        for m in range(rank * count, (rank + 1) * count):
+            share = shares[m]
+            if share == 0.0:  # it has no target, and its loss is a mean of nothing
+                continue
+            keys.at(step, m)
+            with under:
+                out = own.model(**every[m])
+            loss = out if isinstance(out, torch.Tensor) else out.loss
+            enlarge(loss / len(every) if share is None else loss * share).backward()
+            total += loss.item() * (1.0 if share is None else share)
+            for name, p in own.model.named_parameters():
+                if p.grad is not None:
+                    found.setdefault(name, []).append(p.grad.float())
+                p.grad = None
+        for name, grads in found.items():
+            mine = added(grads[::-1] if turned(name, options, own.model) else grads)
+            sums[name] = sums[name] + mine if name in sums else mine
+            if not mine.isfinite().all() and rank not in overflown:
+                overflown.append(rank)
+    return sums, total / len(every) if shares[0] is None else total, overflown
 
 
 def added(grads: Sequence[torch.Tensor]) -> torch.Tensor:

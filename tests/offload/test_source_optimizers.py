@@ -129,3 +129,4 @@ def test_a_live_optimizer_with_state_of_another_form_is_refused(tmp_path):
     optimizer.param_groups[0]["rank"] = 2
     with pytest.raises(OptimizerNotSupported, match=r"exp_avg of \[4, .* keeps \[2, "):
         holdfast.offload(model, optimizer, tmp_path / "run", dtype="fp32")
+    assert not (tmp_path / "run").exists()

@@ -20,6 +20,7 @@ from .blocks import Patch
 from .device import Device
 from .drives import Drives
 from .fellows import Fellows
+from .held import held_for, part_of
 from .initial import Init, initial_values
 from .lending import CROSSING
 from .microbatches import hand_over
@@ -116,10 +117,9 @@ def _fill_fresh(run: Runtime, init: Init | None, beginning: Beginning | None) ->
             state, frozen = _images(run, block)
             unit.write_images(values, as_tensor(state), None if frozen is None else as_tensor(frozen))
             for piece in unit.pieces:
-                held = run.optimizer.state_of(piece.member.owned.captured.parameter)
-                made = {slot: v for slot, v in held.items() if not getattr(v, "is_meta", False)}
+                made = held_for(run.optimizer, piece.member)
                 if beginning is None:
-                    made = unit.part_of(piece, made)
+                    made = part_of(unit, piece, made)
                 else:
                     made = beginning.state(piece.name, unit.boxes_of(piece)) or anew(made)
                 unit.write_state(piece, as_tensor(state), made)

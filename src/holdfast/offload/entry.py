@@ -50,6 +50,7 @@ from .device import open_device
 from .drives import Drives
 from .engine import Engine
 from .fellows import Fellows, refuse_alone_only
+from .held import agree_on_held, check_forms
 from .parts import Parts
 from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
 from .preflight import Preflight, preflight_of, space_on
@@ -357,9 +358,14 @@ def _ready(
             confirm(preflight)
         if found is not None:
             user.restore(found.progress)
+        elif source is None:
+            check_forms(parts)
         else:
-            prepared = None if source is None else prepare(source, parts, user)
+            prepared = prepare(source, parts, user)
+        if found is None:
             user.now()  # whatever cannot be stored is refused now
+    if found is None:
+        agree_on_held(ranks, parts)
     if prepared is not None:
         agree_on_source(ranks, prepared[0])
         prepared[0].check(ranks)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ..errors import ModelNotSupported, OptimizerNotSupported
+from ..errors import ModelNotSupported
 from ..io.buffers import Buffer
 from ..state.atoms import STEP, Atom
 from ..state.boxes import Box
@@ -300,24 +300,6 @@ class Unit:
     def boxes_of(self, piece: Piece) -> dict[str, Box]:
         """Of the tensors that the optimizer keeps for a parameter, by slot, the region that is ``piece``'s."""
         return {slot: piece.box_in(form) for slot, form in self.member_slots(piece.member).tensors.items()}
-
-    def part_of(self, piece: Piece, held: dict[str, Any]) -> dict[str, Any]:
-        """Of what an optimizer ``held`` for a parameter what is ``piece``'s. Raises ``OptimizerNotSupported`` where
-        that is not of the shape that it keeps here."""
-        forms = self.member_slots(piece.member).tensors
-        found = dict(held)
-        for slot, form in forms.items():
-            if slot not in held:
-                continue
-            tensor = torch.as_tensor(held[slot])
-            if tuple(tensor.shape) != tuple(form.shape):
-                raise OptimizerNotSupported(
-                    f"the optimizer holds {slot} of {list(tensor.shape)} for {piece.name}, and with the"
-                    f" hyper-parameters that it has now it keeps {list(form.shape)}. Give offload() one that has made"
-                    " no step, or those hyper-parameters with which it made them."
-                )
-            found[slot] = tensor[piece.box_in(form).slices]
-        return found
 
     def write_state(self, piece: Piece, image: torch.Tensor, state: dict[str, Any]) -> None:
         """Take over what an optimizer holds for ``piece`` already, if it holds anything."""

@@ -82,26 +82,31 @@ def _reduced(run: Runtime, op: Op, step: Step, unit: Unit, held: Gradients) -> N
         _measure(run, unit, held, step)
 
 
-def store(run: Runtime, op: Op, step: Step) -> Future:
-    """Spill gradients to the SSD."""
+def store(run: Runtime, op: Op, step: Step) -> Future | None:
+    """Spill gradients to the SSD; nothing where this rank has nothing of the block, or nothing of it is trained."""
     block = op.key.block
     held = run.residency.grads.pop(block)
-    assert held.buffer is not None and run.grad_scratch is not None
+    assert held.buffer is not None
     step.touched[block] = held.touched
-    view = held.buffer.view[: run.blocks[block].share_grad_bytes]  # none, if nothing of the block is trained
+    buffer, view = held.buffer, held.buffer.view[: run.blocks[block].share_grad_bytes]
+    if not view:
+        run.residency.pool.give(buffer)
+        return None
+    assert run.grad_scratch is not None
     future = run.grad_scratch.write(run.grad_offsets[block], view, **of(op))
-    buffer = held.buffer
     future.add_done_callback(lambda _: run.residency.pool.give(buffer))
     return future
 
 
-def load(run: Runtime, op: Op, step: Step) -> Future:
+def load(run: Runtime, op: Op, step: Step) -> Future | None:
     """Read spilled gradients back."""
     block = op.key.block
     buffer = run.residency.pool.take(run.blocks[block].share_grad_bytes, "gradients")
     run.residency.grads[block] = Gradients(as_tensor(buffer), buffer, step.touched[block])
-    assert run.grad_scratch is not None
     view = buffer.view[: run.blocks[block].share_grad_bytes]
+    if not view:
+        return None
+    assert run.grad_scratch is not None
     return run.grad_scratch.read(run.grad_offsets[block], view, **of(op))
 
 

@@ -1,0 +1,68 @@
+"""LoRA of PEFT on several ranks: the bits of a plain loop that adds up rank by rank, nothing kept or written for what
+is frozen, gone on with by other ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import tiny_folders
+from dist.adapting import task
+from dist.test_offload_ways import CLIPPING, go_through
+from dist.world import World
+from plain_loops import PLACEMENTS
+from training import differing, read_atoms
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:.*fan_in_fan_out")
+
+
+@pytest.fixture(scope="module")
+def world():
+    with World("adapting") as world:
+        yield world
+
+
+WAYS = {
+    "ssd": {"options": {"delayed_fraction": 0.5, **CLIPPING["defer"], **PLACEMENTS["ssd"]}},
+    "half": {
+        "options": {"dtype": "fp16", "clipping": "speculate", **PLACEMENTS["mixed"]},
+        "scale": (2.0**12, 2),
+    },
+}
+
+
+def test_adapters_have_every_bit_and_go_on_with_any_number_of_ranks(world, tmp_path):
+    go_through(
+        world,
+        tmp_path,
+        [(2, 2, 2), (3, 1, 3), (4, 3, 1)],
+        WAYS,
+        tasks=task,
+        optimizer="of adapters",
+    )
+    trained = {name for name, p in task().model.named_parameters() if p.requires_grad}
+    for name in WAYS:
+        kept = {key.rpartition("/")[0] for key in read_atoms(tmp_path / name) if not key.endswith("/param")}
+        assert kept == trained
+
+
+def test_a_rank_writes_its_part_of_the_adapters_and_nothing_of_their_base(world, tmp_path):
+    run = {"root": tmp_path / "run", "steps": 2, "optimizer": "of adapters", "counted": True}
+    said = world.run(2, runs={"run": run})
+    block = next(iter(task().model.get_base_model().model.layers))
+    frozen = 4 * sum(p.numel() for p in block.parameters() if not p.requires_grad)
+    assert 0 < max(each["run"]["written"] for each in said) < frozen / 5
+
+
+def test_adapters_of_a_folder_that_is_never_in_memory_have_the_bits_of_one_process(world, tmp_path):
+    """Of two micro-batches; each of two ranks has one."""
+    folder = tiny_folders.write_folder(tmp_path / "folder")
+    for ranks in (1, 2):
+        run = {"root": tmp_path / f"{ranks}", "steps": 3, "micro_batches": 2 // ranks, "folder": str(folder)}
+        (said, *_) = world.run(ranks, runs={"run": {**run, "optimizer": "of adapters"}})
+        assert said.get("finished"), said.get("trace")
+    expected = read_atoms(tmp_path / "1")
+    assert any("lora_B" in key and key.endswith("exp_avg") for key in expected)
+    assert differing(read_atoms(tmp_path / "2"), expected) == []

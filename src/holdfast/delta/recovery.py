@@ -18,7 +18,7 @@ from ..state.progress import joined_members
 from ..store.chain import left_behind, tip_with
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Manifest, Point
-from ..store.pruning import in_spans
+from ..store.pruning import in_spans, said_spans
 from ..store.segments import streams
 from ..store.verifying import NONE_WHOLE
 from .computing import needs_threads, told_in, told_of_other
@@ -170,8 +170,7 @@ def _nothing_after(store: LocalStore, step: int) -> str:
         return str(error)
     if not spans:
         return "Nothing that was recorded after it can still be had."
-    steps = ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in spans)
-    return f"Of what a later resume left behind there is still, for resume(step=): {steps}."
+    return f"Of what a later resume left behind there is still, for resume(step=): {said_spans(spans)}."
 
 
 def refuse_unless_one_is_whole(store: LocalStore, target: int | None) -> None:

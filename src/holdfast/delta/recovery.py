@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
@@ -274,7 +275,7 @@ class _Outcome:
     could: int | None
     why: str | None
     is_unread: bool = False
-    """Whether the base was not given back."""
+    """Whether the base was not given back, or what leads on from the step that it could have."""
 
 
 @dataclass
@@ -301,16 +302,18 @@ class _Search:
         A rank that cannot get as far as the others makes all begin again with less.
         """
         tried: list[Line] = []
+        ended: list[Unreadable] = []
         target = self.target
 
         def attempt() -> _Outcome:
-            tried.clear()
+            tried.clear(), ended.clear()
             try:
                 tried.append(self._replayed(ref, target))
             except Differs as error:
                 return _Outcome(-1, error.step - 1, str(error))
-            except Unreadable:
-                raise
+            except Unreadable as error:
+                ended.append(error)
+                return _Outcome(-1, error.step, None, is_unread=True)
             except (Damaged, DiskFailed) as error:
                 return _Outcome(None, None, str(error), isinstance(error, DiskFailed))
             return _Outcome(tried[0].step, tried[0].step, _said_end(tried[0]))
@@ -324,6 +327,10 @@ class _Search:
             if len(reachable) < len(outcomes):
                 return None
             target = min(reachable)
+            if all(
+                each.is_unread for each in outcomes if each.could == target
+            ):  # others could go on from there
+                self.ranks.all_do(partial(_tell_unreadable, ended, target))
             if all(each.has == target for each in outcomes):
                 return tried[0]
 
@@ -339,6 +346,13 @@ class _Search:
         line.watch = self.watch or line.watch
         line.replay_into(self.state, self.ranks.rank, self.after_update)
         return line
+
+
+def _tell_unreadable(ended: list[Unreadable], step: int) -> None:
+    """Raise ``Unreadable`` where the device does not give back what leads on, with the ``step`` that all ranks can
+    have."""
+    if ended:
+        raise Unreadable(ended[0].error, step) from ended[0]
 
 
 def _said_end(line: Line) -> str | None:

@@ -22,15 +22,13 @@ from ..store.manifest import CommitRef, Manifest, Point
 from ..store.pruning import in_spans, said_spans
 from ..store.segments import streams
 from ..store.verifying import NONE_WHOLE
+from ..units import shown
 from .computing import needs_threads, told_in, told_of_other
 from .holder import strides_of
 from .line import Differs, Line
 from .script import Script
 from .shell import members_of, places_of
 from .watching import Recovery
-
-SHOWN = 3
-"""Names of parameters in a sentence."""
 
 
 @dataclass
@@ -244,9 +242,8 @@ def _told_of_thawed(base: Manifest, state: LiveState, trained: Collection[str]) 
     ]
     if not now:
         return []
-    more = f" and {len(now) - SHOWN} more" if now[SHOWN:] else ""
     return [
-        f"{', '.join(now[:SHOWN])}{more}: frozen when the script was started before, and trained from here on. Which"
+        f"{shown(now)}: frozen when the script was started before, and trained from here on. Which"
         " parameters are is the script's and no part of the run."
     ]
 

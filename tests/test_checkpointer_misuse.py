@@ -160,6 +160,62 @@ def test_an_optimizer_whose_step_calls_that_of_its_class_steps_once(tmp_path):
     assert steps == 5 and same(other.model.state_dict(), loop.model.state_dict())
 
 
+def raises(loop, i, step):
+    """An iteration whose update raises."""
+    state = loop.optimizers[0].state[loop.model.first.weight]
+    kept = state.pop("exp_avg")
+    with pytest.raises(KeyError):
+        loop.iteration(i, step)
+    state["exp_avg"] = kept
+
+
+@pytest.mark.filterwarnings("ignore:the state of .* changed otherwise")
+@pytest.mark.parametrize("times", [1, 20])  # less and more than there are slots
+@pytest.mark.parametrize("optimizer", [ADAMW, partial(Derived, lr=0.01)])
+def test_an_update_that_raised_and_is_tried_again_clips_as_any_other(tmp_path, optimizer, times):
+    ADAMW([nn.Parameter(torch.ones(1))])  # hooks the class
+    plain = make(optimizer, "clip")  # to a norm of 0.1
+    states = []
+    for i in range(8):
+        for _ in range(times if i == 4 else 0):
+            raises(plain, i, lambda: None)
+        plain.iteration(i, lambda: None)
+        states.append(plain.state())
+    loop = make(optimizer)
+    with Checkpointer(
+        tmp_path / "run", model=loop.model, optimizer=loop.optimizers, clip_norm=0.1
+    ) as checkpointer:
+        checkpointer.resume()
+        for i in range(8):
+            for _ in range(times if i == 4 else 0):
+                raises(loop, i, checkpointer.step)
+            loop.iteration(i, checkpointer.step)
+            assert same(loop.state(), states[i])
+        checkpointer.wait()
+        other = make(optimizer, seed=1)
+        again, steps = of(killed(tmp_path / "run"), other.model, other.optimizers)
+        again.close()
+    assert steps == 8 and same(other.state()["slots"], loop.state()["slots"])
+    assert same(other.model.state_dict(), loop.model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:the state of .* changed otherwise")
+def test_an_update_that_raised_and_is_tried_again_selects_as_any_other(tmp_path):
+    loop = make(ADAMW)
+    taken = []
+    hook = loop.optimizers[0].register_step_post_hook(
+        lambda *_: taken.append(int((loop.model.first.weight.grad != 0).sum()))
+    )
+    with Checkpointer(tmp_path, model=loop.model, optimizer=loop.optimizers, codec=TopK(0.2)) as checkpointer:
+        checkpointer.resume()
+        for i in range(4):
+            loop.iteration(i, checkpointer.step)
+        raises(loop, 4, checkpointer.step)
+        loop.iteration(5, checkpointer.step)
+    hook.remove()
+    assert taken[-1] == taken[0] < loop.model.first.weight.numel()
+
+
 # Numbers
 
 

@@ -68,7 +68,7 @@ class Unreadable(DiskFailed):
             f"{error} Later steps than {step} may need it, so none was given up and nothing was changed: run again when"
             f" it can be read, or go on without it by resume(step={step})."
         )
-        self.step = step
+        self.error, self.step = error, step
 
 
 class DiskFull(DiskFailed):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -91,6 +92,16 @@ def counted(count: int, noun: str) -> str:
     ('1 file', '1,200 files')
     """
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def shown(names: Collection[str], most: int = 3) -> str:
+    """``names`` for a person: the first ``most``, and how many there are besides.
+
+    >>> shown(["a", "b"]), shown(["a", "b", "c", "d"])
+    ('a, b', 'a, b, c and 1 more')
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(islice(names, most)) + more
 
 
 def round_up(count: int, multiple: int = PAGE) -> int:

@@ -1,12 +1,16 @@
 """``diff``: equal means equal bits, by tensor, whatever files they lie in."""
 
+import copy
 import json
 import math
 import struct
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from holdfast.checkpointer import Checkpointer
 from holdfast.cli.diff import CHUNK, compare_bytes
 from holdfast.io.queue import IOQueue
 from holdfast.store.layout import Layout
@@ -128,6 +132,55 @@ def test_a_tensor_too_many_on_either_side_is_a_difference(run, tmp_path, holdfas
     found = holdfast("diff", *(run, more)[::order], "--json")
     assert found.code == 1
     assert json.loads(found.out)["different"] == []
+
+
+class Tied(nn.Module):
+    """Whose weights are called by the first of their names that was registered; with ``copies`` they are not tied."""
+
+    def __init__(self, first, copies=False):
+        super().__init__()
+        self.add_module(first, nn.Linear(4, 6, bias=False))
+        for name in ("embed", "head"):
+            if name != first:
+                self.add_module(name, nn.Linear(4, 6, bias=False))
+                setattr(self, name, copy.deepcopy(getattr(self, first)) if copies else getattr(self, first))
+
+
+def tied(path, first, copies=False, value=1.0):
+    model = Tied(first, copies)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+        getattr(model, first).weight[0, 0] = value
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(path, model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        sum(parameter.sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        checkpointer.step()
+    torch.save({"model": model.state_dict()}, f"{path}.pt")
+    return path
+
+
+def test_tied_weights_are_compared_under_any_of_their_names(tmp_path, holdfast):
+    run, other = tied(tmp_path / "a", "embed"), tied(tmp_path / "b", "head")
+    for a, b in ((run, other), (f"{run}.pt", f"{other}.pt"), (f"{other}.pt", f"{run}.pt")):
+        assert holdfast("diff", a, b).out.splitlines()[2].startswith("equal: ")
+    found = json.loads(holdfast("diff", run, tied(tmp_path / "c", "head", value=2.0), "--json").out)
+    assert [row["atom"] for row in found["different"]] == ["embed.weight/param"]
+    assert found["only_in_a"] == found["only_in_b"] == []
+
+
+def test_tied_weights_are_compared_with_each_copy_of_them(tmp_path, holdfast):
+    run = tied(tmp_path / "a", "embed")
+    same, other = (
+        tied(tmp_path / name, "embed", copies=True, value=v) for name, v in (("b", 1.0), ("c", 2.0))
+    )
+    assert json.loads(holdfast("diff", f"{run}.pt", f"{same}.pt", "--json").out)["compared"] == 2
+    for a, b in ((run, other), (other, run)):
+        found = json.loads(holdfast("diff", f"{a}.pt", f"{b}.pt", "--json").out)
+        assert (found["compared"], len(found["different"])) == (2, 1)
+        assert found["only_in_a"] == found["only_in_b"] == []
 
 
 def test_progress_that_differs_is_told_beside_equal_tensors(run, tmp_path, holdfast):

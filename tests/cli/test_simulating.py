@@ -90,6 +90,19 @@ def test_without_the_solver_it_places_by_what_saves_most_and_says_so(monkeypatch
         (["--model", "gpt-46m"], "--machine is missing"),
         ([*SMALL, "--trace", "/absent/trace.json"], "there is no directory /absent; make it first"),
         ([*SMALL, "--host", "100MB"], "of host memory"),
+        (
+            [
+                "--model",
+                "gpt-175b",
+                "--machine",
+                "rtx-4090",
+                "--micro-batch-size",
+                "56",
+                "--micro-batches",
+                "4",
+            ],
+            "of the device's memory, and it has 20.5 GiB",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_one_line_and_exit_2(holdfast, options, text):

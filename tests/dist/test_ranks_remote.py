@@ -6,7 +6,10 @@ import pytest
 
 from buckets import emptied, served
 from dist.world import World, ended
+from holdfast.errors import DiskFailed
 from holdfast.store.chain import verify_records
+from holdfast.store.manifest import CommitRef
+from holdfast.store.pushing import Pusher
 from holdfast.store.reader import RunReader
 
 
@@ -127,3 +130,33 @@ def test_a_copy_that_some_ranks_do_not_know_of_is_refused(world, tmp_path, bucke
     )
     assert all(f"rank {rank} {bucket}" in each["error"] for each in said), said
     assert not (tmp_path / "run" / "commits").exists()
+
+
+@pytest.mark.parametrize("saved, anew", [(False, False), (False, True), (True, False)])
+def test_records_of_other_ranks_do_not_count_where_the_base_before_them_went_uncopied(
+    world, tmp_path, bucket, monkeypatch, saved, anew
+):
+    """``saved``: there is a base of the same step by the ranks before. ``anew``: who copies at last has not seen what
+    went."""
+    run = tmp_path / "run"
+    world.run(1, kind="ddp", root=run, base_every=1000, steps=8, save_at=8 if saved else None)
+    pusher = Pusher(run, bucket)
+    fork = pusher.push().durable_step
+    assert (CommitRef(1, fork) in RunReader(bucket).commits()) is saved
+    monkeypatch.setattr(Pusher, "_push_commit", failing)
+    for steps in (fork + 2, 30):
+        ended(world.run(2, kind="ddp", root=run, base_every=1000, steps=steps, save_every=4))
+        with pytest.raises(DiskFailed):  # when records have been copied
+            pusher.push()
+        assert pusher.durable_step == fork
+        pusher = Pusher(run, bucket) if anew else pusher
+    assert CommitRef(2, fork) not in RunReader(run).commits()
+    with pytest.raises(DiskFailed):
+        pusher.push()
+    assert pusher.durable_step == fork
+    monkeypatch.undo()
+    assert pusher.push().durable_step == 30
+
+
+def failing(*_):
+    raise DiskFailed("the network is gone")

@@ -27,6 +27,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from delta.test_leaving import Device
 from dist import flattened
+from dist.unread import lose_payload
 from holdfast import failpoints
 from holdfast.checkpointer import Checkpointer
 from holdfast.data.loader import loader as loader_of
@@ -370,6 +371,7 @@ def train(
     copies_every: float = 0.02,
     killed_copying: int | None = None,
     device: bool = False,
+    unread: dict[str, int] | None = None,
     **options: Any,
 ) -> None:
     """Train to ``steps``, on a ``device`` that is played where one is asked for; ``kill`` and its like name a rank, or
@@ -465,6 +467,8 @@ def train(
     ):  # which forms its buckets anew after the first backward, and then adds up in another order
         model(torch.zeros(5, 7)).sum().backward()
         model.zero_grad()
+    if str(rank) in (unread or {}):
+        lose_payload(Path(root), f"rank-{rank:05d}", unread[str(rank)])
     before = left_here()
     say(before=before)
     with Checkpointer(

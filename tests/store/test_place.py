@@ -271,3 +271,23 @@ def test_a_place_that_may_not_be_written_is_bad_input(tmp_path, monkeypatch, the
     ):
         LocalStore.open(root)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("inside", ["data", "commits", "journal/rank-00000", "scratch/a/b"])
+def test_no_run_begins_among_the_files_of_another(tmp_path, inside):
+    with TinyRun(tmp_path / "run") as run:
+        run.take_step()
+    before = contents(tmp_path)
+    with pytest.raises(
+        BadInput, match=rf"is among the files of the run {tmp_path / 'run'}, and no run itself"
+    ):
+        LocalStore.open(tmp_path / "run" / inside)
+    assert contents(tmp_path) == before
+    for other in (tmp_path / "run" / "trials" / "1", tmp_path / "data"):  # no files of the run
+        with TinyRun(other) as run:
+            run.take_step()
+    (tmp_path / "data").rename(
+        tmp_path / "run" / "data" / "old"
+    )  # what somebody has put there is gone on with
+    with TinyRun(tmp_path / "run" / "data" / "old") as run:
+        assert run.resumed.step == 1

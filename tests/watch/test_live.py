@@ -51,6 +51,12 @@ def test_the_picture_keeps_to_the_width(log, width):
     assert {len(line) for line in drawn(log, width).splitlines()} == {width}
 
 
+def test_in_a_narrow_terminal_the_numbers_are_whole():
+    said = drawn(logged.engine_log(), 45)
+    for part in ("4.400", "10 s a step", "512.0 MiB of 4.0 GiB", "step 6"):
+        assert part in said, (part, said)
+
+
 def test_before_the_first_step_it_says_that_there_is_none():
     assert "no step yet" in drawn([]) and "nothing was logged yet" in drawn([])
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..delta.compact import compact
 from ..delta.watching import Recovery
+from ..store.pruning import said_spans
 from ..units import counted, format_bytes
 from ..watch.recovery import progress_bar
 from .output import print_json
@@ -26,6 +27,7 @@ def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
                 "from_step": done.from_step,
                 "records": watch.replayed_records,
                 "dropped": done.dropped,
+                "stays_for": [list(span) for span in done.left],
             }
         )
         return
@@ -35,3 +37,8 @@ def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
     )
     if done.dropped:
         print(f"Steps {done.from_step:,} to {base.step - 1:,} are gone, unless an older base leads to them.")
+    if done.left:
+        print(
+            f"The base of step {done.from_step:,} stays, with what follows it: steps {said_spans(done.left)} of what"
+            f" a later resume left need it. `holdfast prune {run} --keep-last 1 --dry-run` says what would go with it."
+        )

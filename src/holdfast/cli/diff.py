@@ -7,6 +7,7 @@ difference of the values tells rounding from damage.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -46,10 +47,9 @@ def _diff(a: Source, b: Source, *, as_json: bool) -> bool:
 
 def compare(a: Source, b: Source) -> dict[str, Any]:
     """What differs: atoms that only one has, that are of another kind, and that hold other bits."""
-    in_b = _as_in(a, b)
+    pairs = _pairs(a, b)
     different, other_kind, nbytes = [], [], 0
-    for key in (key for key in a.atoms if key in in_b):
-        left, right = a.atoms[key], in_b[key]
+    for key, left, right in pairs:
         kind_a, kind_b = _kind_of(left.atom), _kind_of(right.atom)
         if kind_a != kind_b:
             other_kind.append({"atom": key, "a": kind_a, "b": kind_b})
@@ -58,10 +58,11 @@ def compare(a: Source, b: Source) -> dict[str, Any]:
         found = _compare_atoms(a, left, b, right)
         if found["differing"]:
             different.append({"atom": key, **found})
-    only_a, only_b = [key for key in a.atoms if key not in in_b], [key for key in in_b if key not in a.atoms]
+    met = {id(each) for _, *both in pairs for each in both}
+    only_a, only_b = ([key for key, stored in x.atoms.items() if id(stored) not in met] for x in (a, b))
     return {
         "equal": not (different or other_kind or only_a or only_b),
-        "compared": len(a.atoms) - len(only_a) - len(other_kind),
+        "compared": len(pairs) - len(other_kind),
         "bytes": nbytes,
         "different": different,
         "other_kind": other_kind,
@@ -73,12 +74,35 @@ def compare(a: Source, b: Source) -> dict[str, Any]:
     }
 
 
-def _as_in(a: Source, b: Source) -> dict[str, Stored]:
-    """The atoms of ``b`` by the keys that ``a`` has them under: formats that know no buffers call them parameters."""
+def _pairs(a: Source, b: Source) -> list[tuple[str, Stored, Stored]]:
+    """What both have, under a key of ``a``'s: each two once, whichever of the names of tied weights they are under."""
+    in_a = _under_all_names(a)
+    in_b = _as_in(in_a, _under_all_names(b))
+    found: dict[tuple[int, int], tuple[str, Stored, Stored]] = {}
+    for key, left in in_a.items():
+        if (right := in_b.get(key)) is not None:
+            found.setdefault((id(left), id(right)), (left.atom.key, left, right))
+    return [*found.values()]
+
+
+def _under_all_names(source: Source) -> dict[str, Stored]:
+    """The atoms by key, and by what their keys are under other names of tied weights."""
+    found, names = dict(source.atoms), {}
+    for alias, name in source.aliases.items():
+        names.setdefault(name, []).append(alias)
+    for stored in source.atoms.values():
+        for alias in names.get(stored.atom.name, ()):
+            found.setdefault(f"{alias}/{stored.atom.slot}", stored)
+    return found
+
+
+def _as_in(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, Stored]:
+    """``b`` by the keys that ``a`` has the same under: formats that know no buffers call them parameters."""
     found = {}
-    for key, stored in b.atoms.items():
-        other = f"{stored.atom.name}/{'buffer' if stored.atom.slot == 'param' else 'param'}"
-        swapped = stored.atom.slot in ("param", "buffer") and key not in a.atoms and other in a.atoms
+    for key, stored in b.items():
+        name, _, slot = key.rpartition("/")
+        other = f"{name}/{'buffer' if slot == 'param' else 'param'}"
+        swapped = slot in ("param", "buffer") and key not in a and other in a
         found[other if swapped else key] = stored
     return found
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from typing import Any, TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -22,6 +23,9 @@ from rich.text import Text
 
 PIPE_COLUMNS = 200
 """Of output that is no terminal: tables are as wide as their lines, and none are wrapped before this."""
+
+LEAST_TEXT = 10
+"""Columns that a text in a table has, however narrow the terminal."""
 
 
 def console() -> Console:
@@ -79,11 +83,22 @@ def plain_table(*columns: str) -> Table:
 
 
 def print_table(out: Console, table: Table) -> None:
-    """``table`` without the blanks that fill its last column."""
-    for line in out.render_lines(table, pad=False):
+    """``table`` without the blanks that fill its last column. Its lines are longer than those of ``out`` where numbers
+    would be cut."""
+    options = out.options.update(width=max(out.width, _least_width(table)))
+    for line in out.render_lines(table, options, pad=False):
         text = Text.assemble(*((segment.text, segment.style or "") for segment in line))
         text.rstrip()
         out.print(text, soft_wrap=True)
+
+
+def _least_width(table: Table) -> int:
+    """Columns for all that is not wrapped, and a few for each text that is."""
+    widths = [max(cell_len(str(cell)) for cell in (column.header, *column.cells)) for column in table.columns]
+    return sum(
+        (width if column.no_wrap else min(width, LEAST_TEXT)) + table.padding[1]
+        for width, column in zip(widths, table.columns, strict=True)
+    )
 
 
 def print_facts(out: Console, facts: dict[str, str], indent: str = "") -> None:

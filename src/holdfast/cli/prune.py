@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..store.pruning import Pruning, planned, prune
+from ..store.pruning import Pruning, planned, prune, said_spans
 from ..store.retention import Keep
 from ..units import counted, format_bytes
 from .output import console, plain_table, print_json, print_table
@@ -23,9 +23,9 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, as_json: bool) -> None:
         return
     table = plain_table(">step", ">timeline", ">size", "depends on it")
     for going in found.going:
-        text = "nothing more" if going.current else "left behind by a later resume"
-        if going.leads_to > going.ref.step:
-            text = f"records to {going.leads_to:,}"
+        leads = f"records to {going.leads_to:,}" if going.leads_to > going.ref.step else ""
+        told = (leads, "" if going.current else "left behind by a later resume")
+        text = ", ".join(filter(None, told)) or "nothing more"
         table.add_row(f"{going.ref.step:,}", str(going.ref.timeline), format_bytes(going.bytes), text)
     print_table(console(), table)
     verb = "Would remove" if dry_run else "Removed"
@@ -38,8 +38,7 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, as_json: bool) -> None:
 def _lost(found: Pruning, dry_run: bool) -> str:
     if not found.lost:
         return "Every step that could be recovered still can."
-    spans = ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in found.lost)
-    return f"Steps {spans} {'could not' if dry_run else 'cannot'} be recovered any more."
+    return f"Steps {said_spans(found.lost)} {'could not' if dry_run else 'cannot'} be recovered any more."
 
 
 def _document(found: Pruning) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..plan.lists import EVALUATION_BATCHES, fit, host_bytes, machine_of, shape_
 from ..plan.memory import MakesOps
 from ..plan.ops import as_guessed
 from ..plan.placement import choose
-from ..plan.search import Case, engine_case, search
+from ..plan.search import Case, check_device, engine_case, search
 from ..plan.setting import Setting
 from ..plan.simulate import Simulation
 from ..plan.simulate import simulate as play_steps
@@ -56,6 +56,7 @@ def simulate(given: Mapping[str, Any]) -> None:
     _refuse_missing(given["trace"])
     case = engine_case(case_of(given))
     setting = case.setting(_count(case, given))
+    check_device(setting)
     played = {
         name: _play(setting, schedule, _place(case, setting, schedule, given), given["steps"])
         for name, schedule in ORDERS.items()

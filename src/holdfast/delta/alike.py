@@ -20,15 +20,13 @@ import xxhash
 from ..ranks import Ranks
 from ..state.cuts import Copied
 from ..state.live import LiveState
-from ..units import MiB, packed
+from ..units import MiB, packed, shown
 from .drift import digests
 
 BYTES_PER_STEP = 16 * MiB
 """Of parameters, digested with their optimizer state at the end of one step."""
 LEAD_SECONDS = 1.0
 """From saying when a comparison begins to its beginning: many times what it takes to be heard."""
-SHOWN = 3
-
 Told = dict[str, str]
 """Digests, by what they are of."""
 
@@ -192,8 +190,6 @@ def _judged(found: Sequence[Told], copies: Sequence[Copied]) -> str:
             if found[rank].get(str(place)) != found[owner].get(str(place)):
                 other.setdefault((rank, owner), []).append(copied.name)
     return "; ".join(
-        f"rank {rank} has other {', '.join(names[:SHOWN])}"
-        + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        + f" than rank {owner}"
+        f"rank {rank} has other {shown(names)} than rank {owner}"
         for (rank, owner), names in sorted(other.items())
     )

@@ -15,7 +15,7 @@ from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
-from ..store.pruning import reach_needs
+from ..store.pruning import in_spans, reach_needs, reach_of_lines, steps_of
 from ..store.retention import Keep
 from ..store.written import Written
 from .division import divided, of_one_base, owned_by
@@ -37,11 +37,14 @@ class Compacted:
     from_step: int
     dropped: bool
     """Whether the one that it was made from is gone, with what led from it to ``base``."""
+    left: tuple[tuple[int, int], ...] = ()
+    """Steps after ``base``, from and to, that it stays for: only a line that a later resume left has them, and forks
+    before ``base``."""
 
 
 def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compacted:
-    """Make a base of step ``to``, and drop the one before it with the steps up to ``to``; of the newest step, with
-    nothing dropped, if it is None.
+    """Make a base of step ``to``, and drop the one before it with the steps up to ``to``, unless a later step needs
+    it; of the newest step, with nothing dropped, if it is None.
 
     Raises, with nothing removed, ``RunLocked`` for a run that is being written, ``BadInput`` for one that cannot be
     replayed without its script, ``NoCommit`` if there is nothing to compact, and ``Damaged`` if a base is not whole.
@@ -67,12 +70,14 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
             raise Damaged(
                 f"the new base of step {new.step} is not whole, and nothing was removed: {damaged[0]}"
             )
-        if to is not None:
-            others = [store.load(ref) for ref in store.line() if ref != old.ref]
-            beside = [store.load(ref) for ref in store.commits() if ref not in store.line()]
-            needed = reach_needs(store, others) + [(manifest.oldest_step, None) for manifest in beside]
-            store.retire([old.ref], needed)
-        return Compacted(new, old.step, to is not None)
+        if to is None:
+            return Compacted(new, old.step, False)
+        others = [store.load(ref) for ref in store.commits() if ref != old.ref]
+        reach = reach_of_lines(store, [*others, old])
+        left = {step for step in steps_of(reach) - steps_of(reach, without=[old.ref]) if step > to}
+        if not left:
+            store.retire([old.ref], reach_needs(reach, others))
+        return Compacted(new, old.step, not left, tuple(in_spans(left)))
 
 
 def _base_before(store: LocalStore, to: int | None) -> Manifest:

@@ -29,6 +29,7 @@ from ..state.live import LiveState
 from ..store.local import LOCK, LocalStore
 from ..store.manifest import this_writer
 from ..store.retention import Keep
+from ..units import shown
 from . import drift, kept, tier
 from .bases import BaseMaker
 from .channel import Channel, Gone, Inbox, Message
@@ -223,8 +224,7 @@ class Host:
             keys.append("values that are no tensors")
         if keys:
             self._equal = False
-            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            self._say(drift=f"at step {self._step} {keys[0]}{more} differs")
+            self._say(drift=f"at step {self._step} {shown(keys, 1)} differs")
         elif about["last"]:
             self._begin_base()
 

@@ -61,7 +61,7 @@ class Line:
         """To ``target`` at most, on the line of the timeline ``tip`` (None: the current one). By headers alone. Raises
         ``Damaged`` if records are missing that the base needs."""
         journals = {stream: read_journal(store, stream, tip) for stream in base.streams}
-        chains = {stream: chain_of(base, stream, journals[stream], target) for stream in base.streams}
+        chains = _chains(base, journals, target)
         acknowledged = min(  # at most BOUND steps are on their way
             max(journals[stream].acknowledged, chain.last.step - BOUND) for stream, chain in chains.items()
         )
@@ -292,6 +292,24 @@ class _Taking:
         """Whether what ``record`` led to is not what training had, as far as that can be told."""
         told = record.about["fingerprint"]
         return bool(self._compared) and told != fingerprint(self._compared, record.step, self._strides)
+
+
+def _chains(base: Manifest, journals: Mapping[str, Journal], target: int | None) -> dict[str, Chain]:
+    """Of each stream. Raises ``Unreadable`` where all others lead further than one that cannot be read on."""
+    chains: dict[str, Chain] = {}
+    ended: list[Unreadable] = []
+    for stream, journal in journals.items():
+        try:
+            chains[stream] = chain_of(base, stream, journal, target)
+        except Unreadable as error:
+            ended.append(error)
+    if not ended:
+        return chains
+    first = min(ended, key=lambda error: error.step)
+    least = min((chain.last.step for chain in chains.values()), default=first.step + 1)
+    if first.step < least:
+        raise first
+    return {stream: chain_of(base, stream, journal, least) for stream, journal in journals.items()}
 
 
 def _left_out(chain: Chain, journal: Journal) -> Damaged | None:

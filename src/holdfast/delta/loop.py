@@ -13,6 +13,7 @@ from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.capture import aliases_of
 from ..state.live import LiveState
+from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
 from .comm_hook import HookState
@@ -26,9 +27,6 @@ from .recovery import Recovered
 from .script import Script
 from .tap import Update
 from .unseen import changes_of
-
-SHOWN = 3
-"""Names of parameters in a warning."""
 
 Averages = nn.Module | Mapping[str, nn.Module] | None
 
@@ -319,9 +317,8 @@ def _tell_of_frozen(state: LiveState, trained: Collection[str], updates: Sequenc
         and (index, p.name) not in with_gradient
     ]
     if frozen:
-        more = f" and {len(frozen) - SHOWN} more" if frozen[SHOWN:] else ""
         warnings.warn(
-            f"{', '.join(frozen[:SHOWN])}{more} trained until the resume, and do not require gradients now: which do is"
+            f"{shown(frozen)} trained until the resume, and do not require gradients now: which do is"
             " the script's and no part of the run. If it unfreezes some at a step, have it do so by the steps done, as"
             " in `if step >= 6` instead of `if step == 6`.",
             stacklevel=5,

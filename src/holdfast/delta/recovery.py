@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
@@ -18,18 +19,16 @@ from ..state.live import LiveState
 from ..store.chain import left_behind, tip_with
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Manifest, Point
-from ..store.pruning import in_spans
+from ..store.pruning import in_spans, said_spans
 from ..store.segments import streams
 from ..store.verifying import NONE_WHOLE
+from ..units import shown
 from .computing import needs_threads, told_in, told_of_other
 from .holder import strides_of
 from .line import Differs, Line
 from .script import Script
 from .shell import members_of, places_of
 from .watching import Recovery
-
-SHOWN = 3
-"""Names of parameters in a sentence."""
 
 
 @dataclass
@@ -71,8 +70,11 @@ def recover(
     """
     tip = ranks.first_does(lambda: tip_with(store, target) if exact and target is not None else None)
     bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
-    odd: list[str] = []
-    unread: dict[str, int] = {}
+    search = _Search(
+        store, state, script, ranks, target, tip, continuing=continuing, after_update=after_update, watch=watch,
+        durable_step=durable_step,
+    )  # fmt: skip
+    odd, unread = search.odd, search.unread
     continuing_ones = [ref for ref in bases if not (continuing and _has_lost_residuals(ref, store, tip))]
     if bases and not continuing_ones:
         raise NoCommit(
@@ -80,21 +82,7 @@ def recover(
             ' several steps. Resume with exactness="state", and call save() now and then for such a step.'
         )
     for ref in continuing_ones:
-        line = _line_from(
-            ref,
-            store,
-            state,
-            script,
-            ranks,
-            target,
-            tip,
-            continuing,
-            after_update,
-            odd,
-            unread,
-            watch,
-            durable_step,
-        )
+        line = search.line_from(ref)
         if line is None:
             store.damaged.add(ref)
             continue
@@ -170,8 +158,7 @@ def _nothing_after(store: LocalStore, step: int) -> str:
         return str(error)
     if not spans:
         return "Nothing that was recorded after it can still be had."
-    steps = ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in spans)
-    return f"Of what a later resume left behind there is still, for resume(step=): {steps}."
+    return f"Of what a later resume left behind there is still, for resume(step=): {said_spans(spans)}."
 
 
 def refuse_unless_one_is_whole(store: LocalStore, target: int | None) -> None:
@@ -255,9 +242,8 @@ def _told_of_thawed(base: Manifest, state: LiveState, trained: Collection[str]) 
     ]
     if not now:
         return []
-    more = f" and {len(now) - SHOWN} more" if now[SHOWN:] else ""
     return [
-        f"{', '.join(now[:SHOWN])}{more}: frozen when the script was started before, and trained from here on. Which"
+        f"{shown(now)}: frozen when the script was started before, and trained from here on. Which"
         " parameters are is the script's and no part of the run."
     ]
 
@@ -278,62 +264,97 @@ def _refuse_other_members(line: Line, state: LiveState) -> None:
         )
 
 
-def _line_from(
-    ref: CommitRef,
-    store: LocalStore,
-    state: LiveState,
-    script: Script,
-    ranks: Ranks,
-    target: int | None,
-    tip: int | None,
-    continuing: bool,
-    after_update: Callable[[int], None] | None,
-    odd: list[str],
-    unread: dict[str, int],
-    watch: Recovery | None,
-    durable_step: int,
-) -> Line | None:
-    """The base ``ref`` and its records in ``state``; None if it cannot be used. What was wrong goes to ``odd``, and to
-    ``unread`` if it is that the device does not give the base back, with the step of that.
+@dataclass(frozen=True)
+class _Outcome:
+    """How far one rank gets from a base: the step that it ``has``, the one that it ``could`` have, and why not more."""
 
-    A rank that cannot get as far as the others makes all begin again with less.
-    """
-    tried: list[Line] = []
+    has: int | None
+    could: int | None
+    why: str | None
+    is_unread: bool = False
+    """Whether the base was not given back, or what leads on from the step that it could have."""
 
-    def attempt() -> tuple[int | None, int | None, str | None, bool]:
-        """The step that this rank has, the one that it could have, why not more, and whether the base was not given
-        back."""
-        nonlocal durable_step
-        tried.clear()
-        try:
-            line = Line.of(store, store.load(ref), target, tip)
-            durable_step = line.acknowledged = max(line.acknowledged, durable_step)
-            if continuing:
-                line.end_before_feedback()
-            script.check(line.progress(ranks.rank), len(line.chains), ranks.world_size)
-            _refuse_other_updates(line, after_update is not None)
-            _refuse_other_members(line, state)
-            line.watch = watch or line.watch
-            line.replay_into(state, ranks.rank, after_update)
-        except Differs as error:
-            return -1, error.step - 1, str(error), False
-        except Unreadable:
-            raise
-        except (Damaged, DiskFailed) as error:
-            return None, None, str(error), isinstance(error, DiskFailed)
-        tried.append(line)
-        harmless = (
-            " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
-        )
-        return line.step, line.step, None if line.odd is None else f"{line.odd}{harmless}", False
 
-    while True:
-        outcomes = ranks.all_do(attempt)
-        odd += list(dict.fromkeys(text for _, _, text, _ in outcomes if text is not None and text not in odd))
-        unread |= {text: ref.step for _, _, text, is_unread in outcomes if text is not None and is_unread}
-        reachable = [reach for _, reach, _, _ in outcomes if reach is not None]
-        if len(reachable) < len(outcomes):
-            return None
-        target = min(reachable)
-        if all(has == target for has, _, _, _ in outcomes):
-            return tried[0]
+@dataclass
+class _Search:
+    """For the line that a run continues: what is asked of it, and what was wrong on the way."""
+
+    store: LocalStore
+    state: LiveState
+    script: Script
+    ranks: Ranks
+    target: int | None
+    tip: int | None
+    continuing: bool
+    after_update: Callable[[int], None] | None
+    watch: Recovery | None
+    durable_step: int
+    odd: list[str] = field(default_factory=list)
+    unread: dict[str, int] = field(default_factory=dict)
+    """By what the device said, the step of the base that it did not give back."""
+
+    def line_from(self, ref: CommitRef) -> Line | None:
+        """The base ``ref`` and its records in the state; None if it cannot be used.
+
+        A rank that cannot get as far as the others makes all begin again with less.
+        """
+        tried: list[Line] = []
+        ended: list[Unreadable] = []
+        target = self.target
+
+        def attempt() -> _Outcome:
+            tried.clear(), ended.clear()
+            try:
+                tried.append(self._replayed(ref, target))
+            except Differs as error:
+                return _Outcome(-1, error.step - 1, str(error))
+            except Unreadable as error:
+                ended.append(error)
+                return _Outcome(-1, error.step, None, is_unread=True)
+            except (Damaged, DiskFailed) as error:
+                return _Outcome(None, None, str(error), isinstance(error, DiskFailed))
+            return _Outcome(tried[0].step, tried[0].step, _said_end(tried[0]))
+
+        while True:
+            outcomes = self.ranks.all_do(attempt)
+            said = {each.why: each for each in outcomes if each.why is not None}
+            self.odd += [why for why in said if why not in self.odd]
+            self.unread |= {why: ref.step for why, each in said.items() if each.is_unread}
+            reachable = [each.could for each in outcomes if each.could is not None]
+            if len(reachable) < len(outcomes):
+                return None
+            target = min(reachable)
+            if all(
+                each.is_unread for each in outcomes if each.could == target
+            ):  # others could go on from there
+                self.ranks.all_do(partial(_tell_unreadable, ended, target))
+            if all(each.has == target for each in outcomes):
+                return tried[0]
+
+    def _replayed(self, ref: CommitRef, target: int | None) -> Line:
+        """The line to ``target`` at most, which the state is at then."""
+        line = Line.of(self.store, self.store.load(ref), target, self.tip)
+        line.acknowledged = self.durable_step = max(line.acknowledged, self.durable_step)
+        if self.continuing:
+            line.end_before_feedback()
+        self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)
+        _refuse_other_updates(line, self.after_update is not None)
+        _refuse_other_members(line, self.state)
+        line.watch = self.watch or line.watch
+        line.replay_into(self.state, self.ranks.rank, self.after_update)
+        return line
+
+
+def _tell_unreadable(ended: list[Unreadable], step: int) -> None:
+    """Raise ``Unreadable`` where the device does not give back what leads on, with the ``step`` that all ranks can
+    have."""
+    if ended:
+        raise Unreadable(ended[0].error, step) from ended[0]
+
+
+def _said_end(line: Line) -> str | None:
+    """Why there is no more of ``line``."""
+    harmless = (
+        " Nothing that is known to have been durable is lost: a kill leaves such an end." * line.is_torn
+    )
+    return None if line.odd is None else f"{line.odd}{harmless}"

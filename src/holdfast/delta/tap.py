@@ -8,10 +8,12 @@ optimizer takes from a ``GradScaler`` are kept by value.
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -209,8 +211,8 @@ class Tap:
             )
         return drawn
 
-    def before_step(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:
-        """The pre-hook of optimizer ``index``."""
+    def before_step(self, index: int, args: tuple, kwargs: dict[str, Any], within: bool = False) -> None:
+        """The pre-hook of optimizer ``index``; ``within`` another step of it."""
         started = time.perf_counter()
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
             raise BadInput(
@@ -218,9 +220,11 @@ class Tap:
                 " Call closure() yourself and then optimizer.step(). MeZO, which needs it, is durable out of core."
             )
         optimizer = self._state.optimizers[index]
-        if self._open[index]:  # a subclass calls the step() it overrides: part of the update that is open
+        if self._open[index] and within:  # a subclass calls the step() it overrides: part of the open update
             self._open[index] += 1
             return
+        if self._open[index]:  # which has raised, and what it has changed by then is in no record
+            self._open[index], self.changed = 0, True
         for flattened in self._state.flattened:
             flattened.held()  # gathered ones it would update for nothing
         if not self.updates:
@@ -302,8 +306,8 @@ class Tap:
         return all(p.name in self._places[index] for p in mine if p.parameter.requires_grad)
 
     def _slot_for(self, index: int) -> Slot | None:
-        """The iteration's slot, or another one if this optimizer has stepped before in it."""
-        if self.updates and all(update.optimizer != index for update in self.updates):
+        """The iteration's slot, or another one if this optimizer has stepped before in it and a record is made."""
+        if self.updates and (self.changed or all(update.optimizer != index for update in self.updates)):
             return self.updates[-1].slot
         return self._take_slot()
 
@@ -319,7 +323,17 @@ class _Hook:
         if torch.compiler.is_compiling():  # what is traced here is all that happens in each later call
             self.tap.compiled = True
         else:
-            self.tap.before_step(self.index, args, kwargs)
+            self.tap.before_step(self.index, args, kwargs, _is_within(optimizer, sys._getframe(1)))
+
+
+def _is_within(optimizer: torch.optim.Optimizer, frame: FrameType) -> bool:
+    """Whether ``frame``, which torch wraps around a step of ``optimizer``, was called by such another one."""
+    caller = frame.f_back
+    while caller is not None:
+        if caller.f_code is frame.f_code and caller.f_locals.get("self") is optimizer:
+            return True
+        caller = caller.f_back
+    return False
 
 
 def _end_hook_of(tap: Tap, index: int) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from ..errors import BadInput, ModelNotSupported, RunMismatch
 from ..offload.blocks import empty_parameters
 from ..sources import Beginning
 from ..state.capture import Captured
+from ..units import shown
 from ..universal.convert.safetensors import SafetensorsFiles, is_safetensors
 from ..universal.matching import Allowed
 from .keeping import CONFIG, OTHER_WEIGHTS, checked
@@ -134,9 +135,8 @@ class _Begins(Beginning):
         ours = {each.name for each in captured.parameters if id(each.parameter) in of_folder}
         missing = [name for name in self._match.missing if name in ours]
         if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise RunMismatch(
-                f"{self.path} has no {missing[0]}{more}, so the model would begin with random values there. Is its"
+                f"{self.path} has no {shown(missing, 1)}, so the model would begin with random values there. Is its"
                 " config.json of other weights?"
             )
         self.kept = {}

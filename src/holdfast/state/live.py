@@ -250,22 +250,6 @@ class LiveState:
             # as load_state_dict does: torch's own make tensors of the numbers that they counted with before 1.12
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
-    def nest(self, slots: Mapping[str, Collection[str]]) -> None:
-        """Put lists and dictionaries together that were taken apart into ``slots``, by parameter, with all names on the
-        way in the name of each."""
-        for name, apart in slots.items():
-            if self.lacks(name):
-                continue
-            held = self._state(self._parameter[name])
-            for slot in apart:
-                *way, last = slot.split(".")
-                table = held
-                for part in way:
-                    table = table.setdefault(part, {})
-                table[last] = held.pop(slot)
-            for top in {slot.partition(".")[0] for slot in apart}:
-                held[top] = _with_lists(held[top])
-
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
         """The parameters ``names``, as many at a time as ``optimizer`` is to update at once, while they are where they
         are to be updated: here all, as they are. Close it if you stop early: what is away comes home then."""
@@ -311,15 +295,6 @@ def _on(device: torch.device, value: Any) -> Any:
     if isinstance(value, dict):
         return type(value)({key: _on(device, item) for key, item in value.items()})
     return type(value)(_on(device, item) for item in value) if isinstance(value, list | tuple) else value
-
-
-def _with_lists(value: Any) -> Any:
-    """A dictionary as a list, also inside of it, where its keys are the places in one."""
-    if not isinstance(value, dict) or not value:
-        return value
-    made = {key: _with_lists(item) for key, item in value.items()}
-    places = [str(place) for place in range(len(made))]
-    return [made[place] for place in places] if made.keys() == set(places) else made
 
 
 def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:

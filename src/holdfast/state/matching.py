@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ..errors import RuleError
+from ..units import shown
 from .boxes import Box
 from .cutting import Laid, Names, Shape
 from .expressions import Value
@@ -84,11 +85,9 @@ class Matcher:
             else:
                 unmatched[f"{row.name}/{row.slot} {list(row.laid.shape)}"] = None
         if unmatched:
-            listed = ", ".join(list(unmatched)[:MOST_LISTED])
-            more = f" and {len(unmatched) - MOST_LISTED} more" if len(unmatched) > MOST_LISTED else ""
             raise RuleError(
-                f"no rule matches {listed}{more}. Write a rule for each, or one with `drop = true` for what is not"
-                " wanted."
+                f"no rule matches {shown(unmatched, MOST_LISTED)}. Write a rule for each, or one with `drop = true` for"
+                " what is not wanted."
             )
         return found
 

@@ -46,6 +46,7 @@ class RecordsCopy:
         self._found: dict[str, dict[tuple[int, int], StoredRecord]] = {}
         self._last: dict[tuple[str, int], int] = {}
         self._ends: dict[SegmentRef, int] = {}
+        self._bases: dict[int, tuple[int, int]] = {}
 
     def look(self) -> None:
         """See what is there."""
@@ -113,6 +114,8 @@ class RecordsCopy:
 
     def _add(self, stream: str, records: Iterable[StoredRecord]) -> None:
         for record in records:
+            first = record.step, record.about.get("base", -1)
+            self._bases[record.timeline] = min(first, self._bases.get(record.timeline, first))
             slim = replace(record, about={}, parts=())
             self._found.setdefault(stream, {})[record.timeline, record.step] = slim
             key = stream, record.timeline
@@ -121,6 +124,10 @@ class RecordsCopy:
     def _last_of(self, ref: SegmentRef) -> int:
         """The newest step of its stream and timeline of which a record is there; -1 if there is none."""
         return self._last.get((ref.stream, ref.timeline), -1)
+
+    def base_of(self, timeline: int) -> int | None:
+        """The step of the base before the first record that is there of ``timeline``."""
+        return self._bases[timeline][1] if timeline in self._bases else None
 
     def journal(self, stream: str, timelines: Mapping[int, Timeline], tip: int) -> Journal:
         """The records of the line of the timeline ``tip``."""

@@ -24,6 +24,7 @@ from holdfast.io.queue import IOQueue, Request
 from holdfast.store.drives import HOME, folders
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
+from holdfast.units import shown
 
 PIECES = 4
 """Checksum blocks in memory at once, of a file that is written through."""
@@ -388,8 +389,7 @@ def name_atoms(atoms: Collection[str]) -> str:
     >>> name_atoms(["a/param", "b/param", "c/param", "d/param"])
     "'a/param', 'b/param', 'c/param' and 1 more"
     """
-    names = ", ".join(repr(atom) for atom in list(atoms)[:3]) or "the header or filler"
-    return names + (f" and {len(atoms) - 3} more" if len(atoms) > 3 else "")
+    return shown([repr(atom) for atom in atoms]) or "the header or filler"
 
 
 def _digest_into(checksums: list[str], block: int, view: memoryview) -> None:

@@ -20,10 +20,13 @@ NO_PLACE = (
 )
 """What the system says of a name that can be no directory's, or not for us."""
 
+OF_A_RUN = ("data", "index", "commits", "timelines", "scratch", "journal")
+"""The directories in a run's."""
+
 
 def check_place(root: str | Path) -> None:
     """Raise ``BadInput`` if ``root`` cannot be the directory of a run that is written: it is no directory, a link to
-    nothing, in a bucket, or cannot be made or written in. Nothing is changed."""
+    nothing, in a bucket, in a directory of another run's, or cannot be made or written in. Nothing is changed."""
     if str(root).startswith("s3:/"):
         raise BadInput(
             f"{root} is in a bucket, and no run is written there: write it in a directory, and copy it with remote= or"
@@ -45,9 +48,22 @@ def check_place(root: str | Path) -> None:
     if not stat.S_ISDIR(status.st_mode):
         what = "is a file" if found == path.absolute() else f"cannot be made: {found} is a file"
         raise BadInput(f"{root} {what}. Give a directory for the run; it is made if it is not there.")
+    if (run := _run_around(path.absolute())) is not None and not (path / "commits").is_dir():
+        raise BadInput(
+            f"{root} is among the files of the run {run}, and no run itself. Give {run} to go on with it, or another"
+            " directory to begin anew."
+        )
     if not os.access(found, os.R_OK | os.W_OK | os.X_OK):
         reason = "Read-only file system" if os.statvfs(found).f_flag & os.ST_RDONLY else "Permission denied"
         raise bad_place(root, OSError(0, f"{reason}: {found}"))
+
+
+def _run_around(path: Path) -> Path | None:
+    """The run of which ``path`` is a directory, or is in one."""
+    around = (place.parent for place in (path, *path.parents) if place.name in OF_A_RUN)
+    return next(
+        (run for run in around if all((run / name).is_dir() for name in ("commits", "timelines"))), None
+    )
 
 
 def refuse_dangling(path: Path) -> None:

@@ -13,7 +13,7 @@ from holdfast.store.manifest import CommitRef, Manifest
 from holdfast.store.reader import RunReader
 from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
 from holdfast.store.room import Need, needs, unneeded_segments
-from holdfast.store.segments import streams
+from holdfast.store.segments import segments, streams
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Pruning:
     segments: tuple[str, ...]
     segment_bytes: int
     lost: tuple[tuple[int, int], ...]
-    """Steps, from and to, that can be recovered now and not afterwards."""
+    """Steps, from and to, that can be recovered now, on the current line or on one that was left, and not
+    afterwards."""
     needed: tuple[Need, ...]
 
     @property
@@ -58,16 +59,21 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
     )
     kept = [manifest for manifest in known if manifest.ref not in going]
     needed = needs(kept, for_good - set(line[: keep.last]))
-    segments = tuple(unneeded_segments(reader.disk, needed, None))
-    before = _reach(reader, [m for m in known if m.ref in line])
-    after = _reach(reader, [m for m in kept if m.ref in line], without=segments)
+    gone = tuple(unneeded_segments(reader.disk, needed, None))
+    before, after = reach_of_lines(reader, known), reach_of_lines(reader, kept, without=gone)
     files = {file.path for manifest in kept for file in manifest.files.values()}
     rows = [
-        Going(ref, _own_bytes(manifests[ref], files), before.get(ref, ref.step), ref in line) for ref in going
+        Going(
+            ref,
+            _own_bytes(manifests[ref], files),
+            before.get(tip if ref in line else ref.timeline, {}).get(ref, ref.step),
+            ref in line,
+        )
+        for ref in going
     ]
     return Pruning(
-        tuple(rows), tuple(m.ref for m in kept), segments, sum(map(reader.disk.size, segments)),
-        tuple(in_spans(_steps(before) - _steps(after))), tuple(needed),
+        tuple(rows), tuple(m.ref for m in kept), gone, sum(map(reader.disk.size, gone)),
+        tuple(in_spans(steps_of(before) - steps_of(after))), tuple(needed),
     )  # fmt: skip
 
 
@@ -109,9 +115,27 @@ def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:
         )
 
 
-def _reach(reader: RunReader, line: list[Manifest], without: Collection[str] = ()) -> dict[CommitRef, int]:
-    """The last step that records lead to from each of ``line``, by their headers; were some segments not there."""
-    journals = {stream: read_journal(reader, stream) for stream in streams(reader.disk)}
+Reach = dict[int, dict[CommitRef, int]]
+"""By line, which is called by its newest timeline, of each commit on it the last step that records lead to from it."""
+
+
+def reach_of_lines(reader: RunReader, commits: list[Manifest], without: Collection[str] = ()) -> Reach:
+    """How far ``commits`` lead on the current line and on those that later resumes left, by the headers of the records;
+    were some segments not there."""
+    timelines, tip = reader.timelines()[0], reader.tip()
+    own = {ref.timeline for stream in streams(reader.disk) for ref in segments(reader.disk, stream)}
+    own |= {manifest.ref.timeline for manifest in commits}  # another has nothing that its parent lacks
+    found = {}
+    for each in {tip, *(own & timelines.keys())}:
+        line = lineage([manifest.ref for manifest in commits], timelines, each)
+        found[each] = _reach(reader, each, [m for m in commits if m.ref in line], without)
+    return found
+
+
+def _reach(
+    reader: RunReader, tip: int, line: list[Manifest], without: Collection[str]
+) -> dict[CommitRef, int]:
+    journals = {stream: read_journal(reader, stream, tip) for stream in streams(reader.disk)}
     for journal in journals.values():
         journal.records = {k: record for k, record in journal.records.items() if record.path not in without}
     found = {}
@@ -127,14 +151,25 @@ def _reach(reader: RunReader, line: list[Manifest], without: Collection[str] = (
     return found
 
 
-def reach_needs(reader: RunReader, line: list[Manifest]) -> list[Need]:
-    """What the commits of ``line`` need of the records, so that all that they lead to can be recovered as before."""
-    reach = _reach(reader, line)
-    return [(manifest.oldest_step, reach.get(manifest.ref)) for manifest in line]
+def reach_needs(reach: Reach, commits: Collection[Manifest]) -> list[Need]:
+    """What ``commits`` need of the records, so that all that they lead to on any line can be recovered as before."""
+    last = {ref: max(each[ref] for each in reach.values() if ref in each) for ref in _refs(reach)}
+    return [(manifest.oldest_step, last.get(manifest.ref)) for manifest in commits]
 
 
-def _steps(reach: dict[CommitRef, int]) -> set[int]:
-    return {step for ref, last in reach.items() for step in range(ref.step, last + 1)}
+def _refs(reach: Reach) -> set[CommitRef]:
+    return {ref for each in reach.values() for ref in each}
+
+
+def steps_of(reach: Reach, without: Collection[CommitRef] = ()) -> set[int]:
+    """The steps that can be recovered; were some commits not there."""
+    return {
+        step
+        for each in reach.values()
+        for ref, last in each.items()
+        if ref not in without
+        for step in range(ref.step, last + 1)
+    }
 
 
 def in_spans(steps: set[int]) -> list[tuple[int, int]]:
@@ -150,3 +185,11 @@ def in_spans(steps: set[int]) -> list[tuple[int, int]]:
         else:
             spans.append((step, step))
     return spans
+
+
+def said_spans(spans: Collection[tuple[int, int]]) -> str:
+    """
+    >>> said_spans([(2, 4), (7, 7)])
+    '2 to 4, 7'
+    """
+    return ", ".join(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in spans)

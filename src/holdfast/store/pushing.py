@@ -52,6 +52,8 @@ class Pusher:
         self._unreadable = False
         """Whether a manifest in the bucket is: nothing is removed then, since it may need anything."""
         self._done = Pushed()
+        self._seen: set[CommitRef] = set()
+        """Commits that the directory had, whether it has them still."""
         self._damaged: set[CommitRef] = set()
         """Of the directory, which are not tried again."""
         self._told: Callable[[int], None] = lambda nbytes: None
@@ -239,11 +241,18 @@ class Pusher:
 
     def _before_other_ranks(self, base: CommitRef, tip: int) -> int | None:
         """The last step to which records can lead from ``base``, if there is one: a resume by other ranks begins with a
-        base of its own, and while that is not in the bucket, the records after it follow nothing."""
-        lacking = set(self._local.commits()) - self._published.keys()
+        base of its own, and while that is not in the bucket, the records after it follow nothing. One that has gone
+        from the directory was seen there, or the records say that they follow a base of that step."""
+        self._seen |= set(self._local.commits())
         later = [self._timelines[each] for each, _ in ancestry(self._timelines, tip) if each > base.timeline]
-        forks = [(each.id, each.fork_step) for each in later if each.fork_step is not None]
-        return min((step for number, step in forks if CommitRef(number, step) in lacking), default=None)
+        forks = [CommitRef(each.id, each.fork_step) for each in later if each.fork_step is not None]
+        lacking = [
+            ref.step
+            for ref in forks
+            if ref not in self._published
+            and (ref in self._seen or base.step < ref.step == self._records.base_of(ref.timeline))
+        ]
+        return min(lacking, default=None)
 
     def _learn(self) -> None:
         """Of the commits in the bucket that are not known yet."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import RunMismatch
 from ..state.atoms import CARRIED, FLOATS, SEED, STEP
+from ..units import shown
 from .source import Source, Stored
 
 
@@ -62,21 +63,21 @@ class Match:
         """What is not as the source has it, for a person."""
         told = []
         if self.missing:
-            told.append(f"it has no {_some(self.missing)}, which stay as they are")
+            told.append(f"it has no {shown(self.missing)}, which stay as they are")
         if self.unused:
-            told.append(f"nothing here wants its {_some(self.unused)}")
+            told.append(f"nothing here wants its {shown(self.unused)}")
         if self.cast:
-            told.append(f"{_some(self.cast)} were converted to another type")
+            told.append(f"{shown(self.cast)} were converted to another type")
         if self.left:
-            told.append(f"its {_some(self.left)} are left, so error feedback begins anew")
+            told.append(f"its {shown(self.left)} are left, so error feedback begins anew")
         if self.without_state:
-            told.append(f"it has no optimizer state of {_some(self.without_state)}, which begins anew")
+            told.append(f"it has no optimizer state of {shown(self.without_state)}, which begins anew")
         if self.never_updated:
             told.append(
-                f"its optimizer had not updated {_some(self.never_updated)} yet, and has no state of them"
+                f"its optimizer had not updated {shown(self.never_updated)} yet, and has no state of them"
             )
         if self.another:
-            names = _some(list(self.another))
+            names = shown(self.another)
             told.append(f"its optimizer state of {names} is of another kind of optimizer, and begins anew")
         return told
 
@@ -269,7 +270,7 @@ def _refuse(source: Source, result: Match, allowed: Allowed, weights_only: bool)
     if result.another and not allowed.partial and result.another.keys() == result.apart:
         raise RunMismatch(
             f"{source.path} has state of its optimizer that cannot be put together again:"
-            f" {_some(list(result.another.values()))}. Begin from the file of torch.save, if it was made of one whose"
+            f" {shown(result.another.values())}. Begin from the file of torch.save, if it was made of one whose"
             " state has keys that are names, or give holdfast.From(..., partial=True) to begin the optimizer's state"
             " anew."
         )
@@ -277,7 +278,7 @@ def _refuse(source: Source, result: Match, allowed: Allowed, weights_only: bool)
         of = source.progress.get("optimizers") or [source.progress.get("optimizer")]
         kind = f" ({' and '.join(map(str, of))})" if of != [None] else ""
         raise RunMismatch(
-            f"{source.path} is of another kind of optimizer{kind}: {_some(list(result.another.values()))}. Give the"
+            f"{source.path} is of another kind of optimizer{kind}: {shown(result.another.values())}. Give the"
             " optimizer that it was made with, or holdfast.From(..., partial=True) to begin the optimizer's state anew."
         )
     odd = [f"it has no {name}" for name in result.missing] + [
@@ -292,10 +293,6 @@ def _refuse(source: Source, result: Match, allowed: Allowed, weights_only: bool)
             " by param_names in its groups (an optimizer of named_parameters() has them) or get_state_dict."
         )
         raise RunMismatch(
-            f"{source.path} is not the state of this model: {_some(odd)}.{names if by_number else ''} Build model and"
+            f"{source.path} is not the state of this model: {shown(odd)}.{names if by_number else ''} Build model and"
             " optimizers as they were, give rename= for other names, or partial=True to take what there is."
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

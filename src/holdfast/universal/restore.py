@@ -6,7 +6,7 @@ was there before written to. What the optimizer holds is new, and so is filled a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,7 +69,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     try:
         _load(state, source, slots)
         state.load_values(found.values)
-        state.nest(found.nested)
+        _nest(state, found.nested)
         for optimizer, held in zip(state.optimizers, before, strict=True):
             lacking = {p: anew(of) for p, of in held.items() if not optimizer.state.get(p)}
             optimizer.state.update({p: kept for p, kept in lacking.items() if kept})
@@ -154,6 +154,34 @@ def _boxes_here(parameter: CapturedParameter, slot: str, stored: Stored, region:
             f" {region.to_json()}: how it is cut cannot be told. Resume on one rank, or with the parameters unsharded."
         )
     return [Box.whole(shape)]
+
+
+def _nest(state: LiveState, slots: Mapping[str, Collection[str]]) -> None:
+    """Put lists and dictionaries of optimizers together that were taken apart into ``slots``, by parameter, with all
+    names on the way in the name of each."""
+    for name, apart in slots.items():
+        parameter = state.parameter(name)
+        number = state.optimizer_of(parameter)
+        if number is None or state.lacks(name):
+            continue
+        held = state.optimizers[number].state[parameter.parameter]
+        for slot in apart:
+            *way, last = slot.split(".")
+            table = held
+            for part in way:
+                table = table.setdefault(part, {})
+            table[last] = held.pop(slot)
+        for top in {slot.partition(".")[0] for slot in apart}:
+            held[top] = _with_lists(held[top])
+
+
+def _with_lists(value: Any) -> Any:
+    """A dictionary as a list, also inside of it, where its keys are the places in one."""
+    if not isinstance(value, dict) or not value:
+        return value
+    made = {key: _with_lists(item) for key, item in value.items()}
+    places = [str(place) for place in range(len(made))]
+    return [made[place] for place in places] if made.keys() == set(places) else made
 
 
 def _load(state: LiveState, source: Source, wanted: list[_Wanted]) -> None:

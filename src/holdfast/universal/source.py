@@ -25,7 +25,7 @@ from ..errors import ChunkCorrupt, Damaged, DiskFailed, FileMissing
 from ..io.threads import File, open_file
 from ..state.atoms import DTYPE_BYTES, Atom
 from ..state.pieces import Pieces
-from ..units import MiB
+from ..units import MiB, shown
 
 PIECE = 4 * MiB
 """Bytes that are read at once to be verified."""
@@ -35,8 +35,6 @@ MOST_OFFSET = float(1 << 62)
 """More than any place is at, in elements; below it nothing overflows."""
 NUM_LOCKS = 16
 """Parts that are looked into at once, about; two that share a lock wait for one another."""
-NAMED = 3
-"""Atoms that an error names, of those that damage is in."""
 
 
 class Sums(NamedTuple):
@@ -381,8 +379,7 @@ def check_sum(part: Part, found: int, lying_in: Iterable[str] = ()) -> None:
     something of, is gone through only then."""
     if found != part.crc32:
         atoms = tuple(lying_in)
-        more = f" and {len(atoms) - NAMED} more" if len(atoms) > NAMED else ""
-        held = f" It holds {', '.join(atoms[:NAMED])}{more}." if atoms else ""
+        held = f" It holds {shown(atoms)}." if atoms else ""
         raise ChunkCorrupt(
             f"{part.path} at offset {part.offset}, {part.nbytes} bytes, fails its CRC-32: expected {part.crc32:08x},"
             f" read {found:08x}.{held} The file is damaged; take another copy of it.",

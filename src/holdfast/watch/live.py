@@ -113,10 +113,10 @@ class LivePanel:
     def picture(self, now: float) -> RenderableType:
         """All of it in a box."""
         found = self.document(now)
-        rows = Table.grid(padding=(0, 3))
+        rows = Table.grid(padding=(0, 3), expand=True)
         rows.add_column(style="dim", no_wrap=True, min_width=7)
         rows.add_column(no_wrap=True)
-        rows.add_column(no_wrap=True, overflow="ellipsis")
+        rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)  # which gives way to numbers
         for row in self._rows(found):
             rows.add_row(*row)
         parts: list[RenderableType] = [*self._progress(found), rows]

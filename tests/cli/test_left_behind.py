@@ -1,0 +1,112 @@
+"""``compact`` and ``prune`` of a run in which somebody went back: of the line that was left nothing goes unnamed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from delta.loops import cut_small, same
+from holdfast.delta.compact import compact
+from holdfast.store.chain import left_behind
+from holdfast.store.local import LocalStore
+from holdfast.store.retention import Keep
+from test_checkpointer import go_on, reference, start
+
+
+def trained(root, steps, base=None, step=None):
+    """The run is trained to ``steps`` from the newest, or from ``step``; with a base of ``base``."""
+    loop, checkpointer = start(root, base_every=1000, keep=Keep(9))
+    with checkpointer:
+        checkpointer.resume(step=step)
+        for each in range(checkpointer.steps_done + 1, steps + 1):
+            go_on(loop, checkpointer, each)
+            checkpointer._survival.recorder.settle()  # a segment of each step's record
+            if each == base:
+                checkpointer.save()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Twelve steps, with a base of no step alone."""
+    cut_small(monkeypatch, 1)
+    trained(tmp_path / "run", 12)
+    return tmp_path / "run"
+
+
+def resumed(root, step, tmp_path):
+    """The state at ``step`` of a copy of the run, since to go back begins another line."""
+    copy = tmp_path / f"at-{step}"
+    shutil.copytree(root, copy)
+    loop, checkpointer = start(copy, keep=Keep(99))
+    with checkpointer:
+        assert checkpointer.resume(step=step) == step
+    return loop.state()
+
+
+def left(root, after):
+    with LocalStore.read(root) as reader:
+        return left_behind(reader, after)
+
+
+@pytest.mark.parametrize("to, steps", [(3, 7), (3, 8), (7, 7), (7, 9)])
+def test_the_records_of_a_line_that_was_left_after_the_new_base_stay(run, tmp_path, to, steps):
+    states, _ = reference(12)
+    trained(run, steps, step=7)
+    before = left(run, steps)
+    assert before == set(range(steps + 1, 13))
+    assert compact(run, to).dropped
+    assert left(run, steps) == before
+    for step in (steps + 1, 12):
+        assert same(resumed(run, step, tmp_path), states[step])
+
+
+def test_a_base_that_later_steps_of_a_line_left_before_the_new_one_need_stays(run, tmp_path):
+    states, _ = reference(12)
+    trained(run, 9, step=3)
+    done = compact(run, 6)
+    assert not done.dropped and done.left == ((10, 12),)
+    for step in (2, 9, 10, 12):
+        assert same(resumed(run, step, tmp_path), states[step])
+
+
+def test_a_base_is_not_kept_for_steps_that_the_present_line_has_or_that_another_base_leads_to(run, tmp_path):
+    states, _ = reference(16)
+    trained(run, 16, base=14)
+    trained(run, 13, step=3)
+    assert compact(run, 6).dropped
+    with LocalStore.read(run) as reader:
+        assert [ref.step for ref in reader.line()] == [6]
+    assert left(run, 13) == {14, 15, 16}
+    for step in (6, 13, 14, 16):
+        assert same(resumed(run, step, tmp_path), states[step])
+
+
+def test_it_is_said_what_a_base_stays_for(run, holdfast):
+    trained(run, 9, step=3)
+    out = holdfast("compact", run, "--to", 6).out
+    assert "The base of step 0 stays" in out and "steps 10 to 12 of what a later resume left need it" in out
+    done = json.loads(holdfast("compact", run, "--to", 8, "--json").out)
+    assert done["from_step"] == 6 and done["dropped"] and done["stays_for"] == []
+    assert "Steps 0 to 7, 10 to 12 could not be" in holdfast("prune", run, "--keep-last", 1, "--dry-run").out
+    assert left(run, 9) == {10, 11, 12}
+    holdfast("prune", run, "--keep-last", 1)
+    assert left(run, 9) == set()
+
+
+def test_steps_of_a_line_that_was_left_and_that_a_prune_loses_are_named(run, holdfast):
+    """With the base that both lines have, and with one of its own."""
+    trained(run, 11, base=10, step=7)
+    out = holdfast("prune", run, "--keep-last", 1, "--dry-run").out
+    assert out.endswith("Steps 0 to 9, 12 could not be recovered any more.\n")
+    trained(run, 20, base=16, step=12)
+    trained(run, 15, base=14, step=11)
+    out = holdfast("prune", run, "--keep-last", 1, "--dry-run").out
+    [row] = [row for row in out.splitlines() if row.split()[0] == "16"]
+    assert row.rstrip().endswith("records to 20, left behind by a later resume")
+    assert out.endswith("Steps 0 to 13, 16 to 20 could not be recovered any more.\n")
+    before = left(run, 15)
+    assert before == {16, 17, 18, 19, 20}
+    holdfast("prune", run, "--keep-last", 1)
+    assert left(run, 15) == set()

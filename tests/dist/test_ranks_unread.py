@@ -1,0 +1,62 @@
+"""Ranks that do not get back all that they wrote: what is named as the way out, all of them can have."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from dist.unread import lose
+from dist.world import ended
+from holdfast.delta.line import Line
+from holdfast.errors import Unreadable
+from holdfast.store.files import Disk
+from holdfast.store.local import LocalStore
+from holdfast.store.segments import segments
+
+RUN = {"kind": "fsdp", "steps": 20, "base_every": 1000}
+
+
+@pytest.mark.parametrize("lost", [{"0": 16, "1": 12}, {"0": 12, "1": 16}, {"0": 12}, {"1": 12}])
+def test_the_step_that_is_named_is_one_that_every_rank_can_have(world, tmp_path, lost):
+    whole = ended(world.run(2, root=tmp_path, **RUN))
+    refused = world.run(2, root=tmp_path, unread=lost, **RUN)
+    for rank, said in enumerate(refused):
+        assert re.search(r"resume\(step=(\d+)\)", said["error"])[1] == "11", said
+        assert said["error"].startswith("Unreadable" if str(rank) in lost else "RankFailed")
+    [said, *_] = ended(world.run(2, root=tmp_path, unread=lost, resume={"step": 11}, **RUN))
+    assert said["resumed"] == 11 and said["digests"]["11"] == whole[0]["digests"]["11"]
+
+
+@pytest.fixture
+def read_anew(monkeypatch):
+    monkeypatch.setattr(os, "preadv", os.preadv)
+
+
+@pytest.fixture
+def run(world, tmp_path):
+    """Begun three times, so that there are three segments of each stream: from steps 1, 7 and 14 on."""
+    for steps in (6, 13, 20):
+        ended(world.run(2, root=tmp_path, keep_last=9, **RUN | {"steps": steps}))
+    return tmp_path
+
+
+def line_of(run):
+    with LocalStore.read(run) as store:
+        return Line.of(store, store.load(store.line()[-1]), None)
+
+
+@pytest.mark.parametrize("streams", [("rank-00000", "rank-00001"), ("rank-00001", "rank-00000")])
+def test_of_two_streams_that_cannot_be_read_the_one_that_ends_first_is_named(run, read_anew, streams):
+    for stream, place in zip(streams, (1, 2), strict=True):
+        lose(run / segments(Disk(run), stream)[place].path)
+    with pytest.raises(Unreadable) as raised:
+        line_of(run)
+    assert raised.value.step == 6
+
+
+def test_what_follows_the_end_of_another_stream_needs_not_be_read(run, read_anew):
+    (run / segments(Disk(run), "rank-00001")[1].path).unlink()
+    lose(run / segments(Disk(run), "rank-00000")[2].path)
+    assert line_of(run).step == 6

@@ -36,6 +36,7 @@ def engine_of(job):
         },
         "checkpoint": {"load_universal": job["do"] == "load"},
         **({job["dtype"]: {"enabled": True}} if job.get("dtype") else {}),
+        **({"data_types": {"grad_accum_dtype": job["accumulate"]}} if job.get("accumulate") else {}),
         **settings,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -44,7 +45,7 @@ def engine_of(job):
 
 def odd_of(job):
     """The odd model, its optimizer, and what it has beside."""
-    torch.manual_seed(7)
+    torch.manual_seed(job.get("seed", 7))
     model = Model()
     groups = groups_of(model)
     optimizer = (

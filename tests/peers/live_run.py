@@ -17,9 +17,12 @@ import deepspeed
 import torch
 import xxhash
 from deepspeed_run import about, engine_of, train
+from odd_model import Model, groups_of, loss_of, tokens_of
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import holdfast
-from holdfast.adapters.deepspeed import load
+from holdfast.adapters.deepspeed import load, save
 
 
 def everything(engine):
@@ -29,7 +32,7 @@ def everything(engine):
     book = {"DeepSpeedZeroOptimizer_Stage3": "fp32_partitioned_groups_flat",
             "BF16_Optimizer": "fp32_groups_flat_partition"}.get(kind, "single_partition_of_fp32_groups")  # fmt: skip
     found = {}
-    for number, master in enumerate(getattr(optimizer, book)):
+    for number, master in enumerate(getattr(optimizer, book, ())):
         found[f"master {number}"] = master.detach()
         found |= {f"state {number} {k}": v for k, v in optimizer.optimizer.state.get(master, {}).items()}
     for name, parameter in engine.module.named_parameters():
@@ -100,7 +103,7 @@ def spoil(engine, how):
     elif how == "without a book":
         del optimizer.fp16_groups
     elif how == "accumulating":
-        engine.micro_steps += 1
+        engine.micro_steps = 3
         engine.gradient_accumulation_steps = lambda: 2
     elif how == "experts":
         engine.has_moe_layers = True
@@ -124,7 +127,9 @@ def do(job):
     start = 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if job.get("source"):
+        if job.get("only_saves"):
+            told["refused"], start = tried(engine, lambda: save(engine, job["run"])), None
+        elif job.get("source"):
             options = holdfast.From(job["source"], **job.get("options", {}))
             starts = []
             told["refused"] = tried(engine, lambda: starts.append(load(engine, options)))
@@ -138,7 +143,8 @@ def do(job):
         shown = working(engine, job["stage"])
         each = everyone(shown)
         told["working_alike"] = all(torch.equal(one[name], shown[name]) for one in each for name in shown)
-        told |= about(engine, job) | {"working": shown}
+        told["working"] = shown
+        told |= about(engine, job) if any(engine.optimizer.optimizer.state.values()) else {}
         told["counters"] = (
             engine.global_steps,
             engine.global_samples,
@@ -147,16 +153,36 @@ def do(job):
         )
         steps = [state.get("step") for state in engine.optimizer.optimizer.state.values()]
         told["steps"] = [float(step) for step in steps if step is not None]
+        if job.get("run"):
+            told["saved"] = save(engine, job["run"])
         told["losses"], told["rates"] = train(engine, job, start, job.get("steps", 3))
     engine.destroy()
     return told
+
+
+def fsdp2(job):
+    """A run of a Checkpointer of FSDP2."""
+    torch.manual_seed(7)
+    model = Model()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(groups_of(model))
+    world, rank = deepspeed.comm.get_world_size(), deepspeed.comm.get_rank()
+    with holdfast.Checkpointer(job["run"], model=model, optimizer=optimizer) as checkpointer:
+        checkpointer.resume()
+        for step in range(3):
+            loss_of(model, tokens_of(step).chunk(world)[rank]).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            checkpointer.step()
+    return {}
 
 
 def main():
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
     deepspeed.init_distributed("gloo")
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        told = do(job)
+        told = fsdp2(job) if job.get("do") == "fsdp2" else do(job)
         if deepspeed.comm.get_rank() == 0:
             torch.save(told, job["report"])
     print("done", flush=True)

@@ -1,12 +1,13 @@
-"""DeepSpeed: a live engine of ZeRO-1, 2 or 3 begins from any source, whatever stage and world size that is of.
+"""DeepSpeed: a live engine of ZeRO-1, 2 or 3 begins from any source, of whatever stage and world size, and is saved.
 
-    from holdfast.adapters.deepspeed import load
+    from holdfast.adapters.deepspeed import load, save
 
     engine, *_ = deepspeed.initialize(...)
     start = load(engine, "ds_run")  # or a run, RUN@STEP, a universal, DCP or Hugging Face folder, holdfast.From(...)
+    save(engine, "runs/x")  # a commit of a run, which is a source for everything else
 
-Called on all ranks. Each reads what its own partitions hold; all that is read is verified, between the ranks, before a
-tensor of the engine is touched.
+Both are called on all ranks. Each reads and writes what its own partitions hold; all that is read is verified, between
+the ranks, before a tensor of the engine is touched.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from typing import Any
 
 from ..delta.entering import seen_together
 from ..delta.script import Script
+from ..errors import BadInput
 from ..ranks import Ranks
 from ..sources import From, check_between, opened_alike, told_of
+from ..store.retention import Keep
 from ..universal.matching import Match
 from ..universal.restore import matched, needs_of, restore
 from ..universal.source import Source
+from .saving import check_step
 from .zero import Shown, numbers_of, put_back, refresh, show
+from .zero_save import write
 
-__all__ = ["load"]
+__all__ = ["load", "save"]
 
 DEADLINE_SECONDS = 300.0
 
@@ -56,12 +61,50 @@ def load(engine: Any, source: str | Path | From, *, deadline_seconds: float = DE
         ranks.close()
 
 
+def save(
+    engine: Any,
+    run: str | Path,
+    *,
+    step: int | None = None,
+    keep: Keep | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+) -> int:
+    """Make the state of ``engine`` a commit of the run in the directory ``run``, made if absent; return its step, which
+    is that of the engine if none is given. Called on all ranks, which have to see the directory.
+
+    When it returns, the commit survives power loss. A step that there is already, or after which there are others,
+    begins another timeline, as a resume from it does. ``keep`` says which commits stay.
+
+    Raises ``ModelNotSupported`` and its kin for an engine that cannot be told, ``RunMismatch`` if something else wrote
+    the run, ``DiskFull`` and ``DiskFailed``: on all ranks, with no commit made.
+    """
+    check_step(step)
+    ranks = Ranks.here(deadline_seconds, "save their engine")
+    try:
+        shown = _seen(engine, ranks)
+        number = _alike(ranks.everyone(engine.global_steps if step is None else step))
+        write(shown, run, number, keep or Keep(), ranks, _version())
+        return number
+    finally:
+        ranks.close()
+
+
+def _alike(steps: list[int]) -> int:
+    if len(set(steps)) > 1:
+        raise BadInput(f"the ranks would save different steps: {steps}. Call save on all of them at once.")
+    return steps[0]
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("deepspeed"), "__version__", "of no version"))
+
+
 def _seen(engine: Any, ranks: Ranks) -> Shown:
     """The state of ``engine``, of which all ranks together have been seen to hold each element once."""
     made: list[Shown] = []
 
     def make() -> Any:
-        made.append(show(engine, str(getattr(sys.modules.get("deepspeed"), "__version__", "of no version"))))
+        made.append(show(engine, _version()))
         return made[0].state
 
     seen_together(ranks, make)

@@ -156,6 +156,8 @@ def do(job):
         if job.get("run"):
             told["saved"] = save(engine, job["run"])
         told["losses"], told["rates"] = train(engine, job, start, job.get("steps", 3))
+        if job.get("later"):
+            told["saved_later"] = save(engine, job["later"])
     engine.destroy()
     return told
 

@@ -122,6 +122,7 @@ def do(job):
     told = {}
     if job.get("trained"):
         train(engine, job, 0, job["trained"])
+        about(engine, job)  # after which DeepSpeed knows where state is
     rank_of = torch.distributed.get_rank
     spoil(engine, job.get("break"))
     start = 0
@@ -140,6 +141,7 @@ def do(job):
         "warned": [str(each.message) for each in caught if "beginning" in str(each.message)],
     }
     if start is not None:
+        told["linked"] = getattr(engine.optimizer, "_hp_optimizer_states_linked", False)
         shown = working(engine, job["stage"])
         each = everyone(shown)
         told["working_alike"] = all(torch.equal(one[name], shown[name]) for one in each for name in shown)

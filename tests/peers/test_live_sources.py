@@ -123,7 +123,7 @@ def test_from_a_run_of_one_process(plain, begun, name):
     told = begun[name]
     assert (told["refused"], told["start"], told["counters"]) == (None, 3, (3, 36, 0, 3))
     assert_same(told["tensors"], held)
-    assert told["working_alike"] and set(told["steps"]) == {3.0}
+    assert told["working_alike"] and set(told["steps"]) == {3.0} and not told["linked"]
     dtype = torch.bfloat16 if "bf16" in name else torch.float32
     rounded = {n: v.to(dtype) if v.is_floating_point() else v for n, v in module.items()}
     assert_same(told["working"], rounded)

@@ -143,8 +143,9 @@ def _count(engine: Any, source: Source) -> int:
     step = source.progress.get("step") or 0
     extra = source.progress.get("extra") or {}
     engine.global_steps = step
-    engine.global_samples = int(extra.get("global_samples", step * engine.train_batch_size()))
-    engine.skipped_steps = int(extra.get("skipped_steps", 0))
+    samples, skipped = (extra.get(name) for name in ("global_samples", "skipped_steps"))
+    engine.global_samples = samples if isinstance(samples, int) else step * engine.train_batch_size()
+    engine.skipped_steps = skipped if isinstance(skipped, int) else 0
     engine.micro_steps = step * engine.gradient_accumulation_steps()
     return step
 

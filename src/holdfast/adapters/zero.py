@@ -33,14 +33,19 @@ Numbers = dict[str, Any]
 COUNTS = ("step", "mu_product", "eta", "mu")
 """Slots of torch's optimizers that are one number, also for a parameter of one element."""
 
+REMADE = torch.optim.Adagrad
+"""DeepSpeed 0.19.8 makes it anew, with the hyper-parameters of its constructor for all groups."""
+
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """The ``state`` of ``engine`` on this rank, and the ``partitions`` that its tensors are views of."""
+    """The ``state`` of ``engine`` on this rank, and the ``partitions`` that its tensors are views of. ``name_of`` has
+    the names of its own parameters, by id."""
 
     engine: Any
     state: LiveState
     partitions: Sequence[Partition]
+    name_of: Mapping[int, str]
 
     @property
     def base(self) -> torch.optim.Optimizer:
@@ -53,13 +58,8 @@ class Shown:
         return self.state.optimizers[0]
 
     def names(self, partition: Partition) -> list[tuple[str, Member]]:
-        """The names of its members."""
-        return [(self._name_of[id(member.parameter)], member) for member in partition.members]
-
-    @property
-    def _name_of(self) -> dict[int, str]:
-        captured = capture(self.engine.module)
-        return {id(each.parameter): each.name for each in captured.parameters}
+        """Its members, each with its name."""
+        return [(self.name_of[id(member.parameter)], member) for member in partition.members]
 
 
 def show(engine: Any, version: str) -> Shown:
@@ -73,7 +73,8 @@ def show(engine: Any, version: str) -> Shown:
     trained = [each for each in shown if each.group is not None]
     beside = _optimizer_beside(optimizer.optimizer, trained)
     captures = [Captured(shown, captured.buffers, captured.absent)]
-    return Shown(engine, LiveState(engine.module, [beside], captures=captures), partitions)
+    name_of = {id(each.parameter): each.name for each in captured.parameters}
+    return Shown(engine, LiveState(engine.module, [beside], captures=captures), partitions, name_of)
 
 
 def _shown(captured: CapturedParameter, place: tuple[Partition, Member] | None) -> CapturedParameter:
@@ -108,6 +109,8 @@ def refuse(engine: Any) -> None:
         raise BadInput(
             f"{type(engine).__name__} is no engine of DeepSpeed: give what deepspeed.initialize returned"
         )
+    if getattr(engine, "_deepcompile_active", False):
+        raise _refused("it is compiled by DeepCompile, which moves parameters", "Compile without it.")
     if getattr(engine, "pipeline_parallelism", False):
         raise _refused("it is a pipeline engine, whose ranks hold different layers")
     if not engine.zero_optimization_stage():
@@ -151,10 +154,11 @@ def _refuse_optimizer(optimizer: Any) -> None:
         raise _refused(
             "its master weights are of 16 bits", "Leave out fp16_master_weights_and_grads and its like."
         )
-    if not is_elementwise(optimizer.optimizer):
+    if not is_elementwise(optimizer.optimizer) or isinstance(optimizer.optimizer, REMADE):
+        known = ", ".join(name for name in ELEMENTWISE if name != "Adagrad")
         raise OptimizerNotSupported(
             f"the optimizer in the engine is {type(optimizer.optimizer).__name__}, and what it keeps is known of"
-            f" {', '.join(ELEMENTWISE)} of torch.optim. Give deepspeed.initialize one of these, or"
+            f" {known} of torch.optim. Give deepspeed.initialize one of these, or"
             ' "torch_adam": true in the parameters of its Adam or AdamW.'
         )
 

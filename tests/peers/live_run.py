@@ -125,7 +125,7 @@ def do(job):
         about(engine, job)  # after which DeepSpeed knows where state is
     rank_of = torch.distributed.get_rank
     spoil(engine, job.get("break"))
-    start = 0
+    start = engine.global_steps
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if job.get("only_saves"):

@@ -11,12 +11,15 @@ import torch
 from typer.testing import CliRunner
 
 import holdfast
+from dist.awkward import out_of_core
+from dist.awkward_decoder import Form
 from holdfast.cli.main import app
 from holdfast.state.progress import decode
 from holdfast.universal.convert import open_source
 from peers.launching import deepspeed
 from peers.odd_model import Model, groups_of
 from peers.test_deepspeed import tensors
+from survive_run import digest
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
@@ -214,6 +217,19 @@ def test_one_process_goes_on_from_what_a_live_engine_saved(begun, runs, tmp_path
         holdfast.Checkpointer(runs / name, model=model, optimizer=optimizer) as checkpointer,
     ):
         checkpointer.resume()
+
+
+def test_the_engine_out_of_core_goes_on_from_what_a_live_engine_saved(tmp_path):
+    form, root = Form(), tmp_path / "run"
+    [told] = deepspeed(
+        tmp_path, 2, [{"name": "deep", "form": list(form), "stage": 3, "trained": 3, "run": str(root)}], LIVE
+    ).values()
+    said = {}
+    out_of_core(said.update, steps=6, form=form, root=str(tmp_path / "engine"), source=str(root))
+    assert (told["saved"], said["resumed"]) == (3, 3)
+    for key, tensor in told["tensors"].items():
+        assert said["digests"][3][key] == digest({key: tensor}), key
+    assert said["losses"] == pytest.approx(told["losses"], rel=1e-6)
 
 
 def flip(path):

@@ -122,7 +122,8 @@ def do(job):
     told = {}
     if job.get("trained"):
         train(engine, job, 0, job["trained"])
-        about(engine, job)  # after which DeepSpeed knows where state is
+        if job["stage"] and "optimizer" not in job:
+            about(engine, job)  # after which DeepSpeed knows where state is
     rank_of = torch.distributed.get_rank
     spoil(engine, job.get("break"))
     start = engine.global_steps
@@ -141,6 +142,8 @@ def do(job):
         "warned": [str(each.message) for each in caught if "beginning" in str(each.message)],
     }
     if start is not None:
+        kept = getattr(engine.optimizer, "persistent_parameters", [])
+        told["persistent"] = [parameter.ds_status.name for parameter in kept]
         told["linked"] = getattr(engine.optimizer, "_hp_optimizer_states_linked", False)
         shown = working(engine, job["stage"])
         each = everyone(shown)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import zipfile
 from pathlib import Path
@@ -44,6 +45,7 @@ BEGUN = [
     ("z3-3", 2, {"stage": 1}),
     ("z3-3", 3, {"stage": 3, "zero": {"sub_group_size": 60}}),
     ("z2-4", 2, {"stage": 3}),
+    ("z2-4", 1, {"stage": 2}),
     ("z2-4", 3, {"stage": 2, "zero": {"parameter_alignment": True}}),
     ("z2-4", 3, {"stage": 1, "zero": {"round_robin_gradients": True, "parameter_alignment": True}}),
     ("z2-2-dealt", 2, {"stage": 2, "zero": {"round_robin_gradients": True}}),
@@ -59,6 +61,7 @@ AGAIN = [
     ("z1-2-3-3-", 2, {"stage": 2}),
     ("z3-3-2-1-", 3, {"stage": 3, "zero": {"sub_group_size": 100}}),
     ("z2-4-2-3-", 2, {"stage": 3}),
+    ("z2-4-1-2-", 3, {"stage": 1}),
     ("z1-2-sgd-3-3-", 2, {"stage": 1, "sgd": True}),
     ("z2-2-dealt-2-2-round_robin_gradients-", 3, {"stage": 1}),
     ("z1-2-bf16-3-3-", 2, {"stage": 1, "dtype": "bf16"}),
@@ -99,7 +102,7 @@ def runs(tmp_path_factory):
 def begun(saved, runs, tmp_path_factory):
     """What each live engine told, by name."""
     found = {}
-    for world in (2, 3):
+    for world in (1, 2, 3):
         jobs = [
             {**job, "name": name, "source": str(saved[source][0]), "run": str(runs / name)}
             for name, (source, ranks, job) in zip(NAMES, BEGUN, strict=True)
@@ -138,6 +141,7 @@ def test_a_live_engine_has_what_another_stage_and_world_wrote(saved, begun, name
     if "dealt" not in source and "round_robin_gradients" not in job.get("zero", {}):
         assert_same(after["tensors"], before["tensors"])  # as DeepSpeed says: of dealt ones that is not so
     assert after["working_alike"]
+    assert set(after["persistent"]) == ({"AVAILABLE"} if "persistence" in name else set())
     assert (after["global_steps"], after["counters"]) == (3, (3, 36, 0, 3))
     assert after["groups"] == before["groups"] and after["scheduler"] == before["scheduler"]
     assert set(after["steps"]) == ({3.0} if "sgd" not in source else set())
@@ -232,14 +236,25 @@ def test_the_engine_out_of_core_goes_on_from_what_a_live_engine_saved(tmp_path):
     assert said["losses"] == pytest.approx(told["losses"], rel=1e-6)
 
 
-def flip(path):
-    """One bit of the largest tensor in an archive of torch."""
-    with zipfile.ZipFile(path) as archive:
-        largest = max(archive.infolist(), key=lambda each: each.file_size)
+def flip(path, at):
     content = bytearray(path.read_bytes())
-    at = content.index(largest.filename.encode()) + 300
     content[at] ^= 1
     path.write_bytes(content)
+
+
+def within_tensor(path):
+    """Somewhere in the largest tensor of a file of torch, or of safetensors."""
+    content = path.read_bytes()
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            tensors = [each for each in archive.infolist() if "/data/" in each.filename]
+            stored = archive.read(largest := max(tensors, key=lambda each: each.file_size))
+        return content.index(stored, largest.header_offset) + len(stored) // 2
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    offsets = [e["data_offsets"] for key, e in header.items() if not key.startswith("__")]
+    start, end = max(offsets, key=lambda each: each[1] - each[0])
+    return 8 + size + (start + end) // 2
 
 
 @pytest.fixture(scope="module")
@@ -247,12 +262,11 @@ def damaged(saved, begun, runs, tmp_path_factory):
     """What was told of damaged sources, by name."""
     root = tmp_path_factory.mktemp("damaged")
     shutil.copytree(saved["z3-3"][0], root / "zero")
-    flip(root / "zero" / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    file = root / "zero" / "global_step3" / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
+    flip(file, within_tensor(file))
     shutil.copytree(runs / "z1-2-3-3-", root / "run")
     file = next((root / "run" / "data").glob("save-000000000003*rank-00002*"))
-    content = bytearray(file.read_bytes())
-    content[4096 + 40] ^= 1
-    file.write_bytes(content)
+    flip(file, within_tensor(file))
     shutil.copytree(saved["z2-4"][0], root / "missing")
     next((root / "missing").rglob("zero_pp_rank_3_*")).unlink()
     jobs = [

@@ -187,7 +187,8 @@ def refused(root, plain):
     good = {"source": str(root / "plain"), "trained": 1, "unscheduled": True}
     jobs = [{**good, "name": f"broken {how}", "break": how, **job} for how, (job, _, _) in BROKEN.items()]
     jobs += [{**good, "name": "saved broken", "break": "moved", "stage": 1, "only_saves": True,
-              "run": str(root / "never")}]  # fmt: skip
+              "run": str(root / "never")},
+             {"name": "saved elsewhere", "stage": 2, "only_saves": True, "run": str(root / "plain")}]  # fmt: skip
     for stage in (1, 3):
         jobs += [
             {**good, "name": f"unlike {stage}", "source": str(root / "unlike"), "stage": stage},
@@ -232,6 +233,10 @@ def test_a_source_that_does_not_fit_is_refused_on_all_ranks_with_nothing_touched
 
 def test_zero_that_is_off_is_refused(refused):
     assert_refused(refused["off"], "ModelNotSupported", "stage 0")
+
+
+def test_a_save_into_a_run_that_something_else_wrote_is_refused(root, refused):
+    assert_refused(refused["saved elsewhere"], "RunMismatch", "adapters.deepspeed.save did not write")
 
 
 def test_a_save_of_what_cannot_be_told_writes_nothing(root, refused):

@@ -134,7 +134,7 @@ def _refuse_optimizer(optimizer: Any) -> None:
     kind = type(optimizer).__name__
     if kind not in (BY_PARAMETER, *FLAT_GROUPS):
         raise _refused(f"its optimizer is {kind}, whose partitions are not known")
-    offloads = ("cpu_offload", "offload_optimizer", "offload_param", "swap_optimizer")
+    offloads = ("zenflow", "cpu_offload", "offload_optimizer", "offload_param", "swap_optimizer")
     if away := next((name for name in offloads if getattr(optimizer, name, False)), None):
         raise _refused(
             f"its state is offloaded ({away}), where it is not always in place",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..delta.bases import settle_devices
-from ..delta.division import divided
+from ..delta.division import divided, of_one_base
 from ..delta.image import Image
 from ..errors import OptimizerNotSupported
 from ..ranks import Ranks, stream_of
@@ -110,7 +110,11 @@ def _share(store: LocalStore, shown: Shown, step: int, name: str, version: str, 
         files[unit.name] = generation, checksums
     progress = _progress(shown, version)
     return store.share(
-        step, files, store.put_index({**index, "save": name}), progress, dict.fromkeys(files, step)
+        step,
+        files,
+        store.put_index(of_one_base(index, store.timeline, step, f"{name}.")),
+        progress,
+        dict.fromkeys(files, step),
     ).ref
 
 

@@ -97,7 +97,8 @@ def begun(root, plain, weights):
         {"name": "hf-16-2", "source": str(root / "hf-16"), "stage": 2, "options": renamed, **anew},
     ]  # fmt: skip
     three = [
-        {"name": "plain-3", "source": str(root / "plain"), "stage": 3, **anew},
+        {"name": "plain-3", "source": str(root / "plain"), "stage": 3,
+         "zero": {"stage3_param_persistence_threshold": 200}, **anew},
         {"name": "fsdp2-2", "source": str(root / "fsdp2"), "stage": 2, **anew},
         {
             "name": "fsdp2-3",
@@ -107,7 +108,7 @@ def begun(root, plain, weights):
             **anew,
         },
         {"name": "hf-1", "source": str(root / "hf"), "stage": 1, **anew},
-    ]
+    ]  # fmt: skip
     return deepspeed(root, 2, two, LIVE) | deepspeed(root, 3, three, LIVE)
 
 

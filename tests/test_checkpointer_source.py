@@ -183,7 +183,7 @@ def test_damage_is_found_before_a_tensor_is_touched(tmp_path, other, slot):
 
 
 def test_a_process_by_itself_has_nobody_to_divide_with(tmp_path, weights, monkeypatch):
-    monkeypatch.setattr(sources, "_check_between", None)
+    monkeypatch.setattr(sources, "check_between", None)
     start = From(tmp_path / "w.safetensors", rename={r"body\.(.*)": r"old.body.\1"}, partial=True, cast=True)
     with pytest.warns(UserWarning) as warned:
         after, _ = begin(tmp_path, start)

@@ -62,9 +62,15 @@ class From(Allowed):
         values = None if self.values is None else Path(self.values)
         return UnderRules(found, packs.find(str(self.rules), values, found.numbers))
 
+    @property
+    def place(self) -> Path | None:
+        """Where it lies, None if on no disk."""
+        path = Target.parse(str(self.path)).run
+        return None if isinstance(path, Url) else path
+
     def open(self) -> Beginning:
         """Raises as ``source``."""
-        return Beginning(self.source(), self, _on_disk(Target.parse(str(self.path)).run))
+        return Beginning(self.source(), self, self.place)
 
 
 class Beginning:
@@ -97,14 +103,14 @@ class Beginning:
             return self.kept
 
         self._match = match(forms, self._source, self._allowed, keeps=keeps)
-        return _told(self._match, self._source)
+        return told_of(self._match, self._source)
 
     def check(self, ranks: Ranks) -> None:
         """Read, between all ranks, what was matched. Raises ``Damaged`` on all if it is not as it was written."""
         found = [each for slots in self._match.found.values() for each in slots.values()]
         pieces = [one for each in found for one in each.every]
         parts = {number for one in pieces for number in one.part.tolist()}
-        _check_between(ranks, self._source, self._place, lambda: (parts, found))
+        check_between(ranks, self._source, self._place, lambda: (parts, found))
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Of what was matched of a parameter, the shapes of the tensors by slot."""
@@ -151,6 +157,17 @@ def begin_from(start: From, loop: Loop, emit: Callable[..., None]) -> None:
     if of_line and ranks.first_does(partial(has_records, target.run)):
         _begin_from_run(target, loop)
         return
+    source = opened_alike(start, ranks)
+    if not ranks.alone:
+        check_between(ranks, source, start.place, partial(needs_of, loop.state, source, start))
+    loop.steps_done, told = ranks.all_do(lambda: _bring(loop, source, start))[ranks.rank]
+    emit("began_from", path=str(start.path), step=loop.steps_done, told=told)
+    for text in told:
+        warnings.warn(f"beginning from {text}", stacklevel=4)
+
+
+def opened_alike(start: From, ranks: Ranks) -> Source:
+    """What ``start`` names, the same on all ranks. Raises as ``From.source``, on all alike."""
     opened: list[Source] = []
 
     def look() -> str:
@@ -162,20 +179,10 @@ def begin_from(start: From, loop: Loop, emit: Callable[..., None]) -> None:
             f"the ranks would begin from different states, as one was made meanwhile: {', '.join(several)}."
             " Say which: RUN@STEP."
         )
-    if not ranks.alone:
-        need = partial(needs_of, loop.state, opened[0], start)
-        _check_between(ranks, opened[0], _on_disk(target.run), need)
-    loop.steps_done, told = ranks.all_do(lambda: _bring(loop, opened[0], start))[ranks.rank]
-    emit("began_from", path=str(start.path), step=loop.steps_done, told=told)
-    for text in told:
-        warnings.warn(f"beginning from {text}", stacklevel=4)
+    return opened[0]
 
 
-def _on_disk(path: Path | Url) -> Path | None:
-    return None if isinstance(path, Url) else path
-
-
-def _check_between(
+def check_between(
     ranks: Ranks,
     source: Source,
     path: Path | None,
@@ -212,7 +219,7 @@ def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]
     script, ranks = loop.script, loop.ranks
     script.check_place(source.progress, ranks.world_size)
     found, complete = restore(loop.state, source, allowed)
-    about = _told(found, source) + script.adopt(source.progress, ranks.rank)
+    about = told_of(found, source) + script.adopt(source.progress, ranks.rank)
     if not complete:
         about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
     step = source.progress.get("step") or 0
@@ -224,7 +231,7 @@ def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]
     return step, [f"{source.path} ({source.format}): {text}" for text in about]
 
 
-def _told(found: Match, source: Source) -> list[str]:
+def told_of(found: Match, source: Source) -> list[str]:
     """What is not as ``source`` has it, for a person."""
     if not source.unread:
         return found.told()

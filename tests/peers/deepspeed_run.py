@@ -36,6 +36,7 @@ def engine_of(job):
         },
         "checkpoint": {"load_universal": job["do"] == "load"},
         **({job["dtype"]: {"enabled": True}} if job.get("dtype") else {}),
+        **({"data_types": {"grad_accum_dtype": job["accumulate"]}} if job.get("accumulate") else {}),
         **settings,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -44,14 +45,16 @@ def engine_of(job):
 
 def odd_of(job):
     """The odd model, its optimizer, and what it has beside."""
-    torch.manual_seed(7)
+    torch.manual_seed(job.get("seed", 7))
     model = Model()
     groups = groups_of(model)
-    optimizer = (
-        torch.optim.SGD(groups, lr=1e-3, momentum=0.9) if job.get("sgd") else torch.optim.AdamW(groups)
-    )
+    if job.get("sgd"):
+        optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
+    else:
+        optimizer = getattr(torch.optim, job.get("optimizer", "AdamW"))(groups)
     warm_up = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 2e-3}}
-    return model, optimizer, {"gradient_clipping": 1.0, "scheduler": warm_up}
+    schedule = {} if job.get("unscheduled") else {"scheduler": warm_up}
+    return model, optimizer, {"gradient_clipping": 1.0, **schedule}
 
 
 def awkward_of(job):

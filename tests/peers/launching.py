@@ -18,14 +18,14 @@ RUN = Path(__file__).with_name("deepspeed_run.py")
 TESTS = RUN.parents[1]
 
 
-def deepspeed(folder: Path, world: int, jobs: list[dict[str, Any]]) -> dict[str, Any]:
+def deepspeed(folder: Path, world: int, jobs: list[dict[str, Any]], script: Path = RUN) -> dict[str, Any]:
     """Do ``jobs``, and return what each told."""
     jobs = [{**job, "report": str(folder / f"{job['name']}.report")} for job in jobs]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
     done = subprocess.run(
-        [sys.executable, *command, str(RUN), str(folder / "jobs.json")],
+        [sys.executable, *command, str(script), str(folder / "jobs.json")],
         env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,

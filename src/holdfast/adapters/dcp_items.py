@@ -10,11 +10,11 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from ..errors import BadInput
-from ..ranks import stream_of
 from ..state.boxes import Box
 from ..state.dtypes import TO_NAME
 from ..state.encoding import encode
 from ..universal.keys import KEY, Kind
+from .saving import unit_of
 
 
 class OfRun:
@@ -52,7 +52,7 @@ class Save:
 
     @property
     def unit(self) -> str:
-        return f"save-{self.step:012d}.t{self.timeline['id']:04d}.{stream_of(self.rank)}"
+        return unit_of(self.step, self.timeline["id"], self.rank)
 
 
 class Resolved(dict[str, torch.Tensor]):

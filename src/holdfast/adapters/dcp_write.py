@@ -7,9 +7,6 @@ What the ranks wrote it learns with their results; the commit is there when ``fi
 from __future__ import annotations
 
 import os
-import re
-import weakref
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,18 +17,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..delta.image import Image
-from ..errors import BadInput, Damaged, RunMismatch
+from ..errors import BadInput
 from ..ranks import stream_of
 from ..state.atoms import Atom
 from ..store.layout import METADATA, Layout
 from ..store.local import LocalStore
-from ..store.manifest import Manifest, Timeline
+from ..store.manifest import Timeline
 from ..store.retention import Keep
 from ..store.written import Written
 from ..universal.keys import KEY, name_all
 from .dcp_items import OfRun, Resolved, Save, box_of, index_of, kind_of, name_of, nbytes_of, value_of
-
-_FILE = re.compile(r"save-\d+\.t\d+\.rank-\d+\.0\.safetensors")
+from .saving import OpenedRun, check_step, joined_run
 
 
 class StorageWriter(OfRun, dcp.StorageWriter):
@@ -44,8 +40,7 @@ class StorageWriter(OfRun, dcp.StorageWriter):
     def __init__(
         self, root: str | os.PathLike = "", *, step: int | None = None, keep: Keep | None = None
     ) -> None:
-        if step is not None and (not isinstance(step, int) or step < 0):
-            raise BadInput(f"step = {step!r}: that of a commit is a number from 0 on")
+        check_step(step)
         super().__init__(root, step)
         self.keep = keep or Keep()
         self._paths: dict[str, tuple[Any, ...]] = {}
@@ -88,7 +83,11 @@ class StorageWriter(OfRun, dcp.StorageWriter):
         """On every rank: durable when it returns."""
         save: Save = plan.storage_data
         try:
-            store = self._first.store if self._first is not None else _joined(self.root, self.keep, save)
+            store = (
+                self._first.store
+                if self._first is not None
+                else joined_run(self.root, self.keep, Timeline(**save.timeline), save.rank)
+            )
             try:
                 share, values = _write(store, save, plan.items, planner, first=self._first)
             finally:
@@ -129,86 +128,12 @@ class StorageWriter(OfRun, dcp.StorageWriter):
             first.close()
 
 
-class _Opened:
-    """The run, open on the first rank for one save. Closed also when the writer goes without ``finish``, as after the
-    failure of another rank."""
+class _Opened(OpenedRun):
+    """The run of ``writer``, and what the first rank has ``written`` to it."""
 
     def __init__(self, writer: StorageWriter) -> None:
-        self.store = LocalStore(writer.root, keep=writer.keep)
-        self.close = weakref.finalize(self, LocalStore.close, self.store)
         self.written: tuple[Written, dict[str, Any]] | None = None
-        self.store.enter()
-        try:
-            before = _commit_before(self.store, writer.step)
-            self.step = (
-                writer.step if writer.step is not None else (before.step + 1 if before is not None else 0)
-            )
-            self._drop_others()
-            self._begin(before)
-        except BaseException:
-            self.close()
-            raise
-
-    def _begin(self, before: Manifest | None) -> None:
-        """A save after the newest is of the same timeline; any other begins one."""
-        timelines = self.store.timelines()[0]
-        newest = max(timelines, default=0)
-        if (
-            before is None
-            or before.ref != self.store.line()[0]
-            or before.timeline != newest
-            or self.step <= before.step
-        ):
-            self.store.begin(before)
-        else:
-            self.store.go_on(timelines[newest])
-
-    def _drop_others(self) -> None:
-        """Remove the files of saves that did not come to their end."""
-        try:
-            commits = [self.store.load(ref) for ref in self.store.commits()]
-        except Damaged:  # one that cannot be read may name any
-            return
-        named = {file.path for manifest in commits for file in manifest.files.values()}
-        for name in self.store.disk.listdir("data"):
-            if _FILE.fullmatch(name) and f"data/{name}" not in named:
-                self.store.disk.unlink(f"data/{name}")
-
-
-def _commit_before(store: LocalStore, step: int | None) -> Manifest | None:
-    """The newest commit of the line that a save of ``step`` goes on from. Raises ``RunMismatch`` if the run is not one
-    of these saves, ``BadInput`` if it begins later."""
-    line = store.line()
-    found = next((ref for ref in line if step is None or ref.step <= step), None)
-    if line and found is None:
-        raise BadInput(
-            f"{store.root} begins with step {line[-1].step}, so step {step} cannot be saved there. Give another"
-            " directory."
-        )
-    if found is None:
-        return None
-    manifest = store.load(found)
-    if KEY not in manifest.progress_of(manifest.streams[0]):
-        raise RunMismatch(
-            f"{store.root} is a run that dcp.save did not write, so it cannot be gone on with. Give another directory."
-        )
-    return manifest
-
-
-def _joined(root: str, keep: Keep, save: Save) -> LocalStore:
-    """The run on a rank that is not the first, which has opened it."""
-    store = LocalStore(root, keep=keep)
-    timeline = Timeline(**save.timeline)
-    with suppress(OSError):
-        there = store.timelines()[0].get(timeline.id)
-        if there is not None and there.key == timeline.key:
-            store.join(timeline, save.rank)
-            return store
-    store.close()
-    raise BadInput(
-        f"rank {save.rank} does not see in {store.root} what the first rank wrote there. The directory has to be on a"
-        " file system that all ranks share."
-    )
+        super().__init__(writer.root, writer.keep, writer.step, lambda told: KEY in told, "dcp.save")
 
 
 def _write(

@@ -139,7 +139,7 @@ class BaseMaker:
         unit = self._left.pop(0)
         self._staged.append(staged := _Staged(unit, step))
         tensors = unit.tensors_of(owned)
-        _settle_devices(tensors.values())
+        settle_devices(tensors.values())
         self._recorder.do(partial(self._write_through, staged, tensors))
 
     def publish(self, progress: dict[str, Any], again: bool = False) -> Manifest:
@@ -272,7 +272,7 @@ class BaseMaker:
             self._recorder.beat()
 
 
-def _settle_devices(tensors: Iterable[torch.Tensor]) -> None:
+def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Another thread reads ``tensors``: what was begun on their devices has ended."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         torch.accelerator.synchronize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -25,10 +25,17 @@ def look(
 ) -> LiveState:
     """The state as it is now, of which this rank stores its part. Called on all ranks."""
     beside = {"average": averages} if isinstance(averages, nn.Module) else averages
+    state = seen_together(ranks, lambda: LiveState(model, optimizers, beside, residuals, subspaces))
+    state.own_residuals = own_residuals and not ranks.alone
+    return state
+
+
+def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
+    """What ``make`` gives on this rank, which stores its part of it. Called on all ranks."""
     made: list[LiveState] = []
 
     def held() -> tuple[dict[str, tuple[Region, int]], set[str], dict[str, int]]:
-        made.append(state := LiveState(model, optimizers, beside, residuals, subspaces))
+        made.append(state := make())
         boxes = state.boxes
         parameters = {
             p.name: (boxes[p.name], boxes[p.name].elements * p.parameter.element_size())
@@ -54,5 +61,4 @@ def look(
         state.store_only(stored[ranks.rank])
         state.copies = copies(held_by, stored)
         state.elsewhere = set().union(*(names for _, names, _ in parts))
-        state.own_residuals = own_residuals
     return state

@@ -112,8 +112,8 @@ class Script:
         what ``wrote`` ranks had with ``num_ranks`` of them."""
         if "optimizers" not in progress:
             raise RunMismatch(
-                "the run was made by holdfast.offload, and has no records. Go on with offload, or give another"
-                " directory."
+                "the run was not made by a Checkpointer, and has no records. Go on with what made it, such as"
+                " holdfast.offload, or begin from it in another directory: resume(source=)."
             )
         there, here = progress["optimizers"], [type(optimizer).__name__ for optimizer in self._optimizers]
         if there != here:

@@ -17,7 +17,7 @@ from torch import nn
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from .atoms import CARRIED, RESIDUAL, SUBSPACE, Atom
 from .boxes import Box
-from .capture import CapturedParameter, buffer_at, capture
+from .capture import Captured, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, local_of
 from .dtypes import TO_NAME
 from .encoding import decode, encode
@@ -45,9 +45,12 @@ class LiveState:
         beside: Mapping[str, nn.Module] | None = None,
         residuals: dict[torch.Tensor, torch.Tensor] | None = None,
         subspaces: dict[torch.Tensor, torch.Tensor] | None = None,
+        captures: Sequence[Captured] = (),
     ) -> None:
-        """Raises ``BadInput`` and its kin for what cannot be stored by name and value."""
-        captures = [capture(model, optimizer, may_be_flattened=True) for optimizer in optimizers]
+        """``captures`` are what each of the optimizers has of the model, where that is known otherwise than from these.
+
+        Raises ``BadInput`` and its kin for what cannot be stored by name and value."""
+        captures = captures or [capture(model, each, may_be_flattened=True) for each in optimizers]
         self.optimizers = tuple(optimizers)
         self.residuals: dict[torch.Tensor, torch.Tensor] = {} if residuals is None else residuals
         self.subspaces: dict[torch.Tensor, torch.Tensor] = {} if subspaces is None else subspaces

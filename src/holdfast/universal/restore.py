@@ -47,7 +47,7 @@ class _Wanted:
 def needs_of(state: LiveState, source: Source, allowed: Allowed) -> tuple[set[int], list[Stored]]:
     """The parts that ``restore`` will read, and what it will take something of. Raises what it would for anything but
     damage: for several ranks, none of which is to be changed if another cannot be."""
-    live, slots = _wanted(state, _match(state, source, allowed))
+    live, slots = _wanted(state, matched(state, source, allowed))
     wanted = live + slots
     return {number for each in wanted for number in _parts_of(each)}, [each.stored for each in wanted]
 
@@ -59,7 +59,7 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     Raises ``RunMismatch`` if it is of another model, ``Damaged`` if it is not whole; with nothing of the model changed,
     but if a file of it is written again while the last of it is read: the model has to be filled anew then.
     """
-    found = _match(state, source, allowed)
+    found = matched(state, source, allowed)
     groups_of(source.progress)  # what cannot be told is told now
     live, slots = _wanted(state, found)
     refuse_unequal(source, (each.stored for each in live + slots))
@@ -92,7 +92,7 @@ def _parts_of(wanted: _Wanted) -> set[int]:
     return {number for pieces in each for number in pieces.within(wanted.box).part.tolist()}
 
 
-def _match(state: LiveState, source: Source, allowed: Allowed) -> Match:
+def matched(state: LiveState, source: Source, allowed: Allowed) -> Match:
     trained = {id(p.parameter): p.name for p in state.parameters if state.is_trained(p)}
     keeps = partial(kept_by, state.optimizers, trained, source.progress)
     return match(_forms_of(state), source, allowed, state.elsewhere, keeps)

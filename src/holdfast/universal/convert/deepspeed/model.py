@@ -6,10 +6,10 @@ from typing import Any
 
 from ....errors import Damaged
 from ....state.pieces import flat
+from ....state.zero_shares import cut
 from ...archives import Archive, piece_of
 from ...pickles import Tensor
 from ...source import Files
-from . import zero3
 from .folder import need
 from .local import Local, Shape, elements, shapes_of
 
@@ -79,7 +79,7 @@ def _frozen(contents: Files, models: list[ModelStates], key: str, shape: Shape) 
     local = Local(shape, -1)
     for rank, model in enumerate(models):
         fragment = (model.content.get("frozen_param_fragments") or {}).get(key)
-        low, high = zero3.cut(elements(shape), rank, len(models))
+        low, high = cut(elements(shape), rank, len(models))
         if not isinstance(fragment, Tensor) or fragment.strides != (1,) or fragment.shape[0] < high - low:
             raise Damaged(
                 f"{model.archive.path} has no fragment of {high - low} elements of the frozen parameter {key}",

@@ -7,6 +7,7 @@ In a file they lie one behind the other, by sub-groups of parameters. Nothing of
 from __future__ import annotations
 
 from ....errors import BadInput, Damaged
+from ....state.zero_shares import cut
 from ...pickles import Tensor
 from ...source import Files
 from .folder import need
@@ -44,16 +45,6 @@ def group_of(rank: Rank, sub_group: int) -> int:
     raise Damaged(
         f"{rank.path}: sub-group {sub_group} is in no parameter group of the optimizer", path=str(rank.path)
     )
-
-
-def cut(n: int, rank: int, ranks: int) -> tuple[int, int]:
-    """The elements of a parameter of ``n`` that a rank has.
-
-    >>> [cut(5, rank, 4) for rank in range(4)]
-    [(0, 2), (2, 4), (4, 5), (5, 5)]
-    """
-    each = -(-n // ranks)
-    return min(rank * each, n), min((rank + 1) * each, n)
 
 
 def _sub_group(contents: Files, number: int, named: dict[str, Shape], ranks: list[Rank]) -> dict[str, Local]:

@@ -1,0 +1,164 @@
+"""DeepSpeed: a live engine of ZeRO-1, 2 or 3 begins from any source, of whatever stage and world size, and is saved.
+
+    from holdfast.adapters.deepspeed import load, save
+
+    engine, *_ = deepspeed.initialize(...)
+    start = load(engine, "ds_run")  # or a run, RUN@STEP, a universal, DCP or Hugging Face folder, holdfast.From(...)
+    save(engine, "runs/x")  # a commit of a run, which is a source for everything else
+
+Both are called on all ranks. Each reads and writes what its own partitions hold; all that is read is verified, between
+the ranks, before a tensor of the engine is touched.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..delta.entering import seen_together
+from ..delta.script import Script
+from ..errors import BadInput
+from ..ranks import Ranks
+from ..sources import From, check_between, opened_alike, told_of
+from ..store.retention import Keep
+from ..universal.matching import Match
+from ..universal.restore import matched, needs_of, restore
+from ..universal.source import Source
+from .saving import check_step
+from .zero import Shown, numbers_of, put_back, refresh, show
+from .zero_save import write
+
+__all__ = ["load", "save"]
+
+DEADLINE_SECONDS = 300.0
+
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What moves in a dynamic loss scale of DeepSpeed."""
+
+
+def load(engine: Any, source: str | Path | From, *, deadline_seconds: float = DEADLINE_SECONDS) -> int:
+    """Bring ``engine`` to where ``source`` is, and return the step. Called on all ranks, each of which may wait for the
+    others for ``deadline_seconds``.
+
+    When it returns, every rank computes with what was loaded: parameters, frozen ones and buffers too, the optimizer's
+    state and hyper-parameters, the learning-rate schedule, the engine's counters, and random numbers where the source
+    has them. What is not as the source has it is told in warnings.
+
+    Raises ``ModelNotSupported`` and its kin for an engine that cannot be told, ``RunMismatch`` if the source is of
+    another model, ``Damaged`` if it is not whole: on all ranks, with nothing of any engine changed. A file that is
+    written again while the last of it is read is ``Damaged`` as well, and the engine has to be filled anew then.
+    """
+    start = source if isinstance(source, From) else From(source)
+    ranks = Ranks.here(deadline_seconds, "load their engine")
+    try:
+        shown = _seen(engine, ranks)
+        return _load(shown, start, opened_alike(start, ranks), ranks)
+    finally:
+        ranks.close()
+
+
+def save(
+    engine: Any,
+    run: str | Path,
+    *,
+    step: int | None = None,
+    keep: Keep | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+) -> int:
+    """Make the state of ``engine`` a commit of the run in the directory ``run``, made if absent; return its step, which
+    is that of the engine if none is given. Called on all ranks, which have to see the directory.
+
+    When it returns, the commit survives power loss. A step that there is already, or after which there are others,
+    begins another timeline, as a resume from it does. ``keep`` says which commits stay.
+
+    Raises ``ModelNotSupported`` and its kin for an engine that cannot be told, ``RunMismatch`` if something else wrote
+    the run, ``DiskFull`` and ``DiskFailed``: on all ranks, with no commit made.
+    """
+    check_step(step)
+    ranks = Ranks.here(deadline_seconds, "save their engine")
+    try:
+        shown = _seen(engine, ranks)
+        number = _alike(ranks.everyone(engine.global_steps if step is None else step))
+        write(shown, run, number, keep or Keep(), ranks, _version())
+        return number
+    finally:
+        ranks.close()
+
+
+def _alike(steps: list[int]) -> int:
+    if len(set(steps)) > 1:
+        raise BadInput(f"the ranks would save different steps: {steps}. Call save on all of them at once.")
+    return steps[0]
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("deepspeed"), "__version__", "of no version"))
+
+
+def _seen(engine: Any, ranks: Ranks) -> Shown:
+    """The state of ``engine``, of which all ranks together have been seen to hold each element once."""
+    made: list[Shown] = []
+
+    def make() -> Any:
+        made.append(show(engine, _version()))
+        return made[0].state
+
+    seen_together(ranks, make)
+    return made[0]
+
+
+def _load(shown: Shown, start: From, source: Source, ranks: Ranks) -> int:
+    check_between(ranks, source, start.place, partial(needs_of, shown.state, source, start))
+    numbers = ranks.all_do(lambda: numbers_of(shown, source, matched(shown.state, source, start)))[ranks.rank]
+    found, told = ranks.all_do(partial(_bring, shown, source, start, ranks.rank))[ranks.rank]
+    put_back(shown, numbers, found)
+    refresh(shown)
+    step = _count(shown.engine, source)
+    for text in told + _scale(shown.engine.optimizer, source):
+        warnings.warn(f"beginning from {source.path} ({source.format}): {text}", stacklevel=3)
+    return step
+
+
+def _bring(shown: Shown, source: Source, start: From, rank: int) -> tuple[Match, list[str]]:
+    """What was found, and what of it is not as it was, for a person."""
+    scheduler = shown.engine.lr_scheduler
+    script = Script([shown.beside], {} if scheduler is None else {"scheduler": scheduler})
+    found, complete = restore(shown.state, source, start)
+    told = told_of(found, source) + script.adopt(source.progress, rank)
+    if not complete:
+        told.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
+    if source.progress.get("step") and "random" not in source.progress:
+        told.append(
+            "it has no random numbers; the script's go on as they are: state-exact, not continuation-exact"
+        )
+    return found, told
+
+
+def _count(engine: Any, source: Source) -> int:
+    """Put the engine's counters to where ``source`` is, and return the step."""
+    step = source.progress.get("step") or 0
+    extra = source.progress.get("extra") or {}
+    engine.global_steps = step
+    samples, skipped = (extra.get(name) for name in ("global_samples", "skipped_steps"))
+    engine.global_samples = samples if isinstance(samples, int) else step * engine.train_batch_size()
+    engine.skipped_steps = skipped if isinstance(skipped, int) else 0
+    engine.micro_steps = step * engine.gradient_accumulation_steps()
+    return step
+
+
+def _scale(optimizer: Any, source: Source) -> list[str]:
+    """Put a dynamic loss scale to where ``source`` has it; what is to be told of it."""
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if not getattr(scaler, "dynamic", False):
+        return []
+    there = (source.progress.get("extra") or {}).get("loss_scaler")
+    fields = there.get("fields", there) if isinstance(there, Mapping) else {}
+    moving = {key: fields[key] for key in SCALE if isinstance(fields.get(key), int | float)}
+    if "cur_scale" not in moving:
+        return ["it has no dynamic loss scale; that of the engine goes on as it is"]
+    vars(scaler).update({key: value for key, value in moving.items() if hasattr(scaler, key)})
+    return []

@@ -1,0 +1,123 @@
+"""One commit of all ranks at once: the first opens the run, each writes into files of its own, the first publishes.
+
+For who saves whole states now and then, each by a call on all ranks, and keeps nothing open between two.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import BadInput, Damaged, RunMismatch
+from ..ranks import stream_of
+from ..store.local import LocalStore
+from ..store.manifest import Manifest, Timeline
+from ..store.retention import Keep
+
+_FILE = re.compile(r"save-\d+\.t\d+\.rank-\d+(\.unit_\d+-[0-9a-f]+)?\.0\.safetensors")
+
+Progress = dict[str, Any]
+
+
+def unit_of(step: int, timeline: int, rank: int) -> str:
+    """The name of what a rank writes, or what the names of all begin with."""
+    return f"save-{step:012d}.t{timeline:04d}.{stream_of(rank)}"
+
+
+def check_step(step: int | None) -> None:
+    """Raise ``BadInput`` if no commit can be of ``step``."""
+    if step is not None and (not isinstance(step, int) or step < 0):
+        raise BadInput(f"step = {step!r}: that of a commit is a number from 0 on")
+
+
+class OpenedRun:
+    """The run, open on the first rank for one save. Closed also when its owner goes, as after the failure of another
+    rank."""
+
+    def __init__(
+        self,
+        root: str | Path,
+        keep: Keep,
+        step: int | None,
+        is_ours: Callable[[Progress], bool],
+        writer: str,
+    ) -> None:
+        """``step`` is the commit's; None is the one after the newest. What is there ``is_ours``, by the progress of its
+        commits: ``writer`` says whose that is."""
+        self.store = LocalStore(root, keep=keep)
+        self.close = weakref.finalize(self, LocalStore.close, self.store)
+        self.store.enter()
+        try:
+            before = _commit_before(self.store, step, is_ours, writer)
+            self.step = step if step is not None else (before.step + 1 if before is not None else 0)
+            self._drop_others()
+            self._begin(before)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, before: Manifest | None) -> None:
+        """A save after the newest is of the same timeline; any other begins one."""
+        timelines = self.store.timelines()[0]
+        newest = max(timelines, default=0)
+        if (
+            before is None
+            or before.ref != self.store.line()[0]
+            or before.timeline != newest
+            or self.step <= before.step
+        ):
+            self.store.begin(before)
+        else:
+            self.store.go_on(timelines[newest])
+
+    def _drop_others(self) -> None:
+        """Remove the files of saves that did not come to their end."""
+        try:
+            commits = [self.store.load(ref) for ref in self.store.commits()]
+        except Damaged:  # one that cannot be read may name any
+            return
+        named = {file.path for manifest in commits for file in manifest.files.values()}
+        for name in self.store.disk.listdir("data"):
+            if _FILE.fullmatch(name) and f"data/{name}" not in named:
+                self.store.disk.unlink(f"data/{name}")
+
+
+def _commit_before(
+    store: LocalStore, step: int | None, is_ours: Callable[[Progress], bool], writer: str
+) -> Manifest | None:
+    """The newest commit of the line that a save of ``step`` goes on from. Raises ``RunMismatch`` if the run is not one
+    of these saves, ``BadInput`` if it begins later."""
+    line = store.line()
+    found = next((ref for ref in line if step is None or ref.step <= step), None)
+    if line and found is None:
+        raise BadInput(
+            f"{store.root} begins with step {line[-1].step}, so step {step} cannot be saved there. Give another"
+            " directory."
+        )
+    if found is None:
+        return None
+    manifest = store.load(found)
+    if not is_ours(manifest.progress_of(manifest.streams[0])):
+        raise RunMismatch(
+            f"{store.root} is a run that {writer} did not write, so it cannot be gone on with. Give another directory."
+        )
+    return manifest
+
+
+def joined_run(root: str | Path, keep: Keep, timeline: Timeline, rank: int) -> LocalStore:
+    """The run on a rank that is not the first, which has opened it."""
+    store = LocalStore(root, keep=keep)
+    with suppress(OSError):
+        there = store.timelines()[0].get(timeline.id)
+        if there is not None and there.key == timeline.key:
+            store.join(timeline, rank)
+            return store
+    store.close()
+    raise BadInput(
+        f"rank {rank} does not see in {root} what the first rank wrote there. The directory has to be on a"
+        " file system that all ranks share."
+    )

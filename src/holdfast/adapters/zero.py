@@ -1,0 +1,292 @@
+"""The state of a live DeepSpeed engine as this library sees any other: names, regions, and what is held of them.
+
+A rank's parts of parameters, and of what the optimizer holds for them, are views of its flat partitions. They are shown
+as the parameters and the state of an optimizer of the same class, so that matching, reading and writing are those of
+every other model; what was put into that optimizer's state then goes to where DeepSpeed has it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported, RunMismatch
+from ..state.boxes import Box
+from ..state.capture import Captured, CapturedParameter, capture
+from ..state.dtypes import FROM_NAME
+from ..state.encoding import decode
+from ..state.fsdp1 import Flattened
+from ..state.live import LiveState, counts_on_host
+from ..state.zero import BY_PARAMETER, FLAT_GROUPS, Member, Partition, partitions_of
+from ..universal.matching import Match
+from ..universal.restore import read_tensors
+from ..universal.source import Source
+from ..update.kinds import ELEMENTWISE, is_elementwise
+
+Numbers = dict[str, Any]
+"""What an optimizer holds for a whole partition, such as a count of steps, by slot."""
+
+COUNTS = ("step", "mu_product", "eta", "mu")
+"""Slots of torch's optimizers that are one number, also for a parameter of one element."""
+
+REMADE = torch.optim.Adagrad
+"""DeepSpeed 0.19.8 makes it anew, with the hyper-parameters of its constructor for all groups."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """The ``state`` of ``engine`` on this rank, and the ``partitions`` that its tensors are views of. ``name_of`` has
+    the names of its own parameters, by id."""
+
+    engine: Any
+    state: LiveState
+    partitions: Sequence[Partition]
+    name_of: Mapping[int, str]
+
+    @property
+    def base(self) -> torch.optim.Optimizer:
+        """What updates the partitions."""
+        return self.engine.optimizer.optimizer
+
+    @property
+    def beside(self) -> torch.optim.Optimizer:
+        """Of the same class and hyper-parameters, of the parameters of ``state``."""
+        return self.state.optimizers[0]
+
+    def names(self, partition: Partition) -> list[tuple[str, Member]]:
+        """Its members, each with its name."""
+        return [(self.name_of[id(member.parameter)], member) for member in partition.members]
+
+
+def show(engine: Any, version: str) -> Shown:
+    """Raises ``BadInput`` and its kin for an engine whose state cannot be told from its objects."""
+    refuse(engine)
+    optimizer = engine.optimizer
+    partitions = partitions_of(optimizer, engine.module, version)
+    places = {id(member.parameter): (each, member) for each in partitions for member in each.members}
+    captured = capture(engine.module)
+    shown = tuple(_shown(each, places.get(id(each.parameter))) for each in captured.parameters)
+    trained = [each for each in shown if each.group is not None]
+    beside = _optimizer_beside(optimizer.optimizer, trained)
+    captures = [Captured(shown, captured.buffers, captured.absent)]
+    name_of = {id(each.parameter): each.name for each in captured.parameters}
+    return Shown(engine, LiveState(engine.module, [beside], captures=captures), partitions, name_of)
+
+
+def _shown(captured: CapturedParameter, place: tuple[Partition, Member] | None) -> CapturedParameter:
+    """The same with what this rank has of it as the parameter."""
+    if place is None:
+        whole = nn.Parameter(captured.parameter.detach(), requires_grad=False)
+        return CapturedParameter(captured.names, whole, None, False)
+    partition, member = place
+    held = partition.master.detach().narrow(0, member.offset, member.stretch.elements)
+    trained = partition.group is not None
+    flattened = Flattened(
+        member.stretch.whole, member.stretch, partition.master, member.offset, partition.ranks
+    )
+    parameter = nn.Parameter(held, requires_grad=trained)
+    return CapturedParameter(captured.names, parameter, partition.group, trained, flattened)
+
+
+def _optimizer_beside(base: torch.optim.Optimizer, trained: Sequence[CapturedParameter]) -> Any:
+    """As ``base``, of what is shown, without state; made as ``copy.deepcopy`` makes one."""
+    made = type(base).__new__(type(base))
+    groups = [
+        {**group, "params": [each.parameter for each in trained if each.group == number]}
+        for number, group in enumerate(base.param_groups)
+    ]
+    made.__setstate__({"defaults": base.defaults, "state": defaultdict(dict), "param_groups": groups})
+    return made
+
+
+def refuse(engine: Any) -> None:
+    """Raise ``BadInput`` and its kin, with the way out, for an engine of which that is not known to be all."""
+    if not hasattr(engine, "zero_optimization_stage") or not hasattr(engine, "module"):
+        raise BadInput(
+            f"{type(engine).__name__} is no engine of DeepSpeed: give what deepspeed.initialize returned"
+        )
+    if getattr(engine, "_deepcompile_active", False):
+        raise _refused("it is compiled by DeepCompile, which moves parameters", "Compile without it.")
+    if getattr(engine, "pipeline_parallelism", False):
+        raise _refused("it is a pipeline engine, whose ranks hold different layers")
+    if not engine.zero_optimization_stage():
+        raise ModelNotSupported(
+            "the engine has ZeRO off (stage 0), so nothing is divided. Give zero_optimization a stage of 1, 2 or 3, or"
+            " train with a holdfast.Checkpointer, which takes the same sources."
+        )
+    if engine.has_moe_layers:
+        raise _refused("it has layers of experts, whose ranks are others than those of the rest")
+    if engine.mp_world_size > 1 or (getattr(engine, "autotp_size", int)() or 0) > 1:
+        raise _refused("it is tensor parallel, and its objects do not tell how tensors are cut")
+    if engine.micro_steps % engine.gradient_accumulation_steps():
+        raise BadInput(
+            "gradients are being accumulated, and are no part of the state. Call this after the engine.step() that"
+            " updates the parameters."
+        )
+    _refuse_optimizer(engine.optimizer)
+
+
+def _refuse_optimizer(optimizer: Any) -> None:
+    kind = type(optimizer).__name__
+    if kind not in (BY_PARAMETER, *FLAT_GROUPS):
+        raise _refused(f"its optimizer is {kind}, whose partitions are not known")
+    offloads = ("zenflow", "cpu_offload", "offload_optimizer", "offload_param", "swap_optimizer")
+    if away := next((name for name in offloads if getattr(optimizer, name, False)), None):
+        raise _refused(
+            f"its state is offloaded ({away}), where it is not always in place",
+            "Leave out offload_optimizer and offload_param; holdfast.offload trains out of core, from any source.",
+        )
+    if getattr(optimizer, "offloaded_states", None):
+        raise BadInput("its states are offloaded at the moment. Call engine.reload_states() first.")
+    if getattr(optimizer, "zero_hpz_partition_size", 1) > 1:
+        raise _refused("it keeps second copies of parts (zero_hpz_partition_size)", "Leave that out.")
+    if getattr(optimizer, "zero_quantized_nontrainable_weights", False):
+        raise _refused(
+            "its frozen parameters are quantized (zero_quantized_nontrainable_weights)", "Leave that out."
+        )
+    if getattr(optimizer, "torch_autocast_gradscaler", None) is not None:
+        raise _refused("it scales the loss by torch's own GradScaler (torch_autocast in fp16)", "Use bf16.")
+    if getattr(optimizer, "master_weights_and_grads_dtype", torch.float32) != torch.float32:
+        raise _refused(
+            "its master weights are of 16 bits", "Leave out fp16_master_weights_and_grads and its like."
+        )
+    if not is_elementwise(optimizer.optimizer) or isinstance(optimizer.optimizer, REMADE):
+        known = ", ".join(name for name in ELEMENTWISE if name != "Adagrad")
+        raise OptimizerNotSupported(
+            f"the optimizer in the engine is {type(optimizer.optimizer).__name__}, and what it keeps is known of"
+            f" {known} of torch.optim. Give deepspeed.initialize one of these, or"
+            ' "torch_adam": true in the parameters of its Adam or AdamW.'
+        )
+
+
+def _refused(why: str, instead: str = "") -> ModelNotSupported:
+    instead = instead or (
+        "Load with engine.load_checkpoint; `holdfast convert SRC FOLDER --to deepspeed --stage N` writes the universal"
+        " folder that it takes, from any source."
+    )
+    return ModelNotSupported(f"the engine's state cannot be told from its objects: {why}. {instead}")
+
+
+def numbers_of(shown: Shown, source: Source, found: Match) -> list[Numbers]:
+    """By partition, what ``found`` of ``source`` is to be held once for all of it.
+
+    Raises ``RunMismatch`` unless its members have the same, of the same slots: a flat tensor has one count of steps."""
+    return [
+        {} if partition.group is None else _numbers_in(shown.names(partition), source, found)
+        for partition in shown.partitions
+    ]
+
+
+def _numbers_in(members: Sequence[tuple[str, Member]], source: Source, found: Match) -> Numbers:
+    first: tuple[str, Collection[str], Numbers] | None = None
+    for name, member in members:
+        slots = {slot: each for slot, each in found.found.get(name, {}).items() if slot != "param"}
+        values = {slot: decode(value) for slot, value in found.values.get(name, {}).items()}
+        if not slots and not values:
+            continue
+        single = [
+            slot for slot, each in slots.items()
+            if not each.atom.shape and (member.stretch.whole or slot in COUNTS)
+        ]  # fmt: skip
+        read = read_tensors(source, [(slots[slot], Box.whole(())) for slot in single])
+        numbers = {**values, **dict(zip(single, read, strict=True))}
+        kinds = {f"{slot} of {slots[slot].atom.dtype}" for slot in slots.keys() - set(single)}
+        if first is None:
+            first = name, kinds, numbers
+        _refuse_unlike(first, (name, kinds, numbers))
+    return {} if first is None else first[2]
+
+
+def _refuse_unlike(
+    one: tuple[str, Collection[str], Numbers], other: tuple[str, Collection[str], Numbers]
+) -> None:
+    (first, kinds, numbers), (name, others, own) = one, other
+    odd = next((slot for slot in numbers.keys() | own.keys() if not _same(numbers, own, slot)), None)
+    if odd is None and kinds == others:
+        return
+    told = (
+        f"{odd} is {_told(numbers, odd)} of {first} and {_told(own, odd)} of {name}"
+        if odd is not None
+        else f"of {first} there is {', '.join(sorted(kinds))}, and of {name} {', '.join(sorted(others))}"
+    )
+    raise RunMismatch(
+        f"{told}. DeepSpeed joins them to one flat tensor, of which its optimizer keeps one: give the optimizer a group"
+        " of parameters for each, or begin its state anew from the weights alone (a Hugging Face folder)."
+    )
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any], slot: str) -> bool:
+    if slot not in one or slot not in other:
+        return False
+    a, b = torch.as_tensor(one[slot]), torch.as_tensor(other[slot])
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _told(numbers: Mapping[str, Any], slot: str) -> str:
+    value = numbers.get(slot)
+    return str(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+@torch.no_grad()
+def put_back(shown: Shown, numbers: Sequence[Numbers], found: Match) -> None:
+    """Give DeepSpeed's optimizer what the one beside it has now: state and hyper-parameters."""
+    for group, own in zip(shown.base.param_groups, shown.beside.param_groups, strict=True):
+        group.update({key: value for key, value in own.items() if key != "params"})
+    for partition, counts in zip(shown.partitions, numbers, strict=True):
+        if partition.group is None:
+            continue
+        group = shown.base.param_groups[partition.group]
+        made = {slot: _number(value, partition, group, slot) for slot, value in counts.items()}
+        made |= _joined(shown, partition, found, made.keys())
+        shown.base.state.pop(partition.master, None)
+        if made:
+            shown.base.state[partition.master] = made
+    if hasattr(shown.engine.optimizer, "_hp_optimizer_states_linked"):
+        shown.engine.optimizer._hp_optimizer_states_linked = False
+
+
+def _number(value: Any, partition: Partition, group: Mapping[str, Any], slot: str) -> Any:
+    """Where torch would have made it, of each partition its own: some updates count in place."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    on_host = slot == "step" and counts_on_host(group)
+    return value.to("cpu" if on_host else partition.master.device, copy=True)
+
+
+def _joined(
+    shown: Shown, partition: Partition, found: Match, numbers: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """By slot, one flat tensor of what its members have, and zeros elsewhere. What they had is let go."""
+    members = shown.names(partition)
+    held = [shown.beside.state.pop(shown.state.parameter(name).parameter, {}) for name, _ in members]
+    there = {
+        slot: FROM_NAME[stored.atom.dtype]
+        for name, _ in members
+        for slot, stored in found.found.get(name, {}).items()
+        if slot != "param" and slot not in numbers
+    }
+    there |= {slot: piece.dtype for each in held for slot, piece in each.items() if slot in there}
+    made = {slot: torch.zeros_like(partition.master, dtype=dtype) for slot, dtype in there.items()}
+    for (_, member), each in zip(members, held, strict=True):
+        for slot in there.keys() & each.keys():
+            place = made[slot].narrow(0, member.offset, member.stretch.elements)
+            place.copy_(each.pop(slot).reshape(-1))
+    return made
+
+
+@torch.no_grad()
+def refresh(shown: Shown) -> None:
+    """Have the model compute, on all ranks, with what the partitions hold. Called on all of them."""
+    optimizer = shown.engine.optimizer
+    if type(optimizer).__name__ != BY_PARAMETER:
+        optimizer.update_lp_params()
+        return
+    optimizer.checkpoint_event_prologue()
+    for partition in shown.partitions:
+        partition.working.copy_(partition.master)
+    optimizer.checkpoint_event_epilogue()

@@ -3,7 +3,9 @@
 Everything is a command, from its start to its end, and the times are those of commands: importing torch is in all of
 them, importing DeepSpeed in those of DeepSpeed. What that alone takes are cases of their own, "start of ...": the same
 command with nothing converted, loaded or resumed. Ratios are of whole commands, and of what is beyond their starts.
-Four ranks wrote what two resume. As a script it is what the ranks do, under an interpreter that has what they need.
+Four ranks wrote what two take: DeepSpeed's engine from a universal folder ("deepspeed load"), the same engine from the
+checkpoint itself ("load", of holdfast.adapters.deepspeed), and FSDP2 with a Checkpointer, which makes a first base that
+is durable ("resume"). As a script it is what the ranks do, under an interpreter that has what they need.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ def compare(folder: Path, peers: str, stage: int, mib: int, rounds: int) -> dict
         "convert to a run": partial(convert, source, folder / "run", None),
         "start of deepspeed load": partial(ranks, peers, READERS, "start_deepspeed", source, mib, stage),
         "deepspeed load": partial(ranks, peers, READERS, "load", folder / "theirs", mib, stage),
+        "start of load": partial(ranks, peers, READERS, "start_live", source, mib, stage),
+        "load": partial(ranks, peers, READERS, "load_live", source, mib, stage),
         "start of resume": partial(ranks, sys.executable, READERS, "start", source, mib, stage),
         "resume": partial(ranks, sys.executable, READERS, "resume", source, mib, stage),
     }
@@ -59,6 +63,10 @@ def compare(folder: Path, peers: str, stage: int, mib: int, rounds: int) -> dict
         "temporary_bytes": temporary, "first_base_seconds": first_base_seconds(folder / "resumed"),
         "converted_faster": paired_ratio(seconds["ds_to_universal"], seconds["convert"]),
         "resumed_faster": paired_ratio(added(seconds, "ds_to_universal", "deepspeed load"), seconds["resume"]),
+        "loaded_faster": paired_ratio(added(seconds, "ds_to_universal", "deepspeed load"), seconds["load"]),
+        "loaded_faster_beyond_start": paired_ratio(
+            added(started, "beyond ds_to_universal", "beyond deepspeed load"), started["beyond load"]
+        ),
         "converted_faster_beyond_start": paired_ratio(started["beyond ds_to_universal"], started["beyond convert"]),
         "resumed_faster_beyond_start": paired_ratio(
             added(started, "beyond ds_to_universal", "beyond deepspeed load"), started["beyond resume"]
@@ -187,6 +195,19 @@ def load(folder: str, mib: int, stage: int) -> None:
     engine_of(mib, stage, universal=True).load_checkpoint(folder)
 
 
+def start_live(folder: str, mib: int, stage: int) -> None:
+    from holdfast.adapters.deepspeed import load
+
+    assert load
+    engine_of(mib, stage, universal=False)
+
+
+def load_live(folder: str, mib: int, stage: int) -> None:
+    from holdfast.adapters.deepspeed import load
+
+    assert load(engine_of(mib, stage, universal=False), folder) == 1
+
+
 def sharded(mib: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model under FSDP2 and its optimizer, without values."""
     import torch.distributed as dist
@@ -216,8 +237,8 @@ def resume(folder: str, mib: int, stage: int) -> None:
 
 if __name__ == "__main__":
     what, where, *sizes = sys.argv[1:]
-    {each.__name__: each for each in (write, load, resume, start, start_deepspeed)}[what](
-        where, *map(int, sizes)
-    )
+    {each.__name__: each for each in (write, load, load_live, resume, start, start_deepspeed, start_live)}[
+        what
+    ](where, *map(int, sizes))
     torch.distributed.barrier()
     os._exit(0)  # a process that ends after this aborts now and then, in torch and in DeepSpeed

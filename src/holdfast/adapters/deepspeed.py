@@ -113,8 +113,10 @@ def _seen(engine: Any, ranks: Ranks) -> Shown:
 
 def _load(shown: Shown, start: From, source: Source, ranks: Ranks) -> int:
     check_between(ranks, source, start.place, partial(needs_of, shown.state, source, start))
-    numbers = ranks.all_do(lambda: numbers_of(shown, source, matched(shown.state, source, start)))[ranks.rank]
-    found, told = ranks.all_do(partial(_bring, shown, source, start, ranks.rank))[ranks.rank]
+    with ranks.agreeing():
+        numbers = numbers_of(shown, source, matched(shown.state, source, start))
+    with ranks.agreeing():
+        found, told = _bring(shown, source, start, ranks.rank)
     put_back(shown, numbers, found)
     refresh(shown)
     step = _count(shown.engine, source)

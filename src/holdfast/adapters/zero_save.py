@@ -23,7 +23,7 @@ from ..state.live import BUFFERS, Held
 from ..state.progress import hyper_parameters, random_state
 from ..state.zero import Member, Partition
 from ..store.local import LocalStore
-from ..store.manifest import Manifest, Timeline
+from ..store.manifest import Timeline
 from ..store.retention import Keep
 from ..store.written import Written
 from .saving import OpenedRun, joined_run, unit_of
@@ -33,12 +33,10 @@ ENGINE = "deepspeed_engine"
 """Of the progress of a commit: what wrote it."""
 
 
-def write(
-    shown: Shown, run: str | Path, step: int, keep: Keep, ranks: Ranks, version: str
-) -> Manifest | None:
-    """Make the state a commit of ``run``. Durable when this returns, which is its manifest on the first rank. Called on
-    all ranks."""
-    ranks.all_do(lambda: show_state(shown))
+def write(shown: Shown, run: str | Path, step: int, keep: Keep, ranks: Ranks, version: str) -> None:
+    """Make the state a commit of ``run``. Durable when this returns. Called on all ranks."""
+    with ranks.agreeing():
+        show_state(shown)
     opened: list[OpenedRun] = []
 
     def open_run() -> dict[str, Any]:
@@ -55,8 +53,9 @@ def write(
 
         shares = ranks.all_do(write_share)
         refs = {stream_of(rank): ref for rank, ref in enumerate(shares)}
-        published = ranks.all_do(lambda: opened[0].store.publish_shares(refs) if opened else None)
-        return published[ranks.rank]
+        with ranks.agreeing():
+            if opened:
+                opened[0].store.publish_shares(refs)
     finally:
         for store in stores if not opened else ():
             store.close()

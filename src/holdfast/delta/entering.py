@@ -31,7 +31,8 @@ def look(
 
 
 def seen_together(ranks: Ranks, make: Callable[[], LiveState]) -> LiveState:
-    """What ``make`` gives on this rank, which stores its part of it. Called on all ranks."""
+    """What ``make`` gives on this rank, which stores its part of it. Called on all ranks. Raises ``ModelNotSupported``
+    where stretches of a parameter that the ranks hold leave gaps or overlap."""
     made: list[LiveState] = []
 
     def held() -> tuple[dict[str, tuple[Region, int]], set[str], dict[str, int]]:

@@ -211,7 +211,11 @@ class Tap:
             )
         return drawn
 
-    def before_step(self, index: int, args: tuple, kwargs: dict[str, Any], within: bool = False) -> None:
+    def is_open(self, index: int) -> bool:
+        """Whether a step of optimizer ``index`` has begun, and has not ended."""
+        return self._open[index] > 0
+
+    def before_step(self, index: int, args: tuple, kwargs: dict[str, Any], within: bool) -> None:
         """The pre-hook of optimizer ``index``; ``within`` another step of it."""
         started = time.perf_counter()
         if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
@@ -323,7 +327,8 @@ class _Hook:
         if torch.compiler.is_compiling():  # what is traced here is all that happens in each later call
             self.tap.compiled = True
         else:
-            self.tap.before_step(self.index, args, kwargs, _is_within(optimizer, sys._getframe(1)))
+            within = self.tap.is_open(self.index) and _is_within(optimizer, sys._getframe(1))
+            self.tap.before_step(self.index, args, kwargs, within)
 
 
 def _is_within(optimizer: torch.optim.Optimizer, frame: FrameType) -> bool:

@@ -358,11 +358,11 @@ def _ready(
             confirm(preflight)
         if found is not None:
             user.restore(found.progress)
-        elif source is None:
-            check_forms(parts)
         else:
-            prepared = prepare(source, parts, user)
-        if found is None:
+            if source is None:
+                check_forms(parts)
+            else:
+                prepared = prepare(source, parts, user)
             user.now()  # whatever cannot be stored is refused now
     if found is None:
         agree_on_held(ranks, parts)

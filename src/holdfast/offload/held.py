@@ -40,10 +40,10 @@ def check_forms(parts: Parts) -> None:
     """Raise ``OptimizerNotSupported`` where what is held is not of the shape that the optimizer keeps here."""
     for unit in parts.all_units:
         for member in unit.trained:
-            held = held_for(parts.optimizer, member)
-            for slot, form in unit.member_slots(member).tensors.items():
-                there, here = list(torch.as_tensor(held.get(slot, ())).shape), list(form.shape)
-                if slot in held and there != here:
+            forms = unit.member_slots(member).tensors
+            for slot, value in held_for(parts.optimizer, member).items():
+                there = list(torch.as_tensor(value).shape)
+                if slot in forms and there != (here := list(forms[slot].shape)):
                     raise OptimizerNotSupported(
                         f"the optimizer holds {slot} of {there} for {member.name}, and with the hyper-parameters that"
                         f" it has now it keeps {here}. Give offload() one that has made no step, or those"

@@ -35,6 +35,9 @@ SUBSPACE = "subspace"
 CARRIED = (RESIDUAL, SUBSPACE)
 """Slots of what one gradient leaves for the next, which no record brings forward."""
 
+PENDING = "mezo"
+"""In the progress of a commit of MeZO: the last update, which its files do not have yet."""
+
 WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What wrappers of torch call the module inside; others call it ``module``."""
 

@@ -15,9 +15,6 @@ import numpy as np
 from ..errors import BadInput
 from .atoms import TORCH_NAMES
 
-PENDING = "mezo"
-"""In the progress of a commit of MeZO: the last update, which its files do not have yet."""
-
 ARRAYS = {
     np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8")
 }
@@ -110,8 +107,7 @@ def decode(value: Any) -> Any:
 
 def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """That of several ranks which trained together: the first one's, with what each knew of its own parameters alone,
-    since each stores some, and each stage of a pipeline has its own. ``ranks`` is how many
-    they were."""
+    since each stores some, and each stage of a pipeline has its own. ``ranks`` is how many they were."""
     first: dict[str, Any] = {"ranks": len(progress), **progress[0]}
     if all("values" in each for each in progress):
         first["values"] = {

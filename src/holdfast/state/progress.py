@@ -1,8 +1,7 @@
 """Progress: the part of the training state that is not tensors of the model.
 
-Step, random number generators, data position and learning-rate schedule, as plain JSON: any object with
-``state_dict`` is stored by value, tensors inside as base64. There is no pickle, so an object whose state
-is code is refused by name.
+Step, random number generators, data position and learning-rate schedule: any object with ``state_dict``, by value
+(``encoding``).
 """
 
 from __future__ import annotations

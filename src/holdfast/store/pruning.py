@@ -153,12 +153,11 @@ def _reach(
 
 def reach_needs(reach: Reach, commits: Collection[Manifest]) -> list[Need]:
     """What ``commits`` need of the records, so that all that they lead to on any line can be recovered as before."""
-    last = {ref: max(each[ref] for each in reach.values() if ref in each) for ref in _refs(reach)}
+    last: dict[CommitRef, int] = {}
+    for each in reach.values():
+        for ref, step in each.items():
+            last[ref] = max(step, last.get(ref, step))
     return [(manifest.oldest_step, last.get(manifest.ref)) for manifest in commits]
-
-
-def _refs(reach: Reach) -> set[CommitRef]:
-    return {ref for each in reach.values() for ref in each}
 
 
 def steps_of(reach: Reach, without: Collection[CommitRef] = ()) -> set[int]:

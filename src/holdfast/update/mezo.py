@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import OptimizerNotSupported
-from ..state.atoms import SEED, STEP
-from ..state.encoding import PENDING
+from ..state.atoms import PENDING, SEED, STEP
 from .formed import FormedOptimizer
 from .forms import Slots
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...errors import RankFailed
 from ...plan.ops import Op
 from ...ranks import stream_of
-from ...state.encoding import PENDING
+from ...state.atoms import PENDING
 from ...store.written import Written
 from ..runtime import Runtime, Step
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...errors import BadInput, Damaged
-from ...state.atoms import Atom
+from ...state.atoms import PENDING, Atom
 from ...state.boxes import Box
-from ...state.encoding import PENDING, joined
+from ...state.encoding import joined
 from ...state.pieces import Piece, Pieces, row_major
 from ...store.layout import CHECKSUM_BLOCK
 from ...store.manifest import FileRef, Manifest

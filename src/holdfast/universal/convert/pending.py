@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from ...errors import Damaged
-from ...state.atoms import SEED, STEP
-from ...state.encoding import PENDING
+from ...state.atoms import PENDING, SEED, STEP
 from ...update.mezo import pending_of
 from ..source import Stored
 

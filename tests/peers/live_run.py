@@ -105,6 +105,16 @@ def spoil(engine, how):
     elif how == "accumulating":
         engine.micro_steps = 3
         engine.gradient_accumulation_steps = lambda: 2
+    elif how == "counted by another":
+        engine.micro_steps = 3
+        engine.gradient_accumulation_steps = lambda: 4
+        engine.set_gradient_accumulation_boundary(is_boundary=False)
+    elif how == "before the step":
+        engine.backward(loss_of(engine, tokens_of(0)))
+    elif how == "stepped by another":  # which is as good as whole
+        engine.micro_steps = 3
+        engine.gradient_accumulation_steps = lambda: 4
+        engine.set_gradient_accumulation_boundary(is_boundary=True)
     elif how == "experts":
         engine.has_moe_layers = True
     elif how == "pipeline":

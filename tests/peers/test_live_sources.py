@@ -172,6 +172,8 @@ BROKEN = {
     "position": ({"stage": 3}, "ModelNotSupported", "where in its sub-group"),
     "without a book": ({"stage": 3}, "ModelNotSupported", "AttributeError"),
     "accumulating": ({"stage": 2}, "BadInput", "gradients are being accumulated"),
+    "counted by another": ({"stage": 1}, "BadInput", "gradients are being accumulated"),
+    "before the step": ({"stage": 3}, "BadInput", "gradients are being accumulated"),
     "experts": ({"stage": 2}, "ModelNotSupported", "experts"),
     "pipeline": ({"stage": 1}, "ModelNotSupported", "pipeline"),
     "tensor parallel": ({"stage": 3}, "ModelNotSupported", "tensor parallel"),
@@ -198,7 +200,8 @@ def refused(root, plain):
             {**good, "name": f"other optimizer {stage}", "stage": stage, "sgd": True},
             {**good, "name": f"nothing {stage}", "source": str(root / "nothing"), "stage": stage},
         ]
-    jobs += [{**good, "name": "off", "stage": 0}]
+    jobs += [{**good, "name": "off", "stage": 0},
+             {**good, "name": "stepped by another", "break": "stepped by another", "stage": 2, "steps": 0}]  # fmt: skip
     return deepspeed(root, 2, jobs, LIVE)
 
 
@@ -230,6 +233,10 @@ def test_a_source_that_does_not_fit_is_refused_on_all_ranks_with_nothing_touched
     refused, stage, name, kind, text
 ):
     assert_refused(refused[f"{name} {stage}"], kind, text)
+
+
+def test_an_engine_whose_steps_another_counts_is_whole_behind_one(refused):
+    assert refused["stepped by another"]["refused"] is None
 
 
 def test_zero_that_is_off_is_refused(refused):

@@ -111,11 +111,15 @@ def _commit_before(
 def joined_run(root: str | Path, keep: Keep, timeline: Timeline, rank: int) -> LocalStore:
     """The run on a rank that is not the first, which has opened it."""
     store = LocalStore(root, keep=keep)
-    with suppress(OSError):
-        there = store.timelines()[0].get(timeline.id)
-        if there is not None and there.key == timeline.key:
-            store.join(timeline, rank)
-            return store
+    try:
+        with suppress(OSError):
+            there = store.timelines()[0].get(timeline.id)
+            if there is not None and there.key == timeline.key:
+                store.join(timeline, rank)
+                return store
+    except BaseException:
+        store.close()
+        raise
     store.close()
     raise BadInput(
         f"rank {rank} does not see in {root} what the first rank wrote there. The directory has to be on a"

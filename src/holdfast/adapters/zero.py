@@ -123,12 +123,26 @@ def refuse(engine: Any) -> None:
         raise _refused("it has layers of experts, whose ranks are others than those of the rest")
     if engine.mp_world_size > 1 or (getattr(engine, "autotp_size", int)() or 0) > 1:
         raise _refused("it is tensor parallel, and its objects do not tell how tensors are cut")
-    if engine.micro_steps % engine.gradient_accumulation_steps():
+    if _holds_gradients(engine):
         raise BadInput(
             "gradients are being accumulated, and are no part of the state. Call this after the engine.step() that"
             " updates the parameters."
         )
     _refuse_optimizer(engine.optimizer)
+
+
+def _holds_gradients(engine: Any) -> bool:
+    """Whether there are gradients that no step has taken, as far as the engine knows."""
+    averaged = getattr(engine.optimizer, "averaged_gradients", {})
+    if any(each is not None for each in averaged.values()) or getattr(engine, "_unmanaged_backward_count", 0):
+        return True
+    told = getattr(
+        engine, "_is_gradient_accumulation_boundary", None
+    )  # by whoever counts, such as accelerate
+    if told is not None:
+        return not told
+    is_managed = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    return is_managed and engine.micro_steps % engine.gradient_accumulation_steps() > 0
 
 
 def _refuse_optimizer(optimizer: Any) -> None:
@@ -195,11 +209,18 @@ def _numbers_in(members: Sequence[tuple[str, Member]], source: Source, found: Ma
         ]  # fmt: skip
         read = read_tensors(source, [(slots[slot], Box.whole(())) for slot in single])
         numbers = {**values, **dict(zip(single, read, strict=True))}
-        kinds = {f"{slot} of {slots[slot].atom.dtype}" for slot in slots.keys() - set(single)}
+        kinds = {f"{slot} of {_dtype_held(found, name, slot)}" for slot in slots.keys() - set(single)}
         if first is None:
             first = name, kinds, numbers
         _refuse_unlike(first, (name, kinds, numbers))
     return {} if first is None else first[2]
+
+
+def _dtype_held(found: Match, name: str, slot: str) -> str:
+    """Of what ``found`` has of a parameter, in a slot of its optimizer: fp32 as the master, where both are cast."""
+    there = found.found[name]
+    cast = name in found.cast and there[slot].atom.dtype == there["param"].atom.dtype
+    return "F32" if cast else there[slot].atom.dtype
 
 
 def _refuse_unlike(
@@ -265,9 +286,9 @@ def _joined(
     members = shown.names(partition)
     held = [shown.beside.state.pop(shown.state.parameter(name).parameter, {}) for name, _ in members]
     there = {
-        slot: FROM_NAME[stored.atom.dtype]
+        slot: FROM_NAME[_dtype_held(found, name, slot)]
         for name, _ in members
-        for slot, stored in found.found.get(name, {}).items()
+        for slot in found.found.get(name, {})
         if slot != "param" and slot not in numbers
     }
     there |= {slot: piece.dtype for each in held for slot, piece in each.items() if slot in there}

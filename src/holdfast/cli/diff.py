@@ -81,7 +81,7 @@ def _pairs(a: Source, b: Source) -> list[tuple[str, Stored, Stored]]:
     found: dict[tuple[int, int], tuple[str, Stored, Stored]] = {}
     for key, left in in_a.items():
         if (right := in_b.get(key)) is not None:
-            found.setdefault((id(left), id(right)), (left.atom.key, left, right))
+            found.setdefault((id(left), id(right)), (key, left, right))
     return [*found.values()]
 
 

@@ -61,11 +61,11 @@ class Line:
         """To ``target`` at most, on the line of the timeline ``tip`` (None: the current one). By headers alone. Raises
         ``Damaged`` if records are missing that the base needs."""
         journals = {stream: read_journal(store, stream, tip) for stream in base.streams}
-        chains = _chains(base, journals, target)
+        chains, unread = _chains(base, journals, target)
         acknowledged = min(  # at most BOUND steps are on their way
             max(journals[stream].acknowledged, chain.last.step - BOUND) for stream, chain in chains.items()
         )
-        shortest = min(chains.values(), key=lambda chain: chain.last.step)
+        shortest = min(chains.values(), key=lambda chain: (chain.last.step, chain.stream in unread))
         for chain in chains.values():
             chain.cut_to(shortest.last.step)
         step = shortest.last.step
@@ -294,22 +294,26 @@ class _Taking:
         return bool(self._compared) and told != fingerprint(self._compared, record.step, self._strides)
 
 
-def _chains(base: Manifest, journals: Mapping[str, Journal], target: int | None) -> dict[str, Chain]:
-    """Of each stream. Raises ``Unreadable`` where all others lead further than one that cannot be read on."""
+def _chains(
+    base: Manifest, journals: Mapping[str, Journal], target: int | None
+) -> tuple[dict[str, Chain], set[str]]:
+    """Of each stream, and those of which what follows cannot be read: they lead as far as the others. Raises
+    ``Unreadable`` where all others lead further than one of them."""
     chains: dict[str, Chain] = {}
-    ended: list[Unreadable] = []
+    ended: dict[str, Unreadable] = {}
     for stream, journal in journals.items():
         try:
             chains[stream] = chain_of(base, stream, journal, target)
         except Unreadable as error:
-            ended.append(error)
+            ended[stream] = error
     if not ended:
-        return chains
-    first = min(ended, key=lambda error: error.step)
+        return chains, set()
+    first = min(ended.values(), key=lambda error: error.step)
     least = min((chain.last.step for chain in chains.values()), default=first.step + 1)
     if first.step < least:
         raise first
-    return {stream: chain_of(base, stream, journal, least) for stream, journal in journals.items()}
+    chains |= {stream: chain_of(base, stream, journals[stream], least) for stream in ended}
+    return {stream: chains[stream] for stream in journals}, {*ended}
 
 
 def _left_out(chain: Chain, journal: Journal) -> Damaged | None:

@@ -162,6 +162,8 @@ def do(job):
         steps = [state.get("step") for state in engine.optimizer.optimizer.state.values()]
         told["steps"] = [float(step) for step in steps if step is not None]
         told["counted_in"] = sorted({type(step).__name__ for step in steps})
+        every = [v for state in engine.optimizer.optimizer.state.values() for v in state.values()]
+        told["held_as"] = sorted({str(v.dtype) for v in every if isinstance(v, torch.Tensor)})
         told["updated_by"] = type(engine.optimizer.optimizer).__name__
         if job.get("run"):
             told["saved"] = save(engine, job["run"])

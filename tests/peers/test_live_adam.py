@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.cli.main import app
+from holdfast.optim import AdamWBF16
 from holdfast.state.encoding import decode
 from peers.launching import deepspeed
 from peers.odd_model import Model, groups_of
@@ -185,10 +186,10 @@ def test_one_process_with_torchs_adamw_goes_on_from_it(begun, root, tmp_path):
                 assert state["step"].dtype == torch.float32 and state["step"] == 3, key
 
 
-def run_of(folder, **options):
-    """A run of a Checkpointer with torch's Adam."""
+def run_of(folder, kind=torch.optim.Adam, **options):
+    """A run of a Checkpointer with an optimizer of this kind."""
     model = Model()
-    optimizer = torch.optim.Adam(groups_of(model), **options)
+    optimizer = kind(groups_of(model), **options)
     with holdfast.Checkpointer(folder, model=model, optimizer=optimizer) as checkpointer:
         checkpointer.resume()
         plain_steps(model, optimizer, 0, 2, checkpointer.step)
@@ -200,6 +201,7 @@ def sources(root):
     held, _, losses = plain_run(root / "plain")
     run_of(root / "adam")
     run_of(root / "amsgrad", amsgrad=True)
+    run_of(root / "bf16", kind=AdamWBF16)
     torch.manual_seed(5)
     model = Model()
     (root / "hf").mkdir()
@@ -214,7 +216,7 @@ def others(saved, sources, root):
     engine = {"trained": 2, "unscheduled": True}
     jobs = [
         {**job, **engine, "name": f"{source}-{by_of(job)}", "source": str(root / source), "break": how}
-        for source in ("plain", "hf", "adam", "amsgrad", "sgd-1")
+        for source in ("plain", "hf", "adam", "bf16", "amsgrad", "sgd-1")
         for job, how in (({"stage": 3, **FUSED}, "counting"), ({"stage": 2, **CPU}, None))
     ]
     l2 = {"stage": 1, "made": "Adam", "params": {"adam_w_mode": False}}
@@ -252,6 +254,15 @@ def test_that_its_weight_decay_is_another_than_the_sources_is_told(others, kind)
     told = others["adam-l2"]
     assert (told["refused"], told["updated_by"]) == (None, "FusedAdam")
     assert not any("goes on without" in text for text in told["warned"])
+
+
+@OWN
+def test_moments_of_another_type_are_as_its_kernels_take_them(root, others, kind):
+    told, found = others[f"bf16-{kind}"], tensors(holdfast.From(root / "bf16").source())
+    assert (told["refused"], told["held_as"]) == (None, ["torch.float32"])
+    for key, tensor in told["tensors"].items():
+        assert torch.equal(found[key].float(), tensor), key
+    assert found["up.weight/exp_avg"].dtype == torch.bfloat16
 
 
 @OWN

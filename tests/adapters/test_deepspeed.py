@@ -5,9 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from holdfast.adapters.deepspeed import _count, _scale, load, save
-from holdfast.errors import BadInput
+from holdfast.adapters.zero_optimizers import refuse_unknown
+from holdfast.errors import BadInput, OptimizerNotSupported
 from holdfast.universal.source import Source
 
 
@@ -70,3 +73,23 @@ def test_what_is_no_engine_is_refused(tmp_path):
     with pytest.raises(BadInput, match="from 0 on"):
         save(object(), tmp_path / "run", step=-1)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "known"),
+    [
+        ("deepspeed.ops.adam.fused_adam", "FusedAdam", True),
+        ("deepspeed.ops.adam.cpu_adam", "DeepSpeedCPUAdam", True),
+        ("apex.optimizers.fused_adam", "FusedAdam", False),
+        ("deepspeed.ops.adam.zenflow_cpu_adam", "ZenFlowCPUAdam", False),
+        ("deepspeed.ops.lion.fused_lion", "FusedLion", False),
+    ],
+)
+def test_optimizers_are_known_by_class_and_module(module, name, known):
+    made = type(name, (torch.optim.AdamW,), {"__module__": module})([nn.Parameter(torch.ones(1))])
+    if known:
+        return refuse_unknown(made)
+    with pytest.raises(
+        OptimizerNotSupported, match=f"{name}, and what it keeps is known of .* FusedAdam and"
+    ):
+        refuse_unknown(made)

@@ -39,22 +39,30 @@ def engine_of(job):
         **({"data_types": {"grad_accum_dtype": job["accumulate"]}} if job.get("accumulate") else {}),
         **settings,
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    groups = groups_of(model) if optimizer is None else None
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, model_parameters=groups, config=config
+    )
     return engine
 
 
 def odd_of(job):
-    """The odd model, its optimizer, and what it has beside."""
+    """The odd model, its optimizer or None where DeepSpeed makes that, and what it has beside."""
     torch.manual_seed(job.get("seed", 7))
     model = Model()
     groups = groups_of(model)
-    if job.get("sgd"):
+    made = {}
+    if adam := job.get("made"):
+        optimizer, made = None, {"optimizer": {"type": adam, "params": job.get("params", {})}}
+    elif job.get("cpu_adam"):
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups)
+    elif job.get("sgd"):
         optimizer = torch.optim.SGD(groups, lr=1e-3, momentum=0.9)
     else:
         optimizer = getattr(torch.optim, job.get("optimizer", "AdamW"))(groups)
     warm_up = {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 2e-3}}
     schedule = {} if job.get("unscheduled") else {"scheduler": warm_up}
-    return model, optimizer, {"gradient_clipping": 1.0, **schedule}
+    return model, optimizer, {"gradient_clipping": 1.0, **schedule, **made}
 
 
 def awkward_of(job):

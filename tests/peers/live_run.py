@@ -123,6 +123,9 @@ def spoil(engine, how):
         engine.mp_world_size = 2
     elif how == "offloaded":
         optimizer.cpu_offload = optimizer.offload_optimizer = True
+    elif how == "counting":
+        for group in optimizer.optimizer.param_groups:
+            group["step"] = 5
     elif how == "other rank" and deepspeed.comm.get_rank():
         torch.distributed.get_rank = lambda group=None: 0  # it takes itself for the first
 
@@ -168,9 +171,15 @@ def do(job):
         )
         steps = [state.get("step") for state in engine.optimizer.optimizer.state.values()]
         told["steps"] = [float(step) for step in steps if step is not None]
+        told["counted_in"] = sorted({type(step).__name__ for step in steps})
+        every = [v for state in engine.optimizer.optimizer.state.values() for v in state.values()]
+        told["held_as"] = sorted({str(v.dtype) for v in every if isinstance(v, torch.Tensor)})
+        told["updated_by"] = type(engine.optimizer.optimizer).__name__
         if job.get("run"):
             told["saved"] = save(engine, job["run"])
         told["losses"], told["rates"] = train(engine, job, start, job.get("steps", 3))
+        states = engine.optimizer.optimizer.state.values()
+        told["steps_later"] = [float(state["step"]) for state in states if "step" in state]
         if job.get("later"):
             told["saved_later"] = save(engine, job["later"])
     engine.destroy()

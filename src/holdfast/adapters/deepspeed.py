@@ -30,6 +30,7 @@ from ..universal.restore import matched, needs_of, restore
 from ..universal.source import Source
 from .saving import check_step
 from .zero import Shown, numbers_of, put_back, refresh, show
+from .zero_optimizers import told_of_left
 from .zero_save import write
 
 __all__ = ["load", "save"]
@@ -129,8 +130,9 @@ def _bring(shown: Shown, source: Source, start: From, rank: int) -> tuple[Match,
     """What was found, and what of it is not as it was, for a person."""
     scheduler = shown.engine.lr_scheduler
     script = Script([shown.beside], {} if scheduler is None else {"scheduler": scheduler})
+    adopted = script.adopt(source.progress, rank)  # first, as a schedule may fail over what it is given
     found, complete = restore(shown.state, source, start)
-    told = told_of(found, source) + script.adopt(source.progress, rank)
+    told = told_of(found, source) + adopted + told_of_left(shown.base, shown.beside)
     if not complete:
         told.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
     if source.progress.get("step") and "random" not in source.progress:

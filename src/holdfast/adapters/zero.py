@@ -1,13 +1,12 @@
 """The state of a live DeepSpeed engine as this library sees any other: names, regions, and what is held of them.
 
 A rank's parts of parameters, and of what the optimizer holds for them, are views of its flat partitions. They are shown
-as the parameters and the state of an optimizer of the same class, so that matching, reading and writing are those of
-every other model; what was put into that optimizer's state then goes to where DeepSpeed has it.
+as the parameters and the state of an optimizer of torch, so that matching, reading and writing are those of every other
+model; what was put into that optimizer's state then goes to where DeepSpeed has it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,27 +14,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported, RunMismatch
+from ..errors import BadInput, ModelNotSupported, RunMismatch
 from ..state.boxes import Box
 from ..state.capture import Captured, CapturedParameter, capture
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
 from ..state.fsdp1 import Flattened
-from ..state.live import LiveState, counts_on_host
+from ..state.live import LiveState
 from ..state.zero import BY_PARAMETER, FLAT_GROUPS, Member, Partition, partitions_of
 from ..universal.matching import Match
 from ..universal.restore import read_tensors
 from ..universal.source import Source
-from ..update.kinds import ELEMENTWISE, is_elementwise
+from .zero_optimizers import (
+    is_deepspeeds,
+    number_for,
+    optimizer_beside,
+    put_hyper_parameters,
+    refuse_unknown,
+)  # fmt: skip
 
 Numbers = dict[str, Any]
 """What an optimizer holds for a whole partition, such as a count of steps, by slot."""
 
 COUNTS = ("step", "mu_product", "eta", "mu")
 """Slots of torch's optimizers that are one number, also for a parameter of one element."""
-
-REMADE = torch.optim.Adagrad
-"""DeepSpeed 0.19.8 makes it anew, with the hyper-parameters of its constructor for all groups."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +57,7 @@ class Shown:
 
     @property
     def beside(self) -> torch.optim.Optimizer:
-        """Of the same class and hyper-parameters, of the parameters of ``state``."""
+        """What ``base`` is shown as, of the parameters of ``state``."""
         return self.state.optimizers[0]
 
     def names(self, partition: Partition) -> list[tuple[str, Member]]:
@@ -72,7 +74,7 @@ def show(engine: Any, version: str) -> Shown:
     captured = capture(engine.module)
     shown = tuple(_shown(each, places.get(id(each.parameter))) for each in captured.parameters)
     trained = [each for each in shown if each.group is not None]
-    beside = _optimizer_beside(optimizer.optimizer, trained)
+    beside = optimizer_beside(optimizer.optimizer, trained)
     captures = [Captured(shown, captured.buffers, captured.absent)]
     name_of = {id(each.parameter): each.name for each in captured.parameters}
     return Shown(engine, LiveState(engine.module, [beside], captures=captures), partitions, name_of)
@@ -91,17 +93,6 @@ def _shown(captured: CapturedParameter, place: tuple[Partition, Member] | None) 
     )
     parameter = nn.Parameter(held, requires_grad=trained)
     return CapturedParameter(captured.names, parameter, partition.group, trained, flattened)
-
-
-def _optimizer_beside(base: torch.optim.Optimizer, trained: Sequence[CapturedParameter]) -> Any:
-    """As ``base``, of what is shown, without state; made as ``copy.deepcopy`` makes one."""
-    made = type(base).__new__(type(base))
-    groups = [
-        {**group, "params": [each.parameter for each in trained if each.group == number]}
-        for number, group in enumerate(base.param_groups)
-    ]
-    made.__setstate__({"defaults": base.defaults, "state": defaultdict(dict), "param_groups": groups})
-    return made
 
 
 def refuse(engine: Any) -> None:
@@ -169,13 +160,7 @@ def _refuse_optimizer(optimizer: Any) -> None:
         raise _refused(
             "its master weights are of 16 bits", "Leave out fp16_master_weights_and_grads and its like."
         )
-    if not is_elementwise(optimizer.optimizer) or isinstance(optimizer.optimizer, REMADE):
-        known = ", ".join(name for name in ELEMENTWISE if name != "Adagrad")
-        raise OptimizerNotSupported(
-            f"the optimizer in the engine is {type(optimizer.optimizer).__name__}, and what it keeps is known of"
-            f" {known} of torch.optim. Give deepspeed.initialize one of these, or"
-            ' "torch_adam": true in the parameters of its Adam or AdamW.'
-        )
+    refuse_unknown(optimizer.optimizer)
 
 
 def _refused(why: str, instead: str = "") -> ModelNotSupported:
@@ -256,27 +241,20 @@ def _told(numbers: Mapping[str, Any], slot: str) -> str:
 @torch.no_grad()
 def put_back(shown: Shown, numbers: Sequence[Numbers], found: Match) -> None:
     """Give DeepSpeed's optimizer what the one beside it has now: state and hyper-parameters."""
-    for group, own in zip(shown.base.param_groups, shown.beside.param_groups, strict=True):
-        group.update({key: value for key, value in own.items() if key != "params"})
+    put_hyper_parameters(shown.base, shown.beside)
     for partition, counts in zip(shown.partitions, numbers, strict=True):
         if partition.group is None:
             continue
-        group = shown.base.param_groups[partition.group]
-        made = {slot: _number(value, partition, group, slot) for slot, value in counts.items()}
+        made = {
+            slot: number_for(shown.base, slot, value, partition.group, partition.master)
+            for slot, value in counts.items()
+        }
         made |= _joined(shown, partition, found, made.keys())
         shown.base.state.pop(partition.master, None)
         if made:
             shown.base.state[partition.master] = made
     if hasattr(shown.engine.optimizer, "_hp_optimizer_states_linked"):
         shown.engine.optimizer._hp_optimizer_states_linked = False
-
-
-def _number(value: Any, partition: Partition, group: Mapping[str, Any], slot: str) -> Any:
-    """Where torch would have made it, of each partition its own: some updates count in place."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    on_host = slot == "step" and counts_on_host(group)
-    return value.to("cpu" if on_host else partition.master.device, copy=True)
 
 
 def _joined(
@@ -292,6 +270,8 @@ def _joined(
         if slot != "param" and slot not in numbers
     }
     there |= {slot: piece.dtype for each in held for slot, piece in each.items() if slot in there}
+    if is_deepspeeds(shown.base):
+        there = dict.fromkeys(there, partition.master.dtype)  # its kernels take them to be of that type
     made = {slot: torch.zeros_like(partition.master, dtype=dtype) for slot, dtype in there.items()}
     for (_, member), each in zip(members, held, strict=True):
         for slot in there.keys() & each.keys():

@@ -28,6 +28,7 @@ from ..store.retention import Keep
 from ..store.written import Written
 from .saving import OpenedRun, joined_run, unit_of
 from .zero import Shown
+from .zero_optimizers import shown_number
 
 ENGINE = "deepspeed_engine"
 """Of the progress of a commit: what wrote it."""
@@ -72,14 +73,16 @@ def show_state(shown: Shown) -> None:
             for name, member in shown.names(partition):
                 if member.stretch.elements:
                     parameter = shown.state.parameter(name).parameter
-                    shown.beside.state[parameter] = _views(held, partition, member)
+                    shown.beside.state[parameter] = _views(shown.base, held, partition, member)
 
 
-def _views(held: Mapping[str, Any], partition: Partition, member: Member) -> dict[str, Any]:
+def _views(
+    base: torch.optim.Optimizer, held: Mapping[str, Any], partition: Partition, member: Member
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for slot, value in held.items():
         if not isinstance(value, torch.Tensor) or not value.dim():
-            found[slot] = value
+            found[slot] = shown_number(base, value)
         elif value.shape == partition.master.shape:
             found[slot] = value.narrow(0, member.offset, member.stretch.elements)
         else:

@@ -11,6 +11,7 @@ from delta.loops import cut_small, same
 from holdfast.delta.compact import compact
 from holdfast.store.chain import left_behind
 from holdfast.store.local import LocalStore
+from holdfast.store.pruning import planned
 from holdfast.store.retention import Keep
 from test_checkpointer import go_on, reference, start
 
@@ -81,6 +82,24 @@ def test_a_base_is_not_kept_for_steps_that_the_present_line_has_or_that_another_
     assert left(run, 13) == {14, 15, 16}
     for step in (6, 13, 14, 16):
         assert same(resumed(run, step, tmp_path), states[step])
+
+
+def test_a_base_stays_for_steps_of_which_only_another_line_has_the_numbers(tmp_path, monkeypatch):
+    cut_small(monkeypatch, 1)
+    root = tmp_path / "run"
+    trained(root, 14, base=10)
+    trained(root, 14, step=5)  # another 10 to 14, which are what is gone back to
+    trained(root, 9, step=3)
+    done = compact(root, 6)
+    assert not done.dropped and done.left == ((10, 14),)
+
+
+def test_a_prune_names_steps_of_the_present_line_of_which_another_has_the_numbers(tmp_path):
+    root = tmp_path / "run"
+    trained(root, 9, base=4)
+    trained(root, 12, base=12, step=5)
+    with LocalStore.read(root) as reader:
+        assert planned(reader, Keep(1, every=4)).lost == ((0, 3), (6, 11))
 
 
 def test_it_is_said_what_a_base_stays_for(run, holdfast):

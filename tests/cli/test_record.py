@@ -69,6 +69,16 @@ def test_auto_is_what_the_machine_is_fast_in_and_the_run_keeps_it(
     assert load_config(tmp_path / "run" / "config.toml").train.dtype == chosen
 
 
+def test_auto_keeps_what_the_run_computes_in_where_its_record_is_gone(train, tmp_path, monkeypatch):
+    assert train(dtype="bf16").code == 0
+    (tmp_path / "run" / "config.toml").unlink()
+    monkeypatch.setattr(
+        "holdfast.cli.machine.product_seconds", lambda dtype: 1.0 if dtype == "float32" else 2.0
+    )
+    result = train("train.steps=3", dtype="auto")
+    assert (result.code, result.err, "computed in bf16" in result.out) == (0, "", True)
+
+
 def test_bf16_that_is_a_little_slower_is_taken_and_a_gpu_is_not_asked(monkeypatch):
     monkeypatch.setattr("holdfast.cli.machine.product_seconds", {"float32": 0.85, "bfloat16": 1.0}.get)
     assert choose_dtype("cpu") == "bf16"

@@ -16,7 +16,7 @@ from shlex import quote
 from typing import Any
 
 from ..config import Config, Dtype, changed_keys, is_marked, literal, load_config, to_toml
-from ..errors import ConfigError, NoCommit, RunMismatch
+from ..errors import ConfigError, Damaged, NoCommit, RunMismatch
 from ..store.files import Disk, write_durably
 from ..store.local import LocalStore
 
@@ -58,10 +58,17 @@ def read_record(directory: Path) -> Config | None:
 
 
 def kept_dtype(config: Config) -> Dtype | None:
-    """What the run that ``config`` continues computes in; None where no record says so."""
+    """What the run that ``config`` continues computes in, by its record, or where that is gone its newest commit; None
+    if there is no such run."""
     run = Path(config.run.dir)
-    kept = read_record(run) or read_record(state_directory(run, config))
-    return None if kept is None or kept.train.dtype == "auto" else kept.train.dtype
+    state = state_directory(run, config)
+    kept = read_record(run) or read_record(state)
+    if kept is not None and kept.train.dtype != "auto":
+        return kept.train.dtype
+    with suppress(NoCommit, Damaged):
+        if (newest := LocalStore.read(state).head()) is not None:
+            return newest.progress_of(newest.streams[0]).get("settings", {}).get("dtype")
+    return None
 
 
 def state_directory(run: Path, config: Config | None) -> Path:

@@ -15,7 +15,7 @@ from ..ranks import Ranks
 from ..state.live import LiveState
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
-from ..store.pruning import in_spans, reach_needs, reach_of_lines, steps_of
+from ..store.pruning import in_spans, lost_of, reach_needs, reach_of_lines
 from ..store.retention import Keep
 from ..store.written import Written
 from .division import divided, of_one_base, owned_by
@@ -74,7 +74,7 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
             return Compacted(new, old.step, False)
         others = [store.load(ref) for ref in store.commits() if ref != old.ref]
         reach = reach_of_lines(store, [*others, old])
-        left = {step for step in steps_of(reach) - steps_of(reach, without=[old.ref]) if step > to}
+        left = {step for step in lost_of(store, reach, reach, without=[old.ref]) if step > to}
         if not left:
             store.retire([old.ref], reach_needs(reach, others))
         return Compacted(new, old.step, not left, tuple(in_spans(left)))

@@ -11,9 +11,9 @@ from holdfast.store.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import CommitRef, Manifest
 from holdfast.store.reader import RunReader
-from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
+from holdfast.store.retention import Keep, ancestry, dropped, kept_for_good, lineage
 from holdfast.store.room import Need, needs, unneeded_segments
-from holdfast.store.segments import segments, streams
+from holdfast.store.segments import streams
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
     ]
     return Pruning(
         tuple(rows), tuple(m.ref for m in kept), gone, sum(map(reader.disk.size, gone)),
-        tuple(in_spans(steps_of(before) - steps_of(after))), tuple(needed),
+        tuple(in_spans(lost_of(reader, before, after))), tuple(needed),
     )  # fmt: skip
 
 
@@ -123,10 +123,8 @@ def reach_of_lines(reader: RunReader, commits: list[Manifest], without: Collecti
     """How far ``commits`` lead on the current line and on those that later resumes left, by the headers of the records;
     were some segments not there."""
     timelines, tip = reader.timelines()[0], reader.tip()
-    own = {ref.timeline for stream in streams(reader.disk) for ref in segments(reader.disk, stream)}
-    own |= {manifest.ref.timeline for manifest in commits}  # another has nothing that its parent lacks
     found = {}
-    for each in {tip, *(own & timelines.keys())}:
+    for each in {tip, *timelines}:
         line = lineage([manifest.ref for manifest in commits], timelines, each)
         found[each] = _reach(reader, each, [m for m in commits if m.ref in line], without)
     return found
@@ -169,6 +167,24 @@ def steps_of(reach: Reach, without: Collection[CommitRef] = ()) -> set[int]:
         if ref not in without
         for step in range(ref.step, last + 1)
     }
+
+
+def lost_of(reader: RunReader, before: Reach, after: Reach, without: Collection[CommitRef] = ()) -> set[int]:
+    """Steps of which ``resume(step=)`` gives nothing afterwards, or those of another line; were some commits not
+    there."""
+    there, left = _whose(reader, before, ()), _whose(reader, after, without)
+    return {step for step, timeline in there.items() if left.get(step) != timeline}
+
+
+def _whose(reader: RunReader, reach: Reach, without: Collection[CommitRef]) -> dict[int, int]:
+    """Of each step that ``resume(step=)`` gives, the timeline that wrote it: the present line's, or the newest's."""
+    timelines, tip = reader.timelines()[0], reader.tip()
+    found: dict[int, int] = {}
+    for each in dict.fromkeys((tip, *sorted(reach, reverse=True))):
+        line = ancestry(timelines, each)[::-1]
+        for step in steps_of({each: reach.get(each, {})}, without):
+            found.setdefault(step, next(t for t, limit in line if limit is None or step <= limit))
+    return found
 
 
 def in_spans(steps: set[int]) -> list[tuple[int, int]]:

@@ -45,7 +45,7 @@ test-matrix: install
 PEERS := .venv-peers
 TITAN := .venv-titan
 test-peers: $(PEERS)/.installed $(TITAN)/.installed
-	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --session-timeout=2400 tests/peers
+	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --session-timeout=3000 tests/peers
 	$(TITAN)/bin/pytest --session-timeout=600 tests/peers/test_torchtitan.py
 
 $(PEERS)/.installed: pyproject.toml constraints.txt

@@ -33,6 +33,10 @@ from .universal.restore import needs_of, read_tensors, restore
 from .universal.ruled import UnderRules
 from .universal.source import Source, Stored
 
+NOT_ALL_GROUPS = "it does not say the hyper-parameters of all groups; the optimizer's stay"
+NO_RANDOM = "it has no random numbers; the script's go on as they are: state-exact, not continuation-exact"
+"""Told of a source."""
+
 
 @dataclass(frozen=True)
 class From(Allowed):
@@ -221,13 +225,11 @@ def _bring(loop: Loop, source: Source, allowed: Allowed) -> tuple[int, list[str]
     found, complete = restore(loop.state, source, allowed)
     about = told_of(found, source) + script.adopt(source.progress, ranks.rank)
     if not complete:
-        about.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
+        about.append(NOT_ALL_GROUPS)
     step = source.progress.get("step") or 0
     if step and "random" not in source.progress:  # what is of no step begins a training
         loop.exactness = "state"
-        about.append(
-            "it has no random numbers; the script's go on as they are: state-exact, not continuation-exact"
-        )
+        about.append(NO_RANDOM)
     return step, [f"{source.path} ({source.format}): {text}" for text in about]
 
 

@@ -23,7 +23,7 @@ from ..delta.entering import seen_together
 from ..delta.script import Script
 from ..errors import BadInput
 from ..ranks import Ranks
-from ..sources import From, check_between, opened_alike, told_of
+from ..sources import NO_RANDOM, NOT_ALL_GROUPS, From, check_between, opened_alike, told_of
 from ..store.retention import Keep
 from ..universal.matching import Match
 from ..universal.restore import matched, needs_of, restore
@@ -134,11 +134,9 @@ def _bring(shown: Shown, source: Source, start: From, rank: int) -> tuple[Match,
     found, complete = restore(shown.state, source, start)
     told = told_of(found, source) + adopted + told_of_left(shown.base, shown.beside)
     if not complete:
-        told.append("it does not say the hyper-parameters of all groups; the optimizer's stay")
+        told.append(NOT_ALL_GROUPS)
     if source.progress.get("step") and "random" not in source.progress:
-        told.append(
-            "it has no random numbers; the script's go on as they are: state-exact, not continuation-exact"
-        )
+        told.append(NO_RANDOM)
     return found, told
 
 

@@ -443,6 +443,28 @@ def test_a_save_that_is_killed_anywhere_leaves_a_whole_commit(tmp_path, kill_at,
     assert len(list((tmp_path / "data").iterdir())) == 1
 
 
+@pytest.mark.parametrize("point", ["after_timeline_opened", "before_data_sync", "after_manifest_sync"])
+def test_a_save_of_an_earlier_step_that_comes_to_no_end_leaves_the_run_where_it_was(
+    tmp_path, kill_at, point, monkeypatch
+):
+    from holdfast import failpoints
+
+    for number in range(4):
+        save(state(number), tmp_path, keep=Keep(last=4))
+    kill_at(point)
+    with pytest.raises((Killed, dcp.api.CheckpointException)):
+        save(state(7), tmp_path, step=1, keep=Keep(last=4))
+    monkeypatch.setattr(failpoints, "armed", "")
+    assert steps_of(tmp_path) == [(3, 1), (2, 1), (1, 1), (0, 1)]
+    assert load(state(9), tmp_path)["step"] == 3
+    with RunReader(tmp_path) as reader:
+        assert reader.tip() == 1 and reader.line_and_odd()[1] == []
+    save(state(4), tmp_path, keep=Keep(last=4))
+    assert steps_of(tmp_path) == [(4, 3), (3, 1), (2, 1), (1, 1)]
+    save(state(8), tmp_path, step=2, keep=Keep(last=4))
+    assert steps_of(tmp_path)[:2] == [(2, 4), (2, 1)] and load(state(9), tmp_path)["step"] == 8
+
+
 def test_a_writer_can_be_sent_to_another_process(tmp_path):
     writer = pickle.loads(pickle.dumps(StorageWriter(tmp_path, step=4)))
     dcp.save(state(1), storage_writer=writer, no_dist=True)

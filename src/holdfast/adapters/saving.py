@@ -70,7 +70,7 @@ class OpenedRun:
             or before.timeline != newest
             or self.step <= before.step
         ):
-            self.store.begin(before)
+            self.store.begin(before, by_saves=True)
         else:
             self.store.go_on(timelines[newest])
 

@@ -120,9 +120,9 @@ class LocalStore(SharedCommits):
             raise NoCommit(f"{root} is not a run directory: it has no commits/ in it")
         return reader
 
-    def begin(self, fork: Point | None) -> int:
+    def begin(self, fork: Point | None, *, by_saves: bool = False) -> int:
         """Open a timeline that continues ``fork``, a commit or a record (None: from nothing); durable before this
-        returns.
+        returns. ``by_saves``: the run is on it from its first commit on, and until then where it was.
 
         Retires what an earlier process had no time to retire, and repairs timeline records. Verify
         ``fork`` before.
@@ -138,6 +138,7 @@ class LocalStore(SharedCommits):
             None if fork is None else fork.key,
             time.time(),
             this_writer(),
+            by_saves,
         )
         with self._failing():
             write_durably(self.disk, record.path, record.encode(), why="timeline")

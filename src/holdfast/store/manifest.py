@@ -128,6 +128,8 @@ class Timeline:
     parent_key: str | None = None
     created: float = 0.0
     writer: dict[str, Any] = field(default_factory=dict)
+    by_saves: bool = False
+    """Whether saves of whole states make it: then it leads anywhere from its first commit on, not from being opened."""
 
     @property
     def path(self) -> str:
@@ -135,6 +137,8 @@ class Timeline:
 
     def encode(self) -> bytes:
         table = asdict(self)
+        if not self.by_saves:  # which is what a record without it says
+            del table["by_saves"]
         return seal({"format": FORMAT, "version": VERSION, "timeline": table.pop("id"), **table})
 
     @classmethod
@@ -143,6 +147,7 @@ class Timeline:
         with reading(path):
             names = ("parent", "fork_step", "key", "parent_key", "created", "writer")
             record = cls(table["timeline"], **{name: table[name] for name in names})
+            record = replace(record, by_saves=table.get("by_saves") is True)
         if record.path != path:
             raise unreadable(path, f"it is the record of timeline {record.id}", len(data))
         return record

@@ -20,7 +20,7 @@ from holdfast.store.files import AnyDisk, Disk
 from holdfast.store.layout import Layout
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, timeline_of_name, timeline_path
 from holdfast.store.ranges import read_atom
-from holdfast.store.retention import lineage, newest_tip
+from holdfast.store.retention import is_begun, lineage, newest_tip
 from holdfast.store.segments import timelines_of_segments
 from holdfast.store.target import place_of, remote_disk
 from holdfast.store.verifying import Report
@@ -85,6 +85,8 @@ class RunReader:
         found: list[Damaged] = []
         for timeline in sorted({*records, *self._timeline_ids()}, reverse=True):
             path = timeline_path(timeline)
+            if timeline in records and not is_begun(commits, records[timeline]):
+                continue
             line = lineage(commits, records, timeline) if timeline in records else []
             if line:
                 break

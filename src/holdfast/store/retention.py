@@ -73,8 +73,14 @@ def lineage(commits: Collection[CommitRef], timelines: Mapping[int, Timeline], t
 
 
 def newest_tip(commits: Collection[CommitRef], timelines: Mapping[int, Timeline]) -> int:
-    """The newest timeline whose line has commits; 0 if none has."""
-    return next((t for t in sorted(timelines, reverse=True) if lineage(commits, timelines, t)), 0)
+    """The newest timeline whose line has commits and that is begun; 0 if none has."""
+    begun = (t for t in sorted(timelines, reverse=True) if is_begun(commits, timelines[t]))
+    return next((t for t in begun if lineage(commits, timelines, t)), 0)
+
+
+def is_begun(commits: Collection[CommitRef], timeline: Timeline) -> bool:
+    """Whether a run may be said to be on ``timeline``. A save that was refused or killed leaves one that is not."""
+    return not timeline.by_saves or any(ref.timeline == timeline.id for ref in commits)
 
 
 def ancestry(timelines: Mapping[int, Timeline], tip: int) -> list[tuple[int, int | None]]:

@@ -76,7 +76,7 @@ def states_of(feature, optimizer=ADAMW, steps=STEPS):
     return states
 
 
-@pytest.mark.parametrize("feature, name", one_in(3, HABITS, OPTIMIZERS))
+@pytest.mark.parametrize("feature, name", one_in(5, HABITS, OPTIMIZERS))
 def test_the_replica_is_the_trainer_after_every_step(tmp_path, name, feature):
     """Each step is compared in full by digest, and what the replica persisted of it is read back."""
     loop, checkpointer = start(tmp_path, feature, OPTIMIZERS[name], keep=Keep(99))

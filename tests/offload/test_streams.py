@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import holdfast
+from combined import one_in
 from holdfast.io.buffers import BufferPool
 from holdfast.offload import entry
 from holdfast.offload.device import CudaDevice, HostDevice
@@ -66,9 +67,7 @@ def engine_of(directory, num_micro_batches=3, **options):
         yield engine
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement, num_micro_batches, options", one_in(2, PLACEMENTS, [1, 3], OPTIONS))
 def test_every_bit_is_that_of_a_plain_loop_whenever_copies_are_made(
     tmp_path, apart, placement, num_micro_batches, options
 ):

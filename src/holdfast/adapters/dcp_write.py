@@ -146,12 +146,8 @@ def _write(
         return None, {}
     atoms = {key: Atom(key, "", box_of(item).shape, kind_of(item).dtype) for key, item in tensors.items()}
     layout = Layout.build([(key, atom.dtype, atom.shape) for key, atom in atoms.items()], METADATA)
-    unit = store.unit(save.unit, layout, copies=1)
-    unit.create()
-    generation = unit.acquire()
     image = Image(layout, Resolved(tensors, planner))
-    checksums = unit.write_through(generation, image.fill, kind="state", phase="save", priority=2)
-    files: Written = {save.unit: (generation, checksums)}
+    files: Written = {save.unit: store.write_unit(save.unit, layout, image.fill)}
     index = store.put_index(index_of(save, items, tensors))
     if first is not None:
         first.written = files, index

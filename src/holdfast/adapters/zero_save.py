@@ -102,15 +102,9 @@ def _share(store: LocalStore, shown: Shown, step: int, name: str, version: str, 
     units, index = divided(owned, state, f"{name}.")
     files: Written = {}
     for unit in units:
-        made = store.unit(unit.name, unit.layout, copies=1)
-        made.create()
-        generation = made.acquire()
         tensors = unit.tensors_of(owned)
         settle_devices(tensors.values())
-        checksums = made.write_through(
-            generation, Image(unit.layout, tensors).fill, kind="state", phase="save", priority=2
-        )
-        files[unit.name] = generation, checksums
+        files[unit.name] = store.write_unit(unit.name, unit.layout, Image(unit.layout, tensors).fill)
     progress = _progress(shown, version)
     return store.share(
         step,

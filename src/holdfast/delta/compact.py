@@ -148,14 +148,8 @@ def _written(
     units, index = divided(owned, state, prefix)
     files: Written = {}
     for unit in units:
-        unit.files = made = store.unit(unit.name, unit.layout, copies=1)
-        made.create()
-        generation = store.free_generation(made)
         fill = Image(unit.layout, unit.tensors_of(owned)).fill
-        files[unit.name] = (
-            generation,
-            made.write_through(generation, fill, kind="state", phase="base", priority=2),
-        )
+        files[unit.name] = store.write_unit(unit.name, unit.layout, fill, phase="base")
     return files, of_one_base(index, point.timeline, point.step, prefix)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
@@ -197,6 +197,16 @@ class LocalStore(SharedCommits):
         )
         self._units[name] = unit
         return unit
+
+    def write_unit(
+        self, name: str, layout: Layout, fill: Callable[[memoryview, int], None], *, phase: str = "save"
+    ) -> tuple[int, tuple[str, ...]]:
+        """Write a unit once, as a whole: ``fill(view, start)`` puts the bytes of its file from ``start`` on into
+        ``view``. Durable when it returns what ``publish`` takes of it."""
+        unit = self.unit(name, layout, copies=1)
+        unit.create()
+        generation = self.free_generation(unit)
+        return generation, unit.write_through(generation, fill, kind="state", phase=phase, priority=2)
 
     def journal(self, stream: str) -> JournalWriter:
         """A journal of the timeline that ``begin`` opened; the caller closes it."""

@@ -14,7 +14,6 @@ from ..state.boxes import Box
 from ..store.layout import METADATA, PAD, Layout
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
-from ..store.written import Written
 from ..units import MiB, format_bytes, packed
 from .convert import format_of, is_of_others
 from .load import read_flat
@@ -44,16 +43,10 @@ def write_run(source: Source, root: Path, told: Callable[[int], None] = lambda n
             raise DiskFull(f"{root} takes {format_bytes(needed)}, and {format_bytes(free)} are free there")
         store.enter()
         store.begin(None)
-        files: Written = {}
-        for name, layout in layouts.items():
-            unit = store.unit(name, layout, copies=1)
-            unit.create()
-            generation = unit.acquire()
-            fill = partial(_fill, source, layout, told)
-            files[name] = (
-                generation,
-                unit.write_through(generation, fill, kind="state", phase="save", priority=2),
-            )
+        files = {
+            name: store.write_unit(name, layout, partial(_fill, source, layout, told))
+            for name, layout in layouts.items()
+        }
         source.refuse_rewritten()
         index = store.put_index({"version": 1, "atoms": dict(_index(units))})
         origin = {"converted_from": {"path": source.path, "format": source.format}}

@@ -34,8 +34,9 @@ test: install lint types
 test-dist: install
 	$(BIN)/pytest -n 2 --session-timeout=2400 tests/dist
 
+# They wait for the disk as much as they compute.
 test-crash: install
-	$(BIN)/pytest -n 2 --session-timeout=3300 tests/crash
+	$(BIN)/pytest -n 3 --session-timeout=3300 tests/crash
 
 test-matrix: install
 	$(BIN)/pytest -n 2 --session-timeout=1800 tests/matrix

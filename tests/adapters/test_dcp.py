@@ -19,6 +19,7 @@ from holdfast.checkpointer import Checkpointer
 from holdfast.cli.main import app
 from holdfast.errors import BadInput, NoCommit, RunLocked
 from holdfast.state.boxes import Box
+from holdfast.store.pruning import prune
 from holdfast.store.reader import RunReader
 from holdfast.store.retention import Keep
 from holdfast.universal.convert.dcp import DCP
@@ -463,6 +464,44 @@ def test_a_save_of_an_earlier_step_that_comes_to_no_end_leaves_the_run_where_it_
     assert steps_of(tmp_path) == [(4, 3), (3, 1), (2, 1), (1, 1)]
     save(state(8), tmp_path, step=2, keep=Keep(last=4))
     assert steps_of(tmp_path)[:2] == [(2, 4), (2, 1)] and load(state(9), tmp_path)["step"] == 8
+
+
+def test_a_save_that_is_refused_retires_nothing(tmp_path):
+    for number in range(6):
+        save(state(number), tmp_path, keep=Keep(last=6))
+    before = steps_of(tmp_path)
+    with pytest.raises(dcp.api.CheckpointException, match="cannot be stored by value"):
+        save({"odd": object()}, tmp_path, step=2)
+    assert steps_of(tmp_path) == before and len(before) == 6
+    save(state(6), tmp_path, step=2)
+    assert steps_of(tmp_path) == [(2, 3), (2, 1)]
+
+
+def test_a_run_whose_only_commit_of_a_line_is_damaged_and_pruned_does_not_go_back_to_another_line(tmp_path):
+    for step in (0, 1, 2, 3, 2):
+        save(state(step), tmp_path, step=step, keep=Keep(last=4))
+    path = tmp_path / RunReader(tmp_path).head().path
+    path.write_text("{}")
+    prune(tmp_path, Keep(last=4))
+    assert not path.exists() and steps_of(tmp_path) == [(2, 1), (1, 1), (0, 1)]
+    save(state(3), tmp_path, keep=Keep(last=4))
+    assert steps_of(tmp_path)[0] == (3, 3) and load(state(9), tmp_path)["step"] == 3
+
+
+def test_a_damaged_record_of_a_save_that_did_not_end_does_not_keep_others_from_saving(
+    tmp_path, kill_at, monkeypatch
+):
+    from holdfast import failpoints
+
+    for number in range(3):
+        save(state(number), tmp_path, keep=Keep(last=4))
+    kill_at("after_timeline_opened")
+    with pytest.raises((Killed, dcp.api.CheckpointException)):
+        save(state(7), tmp_path, step=1, keep=Keep(last=4))
+    monkeypatch.setattr(failpoints, "armed", "")
+    (tmp_path / "timelines" / "t0002.json").write_text("{}")
+    save(state(3), tmp_path, keep=Keep(last=4))
+    assert steps_of(tmp_path)[:2] == [(3, 3), (2, 1)] and load(state(9), tmp_path)["step"] == 3
 
 
 def test_a_writer_can_be_sent_to_another_process(tmp_path):

@@ -12,6 +12,7 @@ SCRIPTS = {
     "lightened": ("lightning", LIGHTNING),
     "trained": ("transformers", TRAINER),
 }
+STEPS = [lambda last: {2, last // 3, last - 1}, lambda last: {last // 3 + 1}, lambda last: {last}]
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +30,10 @@ def worlds():
     "script, habit", [(script, habit) for script, (_, of) in SCRIPTS.items() for habit in of]
 )
 def test_killed_again_and_again_they_end_the_same(worlds, tmp_path, script, habit):
-    """Every third of them at other steps than tests/adapters kills."""
+    """Every third of them at other steps than tests/adapters kills, the others at one of those."""
     library, habits = SCRIPTS[script]
     pytest.importorskip(library)
     if script not in worlds:
         worlds[script] = World(script)
-    killed_it_ends_the_same(
-        worlds[script], tmp_path, 2, habits[habit], often=list(habits).index(habit) % 3 == 0
-    )
+    steps = STEPS[list(habits).index(habit) % 3]
+    killed_it_ends_the_same(worlds[script], tmp_path, 2, habits[habit], steps)

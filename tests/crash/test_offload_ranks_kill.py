@@ -83,7 +83,7 @@ def test_a_rank_is_killed_at_a_failpoint(world, tmp_path, place, options):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_rank_is_killed_at_any_moment(world, tmp_path, seed, seconds):
     chance, said = random.Random(seed), []
     options = chance.choice(OPTIONS) | SOON
@@ -97,7 +97,7 @@ def test_a_rank_is_killed_at_any_moment(world, tmp_path, seed, seconds):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_rank_is_killed_at_any_moment_over_drives_that_change(world, tmp_path, seed, seconds):
     """Each time over other drives, which what is killed may be moving files to."""
     chance, said, root = random.Random(100 + seed), [], tmp_path / "run"

@@ -72,7 +72,7 @@ def test_killed_where_every_block_is_updated_again_at_each_commit(server, refere
 @pytest.mark.parametrize(
     "failpoint, way, arrival",
     one_in(
-        2,
+        4,
         [*failpoints.REDO, *(n for n in failpoints.NAMES if n != "after_timeline_opened")],
         WAYS,
         [1, 3, 4, 8],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,15 @@ def compare(rest: list[dict[str, Any]], whole: list[dict[str, Any]]) -> None:
 
 
 def killed_it_ends_the_same(
-    world: World, folder: Path, ranks: int, habit: dict[str, Any], often: bool = False
+    world: World,
+    folder: Path,
+    ranks: int,
+    habit: dict[str, Any],
+    steps: Callable[[int], set[int]] = lambda last: {last // 3 + 1, last},
 ) -> None:
-    """The last rank is killed at two steps or, ``often``, at three others. Undisturbed is a script without a run."""
+    """The last rank is killed at ``steps``, given the number of the last. Undisturbed is a script without a run."""
     whole = ended(world.run(ranks, output=folder / "whole", **habit))
-    last = whole[0]["steps"]
-    steps = {2, last // 3, last - 1} if often else {last // 3 + 1, last}
-    for step in sorted(steps):
+    for step in sorted(steps(whole[0]["steps"])):
         cut = world.run(ranks, root=folder / "run", output=folder / "cut", kill=[ranks - 1, step], **habit)
         assert cut[ranks - 1]["code"] == -9, cut
         assert not any(said.get("finished") for said in cut)

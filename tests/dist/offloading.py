@@ -162,7 +162,7 @@ def main(
             if [rank, step] == [*kill]:
                 os.kill(os.getpid(), signal.SIGKILL)
             if [rank, step] == [*hang]:
-                time.sleep(30)
+                time.sleep(12)
             if [rank, step] == [*leave_at]:
                 raise ValueError("an error of the script")
             if refuse_at and step == refuse_at[1]:

@@ -18,8 +18,9 @@ def ended(ranks):
     return ranks
 
 
-@pytest.mark.parametrize("codec", [TOPK, INT8])
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 3), ("hsdp", 4)])
+@pytest.mark.parametrize(
+    "kind, ranks, codec", [("ddp", 2, INT8), ("fsdp", 3, TOPK), ("fsdp", 3, INT8), ("hsdp", 4, TOPK)]
+)
 def test_a_closed_run_goes_on_as_if_it_had_not_been(world, tmp_path, kind, ranks, codec):
     """Residuals come back, those of each rank to it."""
     whole = ended(world.run(ranks, kind=kind, root=tmp_path / "whole", steps=9, codec=codec))

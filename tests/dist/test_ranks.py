@@ -61,7 +61,7 @@ OPTIMIZERS = ["sgd", "adamw", "foreach", "fused"]
 
 
 @pytest.mark.parametrize(
-    "kinds, optimizer", [*one_in(2, KINDS, OPTIMIZERS), *one_in(4, FSDP1_OTHERS, OPTIMIZERS)]
+    "kinds, optimizer", [*one_in(4, KINDS, OPTIMIZERS), *one_in(4, FSDP1_OTHERS, OPTIMIZERS)]
 )
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimizer):
     kind, ranks, other, others = kinds

@@ -85,9 +85,9 @@ def test_ranks_that_ask_for_different_steps_are_refused(world, tmp_path):
     assert all("resume was called differently" in each["error"] for each in said)
 
 
-@pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
-    "kind, more", [("ddp", {}), ("fsdp", {}), ("ddp", {"base_every": 3}), ("ddp", {"average": True})]
+    "who, kind, more",
+    [(0, "ddp", {}), (1, "fsdp", {}), (1, "ddp", {"base_every": 3}), (0, "ddp", {"average": True})],
 )
 def test_steps_that_one_rank_could_not_record_are_followed_by_a_base_of_all(world, tmp_path, kind, who, more):
     """Its disk is behind for a while, and nobody waits for it but for that base."""

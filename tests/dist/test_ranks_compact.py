@@ -47,7 +47,7 @@ PLACES = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp1", 2), ("fsd
 @pytest.mark.parametrize(
     "place, optimizer",
     one_in(
-        2,
+        4,
         PLACES,
         ["sgd", "adamw", "foreach", "fused"],
     ),

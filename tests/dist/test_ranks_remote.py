@@ -51,8 +51,7 @@ def goes_on(world, tmp_path, bucket, step, ranks=3, kind="fsdp"):
     return said["digests"][str(step)]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("replica", [False, True])
+@pytest.mark.parametrize("kind, replica", [("ddp", False), ("fsdp", True)])
 def test_the_copy_is_of_all_ranks_and_any_number_goes_on_from_it(world, tmp_path, bucket, kind, replica):
     said = ended(
         world.run(
@@ -66,8 +65,7 @@ def test_the_copy_is_of_all_ranks_and_any_number_goes_on_from_it(world, tmp_path
     assert goes_on(world, tmp_path, bucket, 7) == said[0]["digests"]["7"]
 
 
-@pytest.mark.parametrize("killed", [0, 1, "all"])
-@pytest.mark.parametrize("replica", [False, True])
+@pytest.mark.parametrize("killed, replica", [(0, True), (1, False), ("all", False), ("all", True)])
 def test_what_was_copied_when_ranks_died_is_a_run_and_the_next_ranks_copy_the_rest(
     world, tmp_path, bucket, killed, replica
 ):
@@ -83,8 +81,7 @@ def test_what_was_copied_when_ranks_died_is_a_run_and_the_next_ranks_copy_the_re
     assert goes_on(world, tmp_path, bucket, 12, ranks=1) == rest[0]["digests"]["12"]
 
 
-@pytest.mark.parametrize("told", [0, 1])
-@pytest.mark.parametrize("replica", [False, True])
+@pytest.mark.parametrize("told, replica", [(0, True), (1, False)])
 def test_a_sigterm_to_one_rank_ends_all_with_the_copy_complete(world, tmp_path, bucket, told, replica):
     order = {"signal_at": [told, 4], "base_every": 100, "copies_every": 60}  # so only the last copy is made
     said = world.run(

@@ -58,9 +58,14 @@ def goes_on(world, tmp_path, kind, died, steps=14, **order):
 
 @pytest.mark.parametrize(
     "kind, ranks, optimizer",
-    [("ddp", 2, "sgd"), ("ddp", 2, "fused"), ("ddp", 3, "adamw"), ("fsdp", 2, "adamw"), ("fsdp", 2, "fused"),
-     ("fsdp", 3, "foreach"), ("hsdp", 4, "adamw")],
-)  # fmt: skip
+    [
+        ("ddp", 2, "sgd"),
+        ("ddp", 3, "adamw"),
+        ("fsdp", 2, "fused"),
+        ("fsdp", 3, "foreach"),
+        ("hsdp", 4, "adamw"),
+    ],
+)
 def test_the_replicas_are_what_the_trainers_are_after_every_step(
     world, tmp_path, memory, kind, ranks, optimizer
 ):
@@ -199,10 +204,14 @@ def test_clipping_here_is_that_of_torch(world, tmp_path, memory, kind):
     assert goes_on(world, tmp_path, kind, beside, **here) == 6
 
 
-@pytest.mark.parametrize("clips", [{}, {"clip": False, "clip_norm": 0.5}])
 @pytest.mark.parametrize(
-    "kind, ranks, other, others",
-    [("ddp", 2, "ddp", 3), ("fsdp", 3, "ddp", 2), ("fsdp", 2, "plain", 1), ("fsdp", 2, "ddp", 2)],
+    "kind, ranks, other, others, clips",
+    [
+        ("ddp", 2, "ddp", 3, {"clip": False, "clip_norm": 0.5}),
+        ("fsdp", 3, "ddp", 2, {"clip": False, "clip_norm": 0.5}),
+        ("fsdp", 2, "plain", 1, {}),
+        ("fsdp", 2, "ddp", 2, {}),
+    ],
 )
 def test_under_another_parallelism_the_base_is_taken_that_orphaned_replicas_made(
     world, tmp_path, memory, kind, ranks, other, others, clips
@@ -234,8 +243,9 @@ def test_a_run_that_is_killed_again_and_again_loses_no_step_that_all_had(world, 
     assert goes_on(world, tmp_path, kind, died) >= survives >= 6
 
 
-@pytest.mark.parametrize("failpoint", ["after_state_handed", "after_gradient_copied", "after_step_handed"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "failpoint, rank", [("after_state_handed", 0), ("after_gradient_copied", 1), ("after_step_handed", 0)]
+)
 def test_a_rank_that_dies_as_it_resumes_takes_nothing_from_the_others(
     world, tmp_path, memory, rank, failpoint
 ):

@@ -63,7 +63,7 @@ class OpenedRun:
     def _begin(self, before: Manifest | None) -> None:
         """A save after the newest is of the same timeline; any other begins one."""
         timelines = self.store.timelines()[0]
-        newest = max(timelines, default=0)
+        newest = max((*timelines, *self.store.timeline_ids()), default=0)  # also one that cannot be read
         if (
             before is None
             or before.ref != self.store.line()[0]

@@ -124,11 +124,11 @@ class LocalStore(SharedCommits):
         """Open a timeline that continues ``fork``, a commit or a record (None: from nothing); durable before this
         returns. ``by_saves``: the run is on it from its first commit on, and until then where it was.
 
-        Retires what an earlier process had no time to retire, and repairs timeline records. Verify
-        ``fork`` before.
+        Retires what an earlier process had no time to retire, but with ``by_saves``, and repairs timeline records.
+        Verify ``fork`` before.
         """
         self._check_writer()
-        known = {*self._timeline_ids(), *(ref.timeline for ref in self.commits())}
+        known = {*self.timeline_ids(), *(ref.timeline for ref in self.commits())}
         known |= {ref.timeline for stream in streams(self.disk) for ref in segments(self.disk, stream)}
         record = Timeline(
             max(known, default=0) + 1,
@@ -146,7 +146,8 @@ class LocalStore(SharedCommits):
             self.timeline, self._fork = record.id, record
             self._timelines, damaged = self.timelines()
             restore(self.disk, self._timelines, damaged)
-            self._retire()
+            if not by_saves:  # else the run is on another line until the first commit, which retires
+                self._retire()
         return record.id
 
     def go_on(self, timeline: Timeline) -> None:

@@ -72,8 +72,8 @@ class RunReader:
             return reading.read_shares(self.disk, manifest)
 
     def line(self, tip: int | None = None) -> list[CommitRef]:
-        """The commits that led to the newest step of the timeline ``tip`` (None: the newest that has any), newest
-        first."""
+        """The commits that led to the newest step of the timeline ``tip`` (None: the newest that has any and is begun),
+        newest first."""
         return self.line_and_odd()[0] if tip is None else lineage(self.commits(), self.timelines()[0], tip)
 
     def line_and_odd(self) -> tuple[list[CommitRef], list[Damaged]]:
@@ -83,7 +83,7 @@ class RunReader:
         odd = {error.path: error for error in damaged}
         line: list[CommitRef] = []
         found: list[Damaged] = []
-        for timeline in sorted({*records, *self._timeline_ids()}, reverse=True):
+        for timeline in sorted({*records, *self.timeline_ids()}, reverse=True):
             path = timeline_path(timeline)
             if timeline in records and not is_begun(commits, records[timeline]):
                 continue
@@ -94,7 +94,7 @@ class RunReader:
         return line, found
 
     def tip(self) -> int:
-        """The newest timeline whose line has commits; 0 if none has."""
+        """The newest timeline whose line has commits and that is begun; 0 if none has."""
         records, _ = self.timelines()
         return newest_tip(self.commits(), records)
 
@@ -128,7 +128,7 @@ class RunReader:
         """
         records: dict[int, Timeline] = {}
         damaged: dict[str, Damaged] = {}
-        for timeline in self._timeline_ids():
+        for timeline in self.timeline_ids():
             record = Timeline(timeline)
             try:
                 record = Timeline.decode(self.disk.read_bytes(record.path), record.path)
@@ -215,7 +215,8 @@ class RunReader:
             f" (`holdfast ls {self.root}`), or let the writer keep more: durability.retain."
         )
 
-    def _timeline_ids(self) -> list[int]:
+    def timeline_ids(self) -> list[int]:
+        """The numbers of all timelines that there is a record of, by the names alone."""
         ids = (timeline_of_name(name) for name in self.disk.listdir("timelines"))
         return [timeline for timeline in ids if timeline is not None]
 

@@ -22,6 +22,7 @@ from holdfast.store.lock import HeldLock
 from holdfast.store.manifest import CommitRef, FileRef, Manifest, Point, Timeline, this_writer
 from holdfast.store.reading import encode_index
 from holdfast.store.retained import RetainedCommits
+from holdfast.store.retention import is_begun, newest_tip
 from holdfast.store.room import Need, unneeded_segments
 
 Written = dict[str, tuple[int, tuple[str, ...]]]
@@ -117,6 +118,7 @@ class WrittenCommits(RetainedCommits):
         self._check_writer()
         with self._failing():
             gone = [self._retained[ref] for ref in refs]
+            self._stay_on_line(refs)
             self._drop(sorted(refs))
             for path in {f.path for m in gone if m is not None for f in m.files.values()} - {
                 *self._retained_files
@@ -126,6 +128,13 @@ class WrittenCommits(RetainedCommits):
             for path in unneeded_segments(self.disk, needed, None):
                 failpoints.reach("before_segment_unlink")
                 self.disk.unlink(path)
+
+    def _stay_on_line(self, without: Collection[CommitRef]) -> None:
+        """Where the line's timeline is one by saves and loses all its commits: let its record say that it is begun."""
+        timelines = self.timelines()[0]
+        tip = timelines.get(newest_tip(self._retained, timelines))
+        if tip is not None and not is_begun(set(self._retained) - {*without}, tip):
+            write_durably(self.disk, tip.path, replace(tip, by_saves=False).encode(), why="timeline")
 
     def _manifest(
         self,
@@ -166,7 +175,7 @@ class WrittenCommits(RetainedCommits):
             )
 
     def _check_fence(self) -> None:
-        newest = max(self._timeline_ids(), default=0)
+        newest = max(self.timeline_ids(), default=0)
         assert self.timeline is not None
         if newest > self.timeline:
             raise StaleCommit(

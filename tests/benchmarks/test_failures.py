@@ -26,6 +26,8 @@ from holdfast.plan.waste import Measured
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
+pytestmark = pytest.mark.timeout(300)
+
 MEASURED = Measured(
     step_seconds=0.2, full_bytes=70_000_000, record_bytes=23_000_000, write_bytes_per_second=1e9,
     read_bytes_per_second=2e9, base_stall_seconds=0.05, replay_seconds=0.01, restart_seconds=0.4,
@@ -45,7 +47,7 @@ def found(tmp_path_factory):
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

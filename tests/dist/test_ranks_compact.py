@@ -46,11 +46,7 @@ PLACES = [("ddp", 2), ("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("fsdp1", 2), ("fsd
 
 @pytest.mark.parametrize(
     "place, optimizer",
-    one_in(
-        4,
-        PLACES,
-        ["sgd", "adamw", "foreach", "fused"],
-    ),
+    [(("ddp", 2), "adamw"), *one_in(4, PLACES, ["sgd", "adamw", "foreach", "fused"])],
 )
 def test_a_compacted_base_is_that_of_the_ranks_bit_for_bit(world, tmp_path, place, optimizer):
     kind, ranks = place

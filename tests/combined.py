@@ -1,14 +1,26 @@
-"""Parts of all combinations, for tests of things that are better met in every pair than in every combination."""
+"""Parts of all combinations, for tests of things that are better met in every pair than in every combination, and of
+all repetitions. With ``HOLDFAST_WHOLE=1`` in the environment they are all there."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from typing import Any
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+WHOLE = bool(os.environ.get("HOLDFAST_WHOLE"))
 
 
 def one_in(n: int, *kinds: Iterable[Any]) -> list[tuple[Any, ...]]:
     """Every ``n``-th combination of one of each of ``kinds``: each choice from all kinds but one is among them, with
     every ``n``-th of that one kind, which must have ``n`` or more."""
     found = itertools.product(*(enumerate(kind) for kind in kinds))
+    n = 1 if WHOLE else n
     return [tuple(one for _, one in each) for each in found if sum(number for number, _ in each) % n == 0]
+
+
+def some_of(n: int, things: Sequence[T]) -> Sequence[T]:
+    """Every ``n``-th of ``things`` that are alike but for their numbers, such as seeds."""
+    return things[:: 1 if WHOLE else n]

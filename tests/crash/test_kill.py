@@ -11,6 +11,7 @@ import random
 
 import pytest
 
+from combined import one_in
 from crash_run import MIXED, ON_SSD, STEPS, atoms_of, end, kill_often
 from holdfast import failpoints
 from holdfast.store.local import LocalStore
@@ -92,11 +93,10 @@ def test_killed_at_a_failpoint(server, reference, text, tmp_path, failpoint, arr
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("way", [{}, {"retain": 1, **ON_SSD}], ids=["retain 2", "retain 1"])
-@pytest.mark.parametrize("failpoint, arrival", KILLED)
-def test_killed_at_every_failpoint(server, reference, text, tmp_path, failpoint, arrival, way):
+@pytest.mark.parametrize("way, place", one_in(2, [{}, {"retain": 1, **ON_SSD}], KILLED), ids=str)
+def test_killed_at_every_failpoint(server, reference, text, tmp_path, way, place):
     order = {"root": tmp_path / "run", "text": text, **way}
-    kill_at_failpoint(server, reference, order, failpoint, arrival)
+    kill_at_failpoint(server, reference, order, *place)
 
 
 @pytest.mark.crash

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from combined import one_in
+from combined import one_in, some_of
 from dist.offloading import plain
 from dist.world import World
 from holdfast import failpoints
@@ -83,7 +83,7 @@ def test_a_rank_is_killed_at_a_failpoint(world, tmp_path, place, options):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", some_of(2, range(12)))
 def test_a_rank_is_killed_at_any_moment(world, tmp_path, seed, seconds):
     chance, said = random.Random(seed), []
     options = chance.choice(OPTIONS) | SOON
@@ -97,7 +97,7 @@ def test_a_rank_is_killed_at_any_moment(world, tmp_path, seed, seconds):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", some_of(3, range(20)))
 def test_a_rank_is_killed_at_any_moment_over_drives_that_change(world, tmp_path, seed, seconds):
     """Each time over other drives, which what is killed may be moving files to."""
     chance, said, root = random.Random(100 + seed), [], tmp_path / "run"

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 
+from combined import one_in, some_of
 from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.store.chain import chain_of, read_journal, verify_records
@@ -55,7 +56,7 @@ def long(server, tmp_path_factory):
 
 @pytest.mark.crash
 @pytest.mark.parametrize(
-    "codec, seed", [*((None, n) for n in range(50)), *(("compressed", n) for n in range(5))]
+    "codec, seed", some_of(3, [*((None, n) for n in range(50)), *(("compressed", n) for n in range(5))])
 )
 def test_killed_at_random_moments(server, long, tmp_path, codec, seed):
     """Ten times each, a while after one another."""
@@ -72,8 +73,7 @@ def test_killed_at_random_moments(server, long, tmp_path, codec, seed):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint", EVERY)
-@pytest.mark.parametrize("arrival", [1, 2, 3])
+@pytest.mark.parametrize("failpoint, arrival", one_in(2, EVERY, [1, 2, 3]))
 def test_killed_at_a_failpoint(server, undisturbed, long, tmp_path, failpoint, arrival):
     steps, whole = (LONG, long) if failpoint in RARE else (STEPS, undisturbed)
     if failpoint == "after_timeline_opened" and arrival > 1:
@@ -110,8 +110,7 @@ def newest_base(root):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint", EVERY)
-@pytest.mark.parametrize("arrival", [1, 2, 3])
+@pytest.mark.parametrize("failpoint, arrival", one_in(3, EVERY, [1, 2, 3]))
 def test_killed_at_a_failpoint_with_residuals(server, sparse, long_sparse, tmp_path, failpoint, arrival):
     root, copy = tmp_path / "run", tmp_path / "copy"
     steps, whole = (LONG, long_sparse) if failpoint in RARE else (STEPS, sparse)
@@ -137,7 +136,7 @@ def of_codec(server, sparse, tmp_path_factory):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", some_of(3, range(10)))
 @pytest.mark.parametrize("codec", ["topk", "int8"])
 def test_killed_at_random_moments_with_residuals(server, of_codec, tmp_path, seed, codec):
     chance, whole = random.Random(seed), of_codec[codec]
@@ -219,8 +218,7 @@ def check_pruning_ends(server, root, before, kept):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("arrival", [1, 2])
-@pytest.mark.parametrize("failpoint", COMPACTED)
+@pytest.mark.parametrize("failpoint, arrival", one_in(2, COMPACTED, [1, 2]))
 def test_killed_while_it_is_compacted(server, undisturbed, tmp_path, failpoint, arrival):
     before = recoverable(finished(server, tmp_path, 1))
     to, newest = compacted_to(tmp_path)
@@ -244,7 +242,7 @@ def test_killed_while_it_is_pruned(server, undisturbed, tmp_path, failpoint, arr
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", some_of(2, range(5)))
 @pytest.mark.parametrize("verb", ["compact", "prune"])
 def test_killed_at_random_moments_while_it_is_made_shorter(server, undisturbed, tmp_path, verb, seed):
     """Five times each, of as many copies of one run."""

@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+from combined import one_in
 from crash_run import MIXED, ON_SSD, STEPS, Reference, end, kill_often
 from holdfast import failpoints
 from holdfast.store.local import LocalStore
@@ -50,16 +51,20 @@ def test_killed_at_fifty_random_moments(server, undisturbed, text, tmp_path):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize(
-    "failpoint, arrival",
-    [(name, 2) for name in failpoints.NAMES[:-1]] + [(name, STEPS + 2) for name in failpoints.NAMES[2:6]],
+    "way, place",
+    one_in(
+        2,
+        WAYS,
+        [(name, 2) for name in failpoints.NAMES[:-1]] + [(name, STEPS + 2) for name in failpoints.NAMES[2:6]],
+    ),
+    ids=str,
 )
 def test_killed_at_every_failpoint_of_a_step_and_of_the_last_commit(
-    server, undisturbed, text, tmp_path, failpoint, arrival, way
+    server, undisturbed, text, tmp_path, way, place
 ):
     """After the manifests of the beginning and of all steps comes that of the last step once more, with whole files."""
     order = {"root": tmp_path / "run", "text": text, **MEZO}
-    outcome = server.run(**order, **way, steps=STEPS, failpoint=f"{failpoint}:{arrival}")
+    outcome = server.run(**order, **way, steps=STEPS, failpoint="{}:{}".format(*place))
     assert outcome.killed or way.get("commit_every") == 3, "the failpoint was never reached"
     end(server, undisturbed, order, outcome.durable)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from combined import one_in
 from dist.world import ended
 from holdfast.events import read_events
 from holdfast.store.files import Disk
@@ -80,8 +81,7 @@ def test_the_replicas_are_what_the_trainers_are_after_every_step(
         shutil.rmtree(tmp_path / "copy")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("kind, killed", one_in(2, KINDS, [0, 1]))
 def test_a_rank_is_killed_and_all_go_on_from_memory(world, tmp_path, memory, kind, killed):
     died = run(world, tmp_path, kind, 14, kill=[killed, 9])
     assert died[killed]["code"] == -9 and "error" in died[1 - killed]
@@ -91,8 +91,7 @@ def test_a_rank_is_killed_and_all_go_on_from_memory(world, tmp_path, memory, kin
     assert max(said["durable"] for said in died) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("after", [{"0": 8, "1": 8}, {"0": 8}, {"1": 8}])
+@pytest.mark.parametrize("kind, after", one_in(2, KINDS, [{"0": 8, "1": 8}, {"0": 8}, {"1": 8}]))
 def test_all_are_killed_and_go_on_from_the_newest_step_that_all_have(world, tmp_path, memory, kind, after):
     """Right after a step was handed over, by both or by one of them."""
     died = run(world, tmp_path, kind, 14, killed_after=after)
@@ -142,8 +141,7 @@ def lost(died, rank):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind, rank", one_in(2, KINDS, [0, 1]))
 def test_where_one_replica_is_gone_the_disk_is_taken(world, tmp_path, memory, kind, rank):
     died = run(world, tmp_path, kind, 40, kill_replica=[rank, 7], save_at=5, pause=0.05)
     lost(died, rank)
@@ -159,8 +157,7 @@ def test_a_rank_dies_with_its_replica_and_the_disk_is_taken(world, tmp_path, mem
     assert from_memory(tmp_path) == []
 
 
-@pytest.mark.parametrize("base_every", [3, 1000])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, base_every", one_in(2, KINDS, [3, 1000]))
 def test_a_replica_that_has_drifted_is_made_anew(world, tmp_path, memory, kind, base_every):
     """It is told of where it is, and what goes to the disk is the trainers'."""
     said = ended(run(world, tmp_path, kind, 12, drift_at=[1, 4], base_every=base_every, pause=0.05))
@@ -169,8 +166,7 @@ def test_a_replica_that_has_drifted_is_made_anew(world, tmp_path, memory, kind, 
     assert goes_on(world, tmp_path, kind, said) == 12
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind, rank", one_in(2, KINDS, [0, 1]))
 def test_a_base_for_which_one_replica_has_drifted_is_given_up_by_all(world, tmp_path, memory, kind, rank):
     """A moment is another one, which only the comparison in full finds; all make another base when it is told."""
     order = {"drift_at": [rank, 6], "drifting_slot": "exp_avg", "base_every": 6, "settle_at": [rank, 7]}

@@ -236,7 +236,8 @@ def main() -> None:
     result = {"plan": [json.loads(each) for each in plans], "zero": []}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         result |= measure(Path(name), mib, rounds, warm_up=0 if args.small else 1)
-    for stage in (1, 3) if args.peers else ():
+    stages = (3,) if args.small else (1, 3)
+    for stage in stages if args.peers else ():
         with tempfile.TemporaryDirectory(dir=args.folder) as name:
             result["zero"].append(compare(Path(name), args.peers, stage, zero_mib, rounds))
     show(result)

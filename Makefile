@@ -30,9 +30,9 @@ types: install
 test: install lint types
 	$(BIN)/pytest -n 2 -m "not crash and not gpu and not peers and not matrix" --ignore=tests/dist
 
-# Several ranks, each a process.
+# Several ranks, each a process, which wait for one another.
 test-dist: install
-	$(BIN)/pytest -n 2 --session-timeout=2400 tests/dist
+	$(BIN)/pytest -n 3 --session-timeout=2400 tests/dist
 
 # They wait for the disk as much as they compute.
 test-crash: install

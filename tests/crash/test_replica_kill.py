@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from combined import one_in, some_of
+from combined import some_of
 from fork_server import ForkServer
 from holdfast import failpoints
 from holdfast.delta import kept, tier
@@ -91,7 +91,13 @@ def test_the_trainer_is_killed_at_a_failpoint(server, undisturbed, tmp_path, fai
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint, arrival", one_in(2, [*failpoints.NAMES, *REPLICAS], [1, 2, 4]))
+@pytest.mark.parametrize(
+    "failpoint, arrival",
+    [
+        *((name, 1) for name in (*failpoints.NAMES, *REPLICAS)),
+        *some_of(3, [(name, later) for name in (*failpoints.NAMES, *REPLICAS) for later in (2, 4)]),
+    ],
+)
 def test_whoever_arrives_at_a_failpoint_is_killed(server, undisturbed, tmp_path, failpoint, arrival):
     """Trainer or replica, whichever comes there first. A replica that dies is told of, and what it held is not used."""
     outcome = run(server, tmp_path, base_every=3, failpoint=f"{failpoint}:{arrival}")

@@ -218,7 +218,9 @@ def check_pruning_ends(server, root, before, kept):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint, arrival", one_in(2, COMPACTED, [1, 2]))
+@pytest.mark.parametrize(
+    "failpoint, arrival", [*((name, 1) for name in COMPACTED), *some_of(2, [(name, 2) for name in COMPACTED])]
+)
 def test_killed_while_it_is_compacted(server, undisturbed, tmp_path, failpoint, arrival):
     before = recoverable(finished(server, tmp_path, 1))
     to, newest = compacted_to(tmp_path)

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from combined import one_in, some_of
 from holdfast.events import read_events
 
 TESTS = Path(__file__).parent.parent
@@ -60,8 +61,7 @@ def heard(out):
 
 @pytest.mark.crash
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind, ranks", one_in(2, ["ddp", "fsdp"], [2, 4]))
 def test_a_killed_rank_is_started_again_and_all_go_on(tmp_path, kind, ranks):
     cut = killed_and_started_again(tmp_path, kind, ranks)
     resumed = {said["resumed"] for (restarts, _), said in cut.items() if restarts == 1}
@@ -104,7 +104,7 @@ def killed_and_started_again(tmp_path, kind, ranks, memory=()):
 
 @pytest.mark.crash
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", some_of(2, ["fsdp", "ddp"]))
 def test_a_lost_node_leaves_the_others_to_go_on_with_fewer_ranks(tmp_path, kind):
     """Two nodes of two ranks; one is killed with all that runs on it."""
     arguments = [

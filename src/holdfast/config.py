@@ -134,6 +134,12 @@ class TrainConfig:
         return usual if self.learning_rate == "auto" else self.learning_rate
 
 
+FRACTIONS = (
+    "params_on_host", "optimizer_on_host", "activations_on_host", "delayed_fraction", "recomputed_fraction",
+)  # fmt: skip
+"""Keys of ``offload`` that are planned, or given."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     schedule: Literal["vertical", "horizontal"] = _key(
@@ -146,6 +152,9 @@ class OffloadConfig:
     optimizer_on_host: Fraction = _key("auto", "likewise, of the optimizer state")
     activations_on_host: Fraction = _key("auto", "likewise, of the block inputs")
     delayed_fraction: Fraction = _key("auto", "of the blocks, updated beside the next forward pass; likewise")
+    recomputed_fraction: Fraction = _key(
+        "auto", "of the blocks, computed again in the backward pass to save memory; likewise"
+    )
     host_budget: str = _key(
         "auto", 'bytes, like "64GiB"; "auto" is what the machine has free, but for a tenth'
     )
@@ -157,7 +166,7 @@ class OffloadConfig:
     )
 
     def __post_init__(self) -> None:
-        for key in ("params_on_host", "optimizer_on_host", "activations_on_host", "delayed_fraction"):
+        for key in FRACTIONS:
             value = getattr(self, key)
             fits = value == "auto" or 0 <= value <= 1
             _require(fits, f"offload.{key}", value, 'must lie between 0 and 1, or be "auto"')

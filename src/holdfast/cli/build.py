@@ -53,6 +53,7 @@ def make_engine(
         schedule=config.offload.schedule,
         order=config.offload.order,
         delayed_fraction=config.offload.delayed_fraction,
+        recomputed_fraction=config.offload.recomputed_fraction,
         params_on_host=config.offload.params_on_host,
         optimizer_on_host=config.offload.optimizer_on_host,
         activations_on_host=config.offload.activations_on_host,

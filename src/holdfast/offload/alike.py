@@ -61,7 +61,10 @@ def agree_on_placement(plan: Plan, schedule: str, shape: StepShape, ranks: Ranks
         return plan
     least = {kind: min((getattr(each, kind) for each, _ in told), key=sum) for kind in ORDER}
     placement, together = Placement(**least), min(count for _, count in told)
-    shape, order = replace(shape, delayed_fraction=plan.delayed_fraction), LISTS[schedule]
+    order = LISTS[schedule]
+    shape = replace(
+        shape, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction
+    )
     return replace(
         plan,
         placement=placement,

@@ -63,20 +63,22 @@ class Prediction:
     def line(self) -> str:
         """For a person."""
         name, part = self.busiest
-        delayed = (
-            f", {self.choice.delayed_fraction:.0%} of updates delayed" if self.choice.delayed_fraction else ""
-        )
+        shape = self.shape
+        turned = f", {shape.delayed_fraction:.0%} of updates delayed" if shape.delayed_fraction else ""
+        if shape.recomputed_fraction < 1:
+            turned += f", {shape.recomputed_fraction:.0%} of blocks computed again in the backward pass"
         seconds = self.choice.step_seconds
         time = f"{seconds * 1e3:.0f} ms" if seconds < 1 else format_seconds(seconds)
         busy = f"{NAMES.get(name, name)} busy {part:.0%} of it"
-        return f"{self.choice.placement.said()}{delayed}; about {time} a step, {busy}"
+        return f"{self.choice.placement.said()}{turned}; about {time} a step, {busy}"
 
     def event(self) -> dict[str, Any]:
         """For the log."""
         choice, times = self.choice, self.times
         return {
             "on_host": choice.fractions,
-            "delayed_fraction": choice.delayed_fraction,
+            "delayed_fraction": self.shape.delayed_fraction,
+            "recomputed_fraction": self.shape.recomputed_fraction,
             "stated": list(self.stated),
             "micro_batches": self.shape.micro_batches,
             "order": self.shape.order,
@@ -139,18 +141,18 @@ class Planner:
         machine = sped_up(within(known.profile, self.limits), self.speed_up)
         question = ask(machine, work if times is None else with_times(work, times, machine))
         found = answer(question)
-        shape = replace(question.shape, delayed_fraction=found.best.delayed_fraction)
-        choice = found.best
+        choice, shape = found.best, found.best.shape
         if self.commit_every > 1:  # what is predicted is the usual step
             shape = replace(shape, commit=False)
-            choice = play(replace(question, shape=shape), choice.placement, choice.delayed_fraction)
-        stated = [*question.stated, *(["delayed"] if question.delayed_fraction != "auto" else [])]
+            choice = play(question, choice.placement, shape)
+        turned = {"delayed": question.delayed_fraction, "recomputed": question.recomputed_fraction}
+        stated = [*question.stated, *(name for name, value in turned.items() if value != "auto")]
         adjusted = self.speed_up != 1.0 or any(limit is not None for limit in self.limits)
         prediction = Prediction(
             choice, shape, tuple(stated), found.tried, found.by_linear_program, known, times, adjusted
         )
         say(f"plan: {prediction.line()}")
-        if not found.by_linear_program and len(stated) < 4:
+        if not found.by_linear_program and len(stated) < 5:
             say(
                 "without highspy (pip install 'holdfast[plan]') placement is by what saves most traffic per byte"
             )

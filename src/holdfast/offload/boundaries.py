@@ -1,9 +1,9 @@
 """Boundaries: what a block was called with, what it returned, and the way back for gradients.
 
 A block's inputs are a pytree. Float (and complex) tensors that require grad *move*: they are detached for the
-block, kept (on the host or on the SSD) for its recomputation, and their gradients go back to whatever made
-them. All else is kept by reference, once. An object in which a tensor with a gradient hides is refused by name,
-as is an input that changes while the block runs or before it runs again, since the recomputation would see
+block, kept (on the host or on the SSD) for its recomputation, unless its graph is, and their gradients go back to
+whatever made them. All else is kept by reference, once. An object in which a tensor with a gradient hides is refused
+by name, as is an input that changes while the block runs or before it runs again, since the recomputation would see
 other values (``changes.py``).
 
 A gradient that several blocks contribute to is summed in the order of an ordinary backward: what there is so
@@ -28,8 +28,8 @@ from .changes import fingerprint, hidden_gradient
 from .lending import Form
 from .microbatches import Autocast, BlockCall
 
-Seed = tuple[torch.Tensor, torch.Tensor]
-"""A tensor, and the gradient that it has before a backward."""
+Seed = tuple[GradientEdge, torch.Tensor]
+"""Where an input begins a graph, and the gradient that it has before a backward."""
 
 
 class Delivery:
@@ -68,16 +68,31 @@ class Delivery:
         held = self.grads[index]
         self.grads[index] = grad if held is None else held + grad
 
-    def backward(self, output: Any, constants: set[int], seeds: list[Seed]) -> None:
-        """Backward from ``output``, the block's output computed again with a graph. ``seeds`` are inputs of
-        the block with the gradients that they have already. Uses the gradients up."""
-        leaves = pytree.tree_leaves(output)
-        tensors = [leaves[p] for p in moving_positions(leaves, constants)]
-        found = zip(tensors, self.grads, strict=True)
-        pairs = [(t, g) for t, g in found if g is not None and t.requires_grad] + seeds
+    def backward(self, graph: Graph, seeds: list[Seed]) -> None:
+        """Backward through ``graph``, by which the output was computed. ``seeds`` are inputs of the block with the
+        gradients that they have already. Uses the gradients up."""
+        found = zip(graph.roots, self.grads, strict=True)
+        pairs = [(root, grad) for root, grad in found if root is not None and grad is not None] + seeds
         if pairs:
-            torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
         self.device, self.grads = None, []
+
+
+@dataclass
+class Graph:
+    """What autograd holds of one computation of a block."""
+
+    roots: list[GradientEdge | None]
+    """Where the gradients of its float outputs arrive, in the order of ``Delivery.grads``."""
+    leaves: list[torch.Tensor]
+    """The moving inputs that it begins with."""
+
+    @classmethod
+    def of(cls, output: Any, constants: set[int], leaves: list[torch.Tensor]) -> Graph:
+        """That of ``output``; the tensors themselves may go."""
+        flat = pytree.tree_leaves(output)
+        tensors = [flat[position] for position in moving_positions(flat, constants)]
+        return cls([get_gradient_edge(t) if t.requires_grad else None for t in tensors], leaves)
 
 
 def collecting(tensor: torch.Tensor, collect: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -178,6 +193,8 @@ class Boundary:
     grads: list[torch.Tensor | None] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     """Fingerprints of what is kept by reference, at the block's first run."""
+    graph: Graph | None = None
+    """Of the block's forward pass, where that is not computed again."""
 
     def inputs(self) -> tuple[tuple, dict[str, Any], list[torch.Tensor]]:
         """The block's arguments with new tensors in place of the moving inputs, and those tensors. Where a graph
@@ -228,7 +245,7 @@ class Boundary:
     def seeds(self, leaves: list[torch.Tensor]) -> list[Seed]:
         """Those of ``leaves`` that have a gradient already, from later blocks, with it."""
         pairs = zip(leaves, self.moving.values(), strict=True)
-        return [(leaf, source.grad) for leaf, source in pairs if source.grad is not None]
+        return [(get_gradient_edge(leaf), source.grad) for leaf, source in pairs if source.grad is not None]
 
     def send_back(self) -> None:
         """Pass the gradients of the inputs on to their sources, and on through the thread's own graph where

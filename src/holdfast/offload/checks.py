@@ -17,7 +17,9 @@ from .planning import SCHEDULES, Budget
 from .scaling import LossScale
 
 
-def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: Any) -> None:
+def check_choices(
+    schedule: str, order: str, normalize: Any, delayed_fraction: Any, recomputed_fraction: Any
+) -> None:
     for name, value, allowed in (
         ("schedule", schedule, tuple(SCHEDULES)),
         ("order", order, ORDERS),
@@ -30,10 +32,9 @@ def check_choices(schedule: str, order: str, delayed_fraction: Any, normalize: A
             "order='snake' is of the vertical schedule: in the horizontal one each micro-batch goes through the model"
             " by itself. Leave one of the two out."
         )
-    if delayed_fraction not in (None, "auto") and not (
-        isinstance(delayed_fraction, (int, float)) and 0 <= delayed_fraction <= 1
-    ):
-        raise BadInput(f'delayed_fraction = {delayed_fraction!r} must lie between 0 and 1, or be "auto"')
+    for name, value in (("delayed", delayed_fraction), ("recomputed", recomputed_fraction)):
+        if value not in (None, "auto") and not (isinstance(value, (int, float)) and 0 <= value <= 1):
+            raise BadInput(f'{name}_fraction = {value!r} must lie between 0 and 1, or be "auto"')
 
 
 def check_clipping(
@@ -151,6 +152,7 @@ def check_zeroth(
     schedule: str,
     order: str,
     delayed_fraction: Any,
+    recomputed_fraction: Any,
     clip_norm: Any,
     clipping: str,
     dtype: str,
@@ -164,6 +166,12 @@ def check_zeroth(
             delayed_fraction,
             (None, "auto"),
             "every update waits for the next step's forward pass",
+        ),
+        (
+            "recomputed_fraction",
+            recomputed_fraction,
+            (None, "auto", 1, 1.0),
+            "there is no backward pass for which something could stay",
         ),
         ("clip_norm", clip_norm, (None,), "there is no gradient whose norm could be taken"),
         ("clipping", clipping, ("defer",), "there is no gradient whose norm could be taken"),

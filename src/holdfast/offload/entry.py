@@ -76,6 +76,7 @@ def offload(
     schedule: str = "vertical",
     order: str = "plain",
     delayed_fraction: Fraction | None = None,
+    recomputed_fraction: Fraction | None = None,
     params_on_host: Fraction | None = None,
     optimizer_on_host: Fraction | None = None,
     activations_on_host: Fraction | None = None,
@@ -129,6 +130,11 @@ def offload(
     hyper-parameters of their own step, so that the SSD is busy then, too; 1 is all of them, which ``clipping="defer"``
     and the horizontal schedule imply. It changes no bit. Their gradients wait in host memory, as far as block inputs do
     where those were. Whatever reads weights waits for the updates, and so does the step's commit.
+
+    ``recomputed_fraction`` of the blocks, spread evenly, are computed again in the backward pass, which is all of them
+    unless less is given (activation checkpointing). What the others compute in the forward pass stays in the device's
+    memory, for every micro-batch, with their parameters. It changes no bit. Under ``torch.autocast`` all are computed
+    again.
 
     ``order="snake"`` lets micro-batches go through every other block the other way round, so that what flows between
     two blocks stays on the device at every turn, which saves three transfers. The gradients of these blocks are
@@ -197,7 +203,7 @@ def offload(
     before: set[str] | None = None
     try:
         with fellows.control.agreeing():
-            check_choices(schedule, order, delayed_fraction, normalize)
+            check_choices(schedule, order, normalize, delayed_fraction, recomputed_fraction)
             check_clipping(clipping, clip_norm, schedule, commit_every, dtype, loss_scale)
             check_counts(
                 {"commit_every": (commit_every, 0), "retain": (retain, 1), "micro_batches": (micro_batches, 1),
@@ -213,7 +219,9 @@ def offload(
             }
             if isinstance(optimizer, MeZO):
                 groups = optimizer.param_groups
-                check_zeroth(groups, schedule, order, delayed_fraction, clip_norm, clipping, dtype)
+                check_zeroth(
+                    groups, schedule, order, delayed_fraction, recomputed_fraction, clip_norm, clipping, dtype
+                )
                 schedule = ZEROTH
             refuse_alone_only(fellows, schedule)
             check_sample(sample)
@@ -231,7 +239,7 @@ def offload(
             parts = Parts.of(model, optimizer, dtype, blocks, fellows.control)
             check_compiled(model, parts.blocks)
             rules = Rules(
-                schedule=schedule, order=order, delayed_fraction=0.0,
+                schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
                 clip_norm=clip_norm, clipping=clipping,
                 loss_scale=(loss_scale or LossScale()) if dtype == "fp16" else None,
                 commit_every=commit_every, normalize=normalize,
@@ -246,7 +254,7 @@ def offload(
                 "order": order,
             }
             wanted = Wanted.of(
-                budget == "auto", fellows.alone and schedule != ZEROTH, delayed_fraction,
+                budget == "auto", fellows.alone and schedule != ZEROTH, delayed_fraction, recomputed_fraction,
                 params=params_on_host, optimizer=optimizer_on_host, activations=activations_on_host,
             )  # fmt: skip
             given = hyper_parameters(optimizer.param_groups)
@@ -268,9 +276,12 @@ def offload(
                 Planner(ssd, commit_every, limits, say, placed.speed_up),
                 update_workers,
             )
-            rules = replace(rules, delayed_fraction=plan.delayed_fraction)
+            rules = replace(
+                rules, delayed_fraction=plan.delayed_fraction, recomputed_fraction=plan.recomputed_fraction
+            )
         choices = {
-            **settings, "retain": retain, "delayed_fraction": delayed_fraction, "source": source is not None, **on_host,
+            **settings, "retain": retain, "delayed_fraction": delayed_fraction,
+            "recomputed_fraction": recomputed_fraction, "source": source is not None, **on_host,
             "drives": sorted(os.path.realpath(drive) for drive in drives),
         }  # fmt: skip
         agree_on_choices(fellows.control, parts, optimizer, rules, choices, given)

@@ -2,7 +2,8 @@
 
 The model's own forward and backward are traced with tensors that have shapes and no bytes, which gives what
 flows between blocks, the floating-point operations of a block, and the most memory that activations take:
-of one block while it runs forward and backward, and of the last block with the epilogue and the loss. A
+of one block while it runs forward and backward, and of the last block with the epilogue and the loss; and what a
+block's graph holds. A
 model of any size is measured in a second, before anything is allocated.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,6 +40,8 @@ class Measured:
     """Activations of one block at their peak, forward and backward, beyond its input."""
     last_bytes: int
     """The same for the last block with the epilogue and the loss."""
+    activation_bytes: tuple[int, ...]
+    """Of each block: what the graph of its forward pass holds, beyond its input."""
     block_flop: float
     """One forward pass of one block."""
     head_flop: float
@@ -91,6 +95,7 @@ class _Probe:
         self.patch = Patch(blocks, self.call)
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
+        self.activation_bytes = [0] * len(blocks.modules)
         self.block_flop = self.blocks_flop = 0.0
 
     def call(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -106,12 +111,23 @@ class _Probe:
         if last:
             self.blocks_flop = self.flop.get_total_flops()
             self.last_start, self.bytes.peak = self.bytes.live, self.bytes.live
+            if not first:
+                args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
             with torch.set_grad_enabled(self.backward):
                 return forward(*args, **kwargs)
-        with torch.no_grad():
-            output = forward(*args, **kwargs)
+        return self._pass(index, args, kwargs)
+
+    def _pass(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The output of a block before the last, whose graph is looked at and goes."""
+        start = self.bytes.live
+        with torch.set_grad_enabled(self.backward):
+            output = self.patch.forwards[index](*args, **kwargs)
         self.blocks_flop = self.flop.get_total_flops()
-        return detached(output) if self.measured else moving(output, (args, kwargs))
+        edges = [get_gradient_edge(leaf) for leaf in pytree.tree_leaves(output) if moves(leaf)]
+        output = detached(output) if self.measured else moving(output, (args, kwargs))
+        if edges:  # which hold the graph
+            self.activation_bytes[index] = max(self.bytes.live - start - _moving_bytes(output), 0)
+        return output
 
     def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Peak bytes of a forward and a backward."""
@@ -186,6 +202,7 @@ def _trace(
         input_bytes=probe.input_bytes,
         block_bytes=probe.block_bytes,
         last_bytes=bytes_.peak - probe.last_start,
+        activation_bytes=tuple(probe.activation_bytes),
         block_flop=float(probe.block_flop),
         head_flop=float(max(head_forward, 0) * 3),
     )

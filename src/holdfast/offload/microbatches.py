@@ -203,6 +203,11 @@ def _thread_state() -> Callable[[ExitStack], None]:
     return enter
 
 
+def casts(autocast: Autocast) -> bool:
+    """Is it on? Then a graph holds copies of parameters, of every micro-batch its own."""
+    return any(enabled for _, enabled, _ in autocast)
+
+
 def autocast_state() -> Autocast:
     """How this thread autocasts at present."""
     return tuple(

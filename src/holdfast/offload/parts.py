@@ -101,8 +101,9 @@ class Parts:
                     grad_share_bytes=unit.share_grad_bytes,
                     grad_reduce_bytes=unit.reduced_bytes,
                     forward_flop=measured.block_flop if measured else 0.0,
+                    activation_bytes=measured.activation_bytes[number] if measured else 0,
                 )
-                for unit in self.units
+                for number, unit in enumerate(self.units)
             ),
             input_bytes=round_up(measured.input_bytes) if measured else 0,
             resident_state_bytes=self.resident.layout.file_bytes,

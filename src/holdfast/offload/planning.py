@@ -38,7 +38,9 @@ ZEROTH = "zeroth"
 
 LISTS = {**SCHEDULES, ZEROTH: zeroth}
 
-NOT_GIVEN: dict[str, Fraction] = {"params": 0.0, "optimizer": 0.0, "activations": 1.0, "delayed": 0.0}
+NOT_GIVEN: dict[str, Fraction] = {
+    "params": 0.0, "optimizer": 0.0, "activations": 1.0, "delayed": 0.0, "recomputed": 1.0,
+}  # fmt: skip
 """Fractions that nobody gave, where nothing is planned."""
 
 MOST_OF_FREE = 0.9
@@ -99,6 +101,7 @@ class Plan:
     memory: Memory | None
     """The most that the run takes; None if it was not measured."""
     delayed_fraction: float = 0.0
+    recomputed_fraction: float = 1.0
     evaluation_batches: int = EVALUATION_BATCHES
     """Micro-batches that an evaluation takes through the blocks together."""
     prediction: Prediction | None = None
@@ -149,22 +152,32 @@ class Wanted:
     on_host: dict[str, Fraction]
     """Of params, optimizer and activations."""
     delayed_fraction: Fraction
+    recomputed_fraction: Fraction
     planned: bool
     """Something is "auto", and chosen by the machine's rates."""
 
     @classmethod
     def of(
-        cls, everything: bool, by_rates: bool, delayed_fraction: Fraction | None, **on_host: Fraction | None
+        cls,
+        everything: bool,
+        by_rates: bool,
+        delayed_fraction: Fraction | None,
+        recomputed_fraction: Fraction | None,
+        **on_host: Fraction | None,
     ) -> Wanted:
         """With ``everything``, what is not given is chosen; otherwise it is as ``NOT_GIVEN`` says."""
         otherwise: dict[str, Fraction] = dict.fromkeys(NOT_GIVEN, "auto") if everything else NOT_GIVEN
         given: dict[str, Fraction] = {
             kind: otherwise[kind] if value is None else value
-            for kind, value in {**on_host, "delayed": delayed_fraction}.items()
-        }
-        delayed = given.pop("delayed")
-        chosen = everything or "auto" in (delayed, *given.values())
-        return cls(on_host=given, delayed_fraction=delayed, planned=chosen and by_rates)
+            for kind, value in {
+                **on_host, "delayed": delayed_fraction, "recomputed": recomputed_fraction,
+            }.items()
+        }  # fmt: skip
+        chosen = everything or "auto" in given.values()
+        return cls(
+            delayed_fraction=given.pop("delayed"), recomputed_fraction=given.pop("recomputed"), on_host=given,
+            planned=chosen and by_rates,
+        )  # fmt: skip
 
 
 def make_plan(
@@ -195,7 +208,9 @@ def make_plan(
     )
     order, held = LISTS[schedule], process_bytes() + KERNEL_BYTES
     prediction, delayed = None, 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
-    together, usual = EVALUATION_BATCHES, replace(shape, delayed_fraction=delayed)
+    recomputed = 1.0 if wanted.recomputed_fraction == "auto" else wanted.recomputed_fraction
+    usual = replace(shape, delayed_fraction=delayed, recomputed_fraction=recomputed)
+    together = EVALUATION_BATCHES
     if wanted.planned and measured is not None:
 
         def ask(machine: MachineProfile, work: Work) -> Question:
@@ -206,11 +221,12 @@ def make_plan(
                 work=work, shape=shape, machine=machine, schedule=order, host_budget=checked,
                 held_bytes=held,
                 evaluation_batches=together, asked=on_host, delayed_fraction=wanted.delayed_fraction,
+                recomputed_fraction=wanted.recomputed_fraction, device_budget=budget.device_bytes(),
             )  # fmt: skip
 
         prediction = planner.predict(ask, work, parts, device, sample, loss_fn)
     if prediction is not None:
-        placement, delayed = prediction.choice.placement, prediction.choice.delayed_fraction
+        placement, usual = prediction.choice.placement, prediction.shape
     else:
         together = _together(work, usual, checked, order, held, on_host)
         placement = choose(
@@ -223,7 +239,11 @@ def make_plan(
             order=STATE_FIRST if schedule == ZEROTH else ORDER,
             **on_host,
         )
-    shape = replace(shape, delayed_fraction=delayed)
+    shape = replace(
+        shape,
+        delayed_fraction=usual.delayed_fraction,
+        recomputed_fraction=usual.recomputed_fraction,
+    )
     memory = predict(work, placement, shape, order, together)
     return Plan(
         work=work,
@@ -231,7 +251,8 @@ def make_plan(
         operations=order(work, placement, shape),
         held_bytes=held,
         memory=None if measured is None else memory,
-        delayed_fraction=delayed,
+        delayed_fraction=shape.delayed_fraction,
+        recomputed_fraction=shape.recomputed_fraction,
         evaluation_batches=together,
         prediction=prediction,
         filled=prediction is None and measured is not None and "auto" in on_host.values(),

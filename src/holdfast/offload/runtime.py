@@ -200,6 +200,8 @@ class Step:
     """By block: which of the gradients that wait on the SSD there are."""
     delta: Delta | None = None
     """How far a zeroth-order step moves the weights, once that is known."""
+    kept: tuple[bool, ...] = ()
+    """Of a training step, per block: is it not computed again in the backward pass?"""
 
     def mean_losses(self) -> list[float]:
         """The loss, as micro-batches are weighted; of a zeroth-order step, that of each of its two streams."""

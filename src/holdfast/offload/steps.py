@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..plan.ops import Op
+from ..plan.orders import kept_blocks
 from ..plan.vertical import commit_only, forward_only
 from ..plan.work import Clipping, StepShape
 from ..plan.zeroth import STREAMS, catch_up
@@ -25,6 +26,7 @@ class Rules:
     schedule: str
     order: str
     delayed_fraction: float
+    recomputed_fraction: float
     clip_norm: float | None
     clipping: Clipping
     loss_scale: LossScale | None
@@ -43,6 +45,7 @@ class Rules:
             clipping="none" if self.clip_norm is None and self.loss_scale is None else self.clipping,
             order=self.order,
             delayed_fraction=self.delayed_fraction,
+            recomputed_fraction=self.recomputed_fraction,
             commit=commit,
         )
 
@@ -96,6 +99,7 @@ class StepMaker:
             hyper=self._run.optimizer.snapshot(),
             clip_norm=rules.clip_norm,
             loss_scale=self.loss_scale,
+            kept=kept_blocks(shape, len(self._run.blocks)),
         )
 
     def progress(self) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class Timelines:
             self._told.add(step.shape)
             self._events.emit(
                 "schedule", schedule=schedule, micro_batches=step.shape.micro_batches, clipping=step.shape.clipping,
-                order=step.shape.order, delayed_fraction=step.shape.delayed_fraction, commit=step.shape.commit,
+                order=step.shape.order, delayed_fraction=step.shape.delayed_fraction,
+                recomputed_fraction=step.shape.recomputed_fraction, commit=step.shape.commit,
                 num_operations=len(step.operations), moves=by_lane(traffic(as_guessed(step.operations))),
             )  # fmt: skip
         due = self._num_steps in SAMPLED or self._num_steps % EVERY == 0

@@ -1,9 +1,11 @@
-"""Auto: what stays in host memory and which part of the updates waits, for a run whose model and machine were measured.
+"""Auto: what stays in host memory, which part of the updates waits and which blocks are computed again, for a run whose
+model and machine were measured.
 
 The linear program (``linear.py``) proposes fractions for some delayed fractions, and so does what saves most traffic
 per byte (``placement.py``). Each proposal becomes whole blocks that fit by the exact memory of the operation list that
-the engine will run; the simulator plays that list; the fastest is taken, and then improved as far as memory is left.
-Of those that are equally fast, the one that wears the SSD least.
+the engine will run; the simulator plays that list; the fastest is taken, and then improved as far as memory is left,
+which activations compete for. Of those that are equally fast, the one that computes most again, which takes least
+memory, and then the one that wears the SSD least.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from .horizontal import horizontal
 from .linear import load_highs, solve
 from .lists import machine_of
 from .measured import MeasuredModel
-from .memory import MakesOps, predict
+from .memory import MakesOps, Memory, predict
 from .ops import SSD_READ, SSD_WRITE, Op, as_guessed, lane_bytes
+from .orders import kept_blocks
 from .placement import ORDER, checked, choose
 from .setting import Method, Setting
 from .simulate import Simulation, simulate
@@ -32,6 +35,9 @@ from .work import Placement, StepShape, Work
 
 DELAYED = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
 """Delayed fractions that are tried, as whole blocks."""
+
+RECOMPUTED = (0.0, 1 / 4, 1 / 2, 3 / 4)
+"""Recomputed fractions that are tried after 1, likewise."""
 
 SAME = 5e-3
 """Relative difference of step times below which two choices are equally fast."""
@@ -56,7 +62,7 @@ class Question:
     work: Work
     """With floating-point operations that ``machine`` does at its rate."""
     shape: StepShape
-    """Of the usual step. Its delayed fraction is chosen unless ``delayed_fraction`` says it."""
+    """Of the usual step. Its delayed and recomputed fractions are chosen unless those below say them."""
     machine: MachineProfile
     schedule: MakesOps
     host_budget: int | None
@@ -67,6 +73,9 @@ class Question:
     asked: Mapping[str, Fraction]
     """Fractions of params, optimizer and activations; "auto" is to be chosen."""
     delayed_fraction: Fraction
+    recomputed_fraction: Fraction = 1.0
+    device_budget: int | None = None
+    """Of a separate device's memory."""
 
     @property
     def stated(self) -> dict[str, float]:
@@ -80,7 +89,7 @@ class Choice:
     """One answer, played."""
 
     placement: Placement
-    delayed_fraction: float
+    shape: StepShape
     simulation: Simulation
     written_bytes: int
     read_bytes: int
@@ -114,22 +123,26 @@ def answer(question: Question) -> Answer:
     """The best choice. Raises ``DoesNotFit`` if what was stated leaves none, and ``BadInput`` for a fraction that is
     none."""
     search, with_program = _Search(question), has_highs()
-    for delayed in search.delays():
-        for placement in search.proposals(delayed, with_program):
-            search.play(placement, delayed)
+    for shape in search.shapes():
+        for placement in search.proposals(shape, with_program):
+            search.play(placement, shape)
     if not search.played:
         assert search.refusal is not None
         raise search.refusal
+    for shape in search.less_recomputed(search.best.shape):
+        for placement in search.proposals(shape, with_program):
+            if search.fits(placement, shape):
+                search.play(placement, shape)
     search.improve()
     return Answer(search.best, len(search.played), with_program)
 
 
-def play(question: Question, placement: Placement, delayed_fraction: float) -> Choice:
-    """What the simulator makes of one placement."""
-    operations = _listed(question, placement, delayed_fraction)
+def play(question: Question, placement: Placement, shape: StepShape) -> Choice:
+    """What the simulator makes of one placement and shape."""
+    operations = _listed(question, placement, shape)
     moved = lane_bytes(operations)
     found = simulate([operations] * STEPS, machine_of(question.machine, operations))
-    return Choice(placement, delayed_fraction, found, moved[SSD_WRITE], moved[SSD_READ])
+    return Choice(placement, shape, found, moved[SSD_WRITE], moved[SSD_READ])
 
 
 class _Search:
@@ -137,15 +150,37 @@ class _Search:
 
     def __init__(self, question: Question) -> None:
         self.question, self.blocks = question, len(question.work.blocks)
-        self.played: dict[tuple[Placement, float], Choice] = {}
+        self.played: dict[tuple[Placement, StepShape], Choice] = {}
         self.refusal: DoesNotFit | None = None
         """Of what saves most per byte, where that does not fit."""
-        once = STEPS * len(_listed(question, Placement.fractions(self.blocks), 0.0))
+        once = STEPS * len(_listed(question, Placement.fractions(self.blocks), question.shape))
         self.most = max(PLAYED // once, 3)
         """Choices that may be played."""
 
-    def delays(self) -> list[float]:
-        """Delayed fractions to try, of whole blocks: as many as may be played, with two proposals each."""
+    def shapes(self) -> list[StepShape]:
+        """With the delayed fractions to try, of whole blocks: as many as may be played, with two proposals each."""
+        given = self.question.recomputed_fraction
+        again = 1.0 if given == "auto" else given
+        return [
+            replace(self.question.shape, delayed_fraction=delayed, recomputed_fraction=again)
+            for delayed in self._delays()
+        ]
+
+    def less_recomputed(self, shape: StepShape) -> list[StepShape]:
+        """``shape`` with less that is computed again, where that may be chosen."""
+        if not self._may_keep:
+            return []
+        counts = {round(part * (self.blocks - 1)) for part in RECOMPUTED} - {self.blocks - 1}
+        return [replace(shape, recomputed_fraction=count / (self.blocks - 1)) for count in sorted(counts)]
+
+    @property
+    def _may_keep(self) -> bool:
+        """Whether activations may stay: there has to be a budget of the memory that they would take."""
+        q = self.question
+        budget = q.host_budget if q.work.unified else q.device_budget
+        return q.recomputed_fraction == "auto" and budget is not None and self.blocks > 1
+
+    def _delays(self) -> list[float]:
         question = self.question
         if question.delayed_fraction != "auto":
             return [question.delayed_fraction]
@@ -155,9 +190,9 @@ class _Search:
         every = max(-(-len(counts) * 3 // self.most), 1)
         return [count / self.blocks for count in counts[::every]]
 
-    def proposals(self, delayed: float, with_program: bool) -> Iterator[Placement]:
-        """Placements that fit."""
-        found = self._program(delayed) if with_program else None
+    def proposals(self, shape: StepShape, with_program: bool) -> Iterator[Placement]:
+        """Placements that fit in host memory."""
+        found = self._program(shape) if with_program else None
         if found is not None:
             yield found
         if found is not None and self.played:  # one of the other kind is enough to begin with
@@ -166,7 +201,7 @@ class _Search:
         try:
             yield choose(
                 q.work,
-                self._shape(delayed),
+                shape,
                 q.host_budget,
                 schedule=q.schedule,
                 evaluation_batches=q.evaluation_batches,
@@ -177,30 +212,38 @@ class _Search:
         except DoesNotFit as error:
             self.refusal = self.refusal or error
 
-    def play(self, placement: Placement, delayed: float) -> None:
-        key = (placement, delayed)
+    def play(self, placement: Placement, shape: StepShape) -> None:
+        key = (placement, shape)
         if key not in self.played and len(self.played) < self.most:
-            self.played[key] = play(self.question, placement, delayed)
+            self.played[key] = play(self.question, placement, shape)
 
     @property
     def best(self) -> Choice:
-        """The fastest; of equally fast ones that which writes and reads least, and then delays least."""
+        """The fastest; of equally fast ones that which computes most again, then that which writes and reads least, and
+        then that which delays least."""
         choices = self.played.values()
         fastest = min(choice.step_seconds for choice in choices)
         close = [choice for choice in choices if choice.step_seconds <= fastest * (1 + SAME)]
-        return min(close, key=lambda c: (c.written_bytes + 0.01 * c.read_bytes, c.delayed_fraction))
+        return min(
+            close,
+            key=lambda c: (
+                -c.shape.recomputed_fraction,
+                c.written_bytes + 0.01 * c.read_bytes,
+                c.shape.delayed_fraction,
+            ),
+        )
 
     def improve(self) -> None:
-        """Try a block more of each kind, one less of another for it, and a block more or less delayed, as long as that
-        is better."""
+        """Try a block more of each kind, one less of another for it, and a block more or less delayed or computed
+        again, as long as that is better."""
         before = None
         while before is not (best := self.best) and len(self.played) < self.most:
             before = best
-            for placement, delayed in self._neighbours(best):
-                if self._fits(placement, delayed):
-                    self.play(placement, delayed)
+            for placement, shape in self._neighbours(best):
+                if self.fits(placement, shape):
+                    self.play(placement, shape)
 
-    def _neighbours(self, choice: Choice) -> Iterator[tuple[Placement, float]]:
+    def _neighbours(self, choice: Choice) -> Iterator[tuple[Placement, StepShape]]:
         counts = {kind: round(part * self._rows(kind)) for kind, part in choice.fractions.items()}
         free = [kind for kind in FRACTIONS if kind not in self.question.stated]
         for more in free:
@@ -210,27 +253,28 @@ class _Search:
                 if less is not None:
                     changed[less] -= 1
                 if all(0 <= count <= self._rows(kind) for kind, count in changed.items()):
-                    yield self._whole(changed), choice.delayed_fraction
-        if len(self.delays()) > 1:
-            for delayed in (
-                choice.delayed_fraction - 1 / self.blocks,
-                choice.delayed_fraction + 1 / self.blocks,
-            ):
-                if 0 <= delayed <= 1:
-                    yield choice.placement, round(delayed * self.blocks) / self.blocks
+                    yield self._whole(changed), choice.shape
+        turned = {"delayed_fraction": self.blocks} if len(self._delays()) > 1 else {}
+        if self._may_keep:
+            turned["recomputed_fraction"] = self.blocks - 1
+        for name, count in turned.items():
+            now = round(getattr(choice.shape, name) * count)
+            for other in (now - 1, now + 1):
+                if 0 <= other <= count:
+                    yield choice.placement, replace(choice.shape, **{name: other / count})
 
-    def _program(self, delayed: float) -> Placement | None:
+    def _program(self, shape: StepShape) -> Placement | None:
         """What the linear program says, in whole blocks that fit; None if it finds nothing that does."""
         q = self.question
         budget = NO_LIMIT if q.host_budget is None else q.host_budget
         memory = budget - q.held_bytes + PROCESS_BYTES
         for _ in range(TRIES):
-            solution = solve(self._setting(memory, delayed), q.stated)
+            solution = solve(self._setting(memory, shape), q.stated)
             if solution is None:
                 return None
             counts = {kind: floor(solution.fractions[kind] * self._rows(kind) + 1e-6) for kind in FRACTIONS}
             placement = self._whole(counts)
-            over = self._host_bytes(placement, delayed) - budget
+            over = self._memory(placement, shape).host_bytes + q.held_bytes - budget
             if over <= 0:
                 return placement
             memory -= over
@@ -238,8 +282,18 @@ class _Search:
                 return None
         return None
 
-    def _setting(self, memory: int, delayed: float) -> Setting:
-        q, model = self.question, MeasuredModel(self.question.work)
+    def _setting(self, memory: int, shape: StepShape) -> Setting:
+        q, kept = self.question, kept_blocks(shape, self.blocks)
+        blocks = zip(q.work.blocks, kept)
+        model = MeasuredModel(
+            replace(
+                q.work,
+                blocks=tuple(
+                    replace(b, backward_flop=b.backward_work - stays * b.forward_flop) for b, stays in blocks
+                ),
+            )
+        )
+        waits = q.shape.clipping == "defer" or q.schedule is horizontal
         return Setting(
             machine=replace(
                 q.machine, host_memory_bytes=memory, ssd_capacity_bytes=sys.maxsize
@@ -254,7 +308,7 @@ class _Search:
                 recycles=not q.shape.keeps_grads,
             ),
             micro_batches=q.shape.micro_batches,
-            delayed_fraction=1.0 if q.shape.clipping == "defer" or q.schedule is horizontal else delayed,
+            delayed_fraction=1.0 if waits else shape.delayed_fraction,
         )
 
     def _whole(self, counts: Mapping[str, int]) -> Placement:
@@ -267,17 +321,17 @@ class _Search:
         """Of which a fraction is: the last block's own inputs never leave."""
         return max(self.blocks - (kind == "activations"), 1)
 
-    def _shape(self, delayed: float) -> StepShape:
-        return replace(self.question.shape, delayed_fraction=delayed)
+    def fits(self, placement: Placement, shape: StepShape) -> bool:
+        """In host memory, and what stays of activations on a separate device."""
+        q, memory = self.question, self._memory(placement, shape)
+        if q.host_budget is not None and q.held_bytes + memory.host_bytes > q.host_budget:
+            return False
+        device = None if q.work.unified or shape.recomputed_fraction == 1 else q.device_budget
+        return device is None or memory.device_bytes <= device
 
-    def _fits(self, placement: Placement, delayed: float) -> bool:
-        budget = self.question.host_budget
-        return budget is None or self._host_bytes(placement, delayed) <= budget
-
-    def _host_bytes(self, placement: Placement, delayed: float) -> int:
+    def _memory(self, placement: Placement, shape: StepShape) -> Memory:
         q = self.question
-        memory = predict(q.work, placement, self._shape(delayed), q.schedule, q.evaluation_batches)
-        return q.held_bytes + memory.host_bytes
+        return predict(q.work, placement, shape, q.schedule, q.evaluation_batches)
 
 
 def has_highs() -> bool:
@@ -289,6 +343,5 @@ def has_highs() -> bool:
     return True
 
 
-def _listed(question: Question, placement: Placement, delayed_fraction: float) -> list[Op]:
-    shape = replace(question.shape, delayed_fraction=delayed_fraction)
+def _listed(question: Question, placement: Placement, shape: StepShape) -> list[Op]:
     return as_guessed(question.schedule(question.work, placement, shape))

@@ -26,7 +26,7 @@ def horizontal(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
         passes += [("backward", block, m) for block in range(s.last, -1, -1)]
     there = params.load(s, *passes[0])
     for (phase, block, m), following in zip(passes, [*passes[1:], None]):
-        uploaded, there = there, params.load(s, *following) if following else there  # one pass ahead
+        uploaded, there = there, params.load(s, *following) if following else ()  # one pass ahead
         (_forward if phase == "forward" else _backward)(s, block, m, uploaded)
     end = updates.end_of_backward(s)
     updates.update_resident(s, end)
@@ -36,15 +36,20 @@ def horizontal(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     return s.finish()
 
 
-def _forward(s: Schedule, block: int, m: int, uploaded: Key) -> None:
-    """One micro-batch of ``block`` without a graph. The last block's input is used at once, on the device."""
+def _forward(s: Schedule, block: int, m: int, uploaded: tuple[Key, ...]) -> None:
+    """One micro-batch of ``block``; without a graph, unless what it holds stays for the backward pass. The last block's
+    input is used at once, on the device."""
     makes = (*((0,) if block == 0 else ()), *((block + 1,) if block + 1 < s.last else ()))
     key = s.compute(
         Key("forward", block, m),
-        needs=(uploaded,),
+        needs=uploaded,
         work=s.work.blocks[block].forward_flop,
         needs_previous=updates.resident_updated(s) if block == 0 and m == 0 else (),
-        takes=(*inputs.made(s, makes, m), *(() if block else inputs.enter(s, m))),
+        takes=(
+            *inputs.made(s, makes, m),
+            *inputs.activations(s, block, m),
+            *(() if block else inputs.enter(s, m)),
+        ),
         gives=params.release(s, "forward", block, m),
     )
     for made in makes:
@@ -52,20 +57,21 @@ def _forward(s: Schedule, block: int, m: int, uploaded: Key) -> None:
     inputs.store(s, block, m)
 
 
-def _backward(s: Schedule, block: int, m: int, uploaded: Key) -> None:
+def _backward(s: Schedule, block: int, m: int, uploaded: tuple[Key, ...]) -> None:
     """One micro-batch of ``block``, added to the sum of those before it."""
-    b, is_last, final = s.work.blocks[block], block == s.last, m == s.shape.micro_batches - 1
+    is_last, final = block == s.last, m == s.shape.micro_batches - 1
     needs: tuple[Key, ...] = ()
-    given = params.release(s, "backward", block, m)
+    given = (*params.release(s, "backward", block, m), *inputs.used_activations(s, block, m))
     if is_last:
         given = (*given, *inputs.leave(s, m))
     else:
-        needs = (inputs.fetch(s, "backward", block, m),)
+        if not s.kept[block]:
+            needs = (inputs.fetch(s, "backward", block, m),)
         given = (*given, *inputs.used(s, "backward", block, m))
     key = s.compute(
         Key("backward", block, m),
-        needs=(uploaded, *needs, *((gradients.upload(s, block, m),) if m else ())),
-        work=b.backward_work + (s.work.head_flop if is_last else 0.0),
+        needs=(*uploaded, *needs, *((gradients.upload(s, block, m),) if m else ())),
+        work=s.backward_work(block) + (s.work.head_flop if is_last else 0.0),
         needs_previous=(
             *(updates.resident_updated(s) if is_last and block == 0 and m == 0 else ()),
             *(updates.committed(s) if block == 0 and final else ()),

@@ -1,4 +1,5 @@
-"""Orders: which way micro-batches go through a block of the vertical schedule, and which blocks are updated late.
+"""Orders: which way micro-batches go through a block of the vertical schedule, which blocks are updated late, and
+which are not computed again in the backward pass.
 
 ``"plain"`` is ascending everywhere, so that gradients are added as in an ordinary accumulation loop. ``"snake"``
 turns at every block: ascending through even ones, descending through odd ones, forward and backward alike. So
@@ -46,3 +47,13 @@ def delayed_blocks(shape: StepShape, count: int) -> tuple[bool, ...]:
     (False, True, False, True)
     """
     return spread(count, shape.delayed_fraction)
+
+
+def kept_blocks(shape: StepShape, count: int) -> tuple[bool, ...]:
+    """Of ``count`` blocks, those whose activations stay from their forward pass to their backward pass. The last has no
+    forward pass of its own.
+
+    >>> kept_blocks(StepShape(micro_batches=1, recomputed_fraction=0.75), 5)
+    (False, False, False, True, False)
+    """
+    return (*spread(count - 1, 1 - shape.recomputed_fraction), False)

@@ -33,7 +33,7 @@ def vertical(work: Work, placement: Placement, shape: StepShape) -> list[Op]:
     passes += [("backward", block) for block in range(s.last, -1, -1)]
     there = params.load(s, *passes[0])
     for (phase, block), following in zip(passes, [*passes[1:], None]):
-        uploaded, there = there, params.load(s, *following) if following else there  # one pass ahead
+        uploaded, there = there, params.load(s, *following) if following else ()  # one pass ahead
         if phase == "forward":
             _forward(s, block, phase, uploaded)
             continue
@@ -59,7 +59,7 @@ def forward_only(work: Work, placement: Placement, shape: StepShape) -> list[Op]
     s = Schedule(work=work, placement=placement, shape=shape, in_flight=shape.micro_batches, training=False)
     there = params.load(s, "evaluate", 0)
     for block in range(s.count):
-        uploaded, there = there, params.load(s, "evaluate", block + 1) if block < s.last else there
+        uploaded, there = there, params.load(s, "evaluate", block + 1) if block < s.last else ()
         _forward(s, block, "evaluate", uploaded)
     return s.finish()
 
@@ -75,8 +75,9 @@ def commit_only(work: Work, placement: Placement) -> list[Op]:
     return s.finish()
 
 
-def _forward(s: Schedule, block: int, phase: str, uploaded: Key) -> None:
-    """All micro-batches of ``block`` without a graph. An evaluation keeps an input only until it is used."""
+def _forward(s: Schedule, block: int, phase: str, uploaded: tuple[Key, ...]) -> None:
+    """All micro-batches of ``block``; without a graph, unless what it holds stays for the backward pass. An evaluation
+    keeps an input only until it is used."""
     training, is_last, order = phase == "forward", block == s.last, micro_batches(s.shape, block)
     makes = (*((0,) if training and block == 0 else ()), *(() if is_last else (block + 1,)))
     flop = s.work.blocks[block].forward_flop + (s.work.head_flop / 3 if is_last else 0.0)
@@ -84,10 +85,14 @@ def _forward(s: Schedule, block: int, phase: str, uploaded: Key) -> None:
         there = block == 0 or input_stays(s.shape, block, m)
         key = s.compute(
             Key(phase, block, m),
-            needs=(uploaded,) if there else (uploaded, inputs.fetch(s, phase, block, m)),
+            needs=uploaded if there else (*uploaded, inputs.fetch(s, phase, block, m)),
             work=flop,
             needs_previous=() if block else updates.resident_updated(s),
-            takes=(*inputs.made(s, makes, m), *(() if block else inputs.enter(s, m))),
+            takes=(
+                *inputs.made(s, makes, m),
+                *inputs.activations(s, block, m),
+                *(() if block else inputs.enter(s, m)),
+            ),
             gives=(
                 *(() if there else inputs.used(s, phase, block, m)),
                 *(params.release(s, phase, block) if m == order[-1] else ()),
@@ -103,16 +108,16 @@ def _forward(s: Schedule, block: int, phase: str, uploaded: Key) -> None:
             inputs.store(s, block, m)
 
 
-def _backward(s: Schedule, block: int, uploaded: Key) -> None:
-    """All micro-batches of ``block``: recompute, backward, accumulate. The last block runs forward, epilogue
-    and loss first, and then all losses are known."""
+def _backward(s: Schedule, block: int, uploaded: tuple[Key, ...]) -> None:
+    """All micro-batches of ``block``: recompute, unless what is needed of that has stayed, backward, accumulate. The
+    last block runs forward, epilogue and loss first, and then all losses are known."""
     is_last, order = block == s.last, micro_batches(s.shape, block)
-    flop = s.work.blocks[block].backward_work + (s.work.head_flop if is_last else 0.0)
+    flop = s.backward_work(block) + (s.work.head_flop if is_last else 0.0)
     for m in order:
         needs, given = _fetched(s, block, m)
         key = s.compute(
             Key("backward", block, m),
-            needs=(uploaded, *needs),
+            needs=(*uploaded, *needs),
             work=flop,
             needs_previous=(
                 *(updates.resident_updated(s) if is_last and block == 0 else ()),
@@ -124,6 +129,7 @@ def _backward(s: Schedule, block: int, uploaded: Key) -> None:
             ),
             gives=(
                 *given,
+                *inputs.used_activations(s, block, m),
                 *(params.release(s, "backward", block) if m == order[-1] else ()),
                 *(inputs.leave(s, m) if is_last else ()),
             ),
@@ -141,7 +147,7 @@ def _fetched(s: Schedule, block: int, m: int) -> tuple[tuple[Key, ...], tuple[tu
     given: tuple[tuple, ...] = ()
     if s.count > 1:
         given = inputs.used(s, "backward", block, m)
-        if not inputs.used_at_once(s, block, m):
+        if not (s.kept[block] or inputs.used_at_once(s, block, m)):
             needs = (inputs.fetch(s, "backward", block, m),)
     if block < s.last:
         given = (*given, *inputs.used_grad(s, block + 1, m))

@@ -41,6 +41,9 @@ class BlockWork:
     """Floating-point operations of one forward pass of one micro-batch."""
     backward_flop: float | None = None
     """Of a backward pass with its recomputation; None is three times as many."""
+    activation_bytes: int = 0
+    """What a forward pass of one micro-batch leaves for a backward pass that does not compute it again, besides the
+    block's input and parameters. In device memory. Measured."""
 
     @property
     def kept_param_bytes(self) -> int:
@@ -168,6 +171,9 @@ class StepShape:
     delayed_fraction: float = 0.0
     """Of the blocks of the vertical schedule: those that are updated beside the next forward pass. With ``defer``
     all are."""
+    recomputed_fraction: float = 1.0
+    """Of the blocks before the last: those that are computed again in the backward pass. What the forward pass of the
+    others has computed stays on the device until then, and so do their parameters."""
     commit: bool = True
     """The step ends in a commit."""
 

@@ -129,6 +129,7 @@ def traffic(history: History) -> dict[str, Any] | None:
         "micro_batches": schedule["micro_batches"],
         "order": schedule.get("order", "plain"),
         "delayed_fraction": schedule.get("delayed_fraction", 0.0),
+        "recomputed_fraction": schedule.get("recomputed_fraction", 1.0),
         "rows": rows,
     }
 

@@ -46,7 +46,8 @@ def traffic(history: History) -> str:
             "Not known: only an engine knows what a step should move, and what its first step moves is not compared,"
             " since nothing of a step before it goes on beside it."
         )
-    plain = found["order"] == "plain" and not found["delayed_fraction"]
+    delays, keeps = found["delayed_fraction"] > 0, found["recomputed_fraction"] < 1
+    plain = found["order"] == "plain" and not delays and not keeps
     formulas = FORMULAS.get(found["schedule"], {}) if plain else {}
     order = found["schedule"] if plain else f"{found['schedule']}, {found['order']}"
     rows = [

@@ -8,7 +8,7 @@ the moment it is there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,24 +21,33 @@ from ...plan.orders import input_stays, micro_batches
 from ...plan.zeroth import DISPLACED
 from .. import rng
 from ..blocks import install
-from ..boundaries import Boundary, Delivery, refuse_hidden
+from ..boundaries import Boundary, Delivery, Graph, refuse_hidden
 from ..changes import Watch
-from ..microbatches import BlockCall, Returned, autocast_as, extract_loss, without_autocast
+from ..microbatches import BlockCall, Returned, autocast_as, casts, extract_loss, without_autocast
 from ..residency import Gradients
 from ..runtime import Runtime, Step
 from ..units import Unit
 from . import inputs, params
 
+FORWARD = "forward"
+
+Held = Callable[[], Gradients]
+"""Where gradients of a block go, once there are any."""
+
 
 def forward(run: Runtime, op: Op, step: Step) -> None:
-    """Run a block for one micro-batch without a graph, and keep its input for the backward pass."""
+    """Run a block for one micro-batch, and keep for the backward pass its input, or the graph."""
     block, m = op.key.block, op.key.micro_batch
-    with _installed(run, op, step, None):
+    with _installed(run, op, step, (lambda: run.residency.grads[block]) if step.kept[block] else None):
         boundary = _reach(run, step, m, block)
         boundary.remember()
-        args, kwargs, _ = boundary.inputs()
-        with torch.no_grad():
-            output = _run_block(run, step, m, boundary, args, kwargs)
+        if step.kept[block] and not casts(boundary.autocast):
+            with torch.enable_grad():
+                output, boundary.graph = _with_graph(run, step, m, boundary)
+        else:
+            args, kwargs, _ = boundary.inputs()
+            with torch.no_grad():
+                output = _run_block(run, step, m, boundary, args, kwargs)
     _deliver(run, step, m, boundary, output)
     if block and not input_stays(step.shape, block, m):  # what stayed goes to the host now
         boundary.device = None
@@ -80,31 +89,35 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
 
 
 def backward(run: Runtime, op: Op, step: Step) -> None:
-    """Run a block again, with a graph, and its backward; for the last block, epilogue and loss between."""
+    """Run a block again, with a graph, unless that of its forward pass is there, and its backward; for the last block,
+    epilogue and loss between."""
     block, m = op.key.block, op.key.micro_batch
     batch, is_last = step.micro_batches[m], block == len(run.blocks) - 1
     grads = run.residency.start_grads(block, None if run.device.unified else run.device.torch_device)
-    with _installed(run, op, step, grads), torch.enable_grad():
+    with _installed(run, op, step, lambda: grads), torch.enable_grad():
         boundary = _reach(run, step, m, block) if is_last else batch.boundaries[block]
-        if not is_last:
-            boundary.refuse_changes(run.blocks[block].name)
-        args, kwargs, leaves = boundary.inputs()
-        output = _run_block(run, step, m, boundary, args, kwargs)
-        if run.attributes.looking:
-            run.attributes.refuse_gradients(block)
-        refuse_hidden(pytree.tree_leaves(output), run.blocks[block].name, "output")
-        del args, kwargs
+        graph, boundary.graph = boundary.graph, None
+        if graph is None:
+            if not is_last:
+                boundary.refuse_changes(run.blocks[block].name)
+            if (
+                boundary.device is None
+            ):  # its graph was to be kept, and autocast's copies of parameters with it
+                assert boundary.host is not None
+                boundary.device = [run.device.bring(tensor) for tensor in boundary.host]
+            output, graph = _with_graph(run, step, m, boundary)
+            if is_last:
+                _deliver(run, step, m, boundary, output)
+            del output
         batch.tracker.running.set()
-        if is_last:
-            _deliver(run, step, m, boundary, output)
         with without_autocast():  # of the forward alone, as torch has it: what it cast is cast back
             if is_last:
                 _loss_and_backward(run, step, m)
-            batch.deliveries.pop(block).backward(output, boundary.constants, boundary.seeds(leaves))
-            del output
+            batch.deliveries.pop(block).backward(graph, boundary.seeds(graph.leaves))
+            del graph
             boundary.send_back()
         batch.tracker.running.clear()
-    del leaves, batch.boundaries[block], boundary
+    del batch.boundaries[block], boundary
     inputs.used(run, block, m)
     if block == 0 and m == len(step.micro_batches) - 1:
         step.buffers = run.agreed_buffers()
@@ -162,6 +175,17 @@ def _to_next_block(run: Runtime, step: Step, m: int, block: int) -> BlockCall | 
     return batch.coroutine.resume(batch.deliveries[block - 1].reply())
 
 
+def _with_graph(run: Runtime, step: Step, m: int, boundary: Boundary) -> tuple[Any, Graph]:
+    """A block's output, and the graph that it was computed by."""
+    name = run.blocks[boundary.block].name
+    args, kwargs, leaves = boundary.inputs()
+    output = _run_block(run, step, m, boundary, args, kwargs)
+    if run.attributes.looking:
+        run.attributes.refuse_gradients(boundary.block)
+    refuse_hidden(pytree.tree_leaves(output), name, "output")
+    return output, Graph.of(output, boundary.constants, leaves)
+
+
 def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple, kwargs: dict) -> Any:
     """The block's own forward, with its random numbers, and a check that it left all else alone."""
     watch = Watch(args, kwargs, run.patch.blocks.buffer_holders[boundary.block])
@@ -215,32 +239,35 @@ def _enter(run: Runtime, step: Step, m: int, place: str) -> None:
 
 
 @contextmanager
-def _installed(run: Runtime, op: Op, step: Step, grads: Gradients | None) -> Iterator[None]:
-    """The block's parameters in their places, for the duration of one computation. After the pass's last
-    computation they leave the device."""
-    block, phase = op.key.block, op.key.phase or op.key.kind
+def _installed(run: Runtime, op: Op, step: Step, held: Held | None) -> Iterator[None]:
+    """The block's parameters in their places, for the duration of one computation; their gradients come to what
+    ``held`` gives then. After the pass's last computation they leave the device, unless the graph of the forward pass
+    stays, and they with it."""
+    block, kept = op.key.block, step.training and step.kept[op.key.block]
+    phase = FORWARD if kept else op.key.phase or op.key.kind
     unit = run.blocks[block]
     for micro_batch in (op.key.micro_batch, -1):
         if (phase, block, micro_batch) in run.residency.on_device:
             break
     place = (phase, block, micro_batch)
     try:
-        for member, parameter in zip(unit.members, _leaves(run, place, unit, grads), strict=True):
+        for member, parameter in zip(unit.members, _leaves(run, place, unit, held), strict=True):
             install(member.owned, parameter)
         yield
     finally:
         for member in unit.members:
             install(member.owned, member.owned.captured.parameter)
         torch.clear_autocast_cache()  # which would hold every parameter of every block
-    if micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]:
+    is_final = micro_batch >= 0 or op.key.micro_batch == micro_batches(step.shape, block)[-1]
+    if is_final and not (kept and op.key.kind == FORWARD):
         params.release(run, phase, block, micro_batch)
 
 
-def _leaves(run: Runtime, place: tuple, unit: Unit, grads: Gradients | None) -> list[torch.nn.Parameter]:
+def _leaves(run: Runtime, place: tuple, unit: Unit, held: Held | None) -> list[torch.nn.Parameter]:
     """What a pass computes with, made at its first computation."""
     leaves = run.residency.leaves.get(place)
     if leaves is None:
-        copy, held = run.residency.on_device[place], None if grads is None else lambda: grads
+        copy = run.residency.on_device[place]
         leaves = run.residency.leaves[place] = [
             run.residency.leaf(unit, member, unit.copy_view(copy, member), held) for member in unit.members
         ]

@@ -26,7 +26,8 @@ def download(run: Runtime, op: Op, step: Step) -> None:
     used = block == 0 or input_stays(step.shape, block, m)
     held: Boundary | Delivery = batch.boundaries[block] if used else batch.deliveries[block - 1]
     assert held.device is not None
-    kept = step.training and (run.placement.activations[block] or block == len(run.blocks) - 1)
+    stays = run.placement.activations[block] or block == len(run.blocks) - 1
+    kept = step.training and (stays or step.kept[block])
     lender = run.residency.lender("kept inputs" if kept else "inputs")
     held.host = run.device.download(held.device, lender)
     if block == 0 or not step.horizontal:

@@ -13,12 +13,14 @@ from __future__ import annotations
 from .. import ops
 from ..ops import Hold, Key
 from ..orders import grad_stays, input_stays
+from ..slots import AS_LISTED
 from .schedule import DEVICE_SLOTS, INPUT_SLOTS, OUTPUT_SLOTS, Schedule
 
 
 def on_ssd(s: Schedule, block: int) -> bool:
-    """Does the input of ``block`` go to the SSD? The last block's never does: it is used at once."""
-    return s.training and block < s.last and not s.placement.activations[block]
+    """Does the input of ``block`` go to the SSD? The last block's never does: it is used at once. Nor does that of a
+    block whose activations stay."""
+    return s.training and block < s.last and not (s.placement.activations[block] or s.kept[block])
 
 
 def made(s: Schedule, blocks: tuple[int, ...], micro_batch: int) -> tuple[Hold, ...]:
@@ -91,7 +93,24 @@ def used(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, 
     if used_at_once(s, block, micro_batch) and not s.work.unified:
         return (("device_outputs", block, micro_batch),)
     given = () if phase == "forward" else (_held(s, block, micro_batch).name,)
+    if phase == "backward" and s.kept[block]:  # nothing was brought
+        return given
     return (*given, *s.off_device(("device_inputs", phase, block, micro_batch)))
+
+
+def activations(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:
+    """What a forward computation leaves for the backward pass of a block that is not computed again. On a separate
+    device its input is part of that."""
+    if not s.kept[block]:
+        return ()
+    size = s.work.blocks[block].activation_bytes + (0 if s.work.unified else s.work.input_bytes)
+    place = "host" if s.work.unified else "device"
+    return (Hold(("activations", block, micro_batch), size, place, AS_LISTED),)
+
+
+def used_activations(s: Schedule, block: int, micro_batch: int) -> tuple[tuple, ...]:
+    """The same, given back by the backward computation."""
+    return tuple(hold.name for hold in activations(s, block, micro_batch))
 
 
 def made_grad(s: Schedule, block: int, micro_batch: int) -> tuple[Hold, ...]:

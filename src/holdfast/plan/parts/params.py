@@ -1,23 +1,29 @@
 """Parameters: a block's working copy comes to the device for one pass over the block. Of several ranks each has its
-share, on its SSD or host, and all of it is gathered for the pass."""
+share, on its SSD or host, and all of it is gathered for the pass. Where a block's activations stay for its backward
+pass, what they were computed with stays, too: autograd looks at it again."""
 
 from __future__ import annotations
 
 from .. import ops
 from ..ops import Hold, Key
+from ..slots import AS_LISTED
 from .schedule import PARAM_SLOTS, Schedule
 
 
-def load(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> Key:
+def load(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple[Key, ...]:
     """Bring a working copy, as the previous step left it, to the device; returns the operation after which
-    it is there."""
-    b, name, on_host = s.work.blocks[block], (phase, block, micro_batch), s.placement.params[block]
+    it is there, or nothing where it is there already."""
+    if phase == "backward" and s.kept[block]:
+        return ()
+    b, on_host = s.work.blocks[block], s.placement.params[block]
     key = Key("upload_params", block, micro_batch, phase)
-    taken = s.on_device(("device_params", *name), b.param_bytes, PARAM_SLOTS)
+    name, device_name = _names(s, phase, block, micro_batch)
+    slots = AS_LISTED if s.kept[block] and phase == "forward" else PARAM_SLOTS
+    taken = s.on_device(device_name, b.param_bytes, slots)
     if on_host and s.work.ranks == 1:
         updated = (Key("update", block),)
-        return s.add(key, ops.UPLOAD, nbytes=b.param_bytes, needs_previous=updated, takes=taken)
-    buffer = Hold(("params", *name), b.param_bytes, slots=PARAM_SLOTS)
+        return (s.add(key, ops.UPLOAD, nbytes=b.param_bytes, needs_previous=updated, takes=taken),)
+    buffer = Hold(name, b.param_bytes, slots=slots if s.work.unified else PARAM_SLOTS)
     ready: tuple[Key, ...] = ()
     if not on_host:
         read = s.add(
@@ -38,13 +44,27 @@ def load(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> Key:
             takes=(buffer,) if on_host else (),
         )
         ready = (gathered,)
-    given = s.off_device(("params", *name))
-    return s.add(key, ops.UPLOAD, nbytes=b.param_bytes, needs=ready, takes=taken, gives=given)
+    given = s.off_device(name)
+    return (s.add(key, ops.UPLOAD, nbytes=b.param_bytes, needs=ready, takes=taken, gives=given),)
 
 
 def release(s: Schedule, phase: str, block: int, micro_batch: int = -1) -> tuple[tuple, ...]:
     """The buffer that the last computation of the pass gives back."""
+    if s.kept[block]:
+        if phase == "forward":
+            return ()
+        if phase == "backward":
+            phase = "forward"  # which brought it
+    name, device_name = _names(s, phase, block, micro_batch)
     if not s.work.unified:
-        return (("device_params", phase, block, micro_batch),)
+        return (device_name,)
     stays = s.placement.params[block] and s.work.ranks == 1
-    return () if stays else (("params", phase, block, micro_batch),)
+    return () if stays else (name,)
+
+
+def _names(s: Schedule, phase: str, block: int, micro_batch: int) -> tuple[tuple, tuple]:
+    """Of the buffer on the host, and of that on a separate device. Those that stay for the backward pass are classes
+    of their own."""
+    place, kept = (phase, block, micro_batch), s.kept[block] and phase == "forward"
+    on_host = "kept_params" if kept and s.work.unified else "params"
+    return (on_host, *place), ("kept_device_params" if kept else "device_params", *place)

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import ops
 from ..ops import Hold, Key, Op
-from ..orders import delayed_blocks
+from ..orders import delayed_blocks, kept_blocks
 from ..slots import AS_LISTED, with_slots
 from ..work import Placement, StepShape, Work
 
@@ -66,6 +66,16 @@ class Schedule:
         """Per block: is it updated beside the next forward pass, although its gradients need not wait?"""
         return (False,) * self.count if self.keeps_grads else delayed_blocks(self.shape, self.count)
 
+    @cached_property
+    def kept(self) -> tuple[bool, ...]:
+        """Per block: do its activations and parameters stay from its forward pass to its backward pass?"""
+        return kept_blocks(self.shape, self.count)
+
+    def backward_work(self, block: int) -> float:
+        """Floating-point operations of a backward computation of ``block``."""
+        b = self.work.blocks[block]
+        return b.backward_work - (b.forward_flop if self.kept[block] else 0.0)
+
     def waits(self, block: int) -> bool:
         """Do the gradients of ``block`` wait for the end of the backward pass?"""
         return self.keeps_grads or self.delayed[block]
@@ -98,7 +108,10 @@ class Schedule:
     @cached_property
     def spilled_rows(self) -> int:
         """Blocks whose inputs go to the SSD."""
-        return sum(not stays for stays in self.placement.activations[: self.last]) if self.training else 0
+        if not self.training:
+            return 0
+        stays = zip(self.placement.activations[: self.last], self.kept)
+        return sum(not (on_host or kept) for on_host, kept in stays)
 
     def add(self, key: Key, lane: str, **fields: Any) -> Key:
         self.ops.append(Op(key, lane, **fields))

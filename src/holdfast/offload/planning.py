@@ -193,25 +193,25 @@ def make_plan(
     work = parts.work(
         measured, device.unified, update_workers=update_workers, guesses=shape.clipping == "speculate"
     )
-    order, held = LISTS[schedule], process_bytes() + KERNEL_BYTES
-    prediction, delayed = None, 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
-    together, usual = EVALUATION_BATCHES, replace(shape, delayed_fraction=delayed)
+    order = LISTS[schedule]
+    delayed = 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
+    usual = replace(shape, delayed_fraction=delayed)
+
+    def ask(machine: MachineProfile, work: Work) -> Question:
+        held = process_bytes() + KERNEL_BYTES  # timing the model leaves some
+        return Question(
+            work=work, shape=shape, machine=machine, schedule=order, host_budget=checked, held_bytes=held,
+            evaluation_batches=_together(work, usual, checked, order, held, on_host),
+            asked=on_host, delayed_fraction=wanted.delayed_fraction,
+        )  # fmt: skip
+
+    prediction = None
     if wanted.planned and measured is not None:
-
-        def ask(machine: MachineProfile, work: Work) -> Question:
-            nonlocal held, together
-            held = process_bytes() + KERNEL_BYTES  # timing the model leaves some
-            together = _together(work, usual, checked, order, held, on_host)
-            return Question(
-                work=work, shape=shape, machine=machine, schedule=order, host_budget=checked,
-                held_bytes=held,
-                evaluation_batches=together, asked=on_host, delayed_fraction=wanted.delayed_fraction,
-            )  # fmt: skip
-
         prediction = planner.predict(ask, work, parts, device, sample, loss_fn)
-    if prediction is not None:
+        held, together = prediction.question.held_bytes, prediction.question.evaluation_batches
         placement, delayed = prediction.choice.placement, prediction.choice.delayed_fraction
     else:
+        held = process_bytes() + KERNEL_BYTES
         together = _together(work, usual, checked, order, held, on_host)
         placement = choose(
             work,

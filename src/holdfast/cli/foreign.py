@@ -86,15 +86,8 @@ def show(source: Source, *, as_json: bool) -> None:
 
 def _row(stored: Stored) -> dict[str, Any]:
     """A tensor: ``parts`` are how many stored arrays it lies in, ``copies`` how often it is there."""
-    atom = stored.atom
-    return {
-        "name": atom.name,
-        "slot": atom.slot,
-        "shape": list(atom.shape),
-        "dtype": atom.dtype,
-        "parts": len(np.unique(stored.pieces.part)),
-        "copies": 1 + len(stored.copies),
-    }
+    counts = {"parts": len(np.unique(stored.pieces.part)), "copies": 1 + len(stored.copies)}
+    return stored.atom.to_json() | counts
 
 
 def _cuts_of(stored: Stored) -> list[list[list[int]]]:

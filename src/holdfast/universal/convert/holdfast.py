@@ -107,15 +107,15 @@ class Commit(Source):
         found = {key: values.get(key, small.get(key)) for key in ways if key in values or key in small}
         return progress_of(found, ways, named, self.path)
 
-    def _stored(self, atom: dict[str, Any], files: dict[str, FileRef]) -> Stored:
-        shape = tuple(atom["shape"])
+    def _stored(self, described: dict[str, Any], files: dict[str, FileRef]) -> Stored:
         pieces = []
-        for fragment in atom["fragments"]:
+        for fragment in described["fragments"]:
             part, held = self._part(files[fragment["unit"]], fragment["key"])
             local, strides = Box.from_json(fragment["local"]), row_major(held)
             offset = sum(a * stride for a, stride in zip(local.start, strides, strict=True))
             pieces.append(Piece(Box.from_json(fragment["global"]), part, offset, strides))
-        return Stored(Atom(atom["name"], atom["slot"], shape, atom["dtype"]), Pieces.of(pieces, len(shape)))
+        atom = Atom.from_json(described)
+        return Stored(atom, Pieces.of(pieces, len(atom.shape)))
 
     def _part(self, ref: FileRef, key: str) -> tuple[int, tuple[int, ...]]:
         """The part that is the tensor ``key`` of a file, and the shape of that."""

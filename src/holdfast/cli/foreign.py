@@ -10,28 +10,20 @@ from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
 from ..opening import source_of
-from ..store.reader import again_if_retired
-from ..store.target import Target
 from ..units import counted, format_bytes
 from ..universal.checking import unequal_copies
 from ..universal.convert.holdfast import Commit
 from ..universal.source import Source, Stored
 from .inspect import atom_table
 from .output import console, print_facts, print_json, print_table, progress
-from .runs import label, open_run, summary
+from .runs import label, open_run, summary, while_training
 
 T = TypeVar("T")
 
 
 def with_sources(texts: Sequence[str], read: Callable[..., T]) -> T:
-    """What ``read`` returns, given the source that each of ``texts`` names. A run may be training: if its newest commit
-    is retired while it is read, the one that is the newest then is taken."""
-
-    def attempt() -> T:
-        return read(*(source_of(text, open_run) for text in texts))
-
-    steps = all(Target.parse(text).step is not None for text in texts)
-    return attempt() if steps else again_if_retired(attempt)
+    """What ``read`` returns, given the source that each of ``texts`` names."""
+    return while_training(texts, lambda: read(*(source_of(text, open_run) for text in texts)))
 
 
 def named(source: Source) -> str:

@@ -26,6 +26,7 @@ from ..universal.keys import EXTRA
 from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
+from .flags import parsed
 from .output import print_json, transfer_progress
 from .record import NAME, read_record
 from .runs import open_run
@@ -162,6 +163,7 @@ def _refuse(destination: Path, how: How) -> None:
         raise BadInput(
             "--dtype is for exports of parameters: a training state keeps its tensors as training had them"
         )
+    parsed("--file-size", parse_bytes, how.file_size)
     if (to == "deepspeed") != (stage is not None):
         raise BadInput(
             "--to deepspeed needs --stage 1, 2 or 3, that of the ZeRO that will load it; nothing else has one"

@@ -72,10 +72,9 @@ class Entries(WithNumbers):
             with looking_at(entry.path):
                 yield
         except Damaged as error:
-            where = error.path, error.offset, error.nbytes
             raise type(error)(
                 f"{key}, in {entry.path} from {entry.offset} on: {error}",
-                path=where[0], offset=where[1], nbytes=where[2], atoms=(key,),
+                path=error.path, offset=error.offset, nbytes=error.nbytes, atoms=(key,),
             ) from error  # fmt: skip
 
     def _open(self, part: int) -> Part:

@@ -6,6 +6,7 @@ Buffers that every rank keeps for itself are those of rank 0.
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ...source import WithNumbers
 from . import zero3, zero12
 from .common import Names, add_parameter, others_of, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened
-from .local import Local, Rank, elements, shapes_of
+from .local import Local, Rank, shapes_of
 from .model import ModelStates, beside, check_models
 from .parallel import Info, Whole
 
@@ -107,9 +108,7 @@ class Native(WithNumbers):
         if not counts or max(counts) == steps:
             return
         mixed = max(counts) > steps
-        if not mixed and (
-            held := [key for key in trained if elements(trained[key].shape) and model.holds(key)]
-        ):
+        if not mixed and (held := [key for key in trained if prod(trained[key].shape) and model.holds(key)]):
             mixed = not any(self._is_copy(model, key, names[key]) for key in held[:SAMPLED])
         if mixed:
             raise Damaged(

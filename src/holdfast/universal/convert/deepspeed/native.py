@@ -12,7 +12,7 @@ from typing import Any
 
 from ....errors import BadInput, Damaged
 from ....state.atoms import DTYPE_BYTES
-from ...load import read_flat
+from ...load import read_flat, tensor_of
 from ...pickles import Record
 from ...source import WithNumbers
 from . import zero3, zero12
@@ -124,10 +124,10 @@ class Native(WithNumbers):
         from ....state.dtypes import FROM_NAME
 
         tensor, master = model.module[key], self.atoms[f"{name}/param"]
-        here, dtype = FROM_NAME[master.atom.dtype], FROM_NAME[tensor.storage.dtype]
+        dtype = FROM_NAME[tensor.storage.dtype]
         data = bytearray(DTYPE_BYTES[tensor.storage.dtype])
         self.read(model.part(self, tensor), tensor.offset * len(data), memoryview(data))
-        first = torch.from_numpy(read_flat(self, master, 0, 1).view("u1")).view(here)
+        first = tensor_of(read_flat(self, master, 0, 1), master.atom.dtype)
         return torch.equal(first.to(dtype), torch.frombuffer(data, dtype=dtype))
 
 

@@ -14,9 +14,10 @@ from ...errors import Damaged
 from ...state.atoms import DTYPE_BYTES
 from ...state.pieces import Pieces, dense, row_major
 from ..archives import Archive
+from ..files import NUM_LOCKS, WithNumbers, looking_at
 from ..pickles import Tensor
 from ..plain import bytes_of
-from ..source import NUM_LOCKS, Part, WithNumbers, looking_at
+from ..source import Part
 from .dcp_metadata import Entry, Shards
 
 

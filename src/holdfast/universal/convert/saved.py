@@ -17,12 +17,13 @@ from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
 from ...state.pieces import Pieces
 from ..archives import Archive, check_inside, piece_of
+from ..files import Files
 from ..keys import Kind, Named, name_all, state_of
 from ..keys import Path as Way
 from ..pickles import Tensor
 from ..plain import Plain
 from ..small import SMALL_BYTES, add_or_tell
-from ..source import Files, Stored
+from ..source import Stored
 from ..told import check_progress, state_dict_of
 from ..values import progress_of
 from .indexed import files_of

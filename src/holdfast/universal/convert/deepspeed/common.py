@@ -10,10 +10,11 @@ from ....state.atoms import Atom
 from ....state.boxes import Box
 from ....state.pieces import Pieces, dense
 from ....units import MiB, counted
+from ...files import WithNumbers
 from ...keys import unwrapped
 from ...pickles import Tensor
 from ...plain import Plain
-from ...source import Stored, WithNumbers
+from ...source import Stored
 from .model import ModelStates
 from .parallel import Whole
 

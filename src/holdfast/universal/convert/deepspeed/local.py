@@ -14,8 +14,8 @@ from ....state.atoms import DTYPE_BYTES
 from ....state.numbers import values_of
 from ....state.pieces import Piece, flat
 from ...archives import Archive
+from ...files import Files
 from ...pickles import Record, Tensor
-from ...source import Files
 
 Shape = tuple[int, ...]
 Number = bool | int | float

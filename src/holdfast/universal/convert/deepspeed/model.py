@@ -9,8 +9,8 @@ from ....errors import Damaged
 from ....state.pieces import flat
 from ....state.zero_shares import cut
 from ...archives import Archive, piece_of
+from ...files import Files
 from ...pickles import Tensor
-from ...source import Files
 from .folder import need
 from .local import Local, Shape, shapes_of
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from ....errors import BadInput, Damaged
 from ....state.atoms import DTYPE_BYTES
+from ...files import WithNumbers
 from ...load import read_flat, tensor_of
 from ...pickles import Record
-from ...source import WithNumbers
 from . import zero3, zero12
 from .common import Names, add_parameter, others_of, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened

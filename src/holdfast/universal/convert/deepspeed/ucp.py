@@ -15,8 +15,9 @@ from ....state.atoms import Atom
 from ....state.boxes import Box
 from ....state.pieces import Pieces, dense
 from ...archives import Archive, piece_of
+from ...files import WithNumbers
 from ...pickles import Tensor
-from ...source import Stored, WithNumbers
+from ...source import Stored
 from .common import Names, add_parameter, others_of, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened
 from .local import Shape, shapes_of

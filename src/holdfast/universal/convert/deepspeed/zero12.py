@@ -12,8 +12,8 @@ from typing import Any
 
 from ....errors import BadInput, Damaged
 from ....state.zero_shares import dealt, starts_of
+from ...files import Files
 from ...pickles import Record, Tensor
-from ...source import Files
 from .folder import need
 from .local import Local, Rank, Shape, Value, split_state
 

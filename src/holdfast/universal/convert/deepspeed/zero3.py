@@ -10,8 +10,8 @@ from math import prod
 
 from ....errors import BadInput, Damaged
 from ....state.zero_shares import cut
+from ...files import Files
 from ...pickles import Tensor
-from ...source import Files
 from .folder import need
 from .local import Local, Rank, Shape, split_state
 

@@ -74,6 +74,18 @@ class Question:
         found = {kind: checked(kind, value) for kind, value in self.asked.items()}
         return {kind: value for kind, value in found.items() if value is not None}
 
+    @property
+    def all_wait(self) -> bool:
+        """All updates wait for the norm or the last micro-batch, whatever delayed fraction is said."""
+        return self.shape.clipping == "defer" or self.schedule is horizontal
+
+    def shape_with(self, delayed_fraction: float) -> StepShape:
+        return replace(self.shape, delayed_fraction=delayed_fraction)
+
+    def operations(self, placement: Placement, delayed_fraction: float) -> list[Op]:
+        """Of a step in which every guess is right."""
+        return as_guessed(self.schedule(self.work, placement, self.shape_with(delayed_fraction)))
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -126,7 +138,7 @@ def answer(question: Question) -> Answer:
 
 def play(question: Question, placement: Placement, delayed_fraction: float) -> Choice:
     """What the simulator makes of one placement."""
-    operations = _listed(question, placement, delayed_fraction)
+    operations = question.operations(placement, delayed_fraction)
     moved = lane_bytes(operations)
     found = simulate([operations] * STEPS, machine_of(question.machine, operations))
     return Choice(placement, delayed_fraction, found, moved[SSD_WRITE], moved[SSD_READ])
@@ -140,7 +152,7 @@ class _Search:
         self.played: dict[tuple[Placement, float], Choice] = {}
         self.refusal: DoesNotFit | None = None
         """Of what saves most per byte, where that does not fit."""
-        once = STEPS * len(_listed(question, Placement.fractions(self.blocks), 0.0))
+        once = STEPS * len(question.operations(Placement.fractions(self.blocks), 0.0))
         self.most = max(PLAYED // once, 3)
         """Choices that may be played."""
 
@@ -149,8 +161,8 @@ class _Search:
         question = self.question
         if question.delayed_fraction != "auto":
             return [question.delayed_fraction]
-        if question.shape.clipping == "defer" or question.schedule is horizontal:
-            return [0.0]  # all updates wait, whatever is said
+        if question.all_wait:
+            return [0.0]
         counts = sorted({round(part * self.blocks) for part in DELAYED})
         every = max(-(-len(counts) * 3 // self.most), 1)
         return [count / self.blocks for count in counts[::every]]
@@ -166,7 +178,7 @@ class _Search:
         try:
             yield choose(
                 q.work,
-                self._shape(delayed),
+                q.shape_with(delayed),
                 q.host_budget,
                 schedule=q.schedule,
                 evaluation_batches=q.evaluation_batches,
@@ -254,7 +266,7 @@ class _Search:
                 recycles=not q.shape.keeps_grads,
             ),
             micro_batches=q.shape.micro_batches,
-            delayed_fraction=1.0 if q.shape.clipping == "defer" or q.schedule is horizontal else delayed,
+            delayed_fraction=1.0 if q.all_wait else delayed,
         )
 
     def _whole(self, counts: Mapping[str, int]) -> Placement:
@@ -267,16 +279,13 @@ class _Search:
         """Of which a fraction is: the last block's own inputs never leave."""
         return max(self.blocks - (kind == "activations"), 1)
 
-    def _shape(self, delayed: float) -> StepShape:
-        return replace(self.question.shape, delayed_fraction=delayed)
-
     def _fits(self, placement: Placement, delayed: float) -> bool:
         budget = self.question.host_budget
         return budget is None or self._host_bytes(placement, delayed) <= budget
 
     def _host_bytes(self, placement: Placement, delayed: float) -> int:
         q = self.question
-        memory = predict(q.work, placement, self._shape(delayed), q.schedule, q.evaluation_batches)
+        memory = predict(q.work, placement, q.shape_with(delayed), q.schedule, q.evaluation_batches)
         return q.held_bytes + memory.host_bytes
 
 
@@ -287,8 +296,3 @@ def has_highs() -> bool:
     except BadInput:
         return False
     return True
-
-
-def _listed(question: Question, placement: Placement, delayed_fraction: float) -> list[Op]:
-    shape = replace(question.shape, delayed_fraction=delayed_fraction)
-    return as_guessed(question.schedule(question.work, placement, shape))

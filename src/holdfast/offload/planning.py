@@ -184,12 +184,8 @@ def make_plan(
     Raises ``BadInput``, and ``DoesNotFit`` naming a budget that works.
     """
     on_host = wanted.on_host
-    if sample is None:
-        _refuse_unmeasured(budget, device, on_host)
-    measured = None if sample is None else _measured(parts, sample, loss_fn)
+    measured = _measured(parts, device, budget, on_host, sample, loss_fn)
     checked = None if measured is None else budget.host_bytes()  # a part of what is needed says nothing
-    if sample is not None and measured is None and budget.host_bytes() is not None:
-        _refuse_auto(on_host)
     work = parts.work(
         measured, device.unified, update_workers=update_workers, guesses=shape.clipping == "speculate"
     )
@@ -276,12 +272,25 @@ def _refuse_auto(on_host: dict[str, Fraction]) -> None:
             )
 
 
-def _measured(parts: Parts, sample: Any, loss_fn: Callable[..., Any] | None) -> Measured | None:
-    """What a micro-batch takes; None, with a warning, where the model cannot be traced."""
+def _measured(
+    parts: Parts,
+    device: Device,
+    budget: Budget,
+    on_host: dict[str, Fraction],
+    sample: Any,
+    loss_fn: Callable[..., Any] | None,
+) -> Measured | None:
+    """What a micro-batch takes; None without a ``sample``, or, with a warning, where the model cannot be traced. Raises
+    ``BadInput`` if what was asked for takes knowing it."""
+    if sample is None:
+        _refuse_unmeasured(budget, device, on_host)
+        return None
     try:
         return measure(
             parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn, parts.optimizer.takes_gradients
         )
     except ModelNotSupported as error:
         warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=4)
-        return None
+    if budget.host_bytes() is not None:
+        _refuse_auto(on_host)
+    return None

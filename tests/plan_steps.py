@@ -32,6 +32,7 @@ def uneven(count: int, unified: bool = True) -> Work:
             state_bytes=120011 + 103 * i,
             grad_bytes=40009 + 109 * i,
             forward_flop=5.0e6 + i,
+            activation_bytes=30011 + 107 * i,
         )
         for i in range(count)
     )
@@ -71,15 +72,21 @@ def equal_blocks(
     )
 
 
-WAYS = [("plain", 0.0), ("plain", 0.5), ("plain", 1.0), ("snake", 0.0), ("snake", 0.25)]
-"""Orders, and how much of the update is delayed."""
+WAYS = [
+    ("plain", 0.0, 1.0),
+    ("plain", 0.5, 0.0),
+    ("plain", 1.0, 1.0),
+    ("snake", 0.0, 1.0),
+    ("snake", 0.25, 0.5),
+]
+"""Orders, how much of the update is delayed, and how much is computed again."""
 
 
 def grid(counts: Sequence[int] = (1, 2, 3, 6)) -> Iterator[tuple[Work, Placement, StepShape]]:
     """A step for every combination of what can vary."""
     on_off = (False, True)
     varied = product(counts, (1, 2, 3, 5), on_off, CLIPPING, on_off, WAYS)
-    for count, micro_batches, unified, clipping, commit, (order, delayed) in varied:
+    for count, micro_batches, unified, clipping, commit, (order, delayed, again) in varied:
         if clipping == "speculate" and not commit:  # there would be nothing to undo from
             continue
         shape = StepShape(
@@ -88,6 +95,7 @@ def grid(counts: Sequence[int] = (1, 2, 3, 6)) -> Iterator[tuple[Work, Placement
             commit=commit,
             order=order,
             delayed_fraction=delayed,
+            recomputed_fraction=again,
         )
         for fraction in (0.0, 0.5, 1.0):
             placement = Placement.fractions(
@@ -114,6 +122,7 @@ def steps(draw: st.DrawFn, most_blocks: int = 6) -> tuple[Work, Placement, StepS
         commit=draw(st.booleans()) or clipping == "speculate",
         order=draw(st.sampled_from(("plain", "snake"))),
         delayed_fraction=draw(st.sampled_from((0.0, 0.0, 0.25, 0.5, 0.8, 1.0))),
+        recomputed_fraction=draw(st.sampled_from((1.0, 1.0, 0.7, 0.3, 0.0))),
     )
     return uneven(count, draw(st.booleans())), placement, shape
 

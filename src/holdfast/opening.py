@@ -12,7 +12,8 @@ from .store.reader import RunReader
 from .store.target import Target, Url, holds_run
 from .universal.convert import is_of_others, open_source
 from .universal.convert.holdfast import Commit
-from .universal.source import Source, looking_at
+from .universal.files import looking_at
+from .universal.source import Source
 
 
 def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStore.read) -> Source:

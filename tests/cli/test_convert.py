@@ -108,6 +108,7 @@ def test_copies_that_differ_are_told_before_a_folder_loses_them(tmp_path, holdfa
         (["--to", "holdfast", "--dtype", "bf16"], "--dtype is for exports"),
         (["--to", "huggingface", "--dtype", "int3"], "--dtype int3 is not one of"),
         (["--to", "safetensors"], "does not end in .safetensors"),
+        (["--to", "huggingface", "--file-size", "soon"], "--file-size: 'soon' is not a number of bytes"),
         (["--to", "deepspeed"], "needs --stage"),
         (["--to", "huggingface", "--rules", "nothing"], "nothing"),
     ],

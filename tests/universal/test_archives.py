@@ -24,10 +24,11 @@ from holdfast.state.pieces import Piece, Pieces
 from holdfast.universal import pickles
 from holdfast.universal.archives import Archive, piece_of
 from holdfast.universal.convert import open_source
+from holdfast.universal.files import Files
 from holdfast.universal.load import Target, read_all
 from holdfast.universal.pickles import Record
 from holdfast.universal.plain import Plain
-from holdfast.universal.source import Files, Stored
+from holdfast.universal.source import Stored
 
 TENSORS = {
     "plain": torch.arange(12.0).reshape(3, 4),

@@ -27,10 +27,10 @@ from holdfast.universal import restore
 from holdfast.universal.convert import huggingface
 from holdfast.universal.convert.huggingface import write_huggingface, write_single
 from holdfast.universal.convert.safetensors import INDEX, SafetensorsFiles, digest_of, header_of
+from holdfast.universal.files import Files
 from holdfast.universal.load import Target, read_all
 from holdfast.universal.restore import read_tensors
 from holdfast.universal.save import write_run
-from holdfast.universal.source import Files
 
 
 def tensors():

@@ -32,7 +32,7 @@ from ..store.reader import RunReader
 from ..units import MiB, packed
 from ..universal.convert.holdfast import Commit
 from ..universal.keys import KEY
-from ..universal.load import Plan, Run, Target, in_threads, plan, read_all
+from ..universal.load import Plan, Run, Target, array_of, in_threads, plan, read_all
 from ..universal.source import Stored
 from .dcp_items import OfRun
 from .dcp_write import StorageWriter
@@ -131,8 +131,7 @@ class StorageReader(OfRun, dcp.StorageReader):
             made = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
             at_once = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == made.dtype
             into = tensor if at_once else made
-            flat = into.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
-            targets.append(Target(stored, box, flat.reshape(box.shape)))
+            targets.append(Target(stored, box, array_of(into).reshape(box.shape)))
             ways.append((item, tensor, into))
         read_all(self._opened, targets)
         for item, tensor, into in ways:

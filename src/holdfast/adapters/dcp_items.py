@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from ..errors import BadInput
+from ..state.atoms import Atom, fragment
 from ..state.boxes import Box
 from ..state.dtypes import TO_NAME
 from ..state.encoding import encode
@@ -84,21 +85,11 @@ def index_of(save: Save, items: list[WriteItem], tensors: dict[str, WriteItem]) 
         if item.tensor_data is None:
             continue
         name, slot = save.names[item.index.fqn]
-        kind = kind_of(item)
-        atoms[f"{name}/{slot}"] = {
-            "name": name, "slot": slot, "shape": list(kind.shape), "dtype": kind.dtype, KEY: item.index.fqn,
-            "fragments": [],
-        }  # fmt: skip
+        atom = Atom(name, slot, *kind_of(item))
+        atoms[atom.key] = atom.to_json() | {KEY: item.index.fqn, "fragments": []}
     for key, item in tensors.items():
         name, slot = save.names[item.index.fqn]
-        box = box_of(item)
-        fragment = {
-            "unit": save.unit,
-            "key": key,
-            "global": box.to_json(),
-            "local": Box.whole(box.shape).to_json(),
-        }
-        atoms[f"{name}/{slot}"]["fragments"].append(fragment)
+        atoms[f"{name}/{slot}"]["fragments"].append(fragment(save.unit, key, box_of(item)))
     return {"version": 1, "units": [save.unit], "atoms": atoms}
 
 

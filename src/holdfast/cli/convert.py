@@ -26,6 +26,7 @@ from ..universal.keys import EXTRA
 from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
+from .flags import parsed
 from .output import print_json, transfer_progress
 from .record import NAME, read_record
 from .runs import open_run
@@ -67,10 +68,38 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     _refuse(destination, how)
     began, to = time.perf_counter(), how.to
     opened = source_of(source, open_run)
-    rules = None if how.rules is None else packs.find(how.rules, how.values, opened.numbers)
     run = Target.parse(source).run
     folder = _folder_of(run, how)
     trained = _trained_here(run) if to == "huggingface" and folder is None else None
+    opened = _as_wanted(opened, how, folder, trained)
+    total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
+    with transfer_progress("writing", quiet=as_json) as bar:
+        task = bar.add_task("writing", total=total)
+        about = _write(opened, destination, how, lambda nbytes: bar.advance(task, nbytes))
+    if folder is not None:
+        keep(folder, destination, dtype=NAMES[DTYPES.get(how.dtype or "fp32", "F32")])
+    if trained is not None:
+        from ..models.llama import llama_config
+
+        text = json.dumps(llama_config(trained), indent=2)
+        write_durably(Disk(destination), "config.json", text.encode(), why="configuration")
+    about |= {
+        "unread": list(opened.unread),
+        "format": to,
+        "from": opened.format,
+        "bytes": sum(os.path.getsize(path) for path in about["files"]),
+        "seconds": time.perf_counter() - began,
+    }
+    if as_json:
+        print_json(about)
+    else:
+        _say(about, source, destination, opened)
+
+
+def _as_wanted(opened: Source, how: How, folder: Path | None, trained: DecoderConfig | None) -> Source:
+    """``opened`` under the rules that were given, or with the names of the ``folder`` whose model was trained, or with
+    those that transformers has for the reference decoder. Raises ``Damaged`` if copies differ that should be equal."""
+    rules = None if how.rules is None else packs.find(how.rules, how.values, opened.numbers)
     if trained is not None and rules is None:
         from ..models.llama import PACK
 
@@ -84,32 +113,15 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
         refuse_unequal(opened, opened.atoms.values())  # of which the folder has no copies
         opened = as_folder(opened, empty_model(folder))
     refuse_unequal(opened, opened.atoms.values())
-    total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
-    with transfer_progress("writing", quiet=as_json) as bar:
-        task = bar.add_task("writing", total=total)
-        about = _write(opened, destination, how, lambda nbytes: bar.advance(task, nbytes))
-    if folder is not None:
-        keep(folder, destination, dtype=NAMES[DTYPES.get(how.dtype or "fp32", "F32")])
-    if trained is not None:
-        from ..models.llama import llama_config
+    return opened
 
-        text = json.dumps(llama_config(trained), indent=2)
-        write_durably(Disk(destination), "config.json", text.encode(), why="configuration")
-    seconds = time.perf_counter() - began
-    nbytes = sum(os.path.getsize(path) for path in about["files"])
-    about |= {
-        "unread": list(opened.unread),
-        "format": to,
-        "from": opened.format,
-        "bytes": nbytes,
-        "seconds": seconds,
-    }
-    if as_json:
-        print_json(about)
-        return
+
+def _say(about: dict[str, Any], source: str, destination: Path, opened: Source) -> None:
+    """What was written, and what of ``source`` was not."""
+    to, files = about["format"], counted(len(about["files"]), "file")
     print(
         f"{destination}: {counted(about['tensors'], 'tensor')} of {source} ({opened.format}) as {to},"
-        f" {format_bytes(nbytes)} in {counted(len(about['files']), 'file')}, {seconds:.1f} s"
+        f" {format_bytes(about['bytes'])} in {files}, {about['seconds']:.1f} s"
     )
     if opened.unread:
         print(f"Not in it, since of {source} the weights alone are read: {', '.join(opened.unread)}")
@@ -151,6 +163,7 @@ def _refuse(destination: Path, how: How) -> None:
         raise BadInput(
             "--dtype is for exports of parameters: a training state keeps its tensors as training had them"
         )
+    parsed("--file-size", parse_bytes, how.file_size)
     if (to == "deepspeed") != (stage is not None):
         raise BadInput(
             "--to deepspeed needs --stage 1, 2 or 3, that of the ZeRO that will load it; nothing else has one"

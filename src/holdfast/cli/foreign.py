@@ -10,28 +10,20 @@ from rich.progress import BarColumn, MofNCompleteColumn
 
 from ..errors import Damaged
 from ..opening import source_of
-from ..store.reader import again_if_retired
-from ..store.target import Target
 from ..units import counted, format_bytes
 from ..universal.checking import unequal_copies
 from ..universal.convert.holdfast import Commit
 from ..universal.source import Source, Stored
 from .inspect import atom_table
 from .output import console, print_facts, print_json, print_table, progress
-from .runs import label, open_run, summary
+from .runs import label, open_run, summary, while_training
 
 T = TypeVar("T")
 
 
 def with_sources(texts: Sequence[str], read: Callable[..., T]) -> T:
-    """What ``read`` returns, given the source that each of ``texts`` names. A run may be training: if its newest commit
-    is retired while it is read, the one that is the newest then is taken."""
-
-    def attempt() -> T:
-        return read(*(source_of(text, open_run) for text in texts))
-
-    steps = all(Target.parse(text).step is not None for text in texts)
-    return attempt() if steps else again_if_retired(attempt)
+    """What ``read`` returns, given the source that each of ``texts`` names."""
+    return while_training(texts, lambda: read(*(source_of(text, open_run) for text in texts)))
 
 
 def named(source: Source) -> str:
@@ -86,15 +78,8 @@ def show(source: Source, *, as_json: bool) -> None:
 
 def _row(stored: Stored) -> dict[str, Any]:
     """A tensor: ``parts`` are how many stored arrays it lies in, ``copies`` how often it is there."""
-    atom = stored.atom
-    return {
-        "name": atom.name,
-        "slot": atom.slot,
-        "shape": list(atom.shape),
-        "dtype": atom.dtype,
-        "parts": len(np.unique(stored.pieces.part)),
-        "copies": 1 + len(stored.copies),
-    }
+    counts = {"parts": len(np.unique(stored.pieces.part)), "copies": 1 + len(stored.copies)}
+    return stored.atom.to_json() | counts
 
 
 def _cuts_of(stored: Stored) -> list[list[list[int]]]:

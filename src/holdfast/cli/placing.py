@@ -16,6 +16,7 @@ from ..plan.search import Case, Found, best_at, engine_case, search
 from ..plan.setting import Method
 from ..profiles import MachineProfile, load_machine, load_model
 from ..units import counted, format_bytes, format_seconds, parse_bytes
+from .flags import parsed
 from .output import console, plain_table, print_facts, print_json, print_table
 
 SIZES = {
@@ -88,10 +89,8 @@ def _machine(given: Mapping[str, Any]) -> MachineProfile:
     if given["ssds"] is not None:
         machine = replace(machine, ssd_count=given["ssds"])
     if given["host"] is not None:
-        try:
-            machine = replace(machine, host_memory_bytes=parse_bytes(given["host"]))
-        except ValueError as error:
-            raise ConfigError(f"--host: {error}") from error
+        nbytes = parsed("--host", parse_bytes, given["host"])
+        machine = replace(machine, host_memory_bytes=nbytes)
     return machine
 
 

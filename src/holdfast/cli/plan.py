@@ -21,6 +21,7 @@ from ..plan.waste import (
     waste,
 )
 from ..units import counted, format_bytes, format_seconds, parse_bytes, parse_seconds
+from .flags import parsed
 from .output import console, plain_table, print_facts, print_json, print_table
 from .placing import plan_placement
 
@@ -93,10 +94,7 @@ def _refuse_cadence(given: Mapping[str, Any], flags: Mapping[str, str]) -> None:
 def _parsed(name: str, value: Any, flags: Mapping[str, str]) -> Any:
     if not isinstance(value, str):
         return value
-    try:
-        return parse_bytes(value) if "bytes" in name else parse_seconds(value)
-    except ValueError as error:
-        raise ConfigError(f"{flags[name]}: {error}") from error
+    return parsed(flags[name], parse_bytes if "bytes" in name else parse_seconds, value)
 
 
 def _of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ..probe.machine import Probed, probe_machine
 from ..probe.memory import free_host_bytes
 from ..profiles import load_model, to_toml
 from ..units import format_seconds, parse_bytes
+from .flags import parsed, refuse_no_directory
 from .output import print_json
 
 
@@ -31,12 +32,8 @@ def probe(
     """Measure and print, or write ``out``. Everything that can be refused is refused before."""
     if not directory.is_dir():
         raise ConfigError(f"--dir {directory} is no directory; name one on the SSD that a run would use")
-    if out is not None and not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no directory {out.absolute().parent}; make it first")
-    try:
-        file_bytes = parse_bytes(size)
-    except ValueError as error:
-        raise ConfigError(f"--size: {error}") from error
+    refuse_no_directory("--out", out)
+    file_bytes = parsed("--size", parse_bytes, size)
     chosen = None if model is None else load_model(model)
     target = open_device(device).torch_device
     with Console(stderr=True).status("measuring") as status:

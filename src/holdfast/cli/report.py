@@ -14,6 +14,7 @@ from ..watch.drive import drive_of
 from ..watch.history import History
 from ..watch.report import Look, document, html
 from ..watch.trace import chrome_trace
+from .flags import parsed
 from .output import print_json
 from .runs import open_run
 
@@ -22,10 +23,7 @@ LOG = "events.jsonl"
 
 def report(run: Path, *, out: Path | None, trace: Path | None, predicted: str | None, as_json: bool) -> None:
     """Write the page to ``out`` (RUN/report.html), or only a trace, or print the facts."""
-    try:
-        seconds = None if predicted is None else parse_seconds(predicted)
-    except ValueError as error:
-        raise BadInput(f"--predicted: {error}") from error
+    seconds = None if predicted is None else parsed("--predicted", parse_seconds, predicted)
     history = History.read(log_of(run))
     if trace is not None:
         _write(trace, json.dumps(chrome_trace(history, str(run)), separators=(",", ":"), allow_nan=False))

@@ -21,12 +21,13 @@ T = TypeVar("T")
 
 
 def with_commits(texts: Sequence[str], read: Callable[..., T]) -> T:
-    """What ``read`` returns, given the reader and the manifest of each commit that ``texts`` name. A run may be
-    training: if its newest commit is retired while it is read, the one that is the newest then is taken."""
+    """What ``read`` returns, given the reader and the manifest of each commit that ``texts`` name."""
+    return while_training(texts, lambda: read(*(part for text in texts for part in open_commit(text))))
 
-    def attempt() -> T:
-        return read(*(part for text in texts for part in open_commit(text)))
 
+def while_training(texts: Sequence[str], attempt: Callable[[], T]) -> T:
+    """What ``attempt`` returns, which reads what ``texts`` name. A run may be training: if its newest commit is retired
+    while it is read, it is tried again, with the one that is the newest then."""
     named = all(Target.parse(text).step is not None for text in texts)
     return attempt() if named else again_if_retired(attempt)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import BadInput, ConfigError
+from ..errors import BadInput
 from ..plan.formulas import PROCESS_BYTES
 from ..plan.horizontal import horizontal
 from ..plan.lists import EVALUATION_BATCHES, fit, host_bytes, machine_of, shape_of, work_of
@@ -24,6 +24,7 @@ from ..plan.timeline import busy_columns, chrome_trace, text_timeline, window
 from ..plan.vertical import vertical
 from ..plan.work import Placement
 from ..units import format_bytes, format_seconds
+from .flags import refuse_no_directory
 from .output import console, plain_table, print_json, print_table
 from .placing import case_of, rate_text
 
@@ -53,7 +54,7 @@ class Played:
 
 def simulate(given: Mapping[str, Any]) -> None:
     """Print how both orders go."""
-    _refuse_missing(given["trace"])
+    refuse_no_directory("--trace", given["trace"])
     case = engine_case(case_of(given))
     setting = case.setting(_count(case, given))
     check_device(setting)
@@ -71,11 +72,6 @@ def simulate(given: Mapping[str, Any]) -> None:
 
 
 # -- helpers ----------------------------------------------------------------------------------------
-
-
-def _refuse_missing(trace: Path | None) -> None:
-    if trace is not None and not trace.absolute().parent.is_dir():
-        raise ConfigError(f"--trace {trace}: there is no directory {trace.absolute().parent}; make it first")
 
 
 def _count(case: Case, given: Mapping[str, Any]) -> int:

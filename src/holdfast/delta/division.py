@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import xxhash
 
-from ..state.atoms import CARRIED, Atom
+from ..state.atoms import CARRIED, Atom, fragment
 from ..state.boxes import Box
 from ..state.live import BUFFERS, Held, LiveState
 from ..state.stretches import FLAT, Region, Stretch
@@ -191,7 +191,7 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -
             shape, region = state.place_of(atom)
             if part.shape != atom.shape and unit.rows is not None:
                 region = region.rows(unit.rows)
-            known = {"name": atom.name, "slot": atom.slot, "shape": list(shape), "dtype": atom.dtype}
+            known = replace(atom, shape=shape).to_json()
             atoms.setdefault(key, known | {"fragments": []})["fragments"] += _fragments(unit, part, region)
     if not atoms:  # two ranks that store nothing write two files
         return {"version": 1, "units": [unit.name for unit in units], "atoms": atoms}
@@ -201,13 +201,8 @@ def _index_of(units: Sequence[Unit], owned: dict[str, Held], state: LiveState) -
 def _fragments(unit: Unit, part: Atom, region: Region) -> list[dict[str, Any]]:
     """Where ``part``, which is in ``unit`` and is ``region`` of the whole tensor, lies in that."""
     if isinstance(region, Box):
-        return [_fragment(unit, part.key, region)]
+        return [fragment(unit.name, part.key, region)]
     return [
-        _fragment(unit, _key_in_file(part, box), box) | {FLAT: list(elements)}
+        fragment(unit.name, _key_in_file(part, box), box) | {FLAT: list(elements)}
         for box, elements in zip(region.boxes, region.ranges, strict=True)
     ]
-
-
-def _fragment(unit: Unit, key: str, box: Box) -> dict[str, Any]:
-    local = Box.whole(box.shape)
-    return {"unit": unit.name, "key": key, "global": box.to_json(), "local": local.to_json()}

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ Limits = tuple[int | None, int | None, int | None]
 class Prediction:
     """What was chosen, and what a step is to take."""
 
+    question: Question
+    """Of the machine as it was found, and of the model with its times."""
     choice: Choice
     shape: StepShape
     """Of the usual step, to which ``choice`` belongs."""
@@ -149,7 +152,15 @@ class Planner:
         stated = [*question.stated, *(name for name, value in turned.items() if value != "auto")]
         adjusted = self.speed_up != 1.0 or any(limit is not None for limit in self.limits)
         prediction = Prediction(
-            choice, shape, tuple(stated), found.tried, found.by_linear_program, known, times, adjusted
+            question,
+            choice,
+            shape,
+            tuple(stated),
+            found.tried,
+            found.by_linear_program,
+            known,
+            times,
+            adjusted,
         )
         say(f"plan: {prediction.line()}")
         if not found.by_linear_program and len(stated) < 5:
@@ -229,8 +240,6 @@ def _block_times(times: Times | None, work: Work, device: torch.device) -> Block
 
 def _of_a_product(device: torch.device) -> BlockTimes:
     """Of a block of which only the floating-point operations are known."""
-    from time import perf_counter
-
     size = 1024
     one = torch.ones(size, size, dtype=torch.bfloat16, device=device)
     float((one @ one)[0, 0])

@@ -211,11 +211,8 @@ class Engine:
         self.wait()
         self._call("state_dict")
         with nullcontext() if self._run.fellows.alone else self._closing_on_error():
-            return (
-                trained_values(self._run, self._captured)
-                if trained
-                else state_dict(self._run, self._captured)
-            )
+            values = trained_values if trained else state_dict
+            return values(self._run, self._captured)
 
     def close(self) -> None:
         """Finish and commit what is under way, give the model back, and let go of the run directory.

@@ -13,8 +13,7 @@ from torch import nn
 from ..errors import BadInput, ModelNotSupported, OptimizerNotSupported
 from ..plan.work import BlockWork, Work
 from ..ranks import Ranks, stream_of
-from ..state.atoms import Atom
-from ..state.boxes import Box
+from ..state.atoms import fragment
 from ..state.capture import Captured, capture
 from ..units import round_up
 from ..update.optimizer import HostOptimizer
@@ -138,22 +137,13 @@ class Parts:
         atoms: dict[str, Any] = {}
         for unit in self.all_units:
             for name, found in ((unit.file_name, unit.state_atoms), (unit.frozen_name, unit.frozen_atoms)):
-                atoms.update({atom.key: _describe(atom, name, *unit.places[atom.key]) for atom in found})
+                for atom in found:
+                    shape, box = unit.places[atom.key]
+                    known = replace(atom, shape=shape).to_json()
+                    atoms[atom.key] = known | {"fragments": [fragment(name, atom.key, box)]}
         if self.world_size > 1:  # no two ranks have one file, not even those that have nothing
             return {"version": 1, "prefix": stream_of(self.rank), "atoms": atoms}
         return {"version": 1, "atoms": atoms}
-
-
-def _describe(atom: Atom, unit: str, shape: tuple[int, ...], box: Box) -> dict[str, Any]:
-    """``atom`` as it lies in ``unit``: the region ``box`` of one of ``shape``."""
-    local = Box.whole(atom.shape).to_json()
-    return {
-        "name": atom.name,
-        "slot": atom.slot,
-        "shape": list(shape),
-        "dtype": atom.dtype,
-        "fragments": [{"unit": unit, "key": atom.key, "global": box.to_json(), "local": local}],
-    }
 
 
 def _check_names(blocks: Blocks) -> None:

@@ -197,37 +197,32 @@ def make_plan(
     Raises ``BadInput``, and ``DoesNotFit`` naming a budget that works.
     """
     on_host = wanted.on_host
-    if sample is None:
-        _refuse_unmeasured(budget, device, on_host)
-    measured = None if sample is None else _measured(parts, sample, loss_fn)
+    measured = _measured(parts, device, budget, on_host, sample, loss_fn)
     checked = None if measured is None else budget.host_bytes()  # a part of what is needed says nothing
-    if sample is not None and measured is None and budget.host_bytes() is not None:
-        _refuse_auto(on_host)
     work = parts.work(
         measured, device.unified, update_workers=update_workers, guesses=shape.clipping == "speculate"
     )
-    order, held = LISTS[schedule], process_bytes() + KERNEL_BYTES
-    prediction, delayed = None, 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
+    order = LISTS[schedule]
+    delayed = 0.0 if wanted.delayed_fraction == "auto" else wanted.delayed_fraction
     recomputed = 1.0 if wanted.recomputed_fraction == "auto" else wanted.recomputed_fraction
     usual = replace(shape, delayed_fraction=delayed, recomputed_fraction=recomputed)
-    together = EVALUATION_BATCHES
+
+    def ask(machine: MachineProfile, work: Work) -> Question:
+        held = process_bytes() + KERNEL_BYTES  # timing the model leaves some
+        return Question(
+            work=work, shape=shape, machine=machine, schedule=order, host_budget=checked, held_bytes=held,
+            evaluation_batches=_together(work, usual, checked, order, held, on_host),
+            asked=on_host, delayed_fraction=wanted.delayed_fraction,
+            recomputed_fraction=wanted.recomputed_fraction, device_budget=budget.device_bytes(),
+        )  # fmt: skip
+
+    prediction = None
     if wanted.planned and measured is not None:
-
-        def ask(machine: MachineProfile, work: Work) -> Question:
-            nonlocal held, together
-            held = process_bytes() + KERNEL_BYTES  # timing the model leaves some
-            together = _together(work, usual, checked, order, held, on_host)
-            return Question(
-                work=work, shape=shape, machine=machine, schedule=order, host_budget=checked,
-                held_bytes=held,
-                evaluation_batches=together, asked=on_host, delayed_fraction=wanted.delayed_fraction,
-                recomputed_fraction=wanted.recomputed_fraction, device_budget=budget.device_bytes(),
-            )  # fmt: skip
-
         prediction = planner.predict(ask, work, parts, device, sample, loss_fn)
-    if prediction is not None:
+        held, together = prediction.question.held_bytes, prediction.question.evaluation_batches
         placement, usual = prediction.choice.placement, prediction.shape
     else:
+        held = process_bytes() + KERNEL_BYTES
         together = _together(work, usual, checked, order, held, on_host)
         placement = choose(
             work,
@@ -297,12 +292,25 @@ def _refuse_auto(on_host: dict[str, Fraction]) -> None:
             )
 
 
-def _measured(parts: Parts, sample: Any, loss_fn: Callable[..., Any] | None) -> Measured | None:
-    """What a micro-batch takes; None, with a warning, where the model cannot be traced."""
+def _measured(
+    parts: Parts,
+    device: Device,
+    budget: Budget,
+    on_host: dict[str, Fraction],
+    sample: Any,
+    loss_fn: Callable[..., Any] | None,
+) -> Measured | None:
+    """What a micro-batch takes; None without a ``sample``, or, with a warning, where the model cannot be traced. Raises
+    ``BadInput`` if what was asked for takes knowing it."""
+    if sample is None:
+        _refuse_unmeasured(budget, device, on_host)
+        return None
     try:
         return measure(
             parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn, parts.optimizer.takes_gradients
         )
     except ModelNotSupported as error:
         warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=4)
-        return None
+    if budget.host_bytes() is not None:
+        _refuse_auto(on_host)
+    return None

@@ -83,6 +83,15 @@ class Question:
         found = {kind: checked(kind, value) for kind, value in self.asked.items()}
         return {kind: value for kind, value in found.items() if value is not None}
 
+    @property
+    def all_wait(self) -> bool:
+        """All updates wait for the norm or the last micro-batch, whatever delayed fraction is said."""
+        return self.shape.clipping == "defer" or self.schedule is horizontal
+
+    def operations(self, placement: Placement, shape: StepShape) -> list[Op]:
+        """Of a step in which every guess is right."""
+        return as_guessed(self.schedule(self.work, placement, shape))
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -139,7 +148,7 @@ def answer(question: Question) -> Answer:
 
 def play(question: Question, placement: Placement, shape: StepShape) -> Choice:
     """What the simulator makes of one placement and shape."""
-    operations = _listed(question, placement, shape)
+    operations = question.operations(placement, shape)
     moved = lane_bytes(operations)
     found = simulate([operations] * STEPS, machine_of(question.machine, operations))
     return Choice(placement, shape, found, moved[SSD_WRITE], moved[SSD_READ])
@@ -153,7 +162,7 @@ class _Search:
         self.played: dict[tuple[Placement, StepShape], Choice] = {}
         self.refusal: DoesNotFit | None = None
         """Of what saves most per byte, where that does not fit."""
-        once = STEPS * len(_listed(question, Placement.fractions(self.blocks), question.shape))
+        once = STEPS * len(question.operations(Placement.fractions(self.blocks), question.shape))
         self.most = max(PLAYED // once, 3)
         """Choices that may be played."""
 
@@ -184,8 +193,8 @@ class _Search:
         question = self.question
         if question.delayed_fraction != "auto":
             return [question.delayed_fraction]
-        if question.shape.clipping == "defer" or question.schedule is horizontal:
-            return [0.0]  # all updates wait, whatever is said
+        if question.all_wait:
+            return [0.0]
         counts = sorted({round(part * self.blocks) for part in DELAYED})
         every = max(-(-len(counts) * 3 // self.most), 1)
         return [count / self.blocks for count in counts[::every]]
@@ -293,7 +302,6 @@ class _Search:
                 ),
             )
         )
-        waits = q.shape.clipping == "defer" or q.schedule is horizontal
         return Setting(
             machine=replace(
                 q.machine, host_memory_bytes=memory, ssd_capacity_bytes=sys.maxsize
@@ -308,7 +316,7 @@ class _Search:
                 recycles=not q.shape.keeps_grads,
             ),
             micro_batches=q.shape.micro_batches,
-            delayed_fraction=1.0 if waits else shape.delayed_fraction,
+            delayed_fraction=1.0 if q.all_wait else shape.delayed_fraction,
         )
 
     def _whole(self, counts: Mapping[str, int]) -> Placement:
@@ -341,7 +349,3 @@ def has_highs() -> bool:
     except BadInput:
         return False
     return True
-
-
-def _listed(question: Question, placement: Placement, shape: StepShape) -> list[Op]:
-    return as_guessed(question.schedule(question.work, placement, shape))

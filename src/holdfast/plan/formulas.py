@@ -67,7 +67,7 @@ def forward(s: Setting) -> Phase:
         updated_elements=delayed * s.elements,
         up=Affine(passes * ((m - snake) * size + s.param_bytes)),
         down=Affine(m * size),
-        read=passes * again * params + delayed * (state + _waiting_on_ssd(s, 1.0)),
+        read=passes * again * params + delayed * (state + on_ssd(s, "gradients")),
         written=written + _each_commit(s) * s.resident_elements * s.method.state_bytes / s.blocks,
     )
 
@@ -82,7 +82,7 @@ def backward(s: Setting) -> Phase:
         up=Affine((2 * m - snake) * size + s.param_bytes),
         down=Affine((m - snake) * size + s.grad_bytes),
         read=_forward_passes(s) * _spilled(s) + params + now * state,
-        written=now * (_updated(s) + _stored(s, state)) + _waiting_on_ssd(s, waiting(s)),
+        written=now * (_updated(s) + _stored(s, state)) + waiting(s) * on_ssd(s, "gradients"),
     )
 
 
@@ -193,10 +193,6 @@ def _stored(s: Setting, state: Affine) -> Affine:
 def _updated(s: Setting) -> Affine:
     """Of a block's parameters, what an update writes to the SSD."""
     return s.trained_param_bytes * (1 - Affine.of("params"))
-
-
-def _waiting_on_ssd(s: Setting, part: float) -> Affine:
-    return part * on_ssd(s, "gradients")
 
 
 def _all_state_bytes(s: Setting) -> float:

@@ -41,14 +41,15 @@ class Solution:
     @cached_property
     def lane_seconds(self) -> dict[str, tuple[float, float]]:
         """Of one block, forward and backward, that each lane works."""
-        phases = [
+        forward, backward = (
             formulas.lanes(self.setting, phase(self.setting))
             for phase in (formulas.forward, formulas.backward)
-        ]
-        found = {
-            name: tuple(max(row(self.fractions) for row in p[name]) for p in phases) for name in phases[0]
-        }
-        return {name: (forward, backward) for name, (forward, backward) in found.items()}
+        )
+
+        def slowest(rows: Sequence[Affine]) -> float:
+            return max(row(self.fractions) for row in rows)
+
+        return {name: (slowest(forward[name]), slowest(backward[name])) for name in forward}
 
     @property
     def forward_seconds(self) -> float:

@@ -7,8 +7,12 @@ where there is one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
+
+from .boxes import Box
 
 _TYPES = {
     "BOOL": (1, "bool"), "U8": (1, "uint8"), "I8": (1, "int8"), "I16": (2, "int16"), "U16": (2, "uint16"),
@@ -72,3 +76,17 @@ class Atom:
     @property
     def nbytes(self) -> int:
         return self.elements * self.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """As an index describes it, but for its fragments."""
+        return {"name": self.name, "slot": self.slot, "shape": list(self.shape), "dtype": self.dtype}
+
+    @classmethod
+    def from_json(cls, described: Mapping[str, Any]) -> Atom:
+        return cls(described["name"], described["slot"], tuple(described["shape"]), described["dtype"])
+
+
+def fragment(unit: str, key: str, box: Box) -> dict[str, Any]:
+    """As an index describes it: the region ``box`` of an atom is all of the tensor ``key`` of a unit's file."""
+    local = Box.whole(box.shape)
+    return {"unit": unit, "key": key, "global": box.to_json(), "local": local.to_json()}

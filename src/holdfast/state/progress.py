@@ -24,6 +24,12 @@ OF_VERSIONS = {
 }
 """In the state of a schedule: what some versions of torch keep and others do not."""
 
+ELASTIC = (
+    "a loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and one of your own that"
+    " does says so by an attribute elastic = True."
+)
+"""The way out where a place in the data is each rank's own."""
+
 
 def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of an optimizer's parameter ``groups``, as JSON. Raises ``BadInput`` naming the first that cannot be stored by
@@ -159,29 +165,30 @@ def refuse_other_ranks(loader: Any, progress: Mapping[str, Any], here: int) -> N
     """Raise ``RunMismatch`` if ``progress`` has the place of a loader on so many ``ranks``, and ``here`` is another
     number, unless the ``loader`` says by ``elastic = True`` that its state means the same to any."""
     wrote = progress.get("ranks", 1)
-    there = "loader" in progress.get("things", progress)
-    if loader is None or not there or wrote == here or getattr(loader, "elastic", False):
-        return
-    raise RunMismatch(
-        f"the place in the data that {type(loader).__name__} keeps is each rank's own: {counted(wrote, 'rank')} wrote"
-        f" the run, and {counted(here, 'rank')} would go on from it. Resume with {wrote}, or begin another run with a"
-        " loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and one of your own"
-        " that does says so by an attribute elastic = True."
-    )
+    if wrote != here and _is_of_one_rank(loader, progress):
+        raise RunMismatch(
+            f"the place in the data that {type(loader).__name__} keeps is each rank's own: {counted(wrote, 'rank')}"
+            f" wrote the run, and {counted(here, 'rank')} would go on from it. Resume with {wrote}, or begin another"
+            f" run with {ELASTIC}"
+        )
 
 
 def refuse_place_of_first(loader: Any, progress: Mapping[str, Any]) -> None:
     """Raise ``RunMismatch`` if ``progress``, of a state to begin from, has of several ranks' places in the data that of
     the first alone, and the ``loader`` does not say by ``elastic = True`` that it means the same to any."""
     wrote = progress.get("ranks", 1)
-    there = "loader" in progress.get("things", progress)
-    if loader is not None and there and wrote > 1 and not getattr(loader, "elastic", False):
+    if wrote > 1 and _is_of_one_rank(loader, progress):
         raise RunMismatch(
             f"the place in the data that {type(loader).__name__} keeps is each rank's own: {wrote} ranks wrote the"
             " state to begin from, and it is read with the place of the first. Go on in the run's own directory, or"
-            " begin with a loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and"
-            " one of your own that does says so by an attribute elastic = True."
+            f" begin with {ELASTIC}"
         )
+
+
+def _is_of_one_rank(loader: Any, progress: Mapping[str, Any]) -> bool:
+    """Whether ``progress`` has a place for the ``loader`` that means nothing to another number of ranks."""
+    there = "loader" in progress.get("things", progress)
+    return loader is not None and there and not getattr(loader, "elastic", False)
 
 
 def random_state() -> dict[str, Any]:

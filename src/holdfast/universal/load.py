@@ -97,16 +97,35 @@ def read_flat(source: Source, stored: Stored, start: int, stop: int) -> np.ndarr
 
 
 def _mean_of(source: Source, stored: Stored, start: int, stop: int) -> np.ndarray:
-    import torch  # as nothing else of a load does, so that verbs begin without it
+    each = [Stored(stored.atom, pieces) for pieces in stored.every]
+    return array_of(mean([tensor_of(read_flat(source, one, start, stop), stored.atom.dtype) for one in each]))
+
+
+def tensor_of(values: np.ndarray, dtype: str) -> torch.Tensor:
+    """The elements of ``dtype`` that are in the bytes of ``values``, which has one axis. Shares their memory."""
+    import torch  # only where one is wanted, so that verbs begin without it
 
     from ..state.dtypes import FROM_NAME
 
-    dtype = FROM_NAME[stored.atom.dtype]
-    each = [Stored(stored.atom, pieces) for pieces in stored.every]
-    values = [
-        torch.from_numpy(read_flat(source, one, start, stop).view(np.uint8)).view(dtype) for one in each
-    ]
-    return mean(values).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}")
+    return torch.from_numpy(values.view(np.uint8)).view(FROM_NAME[dtype])
+
+
+def array_of(tensor: torch.Tensor) -> np.ndarray:
+    """The elements of a ``tensor`` on the host, in C order, as opaque ones, as they are in a ``Target``. Shares its
+    memory."""
+    import torch
+
+    flat = tensor.reshape(-1).view(torch.uint8).numpy().view(f"V{tensor.element_size()}")
+    return flat.reshape(tensor.shape)
+
+
+def converted(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
+    """The bytes of ``values``, elements of ``dtype``, as those of ``wanted``."""
+    if dtype == wanted:
+        return values.view(np.uint8)
+    from ..state.dtypes import FROM_NAME
+
+    return array_of(tensor_of(values, dtype).to(FROM_NAME[wanted])).view(np.uint8)
 
 
 def mean(values: list[torch.Tensor]) -> torch.Tensor:

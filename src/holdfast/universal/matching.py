@@ -102,62 +102,86 @@ def match(
     """What ``source`` has of ``forms``. Raises ``RunMismatch`` unless it is just that, or the rest is ``allowed`` or is
     of other stages of a pipeline, which hold the names ``elsewhere``."""
     forms = list(forms)
-    by_name: dict[str, dict[str, Stored]] = {}
-    result, used = Match(), set[str]()
-    for key, stored in source.atoms.items():
-        if stored.atom.slot in CARRIED:
-            result.left.append(key)
-        else:
-            by_name.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
-    tied = {alias: name for alias, name in source.aliases.items() if name in by_name}
-    by_name |= {alias: by_name[name] for alias, name in tied.items()}
-    weights_only = all(each.keys() <= {"param", "buffer"} for each in by_name.values())
-    same: dict[int, set[str]] = {}
-    for name, slots in by_name.items():
-        same.setdefault(id(slots), set()).add(name)
-    allowed = _with_module(
-        [*(form.names for form in forms), *((name,) for name in elsewhere)], by_name, allowed
-    )
-    places = {form.names[0]: _there(form.names, by_name, allowed) for form in forms}
-    result.names = {name: tied.get(there, there) for name, there in places.items() if there is not None}
+    held, result = _Held(source), Match()
+    result.left = [key for key, stored in source.atoms.items() if stored.atom.slot in CARRIED]
+    wanted = [*(form.names for form in forms), *((name,) for name in elsewhere)]
+    allowed = _with_module(wanted, held.by_name, allowed)
+    places = {form.names[0]: _there(form.names, held.by_name, allowed) for form in forms}
+    result.names = {name: held.tied.get(there, there) for name, there in places.items() if there is not None}
     kept = keeps(result.names)
-    grouped = {name for _, names in groups_of(source.progress) for name in names}
     for form in forms:
-        there = places[form.names[0]]
-        if there is None:
-            result.missing.append(form.names[0])
+        name = form.names[0]
+        if name not in result.names:
+            result.missing.append(name)
             continue
-        there = result.names[form.names[0]]  # what its optimizer calls it, and else what is said of it
-        used |= same[id(by_name[there])]
-        slots = dict(by_name[there])
-        if not form.is_buffer and "param" not in slots:
-            slots["param"] = slots.pop("buffer")  # as formats call it that go by the type
-        main = slots.get("buffer" if form.is_buffer else "param") or slots["param"]
+        there = result.names[name]  # what its optimizer calls it, and else what is said of it
+        main, others = held.take(there, form.is_buffer)
         _compare(form, main, allowed, result)
-        there_too = {_renamed(name, allowed) for name in form.names}
-        for other in there_too & by_name.keys() - used:  # of a tied tensor, as some formats have it
-            if (copy := by_name[other].get("param")) is not None and _alike(copy, main):
-                main = replace(main, copies=(*main.copies, copy.pieces))
-                used.add(other)
-        if not form.is_buffer:
-            slots["param"] = main
+        main = held.with_copies(main, {_renamed(each, allowed) for each in form.names})
         if form.is_buffer:
-            slots = {"buffer": main}
+            result.found[name] = {"buffer": main}
         elif not form.trained:
-            result.unused += [f"{there}/{slot}" for slot in slots if slot != "param"]
-            slots = {"param": main}
+            result.unused += [f"{there}/{slot}" for slot in others]
+            result.found[name] = {"param": main}
         else:
-            values = source.progress.get("values", {}).get(there, {})
-            fresh = weights_only and bool(source.progress.get("groups"))
-            lacking = None if fresh else result.never_updated if there in grouped else result.without_state
-            slots = _state(form.names[0], slots, values, kept.get(form.names[0]), lacking, result)
-        result.found[form.names[0]] = slots
-    for name in by_name.keys() & {_renamed(name, allowed) for name in elsewhere}:
-        used |= same[id(by_name[name])]
-    result.unused += [name for name in by_name if name not in used]
+            values, lacking = source.progress.get("values", {}).get(there, {}), held.lacking(there, result)
+            result.found[name] = _state(
+                name, {"param": main, **others}, values, kept.get(name), lacking, result
+            )
+    for name in held.by_name.keys() & {_renamed(name, allowed) for name in elsewhere}:
+        held.use(name)
+    result.unused += [name for name in held.by_name if name not in held.used]
     _find_nested(source, result)
-    _refuse(source, result, allowed, weights_only)
+    _refuse(source, result, allowed, held.weights_only)
     return result
+
+
+class _Held:
+    """The tensors of a source by name and slot, but for what its run alone is carried on with. Of tied tensors each
+    name has those of the first, ``tied``; ``used`` are the names that something here wants."""
+
+    def __init__(self, source: Source) -> None:
+        self.by_name: dict[str, dict[str, Stored]] = {}
+        for stored in source.atoms.values():
+            if stored.atom.slot not in CARRIED:
+                self.by_name.setdefault(stored.atom.name, {})[stored.atom.slot] = stored
+        self.tied = {alias: name for alias, name in source.aliases.items() if name in self.by_name}
+        self.by_name |= {alias: self.by_name[name] for alias, name in self.tied.items()}
+        self.weights_only = all(slots.keys() <= {"param", "buffer"} for slots in self.by_name.values())
+        self.used: set[str] = set()
+        self._same: dict[int, set[str]] = {}
+        for name, slots in self.by_name.items():
+            self._same.setdefault(id(slots), set()).add(name)
+        self._grouped = {name for _, names in groups_of(source.progress) for name in names}
+        self._is_fresh = self.weights_only and bool(source.progress.get("groups"))
+
+    def use(self, name: str) -> dict[str, Stored]:
+        """By slot what has ``name``, which is used from here on under whichever of its names."""
+        slots = self.by_name[name]
+        self.used |= self._same[id(slots)]
+        return dict(slots)
+
+    def take(self, name: str, is_buffer: bool) -> tuple[Stored, dict[str, Stored]]:
+        """What has ``name``, used from here on: the parameter or buffer, and by slot what else there is of it."""
+        slots = self.use(name)
+        kinds = ("buffer", "param") if is_buffer else ("param", "buffer")  # some formats go by the type
+        return slots.pop(next(kind for kind in kinds if kind in slots)), slots
+
+    def with_copies(self, main: Stored, names: set[str]) -> Stored:
+        """``main`` with what is stored under others of its ``names``, as some formats have a tied tensor."""
+        for name in names & self.by_name.keys() - self.used:
+            copy = self.by_name[name].get("param")
+            if copy is not None and _alike(copy, main):
+                main = replace(main, copies=(*main.copies, copy.pieces))
+                self.used.add(name)
+        return main
+
+    def lacking(self, name: str, result: Match) -> list[str] | None:
+        """The list of ``result`` for a parameter without optimizer state, as the source calls it; None where there
+        should be none."""
+        if self._is_fresh:
+            return None
+        return result.never_updated if name in self._grouped else result.without_state
 
 
 def _state(

@@ -15,8 +15,9 @@ from ..errors import Damaged
 from ..state.encoding import tensor_json
 from ..units import MiB
 from .archives import Archive
+from .files import check_sum
 from .pickles import Record, Tensor
-from .source import MOST_EXPANDED, check_sum
+from .source import MOST_EXPANDED
 
 MOST_BEYOND = 16 * MiB
 """Bytes of tensors, written out each time that they are held, beyond those of the archive."""

@@ -26,7 +26,7 @@ from ..update.forms import anew
 from ..update.joined import member_of
 from .checking import refuse_unequal
 from .hyper import kept_by, set_hyper_parameters
-from .load import Target, check_all, mean, read_all
+from .load import Target, array_of, check_all, mean, read_all
 from .matching import Allowed, Form, Match, groups_of, match
 from .source import Source, Stored
 
@@ -209,10 +209,7 @@ def read_tensors(source: Source, wanted: list[tuple[Stored, Box]]) -> list[torch
             tensors.append(mean(read_tensors(source, each)))
             continue
         tensor = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
-        array = (
-            tensor.reshape(-1).view(torch.uint8).numpy().view(f"V{stored.atom.itemsize}").reshape(box.shape)
-        )
-        targets.append(Target(stored, box, array))
+        targets.append(Target(stored, box, array_of(tensor)))
         tensors.append(tensor)
     read_all(source, targets)
     return tensors

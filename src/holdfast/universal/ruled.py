@@ -31,7 +31,9 @@ def infer(reader: RunReader, manifest: Manifest) -> str:
     stored = reader.atoms(manifest)
     _refuse_stretches(stored)
     held = regions(manifest, stored)
-    atoms = [(_atom(each), [Held(rank, box) for rank, box in held[key]]) for key, each in stored.items()]
+    atoms = [
+        (Atom.from_json(each), [Held(rank, box) for rank, box in held[key]]) for key, each in stored.items()
+    ]
     return inferred(atoms, len(manifest.streams))
 
 
@@ -42,7 +44,7 @@ def check(rules: Rules, reader: RunReader, manifest: Manifest) -> tuple[Assemble
     held = regions(manifest, stored)
     recorded, rows = {}, list[StoredTensor]()
     for key, described in stored.items():
-        atom, boxes = _atom(described), dict[int, Box]()
+        atom, boxes = Atom.from_json(described), dict[int, Box]()
         for rank, box in held[key]:
             at = {AXIS: (rank, world)}
             boxes[len(rows)] = box
@@ -174,7 +176,3 @@ def _lies(ruled: Ruled | None, atom: Atom, boxes: Mapping[int, Box]) -> bool:
         return False
     full = {part: box for part, box in boxes.items() if box.elements}
     return {piece.part: piece.box for piece in ruled.pieces if piece.box.elements} == full
-
-
-def _atom(described: Mapping[str, Any]) -> Atom:
-    return Atom(described["name"], described["slot"], tuple(described["shape"]), described["dtype"])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BadInput, DiskFull
+from ..state.atoms import fragment
 from ..state.boxes import Box
 from ..store.layout import METADATA, PAD, Layout
 from ..store.local import LocalStore
@@ -75,10 +76,8 @@ def _layout(group: list[Stored]) -> Layout:
 def _index(units: dict[str, list[Stored]]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, group in units.items():
         for atom in (stored.atom for stored in group):
-            whole = Box.whole(atom.shape).to_json()
-            fragment = {"unit": name, "key": atom.key, "global": whole, "local": whole}
-            about = {"name": atom.name, "slot": atom.slot, "shape": list(atom.shape), "dtype": atom.dtype}
-            yield atom.key, {**about, "fragments": [fragment]}
+            whole = fragment(name, atom.key, Box.whole(atom.shape))
+            yield atom.key, atom.to_json() | {"fragments": [whole]}
 
 
 def _fill(source: Source, layout: Layout, told: Callable[[int], None], view: memoryview, start: int) -> None:

@@ -13,12 +13,17 @@ from .source import Source, Stored
 SMALL_BYTES = 16 * KiB
 
 
-def is_small(stored: Stored) -> bool:
-    """Whether a tensor is one of these."""
-    return stored.atom.slot == EXTRA and stored.atom.nbytes <= SMALL_BYTES
+def add_or_tell(source: Source, key: str, stored: Stored, values: dict[str, Any]) -> None:
+    """``stored`` becomes an atom of ``source``, or if it is one of these, one of ``values``, by its ``key``. Raises
+    ``Damaged`` if its pieces do not cover it once."""
+    if stored.atom.slot == EXTRA and stored.atom.nbytes <= SMALL_BYTES:
+        source.check_cover(stored)
+        values[key] = _value_of(source, stored)
+    else:
+        source.add(stored)
 
 
-def value_of(source: Source, stored: Stored) -> dict[str, Any]:
+def _value_of(source: Source, stored: Stored) -> dict[str, Any]:
     """Its value as JSON."""
     data = read_flat(source, stored, 0, stored.atom.elements).tobytes()
     return tensor_json(stored.atom.dtype, stored.atom.shape, data)

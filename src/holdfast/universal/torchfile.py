@@ -21,7 +21,7 @@ from ..state.atoms import DTYPE_BYTES
 from ..state.pieces import row_major
 from ..store.files import Disk
 from ..units import MiB
-from .load import read_flat
+from .load import converted, read_flat
 from .pickles import STORAGES
 from .source import Source, Stored
 
@@ -50,16 +50,8 @@ def streamed(source: Source, stored: Stored, cast: str | None = None) -> Streame
 
     def chunks() -> Iterator[Any]:
         for start in range(0, atom.elements, step):
-            values = read_flat(source, stored, start, min(start + step, atom.elements)).view("u1")
-            if cast is None or cast == atom.dtype:
-                yield values.data
-            else:
-                import torch
-
-                from ..state.dtypes import FROM_NAME
-
-                tensor = torch.from_numpy(values).view(FROM_NAME[atom.dtype])
-                yield tensor.to(FROM_NAME[cast]).view(torch.uint8).numpy().data
+            values = read_flat(source, stored, start, min(start + step, atom.elements))
+            yield converted(values, atom.dtype, cast or atom.dtype).data
 
     return Streamed(cast or atom.dtype, atom.shape, chunks)
 

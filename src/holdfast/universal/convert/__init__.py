@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 
 from ...errors import BadInput
-from ..source import Source, looking_at
+from ..files import looking_at
+from ..source import Source
 from .dcp import DCP, is_dcp
 from .dcp_safetensors import ShardedSafetensors, is_sharded
 from .deepspeed import is_deepspeed, open_deepspeed

@@ -8,7 +8,7 @@ from typing import Any
 from ...state.atoms import Atom
 from ...units import counted
 from ..keys import PROGRESS, name_all
-from ..small import is_small, value_of
+from ..small import add_or_tell
 from ..source import Stored
 from ..told import state_dict_of
 from ..values import progress_of
@@ -44,11 +44,7 @@ class DCP(Entries):
         for key, shards in claims.tensors.items():
             name, slot = named.tensors[key]
             stored = Stored(Atom(name, slot, *shards.kind), self.add_shards(key, shards))
-            if is_small(stored):
-                self.check_cover(stored)
-                rest[key] = value_of(self, stored)
-            else:
-                self.add(stored)
+            add_or_tell(self, key, stored, rest)
         self.progress = progress_of(
             {key: rest[key] for key in claims.paths if key in rest}, claims.paths, named, self.path
         )

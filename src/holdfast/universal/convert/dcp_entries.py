@@ -14,9 +14,10 @@ from ...errors import Damaged
 from ...state.atoms import DTYPE_BYTES
 from ...state.pieces import Pieces, dense, row_major
 from ..archives import Archive
+from ..files import NUM_LOCKS, WithNumbers, looking_at
 from ..pickles import Tensor
 from ..plain import bytes_of
-from ..source import NUM_LOCKS, Part, WithNumbers, looking_at
+from ..source import Part
 from .dcp_metadata import Entry, Shards
 
 
@@ -72,10 +73,9 @@ class Entries(WithNumbers):
             with looking_at(entry.path):
                 yield
         except Damaged as error:
-            where = error.path, error.offset, error.nbytes
             raise type(error)(
                 f"{key}, in {entry.path} from {entry.offset} on: {error}",
-                path=where[0], offset=where[1], nbytes=where[2], atoms=(key,),
+                path=error.path, offset=error.offset, nbytes=error.nbytes, atoms=(key,),
             ) from error  # fmt: skip
 
     def _open(self, part: int) -> Part:

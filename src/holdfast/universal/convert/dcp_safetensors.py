@@ -15,8 +15,9 @@ from ...errors import Damaged, FileMissing
 from ...state.atoms import Atom
 from ...state.boxes import Box
 from ...state.pieces import Piece, Pieces, dense
+from ..files import Files
 from ..keys import Kind, name_all
-from ..source import Files, Part, Stored
+from ..source import Part, Stored
 from .dcp_metadata import ints
 from .safetensors import header_of
 

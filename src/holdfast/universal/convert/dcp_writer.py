@@ -20,7 +20,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...errors import BadInput
@@ -31,7 +30,7 @@ from ...state.pieces import row_major
 from ...store.files import TEMPORARY, Disk, alone_in, write_durably, written_durably
 from ...units import KiB, MiB
 from ..keys import EXTRA, PROGRESS
-from ..load import in_threads, read_flat
+from ..load import in_threads, read_flat, tensor_of
 from ..matching import groups_of
 from ..source import Source, Stored
 from .dcp_metadata import METADATA
@@ -208,7 +207,7 @@ class _Writing:
         strides = row_major(stored.atom.shape)
         first = sum(a * stride for a, stride in zip(box.start, strides, strict=True))
         values = read_flat(self.source, stored, first, first + box.elements)
-        tensor = torch.from_numpy(values.view(np.uint8)).view(FROM_NAME[stored.atom.dtype]).reshape(box.shape)
+        tensor = tensor_of(values, stored.atom.dtype).reshape(box.shape)
         return self._write(key, box.start, _saved(tensor), values.nbytes)
 
     def _write(self, key: str, start: tuple[int, ...] | None, archive: memoryview, nbytes: int) -> int:

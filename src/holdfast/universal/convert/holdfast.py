@@ -16,7 +16,7 @@ from ...store.ranges import VerifiedFiles
 from ...store.reader import RunReader
 from ...store.reading import INSPECT
 from ..keys import KEY, Kind, name_all
-from ..small import is_small, value_of
+from ..small import add_or_tell
 from ..source import Part, Source, Stored
 from ..told import state_dict_of
 from ..values import progress_of
@@ -95,27 +95,24 @@ class Commit(Source):
         by_key = {atom[KEY]: atom for atom in atoms}
         kinds = {key: Kind(tuple(atom["shape"]), atom["dtype"]) for key, atom in by_key.items()}
         named = name_all(kinds, ways, values)
+        rest = dict(values)
         for key, atom in by_key.items():
             name, slot = named.tensors[key]
             stored = self._stored({**atom, "name": name, "slot": slot}, self.manifest.files)
             self.by_key[key] = stored
-            if is_small(stored):
-                self.check_cover(stored)
-            else:
-                self.add(stored)
-        small = {key: value_of(self, stored) for key, stored in self.by_key.items() if is_small(stored)}
-        found = {key: values.get(key, small.get(key)) for key in ways if key in values or key in small}
+            add_or_tell(self, key, stored, rest)
+        found = {key: rest[key] for key in ways if key in rest}
         return progress_of(found, ways, named, self.path)
 
-    def _stored(self, atom: dict[str, Any], files: dict[str, FileRef]) -> Stored:
-        shape = tuple(atom["shape"])
+    def _stored(self, described: dict[str, Any], files: dict[str, FileRef]) -> Stored:
         pieces = []
-        for fragment in atom["fragments"]:
+        for fragment in described["fragments"]:
             part, held = self._part(files[fragment["unit"]], fragment["key"])
             local, strides = Box.from_json(fragment["local"]), row_major(held)
             offset = sum(a * stride for a, stride in zip(local.start, strides, strict=True))
             pieces.append(Piece(Box.from_json(fragment["global"]), part, offset, strides))
-        return Stored(Atom(atom["name"], atom["slot"], shape, atom["dtype"]), Pieces.of(pieces, len(shape)))
+        atom = Atom.from_json(described)
+        return Stored(atom, Pieces.of(pieces, len(atom.shape)))
 
     def _part(self, ref: FileRef, key: str) -> tuple[int, tuple[int, ...]]:
         """The part that is the tensor ``key`` of a file, and the shape of that."""

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from ...errors import BadInput
@@ -24,7 +23,7 @@ from ...state.atoms import DTYPE_BYTES, FLOATS
 from ...store.files import Disk, alone_in, write_durably, written_durably
 from ...store.layout import PAD
 from ...units import GiB, MiB, packed
-from ..load import in_threads, read_flat
+from ..load import converted, in_threads, read_flat
 from ..source import Source, Stored, places_of, with_aliases
 from .safetensors import DIGITS, INDEX, KEYS, PROGRESS, SINGLE, XXH3, digest_of
 
@@ -205,24 +204,12 @@ def _jobs(
     def copy(number: int, start: int) -> int:
         stop = min(start + wanted.stretch, atom.elements)
         values = read_flat(source, wanted.stored, start, stop)
-        data = _as(values, atom.dtype, wanted.dtype)
+        data = converted(values, atom.dtype, wanted.dtype)
         sums[number] = xxhash.xxh3_64_hexdigest(data.data)
         file.write(data.data, offset + start * size)
         return values.nbytes
 
     return (partial(copy, *each) for each in enumerate(wanted.starts))
-
-
-def _as(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
-    """The bytes of ``values``, opaque elements that are of ``dtype``, as ``wanted``."""
-    if dtype == wanted:
-        return values.view(np.uint8)
-    import torch
-
-    from ...state.dtypes import FROM_NAME
-
-    tensor = torch.from_numpy(values.view(np.uint8)).view(FROM_NAME[dtype])
-    return tensor.to(FROM_NAME[wanted]).view(torch.uint8).numpy()
 
 
 def _header(wanted: Sequence[Wanted], metadata: dict[str, str], sums: dict[str, list[str]]) -> bytearray:

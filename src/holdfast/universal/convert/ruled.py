@@ -15,10 +15,10 @@ from ...state.assembly import assemble
 from ...state.matching import StoredTensor
 from ...state.rules import Rules, numbers_of
 from ..archives import Archive, check_inside
+from ..files import Files
 from ..pickles import Record, Storage, Tensor
 from ..plain import Plain
 from ..ruled import add_to
-from ..source import Files
 from .safetensors import parts_of
 
 RULES, CONFIG = "rules.toml", "config.json"

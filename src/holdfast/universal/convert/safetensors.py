@@ -20,7 +20,8 @@ from ...state.boxes import Box
 from ...state.pieces import Pieces, dense
 from ...store.layout import Entry, Layout
 from ...units import MiB
-from ..source import Files, Part, Stored, Sums
+from ..files import Files
+from ..source import Part, Stored, Sums
 from ..told import told, told_progress
 from .indexed import files_of
 

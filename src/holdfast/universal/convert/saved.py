@@ -17,12 +17,13 @@ from ...errors import BadInput, Damaged
 from ...state.atoms import Atom
 from ...state.pieces import Pieces
 from ..archives import Archive, check_inside, piece_of
+from ..files import Files
 from ..keys import Kind, Named, name_all, state_of
 from ..keys import Path as Way
 from ..pickles import Tensor
 from ..plain import Plain
-from ..small import SMALL_BYTES, is_small, value_of
-from ..source import Files, Stored
+from ..small import SMALL_BYTES, add_or_tell
+from ..source import Stored
 from ..told import check_progress, state_dict_of
 from ..values import progress_of
 from .indexed import files_of
@@ -91,11 +92,7 @@ class Saved(Files):
         rest = dict(values)
         for key, (name, slot) in named.tensors.items():
             stored = self._stored(Atom(name, slot, *kinds[key]), *self._held[key])
-            if is_small(stored):
-                self.check_cover(stored)
-                rest[key] = value_of(self, stored)
-            else:
-                self.add(stored)
+            add_or_tell(self, key, stored, rest)
         self.unnested = {
             slot for key, way in ways.items() if (slot := _unnested(key, way, named)) is not None
         }

@@ -6,13 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ....errors import BadInput
-from ....state.atoms import WRAPPED, Atom
+from ....state.atoms import Atom
 from ....state.boxes import Box
 from ....state.pieces import Pieces, dense
 from ....units import MiB, counted
+from ...files import WithNumbers
+from ...keys import unwrapped
 from ...pickles import Tensor
 from ...plain import Plain
-from ...source import Stored, WithNumbers
+from ...source import Stored
 from .model import ModelStates
 from .parallel import Whole
 
@@ -29,9 +31,7 @@ class Names(Mapping[str, str]):
     """Names without those of wrappers. Raises ``BadInput`` where two become one."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        found = {
-            name: ".".join(part for part in name.split(".") if part not in WRAPPED) for name in sorted(names)
-        }
+        found = {name: unwrapped(name) for name in sorted(names)}
         while found and all(name.startswith("module.") for name in found.values()):
             found = {name: plain.removeprefix("module.") for name, plain in found.items()}
         self._plain = found

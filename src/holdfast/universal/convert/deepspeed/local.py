@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ from ....state.atoms import DTYPE_BYTES
 from ....state.numbers import values_of
 from ....state.pieces import Piece, flat
 from ...archives import Archive
+from ...files import Files
 from ...pickles import Record, Tensor
-from ...source import Files
 
 Shape = tuple[int, ...]
 Number = bool | int | float
@@ -153,7 +152,3 @@ def shapes_of(value: Any, path: Path) -> list[dict[str, Shape]]:
     if len(set(names)) < len(names):
         raise Damaged(f"{path}: param_shapes has a parameter in two groups", path=str(path))
     return shapes
-
-
-def elements(shape: Shape) -> int:
-    return prod(shape)

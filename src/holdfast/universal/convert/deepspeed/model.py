@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from ....errors import Damaged
 from ....state.pieces import flat
 from ....state.zero_shares import cut
 from ...archives import Archive, piece_of
+from ...files import Files
 from ...pickles import Tensor
-from ...source import Files
 from .folder import need
-from .local import Local, Shape, elements, shapes_of
+from .local import Local, Shape, shapes_of
 
 
 class ModelStates:
@@ -30,7 +31,7 @@ class ModelStates:
     def holds(self, key: str) -> bool:
         """Whether the module has all of the parameter: ZeRO-3 leaves it empty."""
         tensor = self.module.get(key)
-        return isinstance(tensor, Tensor) and elements(tensor.shape) > 0
+        return isinstance(tensor, Tensor) and prod(tensor.shape) > 0
 
     @property
     def names(self) -> set[str]:
@@ -79,7 +80,7 @@ def _frozen(contents: Files, models: list[ModelStates], key: str, shape: Shape) 
     local = Local(shape, -1)
     for rank, model in enumerate(models):
         fragment = (model.content.get("frozen_param_fragments") or {}).get(key)
-        low, high = cut(elements(shape), rank, len(models))
+        low, high = cut(prod(shape), rank, len(models))
         if not isinstance(fragment, Tensor) or fragment.strides != (1,) or fragment.shape[0] < high - low:
             raise Damaged(
                 f"{model.archive.path} has no fragment of {high - low} elements of the frozen parameter {key}",

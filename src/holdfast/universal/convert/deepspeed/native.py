@@ -6,18 +6,19 @@ Buffers that every rank keeps for itself are those of rank 0.
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ....errors import BadInput, Damaged
 from ....state.atoms import DTYPE_BYTES
-from ...load import read_flat
+from ...files import WithNumbers
+from ...load import read_flat, tensor_of
 from ...pickles import Record
-from ...source import WithNumbers
 from . import zero3, zero12
 from .common import Names, add_parameter, others_of, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened
-from .local import Local, Rank, elements, shapes_of
+from .local import Local, Rank, shapes_of
 from .model import ModelStates, beside, check_models
 from .parallel import Info, Whole
 
@@ -107,9 +108,7 @@ class Native(WithNumbers):
         if not counts or max(counts) == steps:
             return
         mixed = max(counts) > steps
-        if not mixed and (
-            held := [key for key in trained if elements(trained[key].shape) and model.holds(key)]
-        ):
+        if not mixed and (held := [key for key in trained if prod(trained[key].shape) and model.holds(key)]):
             mixed = not any(self._is_copy(model, key, names[key]) for key in held[:SAMPLED])
         if mixed:
             raise Damaged(
@@ -125,10 +124,10 @@ class Native(WithNumbers):
         from ....state.dtypes import FROM_NAME
 
         tensor, master = model.module[key], self.atoms[f"{name}/param"]
-        here, dtype = FROM_NAME[master.atom.dtype], FROM_NAME[tensor.storage.dtype]
+        dtype = FROM_NAME[tensor.storage.dtype]
         data = bytearray(DTYPE_BYTES[tensor.storage.dtype])
         self.read(model.part(self, tensor), tensor.offset * len(data), memoryview(data))
-        first = torch.from_numpy(read_flat(self, master, 0, 1).view("u1")).view(here)
+        first = tensor_of(read_flat(self, master, 0, 1), master.atom.dtype)
         return torch.equal(first.to(dtype), torch.frombuffer(data, dtype=dtype))
 
 

@@ -6,6 +6,7 @@ What it writes for buffers, tied weights and frozen parameters (as fp32, if at a
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from ....state.atoms import Atom
 from ....state.boxes import Box
 from ....state.pieces import Pieces, dense
 from ...archives import Archive, piece_of
+from ...files import WithNumbers
 from ...pickles import Tensor
-from ...source import Stored, WithNumbers
+from ...source import Stored
 from .common import Names, add_parameter, others_of, progress_of, writer_of
 from .folder import Folder, check_ranks, files_of, need, opened
-from .local import Shape, elements, shapes_of
+from .local import Shape, shapes_of
 from .model import ModelStates, beside, check_models
 from .parallel import Info
 
@@ -81,7 +83,7 @@ class Universal(WithNumbers):
         if not isinstance(tensor, Tensor):
             raise Damaged(f"{archive.path} has no tensor", path=str(archive.path))
         atom = Atom(name, slot, shape, tensor.storage.dtype)
-        if tensor.shape == (elements(shape),) and tensor.strides == (1,):
+        if tensor.shape == (prod(shape),) and tensor.strides == (1,):
             piece = dense(Box.whole(shape), self.add_part(archive.part(tensor.storage)), tensor.offset)
         elif tensor.shape == shape:
             piece = piece_of(tensor, self.add_part(archive.part(tensor.storage)))
@@ -93,7 +95,7 @@ class Universal(WithNumbers):
         self.add(Stored(atom, Pieces.of([piece], len(shape))))
 
     def _add_step(self, archive: Archive, step: Any, name: str) -> None:
-        if isinstance(step, Tensor) and elements(step.shape) == 1:
+        if isinstance(step, Tensor) and prod(step.shape) == 1:
             dtype, part, offset = step.storage.dtype, self.add_part(archive.part(step.storage)), step.offset
         elif isinstance(step, int | float):
             dtype, part, offset = "F32", self.add_number(step), 0

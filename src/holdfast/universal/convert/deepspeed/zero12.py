@@ -7,13 +7,15 @@ it, and where the fragments of parameters lie in it: what is computed and what i
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 from ....errors import BadInput, Damaged
+from ....state.zero_shares import dealt, starts_of
+from ...files import Files
 from ...pickles import Record, Tensor
-from ...source import Files
 from .folder import need
-from .local import Local, Rank, Shape, Value, elements, split_state
+from .local import Local, Rank, Shape, Value, split_state
 
 
 def locals_of(contents: Files, shapes: list[dict[str, Shape]], ranks: list[Rank]) -> dict[str, Local]:
@@ -39,7 +41,7 @@ def _group(contents: Files, group: int, named: dict[str, Shape], ranks: list[Ran
         flats, values = _tensors(rank, contents, group, size)
         _check_recorded(rank, group, named, starts, (number * size, (number + 1) * size), len(ranks))
         for name, start in starts.items():
-            low, high = _common(start, elements(named[name]), number * size, (number + 1) * size)
+            low, high = _common(start, prod(named[name]), number * size, (number + 1) * size)
             found[name].add_values(values, rank.path)
             for slot, tensor in flats.items():
                 within, at = (low - start, high - start), low - number * size
@@ -66,7 +68,7 @@ def _starts(group: int, named: dict[str, Shape], ranks: list[Rank]) -> dict[str,
     starts, at = {}, 0
     for (name, shape), padding in zip(named.items(), paddings[0], strict=True):
         starts[name] = at
-        at += elements(shape) + padding
+        at += prod(shape) + padding
     return starts
 
 
@@ -151,7 +153,7 @@ def _addresses(
 ) -> dict[str, tuple[int, int]]:
     found = {}
     for name, start in starts.items():
-        low, high = _common(start, elements(named[name]), *partition)
+        low, high = _common(start, prod(named[name]), *partition)
         if low < high:
             found[name] = (low - partition[0], high - low)
     return found
@@ -159,10 +161,7 @@ def _addresses(
 
 def _undealt(named: dict[str, Shape], world: int) -> dict[str, int]:
     """Where parameters would begin in their own order, given the one in which they were dealt to ``world`` ranks."""
-    own = sorted(range(len(named)), key=lambda index: (index % world, index))
+    own = dealt(len(named), world)
     names = [name for _, name in sorted(zip(own, named, strict=True))]
-    starts, at = {}, 0
-    for name in names:
-        starts[name] = at
-        at += elements(named[name])
-    return starts
+    starts, _ = starts_of([prod(named[name]) for name in names], 1)
+    return dict(zip(names, starts, strict=True))

@@ -6,12 +6,14 @@ In a file they lie one behind the other, by sub-groups of parameters. Nothing of
 
 from __future__ import annotations
 
+from math import prod
+
 from ....errors import BadInput, Damaged
 from ....state.zero_shares import cut
+from ...files import Files
 from ...pickles import Tensor
-from ...source import Files
 from .folder import need
-from .local import Local, Rank, Shape, elements, split_state
+from .local import Local, Rank, Shape, split_state
 
 
 def locals_of(contents: Files, shapes: list[dict[str, Shape]], ranks: list[Rank]) -> dict[str, Local]:
@@ -50,7 +52,7 @@ def group_of(rank: Rank, sub_group: int) -> int:
 def _sub_group(contents: Files, number: int, named: dict[str, Shape], ranks: list[Rank]) -> dict[str, Local]:
     group = group_of(ranks[0], number)
     found = {name: Local(shape, group) for name, shape in named.items()}
-    total = sum(-(-elements(shape) // len(ranks)) for shape in named.values())
+    total = sum(-(-prod(shape) // len(ranks)) for shape in named.values())
     for index, rank in enumerate(ranks):
         master = rank.state["fp32_flat_groups"][number]
         if not isinstance(master, Tensor) or master.shape != (total,):
@@ -64,10 +66,10 @@ def _sub_group(contents: Files, number: int, named: dict[str, Shape], ranks: lis
         flats, values = split_state(rank, contents, states.get(number, {}), (total,))
         at = 0
         for name, shape in named.items():
-            low, high = cut(elements(shape), index, len(ranks))
+            low, high = cut(prod(shape), index, len(ranks))
             for slot, tensor in {"param": master, **flats}.items():
                 pieces = rank.stretch(contents, tensor, shape, (low, high), at)
                 found[name].add(slot, tensor.storage.dtype, pieces, rank.path)
             found[name].add_values(values, rank.path)
-            at += -(-elements(shape) // len(ranks))
+            at += -(-prod(shape) // len(ranks))
     return found

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ....errors import BadInput, Damaged
 from ....state.atoms import Atom
 from ....state.boxes import Box
@@ -22,13 +20,13 @@ from ....state.encoding import decode
 from ....state.pieces import Pieces, joined
 from ...archives import Archive, piece_of
 from ...keys import Kind
-from ...load import read_flat
+from ...load import read_flat, tensor_of
 from ...pickles import DTYPES, Tensor
 from ...source import Source, Stored
 from .layout import Local, Mesh, one_bucket, places
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _BUCKET = re.compile(
     r"optimizer\.distributed\.dp_group_idx_(?P<rank>\d+)\.gbuf_idx_0"
@@ -193,7 +191,9 @@ def _prove(source: Source, name: str, slots: Mapping[str, Whole], weight: Whole)
     source.check_cover(one)
     for start in range(0, one.atom.elements, CHUNK):
         stop = min(start + CHUNK, one.atom.elements)
-        high, low = (_tensor(read_flat(source, each, start, stop), each.atom.dtype) for each in (one, other))
+        high, low = (
+            tensor_of(read_flat(source, each, start, stop), each.atom.dtype) for each in (one, other)
+        )
         if not torch.equal(high.to(low.dtype).view(torch.uint8), low.view(torch.uint8)):
             raise Damaged(
                 f"{source.path}: {name} is not its fp32 master, rounded, where Megatron's order of modules has that:"
@@ -202,11 +202,3 @@ def _prove(source: Source, name: str, slots: Mapping[str, Whole], weight: Whole)
                 path=source.path,
                 atoms=(name,),
             )
-
-
-def _tensor(values: np.ndarray, dtype: str) -> torch.Tensor:
-    import torch
-
-    from ....state.dtypes import FROM_NAME
-
-    return torch.from_numpy(values.view(np.uint8)).view(FROM_NAME[dtype])

@@ -1,0 +1,26 @@
+"""Flags: what is given with an option, as a number or a place; refused before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import ConfigError
+
+T = TypeVar("T")
+
+
+def parsed(flag: str, parse: Callable[[str], T], text: str) -> T:
+    """What ``parse`` makes of the ``text`` given with ``flag``. Raises ``ConfigError`` naming the flag where that is a
+    ``ValueError``."""
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+def refuse_no_directory(flag: str, file: Path | None) -> None:
+    """Raise ``ConfigError`` if the directory is missing that ``file``, given with ``flag``, is to be written in."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise ConfigError(f"{flag} {file}: there is no directory {file.absolute().parent}; make it first")

@@ -15,12 +15,15 @@ from holdfast.delta.compact import compact
 from holdfast.delta.line import Line
 from holdfast.errors import NoCommit
 from holdfast.state.growing import ADDED, lengthen, shorten
-from holdfast.store.chain import read_journal, tip_with
+from holdfast.store.chain import read_journal
+from holdfast.store.lines import tip_with
 from holdfast.store.local import LocalStore
 from holdfast.store.pruning import prune
 from holdfast.store.retention import Keep
 
 STEPS = 40
+
+pytestmark = pytest.mark.filterwarnings("ignore:resuming after step .* which was left at step")
 
 
 class Log:

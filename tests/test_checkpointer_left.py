@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from delta.loops import same
+from holdfast.delta.compact import compact
 from holdfast.errors import NoCommit
 from holdfast.opening import source_of
 from holdfast.store.chain import last_step, verify_records
+from holdfast.store.lines import commit_at
 from holdfast.store.manifest import CommitRef
 from holdfast.store.reader import RunReader
 from test_checkpointer import go_on, reference, start
@@ -33,7 +37,10 @@ def test_a_step_that_a_look_back_left_is_resumed_and_training_goes_on_from_it(ru
     states, _ = reference(14)
     loop, checkpointer = start(run, base_every=100)
     with checkpointer:
-        assert checkpointer.resume(step=11) == 11
+        with pytest.warns(
+            UserWarning, match=r"11: this step 11 is of timeline 1, .* 2, has come to step 7 only"
+        ):
+            assert checkpointer.resume(step=11) == 11
         assert same(loop.state(), states[11])
         go_on(loop, checkpointer, 14)
     loop, checkpointer = start(run)
@@ -60,13 +67,85 @@ def test_another_run_begins_from_a_step_that_was_left(run, tmp_path):
     for step in (9, 12):
         loop, checkpointer = start(tmp_path / f"new-{step}")
         with checkpointer:
-            assert checkpointer.resume(source=f"{run}@{step}") == step
+            with pytest.warns(
+                UserWarning, match=rf"this step {step} is of timeline 1, which was left at step 7"
+            ):
+                assert checkpointer.resume(source=f"{run}@{step}") == step
             assert same(loop.state(), states[step])
 
 
 @pytest.mark.parametrize("step", [9, 11])
-def test_a_step_that_was_left_is_a_source(run, step):
-    assert source_of(f"{run}@{step}").progress["step"] == step
+def test_a_step_that_was_left_is_a_source_which_is_told_unless_its_timeline_is_named(run, step):
+    with pytest.warns(UserWarning, match=rf"this step {step} is of timeline 1, which was left at step 7"):
+        assert source_of(f"{run}@{step}").progress["step"] == step
+    assert source_of(f"{run}@{step}.t1").progress["step"] == step
+
+
+def test_a_step_that_both_lines_share_is_no_other(run):
+    for name in ("6", "6.t1", "6.t2"):
+        assert source_of(f"{run}@{name}").progress["step"] == 6
+
+
+@pytest.fixture
+def compacted(run):
+    """The other line has come to step 12, and of it there is only that step. Of the one that was left there are 9 to
+    12."""
+    loop, checkpointer = start(run, base_every=100)
+    with checkpointer:
+        checkpointer.resume()
+        torch.manual_seed(99)  # another future
+        go_on(loop, checkpointer, 12)
+    assert compact(run, 12).dropped
+    return run
+
+
+@pytest.mark.parametrize("step", [9, 11])
+def test_a_step_that_compact_dropped_is_not_that_of_another_line(compacted, step, tmp_path):
+    states, _ = reference(12)
+    said = (
+        rf"step {step} of .* cannot be had any more: the present line, timeline 3, has come to step 12, .* Another step"
+        rf" {step} is of timeline 1, which was left at step 7: .*resume\(source='(.*@{step}\.t1)'\)"
+    )
+    with start(compacted)[1] as checkpointer, pytest.raises(NoCommit, match=said) as raised:
+        checkpointer.resume(step=step)
+    with start(tmp_path / "new")[1] as checkpointer, pytest.raises(NoCommit, match=said):
+        checkpointer.resume(source=f"{compacted}@{step}")
+    with pytest.raises(NoCommit, match=said):
+        source_of(f"{compacted}@{step}")
+    name = re.search(said, str(raised.value))[1]
+    loop, checkpointer = start(tmp_path / "again")
+    with checkpointer:
+        assert checkpointer.resume(source=name) == step
+        assert same(loop.state(), states[step])
+        go_on(loop, checkpointer, 12)
+    assert same(loop.state(), states[12])
+    with start(compacted)[1] as checkpointer:
+        assert checkpointer.resume() == 12
+
+
+def test_a_step_before_another_is_of_the_present_line_or_nowhere(compacted):
+    with start(compacted)[1] as checkpointer, pytest.raises(NoCommit, match="no commit of step 11 or before"):
+        checkpointer.resume(before=12)
+
+
+def test_a_step_that_was_durable_is_not_that_of_another_line(run):
+    """Its records are gone, as the log alone knows."""
+    loop, checkpointer = start(run, base_every=100)
+    with checkpointer:
+        checkpointer.resume()
+        go_on(loop, checkpointer, 12)
+    for path in (run / "journal/rank-00000").glob("*.t0003.log"):
+        path.unlink()
+    with start(run)[1] as checkpointer, pytest.raises(NoCommit, match="timeline 3, has come to step 12"):
+        checkpointer.resume(step=11)
+
+
+def test_a_commit_that_was_left_is_told_unless_its_timeline_is_named(compacted, tmp_path):
+    reader = RunReader(compacted)
+    with pytest.warns(UserWarning, match=r"step 9 is of timeline 1, .* step 7.*, timeline 3, .*@9\.t1"):
+        assert commit_at(reader, 9).timeline == 1
+    for step, timeline in ((9, 1), (12, None), (12, 3)):
+        assert commit_at(reader, step, timeline).step == step
 
 
 def test_who_asks_for_a_step_that_is_nowhere_is_told_which_were_left(run):

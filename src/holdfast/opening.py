@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from .errors import NoCommit
-from .store.chain import last_step, tip_with
+from .store.chain import last_step
+from .store.lines import commit_at, tip_with, told_of_left
 from .store.local import LocalStore
 from .store.reader import RunReader
 from .store.target import Target, Url, holds_run
@@ -17,8 +19,9 @@ from .universal.source import Source
 
 
 def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStore.read) -> Source:
-    """The state that ``text`` names: RUN, RUN@STEP, or a path of another format. A run without a step is meant at its
-    newest, and where records lead there, they are replayed in memory.
+    """The state that ``text`` names: RUN, RUN@STEP, RUN@STEP.tTIMELINE, or a path of another format. A run without a
+    step is meant at its newest, and where records lead there, they are replayed in memory. That a step is of a line
+    which was left is told in a warning, unless its timeline was named.
 
     Raises ``NoCommit`` if a run has no such step, ``BadInput`` if nothing is there that is known, ``Damaged``, and
     ``DiskFailed``.
@@ -29,27 +32,28 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     if not is_run:
         return open_source(Path(text))
     reader = open_run(target.run)
-    if target.step is not None and target.timeline is not None:
-        return Commit(reader, reader.at(target.step, target.timeline))
     newest = reader.head()
     if newest is None:
         raise NoCommit(f"{target.run} has no commit yet")
     step = max(newest.step, last_step(reader, newest)) if target.step is None else target.step
-    line = reader.line(tip_with(reader, step))
+    tip = tip_with(reader, step) if target.timeline is None else target.timeline
+    if target.timeline is None and (told := told_of_left(reader, tip, step)):
+        warnings.warn(f"{text}: {told}", stacklevel=3)
+    line = reader.line(tip)
     for ref in line:
         if ref.step == step and (manifest := reader.load(ref)).oldest_step == step:
             return Commit(reader, manifest)
     if all(ref.step > step for ref in line):
-        return Commit(reader, reader.at(step))  # of another line, or nowhere
-    return _replayed(reader, step)
+        return Commit(reader, commit_at(reader, step, target.timeline))  # of another line, or nowhere
+    return _replayed(reader, step, tip)
 
 
-def _replayed(reader: RunReader, step: int) -> Source:
+def _replayed(reader: RunReader, step: int, tip: int | None) -> Source:
     from .delta.holder import replay_info
     from .delta.standing import state_at
     from .universal.memory import InMemory
 
-    state, progress = state_at(reader.root, step)
+    state, progress = state_at(reader.root, step, tip)
     owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
     aliases = progress.pop("aliases")
     progress = {**progress, "step": step, "values": state.values()}

@@ -157,8 +157,7 @@ def begin_from(start: From, loop: Loop, emit: Callable[..., None]) -> None:
 
     Raises as ``From.source``, and ``RunMismatch`` if it is of another model; on all ranks alike."""
     ranks, target = loop.ranks, Target.parse(str(start.path))
-    of_line = start.plain and target.timeline is None
-    if of_line and ranks.first_does(partial(has_records, target.run)):
+    if start.plain and ranks.first_does(partial(has_records, target.run)):
         _begin_from_run(target, loop)
         return
     source = opened_alike(start, ranks)
@@ -210,10 +209,10 @@ def check_between(
 def _begin_from_run(target: Target, loop: Loop) -> None:
     """By what another run has recorded."""
     with LocalStore(target.run) as store:
-        loop.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step))
+        loop.ranks.first_does(partial(refuse_unless_one_is_whole, store, target.step, target.timeline))
         found = recover(
-            store, loop.state, loop.script, ranks=loop.ranks, target=target.step, exact=target.step is not None,
-            after_update=loop.update_again,
+            store, loop.state, loop.script, ranks=loop.ranks, target=target.step, tip=target.timeline,
+            exact=target.step is not None, after_update=loop.update_again,
         )  # fmt: skip
     loop.go_on(found)
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 
 import pytest
 
 from delta.loops import cut_small, same
 from holdfast.delta.compact import compact
-from holdfast.store.chain import left_behind
+from holdfast.store.lines import left_behind
 from holdfast.store.local import LocalStore
 from holdfast.store.pruning import planned
 from holdfast.store.retention import Keep
 from test_checkpointer import go_on, reference, start
+
+LEFT = "resuming after step .* which was left at step"
 
 
 def trained(root, steps, base=None, step=None):
     """The run is trained to ``steps`` from the newest, or from ``step``; with a base of ``base``."""
     loop, checkpointer = start(root, base_every=1000, keep=Keep(9))
     with checkpointer:
-        checkpointer.resume(step=step)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", LEFT)
+            checkpointer.resume(step=step)
         for each in range(checkpointer.steps_done + 1, steps + 1):
             go_on(loop, checkpointer, each)
             checkpointer._survival.recorder.settle()  # a segment of each step's record
@@ -41,7 +46,8 @@ def resumed(root, step, tmp_path):
     copy = tmp_path / f"at-{step}"
     shutil.copytree(root, copy)
     loop, checkpointer = start(copy, keep=Keep(99))
-    with checkpointer:
+    with checkpointer, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", LEFT)
         assert checkpointer.resume(step=step) == step
     return loop.state()
 

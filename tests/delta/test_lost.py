@@ -238,7 +238,8 @@ def test_a_step_that_was_left_behind_needs_no_record_before_its_base(tmp_path, u
     assert resumed_at(tmp_path, 42)[0] == 42
     trained(tmp_path, 44)
     unread(segment_with(tmp_path, 30))
-    step, state = resumed_at(tmp_path, 45)
+    with pytest.warns(UserWarning, match="this step 45 is of timeline 1, which was left at step 42"):
+        step, state = resumed_at(tmp_path, 45)
     assert step == 45 and same(state, states[45])
 
 

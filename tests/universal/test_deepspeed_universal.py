@@ -5,15 +5,20 @@ That DeepSpeed itself loads what is written is tested in ``tests/peers``.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from holdfast.errors import BadInput, Damaged, FileMissing
 from holdfast.state.atoms import Atom
+from holdfast.state.encoding import decode, encode
+from holdfast.store.files import Disk
 from holdfast.universal import torchfile
+from holdfast.universal.archives import Archive
 from holdfast.universal.convert import open_source
 from holdfast.universal.convert.deepspeed.write import write_deepspeed
 from holdfast.universal.memory import InMemory
+from holdfast.universal.plain import Plain
 from universal.deepspeed_files import random_state, save, write, write_universal
 from universal.test_deepspeed import SHAPES, bits, expected, state_of
 
@@ -114,6 +119,45 @@ def test_torch_loads_what_is_written_as_plain_data(tmp_path):
     atom = torch.load(tmp_path / "out/global_step9/zero/up.weight/fp32.pt", weights_only=True, mmap=True)
     assert torch.equal(atom["param"], state.groups[0]["up.weight"])
     assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix in (".part", ".tmp")]
+
+
+@pytest.mark.parametrize("kind", ["?", "i1", "i8", "u8", "f2", "f4", "f8", ">f4"])
+def test_numbers_of_numpy_are_written_as_those_of_python(tmp_path, kind):
+    """Wherever they are, also as keys, and read again as what they were."""
+    number = np.array([1.1]).astype(kind)[0]
+    torchfile.save_torch(Disk(tmp_path), "a.pt", {"at": [number, (number, {number: number})], "own": 2.5})
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert found == {"at": [number.item(), (number.item(), {number.item(): number.item()})], "own": 2.5}
+    assert type(found["at"][0]) is type(number.item())
+
+
+@pytest.mark.parametrize("raw", [b"", b"\x00\xffbytes", bytes(range(256))])
+def test_bytes_are_written_as_bytes(tmp_path, raw):
+    torchfile.save_torch(Disk(tmp_path), "a.pt", {"raw": raw, "again": [raw, "text"]})
+    assert torch.load(tmp_path / "a.pt", weights_only=True) == {"raw": raw, "again": [raw, "text"]}
+    [read] = Archive(tmp_path / "a.pt").content["again"][:1]
+    assert Plain(Archive(tmp_path / "a.pt"))(read) == encode(raw)
+
+
+@pytest.mark.parametrize(
+    "value", [np.complex64(1j), np.longdouble(1), np.datetime64(1, "s"), np.zeros(2), object()]
+)
+def test_what_is_no_number_of_python_is_refused(tmp_path, value):
+    with pytest.raises(BadInput, match="is no data"):
+        torchfile.save_torch(Disk(tmp_path), "a.pt", {"a": value})
+
+
+def test_what_a_script_put_beside_an_engine_comes_through(tmp_path):
+    atoms = [
+        (Atom("w", slot, (), "F32"), torch.ones(())) for slot in ("param", "exp_avg", "exp_avg_sq", "step")
+    ]
+    best = {"loss": np.float64(0.25), "raw": b"\xff\0", "count": np.int64(3)}
+    progress = {"step": 1, "groups": [{"lr": encode(np.float32(0.1))}], "group_parameters": [["w"]]}
+    source = InMemory("it", "memory", atoms, progress | {"extra": {"best": encode(best)}})
+    write_deepspeed(source, tmp_path, 1)
+    again = open_source(tmp_path).progress
+    assert decode(again["extra"]["best"]) == {"loss": 0.25, "raw": b"\xff\0", "count": 3}
+    assert again["groups"] == [{"lr": np.float32(0.1).item()}]
 
 
 def test_parameters_of_16_bits_are_written_as_the_fp32_that_they_are(tmp_path):

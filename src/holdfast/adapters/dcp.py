@@ -28,6 +28,7 @@ from ..errors import BadInput, HoldfastError, NoCommit, RunMismatch
 from ..state.boxes import Box
 from ..state.dtypes import FROM_NAME
 from ..state.encoding import decode
+from ..store.lines import commit_at
 from ..store.reader import RunReader
 from ..units import MiB, packed
 from ..universal.convert.holdfast import Commit
@@ -65,7 +66,7 @@ class StorageReader(OfRun, dcp.StorageReader):
 
     def _metadata(self) -> theirs.Metadata:
         reader = RunReader(self.root)
-        manifest = reader.head() if self.step is None else reader.at(self.step)
+        manifest = reader.head() if self.step is None else commit_at(reader, self.step)
         if manifest is None:
             raise NoCommit(
                 f"{self.root} has no commit: nothing was saved there, or another directory is meant"

@@ -28,6 +28,7 @@ def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
                 "records": watch.replayed_records,
                 "dropped": done.dropped,
                 "stays_for": [list(span) for span in done.left],
+                "unread": list(done.unread),
             }
         )
         return
@@ -41,4 +42,9 @@ def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
         print(
             f"The base of step {done.from_step:,} stays, with what follows it: steps {said_spans(done.left)} of what"
             f" a later resume left need it. `holdfast prune {run} --keep-last 1 --dry-run` says what would go with it."
+        )
+    if done.unread:
+        print(
+            f"The base of step {done.from_step:,} stays, since what cannot be read may need it:"
+            f" {' '.join(done.unread)}"
         )

@@ -33,6 +33,8 @@ def prune_run(run: Path, keep: Keep, *, dry_run: bool, as_json: bool) -> None:
         f"{verb} {counted(len(found.going), 'commit')} and {counted(len(found.segments), 'segment')} of records,"
         f" {format_bytes(found.total_bytes)}. {_lost(found, dry_run)}"
     )
+    for text in found.unread:
+        print(f"Steps in what cannot be read are not counted: {text}")
 
 
 def _lost(found: Pruning, dry_run: bool) -> str:
@@ -52,4 +54,5 @@ def _document(found: Pruning) -> dict[str, Any]:
         "segment_bytes": found.segment_bytes,
         "bytes": found.total_bytes,
         "steps_lost": [list(span) for span in found.lost],
+        "unread": list(found.unread),
     }

@@ -40,6 +40,8 @@ class Compacted:
     left: tuple[tuple[int, int], ...] = ()
     """Steps after ``base``, from and to, that it stays for: only a line that a later resume left has them, and forks
     before ``base``."""
+    unread: tuple[str, ...] = ()
+    """What cannot be read and may need it, so that it stays as well."""
 
 
 def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compacted:
@@ -75,9 +77,10 @@ def compact(root: Path, to: int | None, watch: Recovery | None = None) -> Compac
         others = [store.load(ref) for ref in store.commits() if ref != old.ref]
         reach = reach_of_lines(store, [*others, old])
         left = {step for step in lost_of(store, reach, reach, without=[old.ref]) if step > to}
-        if not left:
+        unread = tuple(reach.told) if reach.needs_alone(old.ref) else ()
+        if not left and not unread:
             store.retire([old.ref], reach_needs(reach, others))
-        return Compacted(new, old.step, not left, tuple(in_spans(left)))
+        return Compacted(new, old.step, not left and not unread, tuple(in_spans(left)), unread)
 
 
 def _base_before(store: LocalStore, to: int | None) -> Manifest:

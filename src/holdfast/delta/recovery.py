@@ -16,7 +16,7 @@ from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
 from ..state.encoding import joined_members
 from ..state.live import LiveState
-from ..store.chain import left_behind, tip_with
+from ..store.lines import come_to, left_behind, tip_with, told_of_left
 from ..store.local import LocalStore
 from ..store.manifest import CommitRef, Manifest, Point
 from ..store.pruning import in_spans, said_spans
@@ -53,6 +53,7 @@ def recover(
     *,
     ranks: Ranks,
     target: int | None = None,
+    tip: int | None = None,
     exact: bool = False,
     continuing: bool = False,
     after_update: Callable[[int], None] | None = None,
@@ -61,14 +62,16 @@ def recover(
 ) -> Recovered:
     """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
     ``exact``; with ``continuing`` to the newest from which training goes on as it did. Residuals are there if they are
-    those of that point. What ``exact`` asks for is taken of a line that a later resume left, if only that has it.
-    ``durable_step`` is known to have been durable: that the disk has no way to it any more is told. Called on all
-    ranks, which get the same.
+    those of that point. What ``exact`` asks for is taken of the line of the timeline ``tip``; without one of the
+    present line, or where that has not come so far, which is told, of one that was left. ``durable_step`` is known to
+    have been durable: that the disk has no way to it any more is told. Called on all ranks, which get the same.
 
     Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``Unreadable`` if a later step may
     be in what cannot be read, ``RunMismatch`` if the run is that of another model (with nothing changed then).
     """
-    tip = ranks.first_does(lambda: tip_with(store, target) if exact and target is not None else None)
+    told = ""
+    if exact and target is not None and tip is None:
+        tip, told = ranks.first_does(lambda: _looked_up(store, target, durable_step))
     bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
     search = _Search(
         store, state, script, ranks, target, tip, continuing=continuing, after_update=after_update, watch=watch,
@@ -116,6 +119,7 @@ def recover(
         if lost or line.residuals_dropped:
             state.forget_residuals()
         base, progress = line.base.progress_of(line.base.streams[0]), line.progress(ranks.rank)
+        odd[:0] = [told] * bool(told)
         odd += script.told_of_kept(base, progress)
         trained = line.trained(ranks.rank)
         odd += _told_of_thawed(line.base, state, trained)
@@ -130,6 +134,12 @@ def recover(
     if unread:
         raise DiskFailed(f"no base of {store.root} can be read. {next(iter(unread))}")
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
+
+
+def _looked_up(store: LocalStore, step: int, durable_step: int) -> tuple[int | None, str]:
+    """The timeline of whose line ``step`` is taken, and what is to be told of that."""
+    tip = tip_with(store, step, durable_step)
+    return tip, told_of_left(store, tip, step)
 
 
 def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
@@ -153,7 +163,7 @@ def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
 
 def _nothing_after(store: LocalStore, step: int) -> str:
     try:
-        spans = in_spans(left_behind(store, step))
+        spans = in_spans(left_behind(store, max(step, come_to(store, store.tip()))))
     except DiskFailed as error:
         return str(error)
     if not spans:
@@ -161,10 +171,11 @@ def _nothing_after(store: LocalStore, step: int) -> str:
     return f"Of what a later resume left behind there is still, for resume(step=): {said_spans(spans)}."
 
 
-def refuse_unless_one_is_whole(store: LocalStore, target: int | None) -> None:
-    """Raise ``Damaged`` if no base at or before ``target`` is, before anything live is touched. Reads one in full."""
+def refuse_unless_one_is_whole(store: LocalStore, target: int | None, tip: int | None = None) -> None:
+    """Raise ``Damaged`` if no base at or before ``target`` is, of the line that ``recover`` takes, before anything live
+    is touched. Reads one in full."""
     odd: list[Damaged] = []
-    for ref in store.line(None if target is None else tip_with(store, target)):
+    for ref in store.line(tip_with(store, target) if tip is None and target is not None else tip):
         if target is None or ref.step <= target:
             try:
                 found = store.verify(store.load(ref))

@@ -11,7 +11,6 @@ from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.encoding import joined
 from ..state.live import LiveState
-from ..store.chain import tip_with
 from ..store.local import LocalStore
 from ..store.target import Url
 from .holder import rebuilt
@@ -26,20 +25,20 @@ class _Kept(NoScript):
         self.progress = progress
 
 
-def state_at(root: Path | Url, step: int) -> tuple[LiveState, dict[str, Any]]:
-    """What the run in ``root`` has at ``step``, from the base before it and the records after that; and the progress of
-    its script there.
+def state_at(root: Path | Url, step: int, tip: int | None) -> tuple[LiveState, dict[str, Any]]:
+    """What the run in ``root`` has at ``step`` of the line of ``tip``, from the base before it and the records after
+    that; and the progress of its script there.
 
     Takes no lock and changes nothing. Raises ``NoCommit`` if no records lead there, ``BadInput`` if it takes the script
     to bring the state there.
     """
     with LocalStore(root) as store:
-        line = store.line(tip_with(store, step))
+        line = store.line(tip)
         base, script = store.load(next(ref for ref in line if ref.step <= step)), _Kept()
         threads = torch.get_num_threads()
         try:
             state = rebuilt(base, store.atoms(base))  # which computes with as many threads as the run did
-            found = recover(store, state, script, ranks=Ranks(), target=step, exact=True)
+            found = recover(store, state, script, ranks=Ranks(), target=step, tip=tip, exact=True)
         finally:
             torch.set_num_threads(threads)
         if found.residuals_lost:

@@ -5,13 +5,13 @@ By headers alone, but for ``verify_records``; nothing here is believed before it
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from holdfast.errors import Damaged, DiskFailed, NoCommit, Unreadable
+from holdfast.errors import Damaged, DiskFailed, Unreadable
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue
 from holdfast.state.growing import lengthen
@@ -203,45 +203,6 @@ def last_step(store: RunReader, base: Manifest) -> int:
 def _tip_of(store: RunReader, base: Manifest) -> int | None:
     """Of the line that ``base`` is looked at on: its own timeline if a later resume left it."""
     return None if base.ref in store.line() else base.timeline
-
-
-def reached(store: RunReader, tip: int, until: int | None = None) -> Iterator[range]:
-    """The steps, to ``until`` at most, that can be had of the line of ``tip``, by headers: of each base, newest first,
-    its own and those that its records lead to. Raises ``DiskFailed`` if the newest cannot be seen."""
-    journals: dict[str, Journal] = {}
-    seen = False
-    for ref in store.line(tip):
-        if until is not None and ref.step > until:
-            continue
-        try:
-            base = store.load(ref)
-            for stream in base.streams:
-                journals[stream] = journals.get(stream) or read_journal(store, stream, tip)
-            chains = [chain_of(base, stream, journals[stream], until) for stream in base.streams]
-        except (Damaged, NoCommit):
-            continue
-        except DiskFailed:
-            if not seen:
-                raise
-            continue
-        seen = True
-        yield range(base.step, min(chain.last.step for chain in chains) + 1)
-
-
-def tip_with(store: RunReader, step: int) -> int | None:
-    """The timeline of whose line ``step`` can be had, by headers: the current one, or else the newest that a later
-    resume left; None if there is none."""
-    for tip in dict.fromkeys((store.tip(), *sorted(store.timelines()[0], reverse=True))):
-        if any(step in steps for steps in reached(store, tip, step)):
-            return tip
-    return None
-
-
-def left_behind(store: RunReader, after: int) -> set[int]:
-    """The steps after ``after`` that can be had of lines which later resumes left, by headers."""
-    left = store.timelines()[0].keys() - {store.tip()}
-    lines = [steps for tip in left for steps in reached(store, tip)]
-    return {step for steps in lines for step in steps if step > after}
 
 
 def verify_records(store: RunReader, base: Manifest) -> tuple[int, list[Damaged]]:

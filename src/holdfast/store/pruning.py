@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.errors import Damaged
+from holdfast.errors import Damaged, DiskFailed, Unreadable
 from holdfast.store.chain import Journal, chain_of, read_journal, verify_records
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import CommitRef, Manifest
 from holdfast.store.reader import RunReader
-from holdfast.store.retention import Keep, ancestry, dropped, kept_for_good, lineage
+from holdfast.store.retention import Keep, dropped, kept_for_good, lineage, writer_of
 from holdfast.store.room import Need, needs, unneeded_segments
 from holdfast.store.segments import streams
 
@@ -40,6 +40,8 @@ class Pruning:
     """Steps, from and to, that can be recovered now, on the current line or on one that was left, and not
     afterwards."""
     needed: tuple[Need, ...]
+    unread: tuple[str, ...] = ()
+    """What of the records cannot be read, so that nobody knows which steps it holds."""
 
     @property
     def total_bytes(self) -> int:
@@ -66,14 +68,14 @@ def planned(reader: RunReader, keep: Keep) -> Pruning:
         Going(
             ref,
             _own_bytes(manifests[ref], files),
-            before.get(tip if ref in line else ref.timeline, {}).get(ref, ref.step),
+            before.lines.get(tip if ref in line else ref.timeline, {}).get(ref, ref.step),
             ref in line,
         )
         for ref in going
     ]
     return Pruning(
         tuple(rows), tuple(m.ref for m in kept), gone, sum(map(reader.disk.size, gone)),
-        tuple(in_spans(lost_of(reader, before, after))), tuple(needed),
+        tuple(in_spans(lost_of(reader, before, after))), tuple(needed), tuple(before.told),
     )  # fmt: skip
 
 
@@ -115,58 +117,71 @@ def refuse_damaged(store: RunReader, kept: tuple[CommitRef, ...]) -> None:
         )
 
 
-Reach = dict[int, dict[CommitRef, int]]
-"""By line, which is called by its newest timeline, of each commit on it the last step that records lead to from it."""
+@dataclass(frozen=True)
+class Reach:
+    """By line, which is called by its newest timeline, of each commit on it the last step that records lead to from it.
+    Of those in ``unread`` what follows that step cannot be read, or what they need themselves; ``told`` says why."""
+
+    lines: dict[int, dict[CommitRef, int]] = field(default_factory=dict)
+    unread: dict[int, set[CommitRef]] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+
+    def needs_alone(self, ref: CommitRef) -> bool:
+        """Whether what cannot be read of some line may follow ``ref`` and no other commit."""
+        return any(
+            ref in unread
+            and not any(
+                other != ref and self.lines[line].get(other) == self.lines[line].get(ref) for other in unread
+            )
+            for line, unread in self.unread.items()
+        )
 
 
 def reach_of_lines(reader: RunReader, commits: list[Manifest], without: Collection[str] = ()) -> Reach:
     """How far ``commits`` lead on the current line and on those that later resumes left, by the headers of the records;
     were some segments not there."""
     timelines, tip = reader.timelines()[0], reader.tip()
-    found = {}
+    found = Reach()
     for each in {tip, *timelines}:
         line = lineage([manifest.ref for manifest in commits], timelines, each)
-        found[each] = _reach(reader, each, [m for m in commits if m.ref in line], without)
+        _add_line(found, reader, each, [m for m in commits if m.ref in line], without)
     return found
 
 
-def _reach(
-    reader: RunReader, tip: int, line: list[Manifest], without: Collection[str]
-) -> dict[CommitRef, int]:
+def _add_line(
+    reach: Reach, reader: RunReader, tip: int, line: list[Manifest], without: Collection[str]
+) -> None:
     journals = {stream: read_journal(reader, stream, tip) for stream in streams(reader.disk)}
     for journal in journals.values():
         journal.records = {k: record for k, record in journal.records.items() if record.path not in without}
-    found = {}
+    found, unread = reach.lines.setdefault(tip, {}), reach.unread.setdefault(tip, set())
     for manifest in line:
+        steps = [manifest.step] * (not manifest.streams)
         try:
-            chains = [
-                chain_of(manifest, stream, journals.get(stream, Journal()), None)
-                for stream in manifest.streams
-            ]
+            for stream in manifest.streams:
+                try:
+                    steps.append(chain_of(manifest, stream, journals.get(stream, Journal()), None).last.step)
+                except DiskFailed as error:
+                    steps.append(error.step if isinstance(error, Unreadable) else -1)
+                    unread.add(manifest.ref)
+                    text = str(error.error if isinstance(error, Unreadable) else error)
+                    if text not in reach.told:
+                        reach.told.append(text)
         except Damaged:
             continue
-        found[manifest.ref] = min((chain.last.step for chain in chains), default=manifest.step)
-    return found
+        if min(steps) >= manifest.step:
+            found[manifest.ref] = min(steps)
 
 
 def reach_needs(reach: Reach, commits: Collection[Manifest]) -> list[Need]:
     """What ``commits`` need of the records, so that all that they lead to on any line can be recovered as before."""
     last: dict[CommitRef, int] = {}
-    for each in reach.values():
+    for each in reach.lines.values():
         for ref, step in each.items():
             last[ref] = max(step, last.get(ref, step))
+    for ref in set().union(*reach.unread.values()):  # which may need any
+        last.pop(ref, None)
     return [(manifest.oldest_step, last.get(manifest.ref)) for manifest in commits]
-
-
-def steps_of(reach: Reach, without: Collection[CommitRef] = ()) -> set[int]:
-    """The steps that can be recovered; were some commits not there."""
-    return {
-        step
-        for each in reach.values()
-        for ref, last in each.items()
-        if ref not in without
-        for step in range(ref.step, last + 1)
-    }
 
 
 def lost_of(reader: RunReader, before: Reach, after: Reach, without: Collection[CommitRef] = ()) -> set[int]:
@@ -180,10 +195,10 @@ def _whose(reader: RunReader, reach: Reach, without: Collection[CommitRef]) -> d
     """Of each step that ``resume(step=)`` gives, the timeline that wrote it: the present line's, or the newest's."""
     timelines, tip = reader.timelines()[0], reader.tip()
     found: dict[int, int] = {}
-    for each in dict.fromkeys((tip, *sorted(reach, reverse=True))):
-        line = ancestry(timelines, each)[::-1]
-        for step in steps_of({each: reach.get(each, {})}, without):
-            found.setdefault(step, next(t for t, limit in line if limit is None or step <= limit))
+    for each in dict.fromkeys((tip, *sorted(reach.lines, reverse=True))):
+        lead = [(ref.step, last) for ref, last in reach.lines.get(each, {}).items() if ref not in without]
+        for step in {step for first, last in lead for step in range(first, last + 1)}:
+            found.setdefault(step, writer_of(timelines, each, step))
     return found
 
 

@@ -99,6 +99,28 @@ def ancestry(timelines: Mapping[int, Timeline], tip: int) -> list[tuple[int, int
         found.append((record.parent, fork_step if limit is None else min(limit, fork_step)))
 
 
+def writer_of(timelines: Mapping[int, Timeline], tip: int, step: int) -> int:
+    """The timeline that ``step`` of the line of ``tip`` was made in.
+
+    >>> [writer_of({1: Timeline(1), 2: Timeline(2, 1, 7)}, 2, step) for step in (7, 8)]
+    [1, 2]
+    """
+    line = ancestry(timelines, tip)[::-1]
+    return next(timeline for timeline, limit in line if limit is None or step <= limit)
+
+
+def forked_at(timelines: Mapping[int, Timeline], one: int, other: int) -> int | None:
+    """The last step that the lines of two timelines share; None if they share none, or one is all in the other.
+
+    >>> forked_at({1: Timeline(1), 2: Timeline(2, 1, 7), 3: Timeline(3, 1, 4)}, 2, 3)
+    4
+    """
+    here, there = dict(ancestry(timelines, one)), dict(ancestry(timelines, other))
+    shared = max(here.keys() & there.keys(), default=None)
+    limits = [] if shared is None else [each[shared] for each in (here, there)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def dropped(
     commits: Collection[CommitRef],
     timelines: Mapping[int, Timeline],

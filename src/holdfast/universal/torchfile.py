@@ -16,6 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
+import numpy as np
+
 from ..errors import BadInput
 from ..state.atoms import DTYPE_BYTES
 from ..state.pieces import row_major
@@ -57,9 +59,9 @@ def streamed(source: Source, stored: Stored, cast: str | None = None) -> Streame
 
 
 def save_torch(disk: Disk, path: str, content: Any) -> None:
-    """Make ``path`` such a file of ``content``, whatever was there: dictionaries, lists and numbers, with tensors and
-    ``Streamed`` ones in them. Not durable until it is synced. Raises ``BadInput`` for what is none of these,
-    ``DiskFull`` and ``DiskFailed``."""
+    """Make ``path`` such a file of ``content``, whatever was there: dictionaries, lists, bytes and numbers, those of
+    NumPy as Python has them, with tensors and ``Streamed`` ones in them. Not durable until it is synced. Raises
+    ``BadInput`` for what is none of these, ``DiskFull`` and ``DiskFailed``."""
     name, buffer = Path(path).stem, io.BytesIO()
     pickler = _Pickler(buffer)
     try:
@@ -73,6 +75,10 @@ def save_torch(disk: Disk, path: str, content: Any) -> None:
         for number, tensor in enumerate(pickler.tensors):
             _put(archive, f"{name}/data/{number}", tensor.chunks(), tensor.nbytes)
         _put(archive, f"{name}/version", [b"3\n"], 2)
+
+
+NUMBERS = {np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
+"""Of NumPy, that Python has with the same value."""
 
 
 class Size(tuple):
@@ -90,6 +96,7 @@ class _Named:
 
 
 _REBUILD, _SIZE = _Named("torch._utils", "_rebuild_tensor_v2"), _Named("torch", "Size")
+_ENCODE = _Named("_codecs", "encode")
 _STORAGES = {dtype: _Named("torch", kind) for dtype, kind in _STORAGE.items()}
 _PLAIN = (type(None), bool, int, float, str, tuple, list, dict, set, frozenset, type, OrderedDict, _Named)
 
@@ -115,6 +122,10 @@ class _Pickler(_OfPython):
         dtype, elements = obj.tensor.dtype, prod(obj.tensor.shape)
         return "storage", _STORAGES[dtype], str(obj.number), "cpu", elements
 
+    def save(self, obj: Any, **how: Any) -> None:
+        is_number = isinstance(obj, np.generic) and obj.dtype.newbyteorder("=") in NUMBERS
+        super().save(obj.item() if is_number else obj, **how)
+
     def save_named(self, obj: _Named) -> None:
         self.write(pickle.GLOBAL + obj.text.encode())
         self.memoize(obj)
@@ -124,6 +135,8 @@ class _Pickler(_OfPython):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN:
             return NotImplemented
+        if type(obj) is bytes:  # as this protocol has them
+            return _ENCODE, (obj.decode("latin1"), "latin1")
         obj = obj if isinstance(obj, Size | Streamed) else _of_torch(obj)
         if isinstance(obj, Size):
             return _SIZE, (tuple(obj),)

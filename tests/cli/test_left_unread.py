@@ -1,0 +1,70 @@
+"""``compact`` and ``prune`` of a run in which the device does not give back what was left."""
+
+from __future__ import annotations
+
+import pytest
+
+from delta.loops import same
+from delta.test_lost import resumed_at, segment_with, small_segments, trained, unread, with_bases
+from holdfast.delta.compact import compact
+from holdfast.store.files import Disk
+from holdfast.store.local import LocalStore
+from holdfast.store.segments import segments
+from test_checkpointer import go_on, reference, start
+
+__all__ = ["small_segments", "unread"]
+
+
+def left_at(root, step):
+    """A run with bases in which somebody goes back to ``step``, and on for two steps; the first segment left."""
+    with_bases(root)
+    loop, checkpointer = start(root)
+    with checkpointer:
+        checkpointer.resume(step=step)
+        go_on(loop, checkpointer, step + 2)
+    return next(root / ref.path for ref in segments(Disk(root), "rank-00000") if ref.first_step > step)
+
+
+def test_a_prune_goes_on_where_what_was_left_cannot_be_read(tmp_path, unread, monkeypatch, holdfast):
+    """And keeps that as long as the base that it follows."""
+    states, _ = reference(45)
+    wanted = left_at(tmp_path, 42)
+    unread(wanted)
+    for more in (["--dry-run"], []):
+        out = holdfast("prune", tmp_path, "--keep-last", 1, *more).out
+        assert "Steps 20 to 39 c" in out and "what cannot be read are not counted: " in out
+        assert wanted.name in out
+    with LocalStore.read(tmp_path) as reader:
+        assert [ref.step for ref in reader.commits()] == [40]
+    monkeypatch.undo()  # it had passed
+    with pytest.warns(UserWarning, match="this step 45 is of timeline 1"):
+        step, state = resumed_at(tmp_path, 45)
+    assert step == 45 and same(state, states[45])
+
+
+def test_the_base_that_what_cannot_be_read_may_need_stays(tmp_path, unread, monkeypatch, holdfast):
+    states, _ = reference(45)
+    wanted = left_at(tmp_path, 41)
+    holdfast("prune", tmp_path, "--keep-last", 1)
+    unread(wanted)
+    out = holdfast("compact", tmp_path, "--to", 43).out
+    assert "The base of step 40 stays, since what cannot be read may need it: " in out and wanted.name in out
+    monkeypatch.undo()
+    with pytest.warns(UserWarning, match="this step 45 is of timeline 1"):
+        step, state = resumed_at(tmp_path, 45)
+    assert step == 45 and same(state, states[45])
+
+
+def test_a_base_does_not_stay_for_what_cannot_be_read_and_another_leads_to(tmp_path, unread, monkeypatch):
+    """Behind the new base, on the present line, and on one that was left behind a base of its own."""
+    states, _ = reference(45)
+    wanted = left_at(tmp_path, 42)
+    unread(wanted)
+    assert compact(tmp_path, 30).dropped
+    trained(tmp_path, 45)
+    unread(segment_with(tmp_path, 45))
+    done = compact(tmp_path, 35)
+    assert done.dropped and done.unread == () and wanted.exists()
+    monkeypatch.undo()
+    step, state = trained(tmp_path, 0)
+    assert step == 45 and same(state, states[45])

@@ -42,6 +42,7 @@ from .checks import (
     check_compiled,
     check_counts,
     check_recorded,
+    check_renormalised,
     check_sample,
     check_stateful,
     check_zeroth,
@@ -218,6 +219,7 @@ def offload(
             refuse_alone_only(fellows, schedule)
             check_sample(sample)
             check_recorded(model)
+            check_renormalised(model)
             if disk is None:
                 check_place(ssd)
             elif drives:

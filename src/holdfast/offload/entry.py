@@ -52,6 +52,7 @@ from .drives import Drives
 from .engine import Engine
 from .fellows import Fellows, refuse_alone_only
 from .held import agree_on_held, check_forms
+from .interrupts import deferred
 from .parts import Parts
 from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
 from .preflight import Preflight, preflight_of, space_on
@@ -282,7 +283,8 @@ def offload(
             if plan.filled and fellows.rank == 0:
                 (say or to_standard_error)(f"plan: {plan.line}")
         keep_torch_threads()
-        queue = placed.queue(ssd, io_threads, limits)
+        with deferred():  # a key press does not come between the threads and who ends them
+            queue = placed.queue(ssd, io_threads, limits)
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         found = _found(store, parts, fellows.control)
@@ -300,11 +302,12 @@ def offload(
         with fellows.control.agreeing():
             refuse_held(parts.captured)  # by what ran since; from here on there is a commit
         told = disk is None and fellows.rank == 0
-        engine = Engine(
-            run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
-            events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
-            update_workers=update_workers,
-        )  # fmt: skip
+        with deferred():
+            engine = Engine(
+                run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
+                events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
+                update_workers=update_workers,
+            )  # fmt: skip
         engine.begin(found, beginning)
         with fellows.control.agreeing():
             take_over(run, parts.captured, engine.taken)

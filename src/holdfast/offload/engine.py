@@ -36,6 +36,7 @@ from .edits import told as told_of_edits
 from .executor import Executor
 from .export import newest_values, state_dict, trained_values
 from .interrupts import deferred
+from .leaving import closed, finish_at_exit
 from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, module_call
 from .ops import handlers
 from .ops.commit import publish
@@ -386,6 +387,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        closed(self)
         self._run.fellows.close()
         for hook in self._hooks:
             hook.remove()
@@ -482,6 +484,7 @@ class Engine:
         self._watched = Watched(run.model, self._captured, run.resident_leaves, optimizer)
         self._edits = Edits(run, optimizer)
         self._hooks = refuse_use(self._run.model, lambda: self._busy)
+        finish_at_exit(self)
 
     def begin(self, found: Manifest | None, beginning: Beginning | None = None) -> None:
         """Count on from the commit, or from the state of elsewhere, that the runtime was filled from; a fresh run gets

@@ -101,6 +101,7 @@ def main(
     leave_at: Sequence[int] = (),
     refuse_at: Sequence[int] = (),
     faster_at: Sequence[int] = (),
+    edit_at: Sequence[int] = (),
     wrong: dict[str, Any] | None = None,
     sources: Sequence[str] = (),
     counted: bool = False,
@@ -114,9 +115,10 @@ def main(
     options: dict[str, Any] | None = None,
 ) -> None:
     """``kill``, ``hang``, ``nan_at``, ``fewer_at``, ``leave_at``, ``refuse_at`` (a step with no list of micro-batches
-    before the step) and ``faster_at`` (another learning rate) are a rank and a step, ``kill_after`` a rank and
-    seconds; ``wrong`` are options by rank, and ``sources`` what each begins from; with ``counted`` it says what of
-    that it read. A commit takes ``slow_seconds`` to be verified. With ``sampled`` memory is predicted. With
+    before the step), ``faster_at`` (another learning rate) and ``edit_at`` (a parameter) are a rank and a step,
+    ``kill_after`` a rank and seconds; ``wrong`` are options by rank, and ``sources`` what each begins from; with
+    ``counted`` it says what of that it read. A commit takes ``slow_seconds`` to be verified. With ``sampled`` memory is
+    predicted. With
     ``settle`` nothing is under way between two steps. ``rates`` are what drives take, by their names, as the first
     rank finds; the ranks that are ``blind`` see nothing that it shows them; drives that are ``full`` have no room.
     An ``early`` failpoint is armed before the run is opened."""
@@ -174,6 +176,10 @@ def main(
                 optimizer.param_groups[1]["lr"] = 2 * lr if rank == faster_at[0] else lr
                 say(refused=refused(engine, batches(step, 1)))
                 optimizer.param_groups[1]["lr"] = lr
+            if edit_at and step == edit_at[1]:
+                if rank == edit_at[0]:
+                    torch.nn.init.zeros_(model.head.weight)
+                say(refused=refused(engine, batches(step, 1)))
             model.factor = float("nan") if [rank, step] == [*nan_at] else 1.0
             count = micro_batches - ([rank, step] == [*fewer_at])
             mine = batches(step, world_size * micro_batches)[rank * micro_batches :][:count]

@@ -231,6 +231,13 @@ def test_unlike_learning_rates_are_refused_and_nothing_is_lost_by_it(world, tmp_
     check(said, tmp_path, *plain([(4, 2, 1)]))
 
 
+def test_what_one_rank_edits_is_refused_on_all_and_put_back(world, tmp_path):
+    said = world.run(2, root=tmp_path, steps=4, edit_at=[1, 2])
+    for each in said:
+        assert each["refused"].startswith("parameter head.weight changed outside of engine.step"), each
+    check(said, tmp_path, *plain([(4, 2, 1)]))
+
+
 @pytest.mark.parametrize(
     "way", [{"budget": "auto"}, {"host_budget": 1 << 33, "optimizer_on_host": "auto"}], ids=str
 )

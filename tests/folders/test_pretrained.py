@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 
 import pytest
@@ -16,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import tiny_folders  # noqa: E402
+from holdfast.folders import pretrained  # noqa: E402
 from holdfast.folders.tokenizer import Tokenizer  # noqa: E402
 from tiny_folders import write_folder, write_tokenizer  # noqa: E402
 
@@ -155,3 +157,25 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
         path.unlink()
     with pytest.raises(BadInput, match="has no tokenizer that can be loaded"):
         Tokenizer(folder)
+
+
+@pytest.mark.parametrize("where", ["import", "config", "tokenizer"])
+def test_a_key_press_while_transformers_imports_is_no_error_of_the_folder(tmp_path, monkeypatch, where):
+    write_folder(tmp_path)
+    write_tokenizer(tmp_path)
+
+    def importing(*args, **options):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise ImportError("cannot import this") from error
+        return transformers if where == "import" else load(*args, **options)
+
+    of = {"config": transformers.AutoConfig, "tokenizer": transformers.AutoTokenizer}.get(where)
+    load = getattr(of, "from_pretrained", None)
+    if of is None:
+        monkeypatch.setattr(pretrained, "import_module", importing)
+    else:
+        monkeypatch.setattr(of, "from_pretrained", importing)
+    with pytest.raises(KeyboardInterrupt):
+        holdfast.pretrained(tmp_path) if where == "config" else Tokenizer(tmp_path)

@@ -7,7 +7,11 @@ import threading
 
 import pytest
 
+import holdfast
+from holdfast.io.queue import IOQueue
+from holdfast.offload import drives
 from holdfast.offload.interrupts import deferred
+from training import adamw, batches, decoder
 
 
 def test_a_press_is_noted_and_raised_at_the_next_safe_point():
@@ -66,3 +70,57 @@ def test_on_another_thread_signals_are_not_touched():
     thread.start()
     thread.join()
     assert handlers == [signal.default_int_handler]
+
+
+@pytest.fixture
+def press_at(monkeypatch):
+    """Lets a key be pressed as the ``n``-th thread that the main one starts from then on is there."""
+    start, left = threading.Thread.start, [0]
+
+    def starting(thread):
+        start(thread)
+        if threading.current_thread() is threading.main_thread():
+            left[0] -= 1
+            if left[0] == 0:
+                signal.raise_signal(signal.SIGINT)
+
+    def press_at(n):
+        left[0] = n
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    return press_at
+
+
+def ours():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("holdfast")}
+
+
+@pytest.mark.filterwarnings("ignore:the drives .* are on one file system")
+def test_a_press_while_an_engine_is_made_leaves_no_thread_and_a_directory_to_begin_in(
+    tmp_path, press_at, monkeypatch
+):
+    monkeypatch.setattr(drives, "rate_of", lambda directory, limits: 1e9)
+    before, pressed = ours(), 0
+    for n in range(1, 100):
+        model = decoder(blocks=2)
+        press_at(n)
+        try:
+            engine = holdfast.offload(model, adamw(model), tmp_path / "run", drives=[tmp_path / "drive"])
+        except KeyboardInterrupt:
+            pressed += 1
+            assert ours() == before, n
+            continue
+        press_at(0)
+        with engine:
+            engine.step(batches(0, 1))
+        break
+    assert pressed >= 10 and ours() == before
+
+
+def test_a_press_while_a_queue_is_made_leaves_no_thread(press_at):
+    before = ours()
+    for n in range(1, 5):
+        press_at(n)
+        with pytest.raises(KeyboardInterrupt):
+            IOQueue(4)
+        assert ours() == before

@@ -53,7 +53,9 @@ def asked(budget=None, schedule=vertical, delayed="auto", work=WORK, **fractions
 
 
 def host_bytes(question, choice) -> int:
-    memory = predict(question.work, choice.placement, choice.shape, question.schedule, question.evaluation_batches)
+    memory = predict(
+        question.work, choice.placement, choice.shape, question.schedule, question.evaluation_batches
+    )
     return question.held_bytes + memory.host_bytes
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
+from contextlib import nullcontext
+from threading import Barrier, Thread
 
 import pytest
 
-from holdfast.errors import HoldfastError, RunMismatch
+from holdfast.errors import DiskFailed, HoldfastError, RunLocked, RunMismatch
 from holdfast.io.queue import IOQueue
 from holdfast.io.simdisk import SimDisk
 from holdfast.store import drives
 from holdfast.store.drives import HOME, OWNER, Drive, data_paths, directories_for, folders, record_of
-from holdfast.store.files import Disk
+from holdfast.store.files import Disk, alone_in
 from holdfast.store.local import LocalStore
 from holdfast.store.room import SMALL
 from killed import Killed
@@ -204,6 +207,108 @@ def test_a_drive_that_no_commit_needs_may_be_lost(tmp_path):
     with DrivenRun(root, []) as run:
         check_content(run.store, run.take_step())
     assert folders(Disk(root)) == ["data"] and record_of(Disk(root)) == ()
+
+
+def wanting(root, used):
+    """A run's directory, and what it would take."""
+    disk = Disk(root)
+    disk.makedirs(HOME)
+    found = directories_for(disk, used)
+    rows = [Drive(folder, directory, 1, 1.0) for folder, directory in found.items()]
+    return disk, [Drive(HOME, str(root), 1, 0.0), *rows]
+
+
+def test_of_two_runs_that_want_the_same_drives_in_the_same_instant_one_has_them(tmp_path):
+    def take(root, used):
+        ready = wanting(root, used)
+        together.wait()
+        try:
+            drives.take(*ready, [])
+        except (RunMismatch, RunLocked) as error:
+            refused.append((root, str(error)))
+
+    for turn in range(20):
+        used, together, refused = [tmp_path / f"{turn}-{k}" for k in range(2)], Barrier(2), []
+        roots = [tmp_path / f"run-{turn}-{k}" for k in range(2)]
+        threads = [Thread(target=take, args=(root, used[:: 1 - 2 * k])) for k, root in enumerate(roots)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ((lost, text),) = refused
+        (won,) = set(roots) - {lost}
+        assert "another run" in text
+        assert [drives._owner(str(drive))["run"] for drive in used] == [str(won)] * 2
+        assert folders(Disk(lost)) == ["data"] and len(folders(Disk(won))) == 3
+
+
+def test_a_run_that_comes_second_for_one_of_its_drives_lets_go_of_the_others(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    late, early = wanting(tmp_path / "late", [one, two]), wanting(tmp_path / "early", [two])
+    with alone_in(Disk(two)), pytest.raises(RunLocked, match="two is being made a drive of another run"):
+        drives.take(*late, [])
+    assert not list(one.iterdir()) and folders(late[0]) == ["data"]
+    drives.take(*early, [])
+    with pytest.raises(RunMismatch, match="is a drive of another run"):
+        drives.take(*late, [])
+    drives.take(*wanting(tmp_path / "third", [one]), [])
+
+
+def test_what_ranks_show_each_other_and_a_kill_leaves_does_not_keep_a_run_out(tmp_path):
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    (drive / "holdfast-1x_a2b3c").touch()
+    drives.take(*wanting(tmp_path / "run", [drive]), [])
+    assert [path.name for path in drive.iterdir()] == [OWNER]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "holdfast-notes").write_text("mine")
+    with pytest.raises(RunMismatch, match="1 files in it, such as holdfast-notes"):
+        wanting(tmp_path / "run", [other])
+
+
+@pytest.mark.parametrize("kind", ["listdir", "unlink", "sync_dir"])
+def test_a_drive_that_fails_and_is_left_out_is_let_go_of_with_a_warning(tmp_path, monkeypatch, kind):
+    """By the run that goes on elsewhere, or by the next."""
+    root, drive = tmp_path / "run", tmp_path / "drive"
+    with DrivenRun(root, [drive]) as run:
+        run.take_step()
+    call = getattr(Disk, kind)
+
+    def failing(disk, path, **options):
+        inside = (disk.root / path).parent if kind == "unlink" else disk.root / path
+        if inside.resolve() == drive:
+            raise DiskFailed(f"cannot do this at {path}") from OSError(errno.EIO, "Input/output error")
+        return call(disk, path, **options)
+
+    said = rf"the drive {drive} fails \(Input/output error\)\. No commit"
+    with DrivenRun(root, []) as run, monkeypatch.context() as patch:
+        patch.setattr(Disk, kind, failing)
+        with pytest.warns(UserWarning, match=said) if kind == "unlink" else nullcontext():
+            for _ in range(4):
+                check_content(run.store, run.take_step())
+    assert any(drive.glob("*.safetensors")) == (kind == "unlink")
+    monkeypatch.setattr(Disk, kind, failing)
+    with pytest.warns(UserWarning, match=said):
+        DrivenRun(root, []).close()
+    assert folders(Disk(root)) == ["data"]
+    with DrivenRun(root, []) as run:
+        check_content(run.store, run.take_step())
+
+
+def test_a_drive_that_fails_and_has_files_of_commits_is_an_error(tmp_path, monkeypatch):
+    with DrivenRun(tmp_path / "run", [tmp_path / "drive"]) as run:
+        run.take_step()
+    sync = Disk.sync_dir
+
+    def failing(disk, path, **options):
+        if path == "data/drive_1":
+            raise DiskFailed(f"cannot sync {path}")
+        return sync(disk, path, **options)
+
+    monkeypatch.setattr(Disk, "sync_dir", failing)
+    with pytest.raises(DiskFailed, match="cannot sync data/drive_1"):
+        DrivenRun(tmp_path / "run", [])
 
 
 def test_what_is_on_a_drive_counts_as_the_runs(tmp_path):

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import BadInput, ModelNotSupported, RunMismatch
 from ..offload.blocks import empty_parameters
+from ..offload.interrupts import deferred
 from ..sources import Beginning
 from ..state.capture import Captured
 from ..units import shown
@@ -44,7 +45,8 @@ def pretrained(folder: str | Path) -> tuple[nn.Module, Weights]:
 def transformers_for(what: str) -> Any:
     """The library. Raises ``BadInput`` if it is not installed."""
     try:
-        return import_module("transformers")
+        with deferred():  # it takes a key press in the middle for one more thing that is not installed
+            return import_module("transformers")
     except ImportError as error:
         raise BadInput(
             f"{what} needs transformers, which cannot be imported ({error}): pip install 'holdfast[models]'"
@@ -66,8 +68,8 @@ def empty_model(path: Path) -> nn.Module:
             " under holdfast.empty_parameters() and pass source=holdfast.From(folder, partial=True, cast=True)."
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        with empty_parameters():
+        with deferred(), empty_parameters():
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelNotSupported(

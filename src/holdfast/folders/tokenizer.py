@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from ..errors import BadInput
+from ..offload.interrupts import deferred
 from .pretrained import checked, transformers_for
 
 FILES = (
@@ -27,7 +28,8 @@ class Tokenizer:
         path = checked(folder)
         transformers = transformers_for(f"the tokenizer in {path}")
         try:
-            self._own: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+            with deferred():  # what is imported now tells of a key press as of what is not installed
+                self._own: Any = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
         except (ValueError, OSError, ImportError, KeyError, TypeError) as error:
             raise BadInput(
                 f"{path} has no tokenizer that can be loaded ({str(error).splitlines()[0]}). Put its files"

@@ -126,8 +126,12 @@ class IOQueue:
             threading.Thread(target=self._work, name=f"holdfast-io-{index}", daemon=True)
             for index in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # a key press
+            self.close()
+            raise
 
     def submit(
         self,
@@ -173,7 +177,7 @@ class IOQueue:
         for group in dropped:
             self._fail(group)
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread is not threading.current_thread() and thread.is_alive():
                 thread.join()
 
     def _drop(self, group: _Group) -> bool:

@@ -121,6 +121,17 @@ def check_recorded(model: nn.Module) -> None:
             )
 
 
+def check_renormalised(model: nn.Module) -> None:
+    """A forward pass that changes weights changes copies of them alone."""
+    for name, module in model.named_modules():
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        if isinstance(module, kinds) and module.max_norm is not None:
+            raise ModelNotSupported(
+                f"{name or 'the model'} has max_norm={module.max_norm}, by which the forward pass changes weights, of"
+                " which the run would know nothing. Leave it out."
+            )
+
+
 def check_compiled(model: nn.Module, blocks: Blocks) -> None:
     """Only blocks are run as they were compiled: what is around them is suspended at every one of them."""
     whole = {id(module) for block in blocks.modules for module in block.modules()}

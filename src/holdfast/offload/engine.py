@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -30,9 +31,12 @@ from .alike import digest, hyper_parameters_by_key, refuse_unlike
 from .beginning import Beginning
 from .blocks import install
 from .correcting import Corrections
+from .edits import Edits
+from .edits import told as told_of_edits
 from .executor import Executor
 from .export import newest_values, state_dict, trained_values
 from .interrupts import deferred
+from .leaving import closed, finish_at_exit
 from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, module_call
 from .ops import handlers
 from .ops.commit import publish
@@ -75,6 +79,7 @@ class Engine:
         self._owed = False  # the model's values, by a close that was broken off
         self._busy = False
         self._watched: Watched | None = None
+        self._edits: Edits | None = None
         self._hooks: list[RemovableHandle] = []
         self.preflight = preflight
         self._told: Traffic = {}
@@ -110,9 +115,10 @@ class Engine:
         self._check_usable()
         what = f"step {self.steps_done + 1}"
         micro_batches, told = self._call_with(what, micro_batches, loss_fn, self._checked)
-        self._refuse_unlike_rates(what, [rates for _, _, rates in told])
-        weights = self._steps.weights([counts for counts, _, _ in told], len(micro_batches))
-        tokens = sum(count for _, count, _ in told)
+        self._refuse_unlike_rates(what, [rates for _, _, rates, _ in told])
+        self._refuse_edits([edited for _, _, _, edited in told])
+        weights = self._steps.weights([counts for counts, _, _, _ in told], len(micro_batches))
+        tokens = sum(count for _, count, _, _ in told)
         with self._closing_on_error():
             started = time.perf_counter()
             step = self._steps.training(self.steps_done, micro_batches, weights, loss_fn)
@@ -136,9 +142,9 @@ class Engine:
             self._events.emit("step", **self.last)
             return self.last["loss"]
 
-    def _checked(self, micro_batches: Sequence[Any]) -> tuple[list[float], int, str]:
-        """Of a step that can be done: what each micro-batch counts, their tokens, and what tells this rank's
-        hyper-parameters from those of others."""
+    def _checked(self, micro_batches: Sequence[Any]) -> tuple[list[float], int, str, list[str]]:
+        """Of a step that can be done: what each micro-batch counts, their tokens, what tells this rank's
+        hyper-parameters from those of others, and what was edited."""
         if self._watched is not None:
             self._watched.refuse_changes()
         if not micro_batches:
@@ -147,7 +153,8 @@ class Engine:
             raise BadInput(
                 "a step needs gradients: call engine.step outside torch.no_grad() and inference_mode()"
             )
-        return self._steps.counts(micro_batches), count_tokens(micro_batches), digest(self._rates())
+        counts = self._steps.counts(micro_batches)
+        return counts, count_tokens(micro_batches), digest(self._rates()), self._edited()
 
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded. Each counts
@@ -207,9 +214,13 @@ class Engine:
     def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory; only what is
         ``trained``, such as an adapter, without reading the rest."""
+        self._check_usable()
+        self._refuse_edits(self._call("state_dict", self._edited))
+        return self._values(trained)
+
+    def _values(self, trained: bool = False) -> dict[str, torch.Tensor]:
         self._catch_up()
         self.wait()
-        self._call("state_dict")
         with nullcontext() if self._run.fellows.alone else self._closing_on_error():
             values = trained_values if trained else state_dict
             return values(self._run, self._captured)
@@ -227,17 +238,21 @@ class Engine:
                 self._owed = False
             return
         self._owed = bool(self._were_real)
+        edited: list[str] = []
         with self._closing_on_error():
             self._executor.drain()
             self._timelines.end()
             if self._rules.commit_every:
                 self.save()
-            real = any(self._call("close", lambda: bool(self._were_real)))
-            trained = self.state_dict() if real else {}
+            told = self._call("close", lambda: (bool(self._were_real), self._edited()))
+            edited = sorted({name for _, found in told for name in found})
+            trained = self._values() if any(real for real, _ in told) else {}
             self._call("the end of close")  # nobody leaves before all have what they wanted
         self._shut_down()
         give_back(self._captured, {name: trained[name] for name in self._were_real})
         self._owed = False
+        if edited:
+            warnings.warn(f"{told_of_edits(edited)}: it was lost", stacklevel=2)
 
     def __enter__(self) -> Engine:
         return self
@@ -299,7 +314,7 @@ class Engine:
         """What the model returns for each call, in evaluation mode and without gradients."""
         self._check_usable()
         self._catch_up()
-        self._call(f"a forward pass of {len(calls)} micro-batches")
+        self._refuse_edits(self._call(f"a forward pass of {len(calls)} micro-batches", self._edited))
         results: list[Any] = []
         before, together = traffic(self._run), self._plan.evaluation_batches
         with evaluating(self._run.model), self._other_sizes():
@@ -369,6 +384,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        closed(self)
         self._run.fellows.close()
         for hook in self._hooks:
             hook.remove()
@@ -380,6 +396,7 @@ class Engine:
         let_go(self._captured, self.taken, self._were_real)
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
+        self._edits = None
         self._run.resident_leaves.clear()  # their hooks refer to the runtime, in a circle that no one collects
         if self._run.zeroth is not None:
             self._run.zeroth.let_go()
@@ -431,6 +448,24 @@ class Engine:
             told = self._call(f"{what}, whose hyper-parameters differ", self._rates)
             refuse_unlike(told, "hyper-parameters", "Set the same on all ranks before a step")
 
+    def _edited(self) -> list[str]:
+        return [] if self._edits is None else self._edits.found()
+
+    def _refuse_edits(self, found: Sequence[Sequence[str]]) -> None:
+        """Raise ``BadInput`` on all ranks if one has ``found`` edits, with the run's values put back."""
+        edited = sorted({name for names in found for name in names})
+        if not edited:
+            return
+        self.wait()
+        with self._closing_on_error():
+            if self._edits is not None:
+                self._edits.undo()
+        raise BadInput(
+            f"{told_of_edits(edited)}. The run's values were put back, and the engine goes on with them. To change"
+            " them, take engine.state_dict() and close() the engine, load what you have changed into the model, and"
+            " begin a run in another directory."
+        )
+
     def _check_usable(self) -> None:
         if self._closed:
             raise EngineFailed(
@@ -442,8 +477,11 @@ class Engine:
 
     def guard(self) -> None:
         """From here on the model says what to use instead of it, and steps refuse what was changed in it."""
-        self._watched = Watched(self._captured, self._run.resident_leaves, self._user.optimizer)
+        run, optimizer = self._run, self._user.optimizer
+        self._watched = Watched(run.model, self._captured, run.resident_leaves, optimizer)
+        self._edits = Edits(run, optimizer)
         self._hooks = refuse_use(self._run.model, lambda: self._busy)
+        finish_at_exit(self)
 
     def begin(self, found: Manifest | None, beginning: Beginning | None = None) -> None:
         """Count on from the commit, or from the state of elsewhere, that the runtime was filled from; a fresh run gets

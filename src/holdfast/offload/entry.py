@@ -42,6 +42,7 @@ from .checks import (
     check_compiled,
     check_counts,
     check_recorded,
+    check_renormalised,
     check_sample,
     check_stateful,
     check_zeroth,
@@ -51,6 +52,7 @@ from .drives import Drives
 from .engine import Engine
 from .fellows import Fellows, refuse_alone_only
 from .held import agree_on_held, check_forms
+from .interrupts import deferred
 from .parts import Parts
 from .planning import AUTO, ZEROTH, Budget, Plan, Wanted, make_plan
 from .preflight import Preflight, preflight_of, space_on
@@ -226,6 +228,7 @@ def offload(
             refuse_alone_only(fellows, schedule)
             check_sample(sample)
             check_recorded(model)
+            check_renormalised(model)
             if disk is None:
                 check_place(ssd)
             elif drives:
@@ -291,7 +294,8 @@ def offload(
             if plan.filled and fellows.rank == 0:
                 (say or to_standard_error)(f"plan: {plan.line}")
         keep_torch_threads()
-        queue = placed.queue(ssd, io_threads, limits)
+        with deferred():  # a key press does not come between the threads and who ends them
+            queue = placed.queue(ssd, io_threads, limits)
         spare = 1 if commit_every == 1 else 2
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         found = _found(store, parts, fellows.control)
@@ -309,11 +313,12 @@ def offload(
         with fellows.control.agreeing():
             refuse_held(parts.captured)  # by what ran since; from here on there is a commit
         told = disk is None and fellows.rank == 0
-        engine = Engine(
-            run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
-            events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
-            update_workers=update_workers,
-        )  # fmt: skip
+        with deferred():
+            engine = Engine(
+                run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
+                events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
+                update_workers=update_workers,
+            )  # fmt: skip
         engine.begin(found, beginning)
         with fellows.control.agreeing():
             take_over(run, parts.captured, engine.taken)

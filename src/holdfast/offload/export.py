@@ -19,8 +19,7 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     be under way."""
     values: dict[str, torch.Tensor] = {}
     for block in range(len(run.units)):
-        values.update(_trained(run, block))
-        values.update(_frozen(run, block))
+        values.update(values_of(run, block))
     ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
     plain, held = plain_paths(run.model), {(id(module), key) for module, key in captured.buffers.values()}
     buffers = {
@@ -32,6 +31,11 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
         if (id(module), key) in held
     }
     return ordered | buffers
+
+
+def values_of(run: Runtime, block: int) -> dict[str, torch.Tensor]:
+    """Every parameter of one unit in fp32, by name. Nothing may be under way. Called on all ranks."""
+    return {**_trained(run, block), **_frozen(run, block)}
 
 
 def trained_values(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:

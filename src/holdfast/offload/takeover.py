@@ -70,11 +70,17 @@ def _held(name: str) -> BadInput:
 
 
 class Watched:
-    """What must stay as it was handed over, since a run's files are laid out for it: which parameters are trained."""
+    """What must stay as it was handed over, since a run's files are laid out for it: which modules there are with which
+    parameters, and which of these are trained."""
 
     def __init__(
-        self, model: Captured, leaves: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+        self,
+        whole: nn.Module,
+        model: Captured,
+        leaves: dict[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
     ) -> None:
+        self._model, self._modules = whole, _modules(whole)
         self._parameters = [(p.name, p.parameter, p.parameter.requires_grad) for p in model.parameters]
         self._parameters += [(name, leaf, leaf.requires_grad) for name, leaf in leaves.items()]
         self._optimizer, self._groups = optimizer, _members(optimizer)
@@ -87,11 +93,26 @@ class Watched:
                     f"parameter {name} had requires_grad={requires_grad} when the run was opened and has "
                     f"{parameter.requires_grad} now; what is trained cannot change within a run. Set it back."
                 )
+        modules = _modules(self._model)
+        for name in {**self._modules, **modules} if modules != self._modules else ():
+            if modules.get(name) != self._modules.get(name):
+                raise BadInput(
+                    f"module {name} is another one than when the run was opened, or has other parameters, which would"
+                    " not be trained. Set it back, or build the model whole before offload()."
+                )
         if _members(self._optimizer) != self._groups:
             raise BadInput(
                 "the optimizer's parameter groups hold other parameters than when the run was opened. Build it with "
                 "all its groups before offload(); their hyper-parameters may change at any time."
             )
+
+
+def _modules(model: nn.Module) -> dict[str, tuple[nn.Module, tuple[str, ...]]]:
+    """By name: which module it is, and the names of its parameters."""
+    return {
+        name: (module, tuple(key for key, held in module._parameters.items() if held is not None))
+        for name, module in model.named_modules()
+    }
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
@@ -138,6 +159,7 @@ def _install_resident(run: Runtime, taken: Taken) -> None:
     """Give the prologue and epilogue parameters to compute with, whose gradients are summed in fp32."""
     for member in run.resident.members:
         view = run.device.bring(run.resident.copy_view(run.resident_copy, member))
+        view = view.data  # with a version of its own, by which edits are seen
         parameter = run.residency.leaf(run.resident, member, view, lambda: run.residency.resident_grads)
         setattr(parameter, MARK, taken)
         run.resident_leaves[member.name] = parameter

@@ -11,14 +11,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
-from holdfast.errors import BadInput, ManifestCorrupt, RunMismatch
-from holdfast.store.files import TEMPORARY, AnyDisk, Disk, write_durably
+from holdfast.errors import BadInput, DiskFailed, ManifestCorrupt, RunLocked, RunMismatch
+from holdfast.store.files import TEMPORARY, AnyDisk, Disk, alone_in, write_durably
 from holdfast.store.places import check_place
 from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unseal
 
@@ -30,6 +32,9 @@ OWNER = "holdfast-drive.json"
 
 RECORD = "drives.json"
 """In the run: what its drives were found to take, and so how much of the state each has."""
+
+MARK = "holdfast-"
+"""What the name of a file begins with, empty, that ranks show each other on a drive for a moment."""
 
 FOLDER = r"drive_[1-9]\d{0,2}"
 _GENERATION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(0|[1-9]\d*)\.safetensors")
@@ -117,14 +122,18 @@ def take(disk: AnyDisk, drives: Sequence[Drive], named: Collection[str]) -> list
     made = [folder for folder, directory in wanted.items() if disk.link_of(folder) != directory]
     for folder, directory in wanted.items():
         _refuse_strange(disk, folder, directory)
-    for folder, directory in wanted.items():
-        own = Disk(directory)
-        own.makedirs("")
-        owner = {"format": FORMAT, "version": VERSION, "run": str(disk.root), "folder": folder}
-        if _owner(directory) != owner:
-            write_durably(own, OWNER, json.dumps(owner).encode() + b"\n", why="drive")
-        if folder in made:
-            disk.link(folder, directory)
+    taken: list[str] = []
+    try:
+        for folder, directory in sorted(
+            wanted.items(), key=lambda item: item[1]
+        ):  # one run gets all that two want
+            _own(disk, folder, directory)
+            if folder in made:
+                disk.link(folder, directory)
+                taken.append(folder)
+    except (RunMismatch, RunLocked):
+        leave(disk, taken)
+        raise
     if made:
         disk.sync_dir(HOME, why="drives")
     if drives and record_of(disk) != tuple(drives):
@@ -137,6 +146,25 @@ def take(disk: AnyDisk, drives: Sequence[Drive], named: Collection[str]) -> list
     return made
 
 
+def _own(disk: AnyDisk, folder: str, directory: str) -> None:
+    """Let ``directory`` say, durably, that it is ``folder`` of this run. Of several runs one gets it; raises
+    ``RunMismatch`` or ``RunLocked`` for the others."""
+    owner = {"format": FORMAT, "version": VERSION, "run": str(disk.root), "folder": folder}
+    own = Disk(directory)
+    try:
+        with alone_in(own):
+            _refuse_strange(disk, folder, directory)
+            for name in filter(partial(_is_mark, directory), own.listdir("")):
+                own.unlink(name)
+            if _owner(directory) != owner:
+                write_durably(own, OWNER, json.dumps(owner).encode() + b"\n", why="drive")
+    except RunLocked:
+        raise RunLocked(
+            f"{directory} is being made a drive of another run in this moment. Give {disk.root} a directory of its own"
+            " there."
+        ) from None
+
+
 def leave(disk: AnyDisk, gone: Sequence[str]) -> None:
     """Let go of the drives that are named by the folders ``gone``, of which no commit needs a file."""
     for folder in gone:
@@ -144,18 +172,38 @@ def leave(disk: AnyDisk, gone: Sequence[str]) -> None:
         if directory is None:
             continue
         if _problem(disk.root, folder, directory) is None:
-            for name in filter(_GENERATION.fullmatch, disk.listdir(folder)):
-                disk.unlink(f"{folder}/{name}")
-            disk.unlink(f"{folder}/{OWNER}")
-            disk.sync_dir(folder, why="drives")
+            with unneeded(disk, folder):
+                for name in filter(_GENERATION.fullmatch, disk.listdir(folder)):
+                    disk.unlink(f"{folder}/{name}")
+                disk.unlink(f"{folder}/{OWNER}")
+                disk.sync_dir(folder, why="drives")
         disk.unlink(folder)
     if gone:
         disk.sync_dir(HOME, why="drives")
 
 
+@contextmanager
+def unneeded(disk: AnyDisk, folder: str) -> Iterator[None]:
+    """What is done inside, in a ``folder`` of which no commit needs a file, may fail if that is a drive: a warning
+    tells of it, and what is left there stays."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (OSError, DiskFailed, BadInput) as error:
+        if folder == HOME:
+            raise
+        cause = error.__cause__ or error
+        warnings.warn(
+            f"the drive {disk.link_of(folder)} fails ({getattr(cause, 'strerror', None) or cause}). No commit of"
+            f" {disk.root} needs a file there, so the run goes on, and leaves what is there.",
+            stacklevel=4,
+        )
+
+
 def record_of(disk: AnyDisk) -> tuple[Drive, ...]:
     """The drives of the run as they were last taken, its own first; none where there is no record that can be read."""
-    with suppress(FileNotFoundError, ManifestCorrupt, RunMismatch):
+    with suppress(FileNotFoundError, ManifestCorrupt, RunLocked, RunMismatch):
         table = unseal(disk.read_bytes(RECORD), RECORD)
         with reading(RECORD):
             drives = tuple(Drive(**item) for item in table["drives"])
@@ -212,6 +260,12 @@ def _swapped(root: Path, folder: str, directory: str) -> str:
     return f"which says that it is {named} of this run: mount the disks of its drives as they were, or turn the links."
 
 
+def _is_mark(directory: str, name: str) -> bool:
+    """Whether the file is one that ranks have shown each other, and that a kill has left."""
+    path = Path(directory) / name
+    return name.startswith(MARK) and path.is_file() and not path.stat().st_size
+
+
 def _other_owner(root: Path, directory: str) -> str:
     """The run that ``directory`` says it is a drive of, where that is not this one; "" otherwise."""
     other = str(_owner(directory).get("run", ""))
@@ -240,7 +294,7 @@ def _refuse_strange(disk: AnyDisk, folder: str, directory: str) -> None:
         raise RunMismatch(f"{folder} of {disk.root} leads to {directory}, {swapped}")
     if linked or not os.path.isdir(directory):
         return
-    names = [name for name in os.listdir(directory) if name not in _NO_FILES]
+    names = [n for n in os.listdir(directory) if n not in _NO_FILES and not _is_mark(directory, n)]
     if names:
         raise RunMismatch(
             f"{directory} cannot be made a drive of {disk.root}: it has {len(names)} files in it, such as {min(names)},"

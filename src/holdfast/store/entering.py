@@ -11,6 +11,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any, Protocol
 
 from holdfast.errors import RunMismatch
+from holdfast.store.drives import MARK
 from holdfast.store.local import LocalStore
 from holdfast.store.manifest import Point, Timeline
 
@@ -48,7 +49,7 @@ def see_drives(drives: Mapping[str, Path], ranks: Together) -> None:
         marks = []
         for drive, directory in drives.items():
             with suppress(OSError):  # who is to write there says what is wrong
-                file = NamedTemporaryFile(prefix="holdfast-", dir=directory)  # noqa: SIM115 (until all have seen it)
+                file = NamedTemporaryFile(prefix=MARK, dir=directory)  # noqa: SIM115 (until all have seen it)
                 marks.append((drive, shown.enter_context(file).name))
         return marks
 

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import xxhash
@@ -21,7 +21,7 @@ from holdfast import failpoints
 from holdfast.errors import ChunkCorrupt, DiskFailed, PoolExhausted, RunMismatch
 from holdfast.io.buffers import Buffer
 from holdfast.io.queue import IOQueue, Request
-from holdfast.store.drives import HOME, folders
+from holdfast.store.drives import HOME, folders, unneeded
 from holdfast.store.files import AnyDisk, OpenFile
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
 from holdfast.units import shown
@@ -101,7 +101,7 @@ class Generations:
             _path(folder, self.name, generation)
             for folder in folders(self._disk)
             if folder != self.folder
-            for generation in generations_there(self._disk, folder, self.name)
+            for generation in generations_there(self._disk, folder, self.name, self._retained())
         }
         self.trim()
 
@@ -131,7 +131,8 @@ class Generations:
                 self._disk.unlink(self.path(generation))
             for path in sorted(self._elsewhere - retained.keys()):
                 self._elsewhere.remove(path)
-                remove_file(self._disk, path, self.layout.file_bytes)
+                with unneeded(self._disk, path.rpartition("/")[0]):
+                    remove_file(self._disk, path, self.layout.file_bytes)
 
     def _others(self) -> set[int]:
         """Generations beyond ``copies`` that are there, in whatever order they were made."""
@@ -344,10 +345,11 @@ class Generations:
 def remove_generations(disk: AnyDisk, unit: str, nbytes: int, retained: Collection[str]) -> None:
     """Remove the files of ``unit``, of ``nbytes`` each, that are not ``retained``."""
     for folder in folders(disk):
-        for generation in generations_there(disk, folder, unit):
+        for generation in generations_there(disk, folder, unit, retained):
             path = _path(folder, unit, generation)
             if path not in retained:
-                remove_file(disk, path, nbytes)
+                with unneeded(disk, folder):
+                    remove_file(disk, path, nbytes)
 
 
 def remove_file(disk: AnyDisk, path: str, nbytes: int) -> None:
@@ -357,10 +359,17 @@ def remove_file(disk: AnyDisk, path: str, nbytes: int) -> None:
             disk.unlink(path)
 
 
-def generations_there(disk: AnyDisk, folder: str, unit: str) -> list[int]:
-    """The generations of ``unit`` that have a file in ``folder``, by the names alone."""
+def generations_there(
+    disk: AnyDisk, folder: str, unit: str, retained: Collection[str] | None = None
+) -> list[int]:
+    """The generations of ``unit`` that have a file in ``folder``, by the names alone. A drive that fails has none, if
+    none of those ``retained`` is there."""
     pattern = re.compile(rf"{re.escape(unit)}\.(0|[1-9]\d*)\.safetensors")
-    matches = map(pattern.fullmatch, disk.listdir(folder))
+    names: list[str] = []
+    needed = retained is None or any(path.startswith(f"{folder}/") for path in retained)
+    with nullcontext() if needed else unneeded(disk, folder):
+        names = disk.listdir(folder)
+    matches = map(pattern.fullmatch, names)
     return [int(match[1]) for match in matches if match]
 
 

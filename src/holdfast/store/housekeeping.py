@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from holdfast.errors import Damaged, NoCommit, RunMismatch
-from holdfast.store.drives import HOME, data_paths, folders
+from holdfast.store.drives import HOME, data_paths, folders, unneeded
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
 from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reading import encode_index, index_of
@@ -57,8 +57,10 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
             with suppress(FileNotFoundError):  # a commit that is not whole, which verifying it will say
                 disk.sync(path, why=why)
         directory = why.removeprefix("reopen ")
+        needed = {path.rpartition("/")[0] for path in paths}
         for place in folders(disk) if directory == HOME else (directory,):
-            with suppress(FileNotFoundError):  # a drive that no commit needs
+            named = directory != HOME or place in needed
+            with suppress(FileNotFoundError), nullcontext() if named else unneeded(disk, place):
                 disk.sync_dir(place, why=f"{why} directory")
 
 

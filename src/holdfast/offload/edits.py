@@ -1,0 +1,85 @@
+"""Edits: what a script changes in a model between two steps, which never reaches the run.
+
+A run has its values elsewhere: what blocks hold between steps is empty, and what stays in memory is a copy, which the
+next update writes anew. So a change is refused by name, and what the run has is put back. A parameter is compared by
+identity, version and memory, which takes a microsecond; changes by way of ``.data`` or NumPy have none of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from .blocks import Owned, install
+from .export import values_of
+from .runtime import Runtime
+
+
+class Edits:
+    """Of one engine's model and optimizer, since it was made or since ``undo``."""
+
+    def __init__(self, run: Runtime, optimizer: torch.optim.Optimizer) -> None:
+        self._run, self._optimizer = run, optimizer
+        leaves = run.resident_leaves
+        self._held: list[tuple[str, Owned, nn.Parameter]] = [
+            (m.name, m.owned, leaves.get(m.name, m.owned.captured.parameter))
+            for unit in run.units
+            for m in unit.members
+        ]
+        self._memory = [parameter.data for _, _, parameter in self._held]
+        self._look()
+
+    def _look(self) -> None:
+        self._seen = [_form(parameter) for _, _, parameter in self._held]
+        self._state = self._optimizer.state
+        self._buffers = [
+            (module, key, buffer)
+            for module in self._run.model.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def found(self) -> list[str]:
+        """What was changed, for a person."""
+        told = [
+            f"parameter {name}"
+            for (name, owned, parameter), seen in zip(self._held, self._seen, strict=True)
+            if _form(parameter) != seen
+            or any(module._parameters.get(key) is not parameter for module, key in owned.places)
+        ]
+        if self._optimizer.state is not self._state:
+            told.append("the optimizer's state")
+        if not told:
+            self._look()
+        return told
+
+    def undo(self) -> None:
+        """Put back what the run has. Nothing may be under way. Called on all ranks."""
+        values = values_of(self._run, len(self._run.units) - 1)
+        for (name, owned, parameter), memory in zip(self._held, self._memory, strict=True):
+            install(owned, parameter)
+            parameter.data = memory
+            if name in values:
+                memory.copy_(values[name])
+        for module, key, buffer in self._buffers:
+            now = module._buffers.get(key)
+            if now is not None and now.dtype != buffer.dtype:  # by Module.half() and the like
+                module._buffers[key] = buffer
+        self._look()
+
+
+def _form(parameter: nn.Parameter) -> tuple[Any, ...]:
+    """What differs if the parameter was changed in place or was given other memory."""
+    return parameter._version, parameter.dtype, None if parameter.is_meta else parameter.data_ptr()
+
+
+def told(found: Collection[str]) -> str:
+    """What is said of edits, but for the way out."""
+    first, more = min(found), f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return (
+        f"{first}{more} changed outside of engine.step (in place, by load_state_dict, or another one is there), and the"
+        " run has its values elsewhere, where that does not reach"
+    )

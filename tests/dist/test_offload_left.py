@@ -1,0 +1,49 @@
+"""Several ranks of an out-of-core run end without ``close``, as processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dist.world import ONE_THREAD, TESTS
+from holdfast.store.local import LocalStore
+
+
+def left(tmp_path, way):
+    """What two ranks returned and said."""
+    path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS)])
+    env = {**os.environ, **ONE_THREAD, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dist.unclosed", str(rank), tmp_path / "rendezvous", tmp_path / "run", way],
+            env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    return [rank.returncode for rank in ranks], said
+
+
+def newest(root):
+    with LocalStore.read(root) as reader:
+        manifest = reader.head()
+        assert reader.verify(manifest) == []
+        return manifest.step
+
+
+@pytest.mark.parametrize(("way", "step"), [("returns", 4), ("destroyed", 3)])
+def test_ranks_that_return_end_as_they_would_without_an_engine(tmp_path, way, step):
+    """With what was under way finished, unless the script has let go of the other ranks before."""
+    codes, said = left(tmp_path, way)
+    assert codes == [0, 0], said
+    assert newest(tmp_path / "run") >= step
+
+
+def test_a_rank_that_ends_by_an_error_ends_the_other_with_every_whole_step_durable(tmp_path):
+    codes, said = left(tmp_path, "one raises")
+    assert codes == [1, 1], said
+    assert "RankFailed: " in said[0] and "ValueError: an error of the script" in said[1]
+    assert newest(tmp_path / "run") == 3

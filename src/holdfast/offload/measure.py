@@ -9,6 +9,7 @@ model of any size is measured in a second, before anything is allocated.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -54,7 +55,8 @@ class _LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._known: set[int] = set()
+        self.known: set[int] = set()
+        """Of which storages."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
@@ -66,16 +68,16 @@ class _LiveBytes(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key in self._known:
+        if key in self.known:
             return
         nbytes = storage.nbytes()
-        self._known.add(key)
+        self.known.add(key)
         self.live += nbytes
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._gone, key, nbytes)
 
     def _gone(self, key: int, nbytes: int) -> None:
-        self._known.discard(key)
+        self.known.discard(key)
         self.live -= nbytes
 
 
@@ -95,6 +97,8 @@ class _Probe:
         self.patch = Patch(blocks, self.call)
         self.input_bytes = self.block_bytes = self.last_start = 0
         self.measured = False
+        self.moving: list[int] = []
+        """Which of a block's inputs, flattened, need gradients."""
         self.activation_bytes = [0] * len(blocks.modules)
         self.block_flop = self.blocks_flop = 0.0
 
@@ -106,28 +110,40 @@ class _Probe:
         first = not self.measured and bool(nbytes or last)
         if first:
             self.measured, self.input_bytes = True, nbytes
+            self.moving = [i for i, leaf in enumerate(pytree.tree_leaves((args, kwargs))) if moves(leaf)]
             self._measure(forward, args, kwargs)
             self.block_flop = (self.flop.get_total_flops() - before) / (3 if self.backward else 1)
         if last:
             self.blocks_flop = self.flop.get_total_flops()
+            gc.collect()  # the counter's hooks keep graphs in cycles
             self.last_start, self.bytes.peak = self.bytes.live, self.bytes.live
-            if not first:
-                args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
             with torch.set_grad_enabled(self.backward):
                 return forward(*args, **kwargs)
         return self._pass(index, args, kwargs)
 
     def _pass(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The output of a block before the last, whose graph is looked at and goes."""
-        start = self.bytes.live
-        with torch.set_grad_enabled(self.backward):
+        """The output of a block before the last. What its graph would hold is looked at, and not held."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        for position in self.moving:
+            leaf = leaves[position] if position < len(leaves) else None
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                leaves[position] = leaf.detach().requires_grad_()
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        before, held = self.bytes.known.copy(), {}
+
+        def pack(tensor: torch.Tensor) -> None:
+            storage = tensor.untyped_storage()
+            if storage._cdata in self.bytes.known and storage._cdata not in before:
+                held[storage._cdata] = storage
+
+        with torch.set_grad_enabled(self.backward), saved_tensors_hooks(pack, _never):
             output = self.patch.forwards[index](*args, **kwargs)
         self.blocks_flop = self.flop.get_total_flops()
-        edges = [get_gradient_edge(leaf) for leaf in pytree.tree_leaves(output) if moves(leaf)]
-        output = detached(output) if self.measured else moving(output, (args, kwargs))
-        if edges:  # which hold the graph
-            self.activation_bytes[index] = max(self.bytes.live - start - _moving_bytes(output), 0)
-        return output
+        self.activation_bytes[index] = sum(storage.nbytes() for storage in held.values())
+        held.clear()
+        if self.measured:
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        return moving(output, (args, kwargs))
 
     def _measure(self, forward: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Peak bytes of a forward and a backward."""
@@ -138,6 +154,10 @@ class _Probe:
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
         self.block_bytes = self.bytes.peak - start
+
+
+def _never(packed: None) -> torch.Tensor:
+    raise AssertionError("no backward pass goes through this graph")
 
 
 def moves(leaf: Any) -> bool:

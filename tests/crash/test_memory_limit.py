@@ -121,6 +121,22 @@ def test_eight_times_the_blocks_add_a_twentieth_of_their_state_to_the_peak(folde
 
 
 @pytest.mark.crash
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_activations_that_stay_take_what_is_predicted(folder, schedule):
+    sizes = {"blocks": 8, "width": 128, "tokens": 256, "micro_batches": 4, "steps": 2}
+    peaks = []
+    for part in (1.0, 0.0):
+        options = {"recomputed_fraction": part, "schedule": schedule, "dtype": "fp32"}
+        order = {**sizes, "options": options}
+        said = run(folder / "run", **order)[1]
+        shutil.rmtree(folder / "run")
+        print(f"{part}: {said['peak'] / MIB:.0f} MiB, {said['predicted'] / MIB:.0f} predicted")
+        assert 0.9 < said["peak"] / said["predicted"] < 1.1
+        peaks.append(said["peak"])
+    assert peaks[1] - peaks[0] > 20 * MIB  # of one micro-batch at a time; of four it is more
+
+
+@pytest.mark.crash
 def test_more_micro_batches_do_not_multiply_the_logits(folder):
     """Seven more micro-batches take less than two tensors of logits more."""
     sizes = {"blocks": 2, "width": 128, "vocabulary": 32768, "tokens": 512}

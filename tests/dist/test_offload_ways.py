@@ -101,6 +101,7 @@ def test_two_ranks_have_every_bit_whatever_is_delayed_and_wherever_it_is(world, 
         if how == clipping:
             name = f"{order} {fraction} {placement}"
             options = {"order": order, "delayed_fraction": fraction, **CLIPPING[how], **PLACEMENTS[placement]}
+            options["recomputed_fraction"] = 1.0 - fraction
             common = {"kind": "narrow", "steps": 4, "micro_batches": 3, "dropout": 0.1}
             runs[name] = {"root": tmp_path / name, "options": options, **common}
             told[name] = reference(order, CLIPPING[how].get("clip_norm"), how == "per_block")

@@ -66,17 +66,18 @@ def plain_loop(compiled, backend):
     return losses, {name.replace("._orig_mod", ""): value for name, value in state.items()}
 
 
-@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize("schedule, recomputed", [("vertical", 1.0), ("horizontal", 1.0), ("vertical", 0.0)])
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
-def test_compiled_blocks_equal_a_plain_loop_of_them(tmp_path, compiled, schedule):
+def test_compiled_blocks_equal_a_plain_loop_of_them(tmp_path, compiled, schedule, recomputed):
     losses, expected = plain_loop(compiled, "aot_eager")
     torch._dynamo.reset()
     model, backend = decoder(blocks=3), Counting()
     compiled(model, backend)
-    with holdfast.offload(model, adamw(model), tmp_path, dtype="fp32", schedule=schedule) as engine:
+    options = {"dtype": "fp32", "schedule": schedule, "recomputed_fraction": recomputed}
+    with holdfast.offload(model, adamw(model), tmp_path, **options) as engine:
         assert [engine.step(batches(step, COUNT)) for step in range(STEPS)] == losses
-        # the last block runs once per micro-batch, the others once more
-        assert backend.runs == STEPS * COUNT * 5
+        # the last block runs once per micro-batch, the others once more if they are computed again
+        assert backend.runs == STEPS * COUNT * (5 if recomputed else 3)
         before = backend.runs
         engine.evaluate(batches(5, COUNT))
         assert backend.runs == before + COUNT * 3

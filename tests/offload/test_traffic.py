@@ -67,14 +67,19 @@ def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placemen
 
 
 @pytest.mark.parametrize(
-    "order, delayed_fraction", [("plain", 0.5), ("plain", 1.0), ("snake", 0.0), ("snake", 0.25)]
+    "order, delayed_fraction, recomputed_fraction",
+    [("plain", 0.5, 0.0), ("plain", 1.0, 1.0), ("snake", 0.0, 0.5), ("snake", 0.25, 1.0)],
 )
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("blocks", [1, 4])
 def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(
-    tmp_path, blocks, placement, order, delayed_fraction
+    tmp_path, blocks, placement, order, delayed_fraction, recomputed_fraction
 ):
-    way = {"order": order, "delayed_fraction": delayed_fraction}
+    way = {
+        "order": order,
+        "delayed_fraction": delayed_fraction,
+        "recomputed_fraction": recomputed_fraction,
+    }
     with offload(tmp_path, blocks, commit_every=2, **way, **PLACEMENTS[placement]) as engine:
         for step, count in enumerate((1, 3, 2)):
             moved = moved_by(engine, lambda step=step, count=count: engine.step(batches(step, count)))

@@ -147,19 +147,21 @@ def offloaded(directory, model, clip_norm=0.5, steps=STEPS, **options):
     return losses, stored(directory)
 
 
-@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+@pytest.mark.parametrize(
+    "way", [{"schedule": "vertical"}, {"schedule": "horizontal"}, {"recomputed_fraction": 0.0}], ids=str
+)
 @pytest.mark.parametrize(
     "make", [llama, qwen2, qwen3, gpt2_untied, mistral, gpt_neox, mixtral, qwen2_moe, gemma3]
 )
-def test_every_bit_equals_a_plain_loop(tmp_path, make, schedule):
+def test_every_bit_equals_a_plain_loop(tmp_path, make, way):
     losses, expected = plain_loop(build(make))
-    found_losses, found = offloaded(tmp_path, build(make), schedule=schedule, activations_on_host=0.5)
+    found_losses, found = offloaded(tmp_path, build(make), activations_on_host=0.5, **way)
     assert found_losses == losses
     assert differing(found, expected) == []
 
 
-@pytest.mark.parametrize("make", [llama, gpt_neox, mixtral])
-def test_steps_under_autocast_equal_a_loop_whose_forward_alone_is_under_it(tmp_path, make):
+@pytest.mark.parametrize("make, recomputed", [(llama, 1.0), (llama, 0.0), (gpt_neox, 1.0), (mixtral, 1.0)])
+def test_steps_under_autocast_equal_a_loop_whose_forward_alone_is_under_it(tmp_path, make, recomputed):
     """As torch has it: a backward pass under autocast has other bits, here that of attention with dropout."""
     plain = build(make)
     forward = plain.forward
@@ -171,7 +173,7 @@ def test_steps_under_autocast_equal_a_loop_whose_forward_alone_is_under_it(tmp_p
     plain.forward = under_autocast
     losses, expected = plain_loop(plain)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found_losses, found = offloaded(tmp_path, build(make))
+        found_losses, found = offloaded(tmp_path, build(make), recomputed_fraction=recomputed)
     assert found_losses == losses
     assert differing(found, expected) == []
 

@@ -4,11 +4,12 @@
                                     [--keep] [--small]
 
 Each case runs in a process of its own, so that peak memory is its own. They take turns, `--rounds` times: the engine;
-plain PyTorch with fused AdamW, activation checkpointing and everything in memory, once with fp32 masters and gradient
-sums as the engine has them ("masters"), once with bf16 parameters and nothing else ("plain"), which is a tenth of the
-optimizer's work and another arithmetic; and with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3
-with optimizer and parameters on the SSD. That one is untuned, keeps activations instead of recomputing them, and makes
-no step durable. Its operators need a compiler and libaio's headers, and are compiled when they are first used.
+the engine with no block computed again in the backward pass ("kept"); plain PyTorch with fused AdamW, activation
+checkpointing and everything in memory, once with fp32 masters and gradient sums as the engine has them ("masters"),
+once with bf16 parameters and nothing else ("plain"), which is a tenth of the optimizer's work and another arithmetic;
+and with ``--peers``, a Python that has DeepSpeed and transformers, its ZeRO-3 with optimizer and parameters on the
+SSD. That one is untuned, keeps activations instead of recomputing them, and makes no step durable. Its operators need
+a compiler and libaio's headers, and are compiled when they are first used.
 Sequences of 256 tokens, one per micro-batch, no clipping. Prints a table and one line of JSON.
 """
 
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
 SIZES = {"46m": (12, 512), "319m": (24, 1024), "tiny": (3, 64)}
 TOKENS = 256
@@ -49,7 +51,7 @@ def main() -> None:
         return
     from common import finish, table
 
-    pythons = dict.fromkeys(("engine", "masters", "plain"), sys.executable)
+    pythons = dict.fromkeys(("engine", "kept", "masters", "plain"), sys.executable)
     if options.peers:
         pythons["deepspeed"] = options.peers
     rows = [["tokens/s", *pythons, *(f"of {name}" for name in pythons if name != "engine"),
@@ -107,7 +109,7 @@ def run_case(options: argparse.Namespace) -> dict:
     return result
 
 
-def engine_case(options: argparse.Namespace):
+def engine_case(options: argparse.Namespace, **more):
     import torch
     from common import gpt, token_batches
 
@@ -115,7 +117,8 @@ def engine_case(options: argparse.Namespace):
 
     model = gpt(*SIZES[options.model])
     folder = tempfile.mkdtemp(dir=options.folder, prefix="holdfast-bench-")
-    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-4), folder, dtype="bf16")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine = holdfast.offload(model, optimizer, folder, dtype="bf16", **more)
 
     def close() -> None:
         engine.close()
@@ -190,6 +193,7 @@ def deepspeed_case(options: argparse.Namespace):
 
 CASES: dict[str, Callable[[argparse.Namespace], tuple[Callable, Callable, Callable]]] = {
     "engine": engine_case,
+    "kept": partial(engine_case, recomputed_fraction=0.0),
     "masters": masters_case,
     "plain": plain_case,
     "deepspeed": deepspeed_case,

@@ -1,7 +1,7 @@
 """Fine-tuning a Hugging Face folder on a text file, out of core: finetune_base.py and six lines.
 
 python examples/finetune.py FOLDER TEXT RUN --steps 100       # kill it whenever you like; the same goes on
-holdfast convert RUN OUT --to huggingface --model FOLDER      # the folder that finetune_base.py writes
+holdfast convert RUN OUT --to huggingface --model FOLDER      # as finetune_base.py writes it, up to bf16
 """
 
 from __future__ import annotations

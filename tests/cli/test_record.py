@@ -101,7 +101,7 @@ def test_what_a_run_is_cannot_be_changed_even_by_set(run, train, wish):
     key, value = wish.split("=")
     assert result.code == 2
     assert result.err.startswith(f"error: run is another run: its {key} is ")
-    assert f"and {value} was asked for. Give the same value, or another directory with" in result.err
+    assert f"and {value} was asked for. Give the same value (--set {key}=" in result.err
     assert everything(run) == before
 
 

@@ -318,6 +318,7 @@ def test_a_unit_larger_than_the_copies_may_be_is_written_without_one(tmp_path, m
         assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
+@pytest.mark.filterwarnings("ignore:resuming after step .* which was left at step")
 @pytest.mark.parametrize("shape", [(3_000, 100), (300_000,), (7, 3, 11_000)])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam"])
 def test_rows_of_a_large_parameter_are_copied_each_at_a_step_of_their_own(tmp_path, monkeypatch, shape, name):

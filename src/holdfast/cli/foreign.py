@@ -101,9 +101,11 @@ def verify(source: Source, *, as_json: bool) -> bool:
             print(f"  {error}")
     else:
         print(f"{named(source)}: every tensor is there once, and no two copies differ")
-        print(
-            f"Checksums: {checked:,} of {counted(len(source.parts), 'stored array')} have one, and it agrees"
-        )
+        arrays = counted(len(source.parts), "stored array")
+        if checked:
+            print(f"Checksums: {checked:,} of {arrays} have one, and it agrees")
+        else:
+            print(f"Checksums: none of {arrays} has one, so a flipped bit would not be seen")
     return not damaged
 
 

@@ -118,7 +118,8 @@ def _refuse_another_run(directory: Path, changed: dict[str, tuple[Any, Any]]) ->
         if is_marked(key, "fixed"):
             raise RunMismatch(
                 f"{directory} is another run: its {key} is {literal(before)}, and {literal(now)} was asked for. Give "
-                "the same value, or another directory with --set run.dir=..."
+                f"the same value (--set {quote(f'{key}={_as_word(before)}')}; what is not given is the default), or"
+                " another directory with --set run.dir=..."
             )
 
 

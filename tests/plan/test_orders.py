@@ -29,7 +29,8 @@ def expected_traffic(
     commits write what stays in memory; gradients that wait (in the horizontal order, with clipping, and those
     of delayed updates) may do so on the SSD, in the horizontal order at every micro-batch. Delaying moves
     nothing else, and no update twice. A guess that was wrong reads and writes a block's state once more, wherever
-    that lives, and writes its parameters once more; gradients on the SSD are read only then.
+    that lives, and writes its parameters once more; gradients on the SSD are read only then. A block that is not
+    computed again needs neither its parameters nor its input a second time.
     """
     n, m, s = len(work.blocks), shape.micro_batches, work.input_bytes
     vertical = order == "vertical"
@@ -39,7 +40,8 @@ def expected_traffic(
     moved |= dict.fromkeys(("upload_params", "upload_grads", "download_grads"), 0)
     for i, b in enumerate(work.blocks):
         guessed = is_guessed(order, shape, i, n)
-        passes = (1 if i == n - 1 else 2) * sums
+        kept = is_kept(shape, i, n)
+        passes = (1 if i == n - 1 or kept else 2) * sums
         moved["upload_params"] += passes * b.param_bytes
         moved["download_grads"] += sums * b.grad_bytes
         moved["upload_grads"] += (sums - 1) * b.grad_bytes
@@ -57,10 +59,12 @@ def expected_traffic(
             moved["load_state"] += b.state_bytes
             moved["store_state"] += b.state_bytes
             moved["store_params"] += 0 if placement.params[i] else b.trained_param_bytes
-        if not placement.activations[i] and i < n - 1:
+        if not placement.activations[i] and i < n - 1 and not kept:
             moved["load_input"] += m * s
             moved["store_input"] += m * s
     moved |= between_blocks(order, n, m, s, shape.order == "snake")
+    if n > 1:
+        moved["upload_input"] -= sum(is_kept(shape, i, n) for i in range(n)) * m * s
     if shape.commit:
         moved["store_resident"] = work.resident_state_bytes
     if not work.unified:
@@ -73,6 +77,12 @@ def is_delayed(shape: StepShape, block: int, n: int) -> bool:
     """Is this one of the ``delayed_fraction`` of ``n`` blocks, the last of every so many?"""
     chosen = round(shape.delayed_fraction * n)
     return bool(chosen) and (block + 1) * chosen // n != block * chosen // n
+
+
+def is_kept(shape: StepShape, block: int, n: int) -> bool:
+    """Is it not computed again: one of the rest of the ``recomputed_fraction`` of the blocks before the last?"""
+    chosen = round((1 - shape.recomputed_fraction) * (n - 1))
+    return block < n - 1 and (block + 1) * chosen // (n - 1) != block * chosen // (n - 1)
 
 
 def is_guessed(order: str, shape: StepShape, block: int, n: int) -> bool:

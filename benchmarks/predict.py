@@ -246,7 +246,7 @@ def compared(engine: holdfast.Engine, seconds: list[float]) -> dict:
         "ratio": measured / predicted,
         "busiest": prediction.busiest,
         "on_host": prediction.choice.fractions,
-        "delayed": prediction.choice.delayed_fraction,
+        "delayed": prediction.shape.delayed_fraction,
         "times": prediction.event()["times"],
     }
 

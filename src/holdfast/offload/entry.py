@@ -148,7 +148,8 @@ def offload(
     that are given are taken as they are; without "auto" those that are not are 0, and 1 of activations and of what is
     computed again. It changes no bit. What was chosen and what binds is an event ("plan"), and a line that ``say`` is
     told (unless given, it is printed to standard error). With MeZO, and with several ranks,
-    nothing is measured: what stays is what fits, what saves most traffic per byte first, and only the line says so. Of several ranks that is what fits on all, each in its part of its machine's memory.
+    nothing is measured: what stays is what fits, what saves most traffic per byte first, and only the line says so. Of
+    several ranks that is what fits on all, each in its part of its machine's memory.
 
     ``clip_norm`` bounds the norm over the gradients of all trained parameters: those in ``optimizer``, unlike
     ``clip_grad_norm_(model.parameters())``, which counts every parameter that requires grad. ``clipping`` says how:

@@ -32,22 +32,23 @@ test: install lint types
 
 # Several ranks, each a process, which wait for one another.
 test-dist: install
-	$(BIN)/pytest -n 3 --session-timeout=2400 tests/dist
+	$(BIN)/pytest -n 3 --timeout=300 --session-timeout=2400 tests/dist
 
 # They wait for the disk as much as they compute.
 test-crash: install
-	$(BIN)/pytest -n 3 --session-timeout=3300 tests/crash
+	$(BIN)/pytest -n 3 --timeout=300 --session-timeout=3300 tests/crash
 
 test-matrix: install
 	$(BIN)/pytest -n 2 --session-timeout=1800 tests/matrix
 
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.
+# DeepSpeed compiles, which takes minutes.
 PEERS := .venv-peers
 TITAN := .venv-titan
 test-peers: $(PEERS)/.installed $(TITAN)/.installed
-	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --session-timeout=3000 tests/peers
-	$(TITAN)/bin/pytest --session-timeout=600 tests/peers/test_torchtitan.py
+	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --timeout=600 --session-timeout=3000 tests/peers
+	$(TITAN)/bin/pytest --timeout=300 --session-timeout=600 tests/peers/test_torchtitan.py
 
 $(PEERS)/.installed: pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput, ModelNotSupported, RunMismatch
+from holdfast.offload import device
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
 from training import adamw, batches, decoder, stored
@@ -347,3 +349,23 @@ def test_blocks_whose_name_is_no_name_of_a_file_are_refused(tmp_path, name):
     with pytest.raises(ModelNotSupported, match="cannot name a file"):
         offload(model, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "dtype, times, told", [("bf16", 5.0, True), ("bf16", 3.0, False), ("fp32", 5.0, False)]
+)
+def test_a_processor_that_is_slow_in_the_default_type_is_told(tmp_path, monkeypatch, dtype, times, told):
+    seconds = {"bfloat16": times, "float32": 1.0}
+    monkeypatch.setattr(device, "product_seconds", seconds.__getitem__)
+    device._times_as_fast.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = decoder()
+        with holdfast.offload(model, adamw(model), tmp_path, dtype=dtype):
+            pass
+    device._times_as_fast.cache_clear()
+    found = [(each.filename, str(each.message)) for each in caught if "this processor" in str(each.message)]
+    assert len(found) == told
+    assert all(
+        name == __file__ and '5 times as fast in fp32, so dtype="fp32"' in text for name, text in found
+    )

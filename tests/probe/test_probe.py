@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def a_block(seconds):
-    return measure_block(CPU, None, seconds)
+    return measure_block(CPU, None, seconds, torch.float32)
 
 
 def test_a_machine_is_measured_in_about_the_time_given(tmp_path):
@@ -59,16 +59,17 @@ def test_what_was_measured_is_a_profile_with_its_sources(tmp_path):
     assert "# assumed: look up what yours is rated for" in lines["rated"]
 
 
-def test_the_block_of_a_model_is_timed_unless_that_takes_too_long():
-    small = measure_block(CPU, load_model("gpt-46m"), 0.5)
-    assert small.what == "a block of width 512, 256 tokens"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_the_block_of_a_model_is_timed_unless_that_takes_too_long(dtype):
+    small = measure_block(CPU, load_model("gpt-46m"), 1.0, dtype)
+    assert small.what == f"a block of width 512, 256 tokens, in {str(dtype)[6:]}"
     timed = replace(load_model("gpt-46m"), gated=True, biases=False)
     assert small.flop_per_second == pytest.approx(
         4 * timed.forward_flop / (small.forward_seconds + small.backward_seconds)
     )
     with pytest.warns(UserWarning, match="a block of GPT of 175 billion parameters would take about"):
-        other = measure_block(CPU, load_model("gpt-175b"), 0.5)
-    assert other.what == "a block of width 512, 256 tokens"
+        other = measure_block(CPU, load_model("gpt-175b"), 1.0, dtype)
+    assert other.what == small.what
 
 
 def test_a_cpu_has_no_copies():

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 
 from ..config import Dtype
 from ..errors import ConfigError
-
-SIDE, ROUNDS = 1024, 3
-"""Rows and columns of the matrices whose product is timed, which takes milliseconds, and how often it is."""
 
 FASTER = 0.8
 """Of bf16's time fp32 has to take less: its working copies have twice the bytes."""
@@ -46,17 +42,6 @@ def choose_dtype(device: str) -> Dtype:
     processors say of themselves does not tell it: some with instructions for bf16 are half as fast in it."""
     if not device.startswith("cpu"):
         return "bf16"
+    from ..probe.host import product_seconds
+
     return "fp32" if product_seconds("float32") < FASTER * product_seconds("bfloat16") else "bf16"
-
-
-def product_seconds(dtype: str) -> float:
-    """Of one matrix product in a type of torch, at its fastest."""
-    import torch
-
-    one = torch.ones(SIDE, SIDE, dtype=getattr(torch, dtype))
-    taken = []
-    for _ in range(1 + ROUNDS):  # the first makes its kernel
-        start = time.perf_counter()
-        torch.mm(one, one)
-        taken.append(time.perf_counter() - start)
-    return min(taken)

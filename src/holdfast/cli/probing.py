@@ -11,11 +11,13 @@ from rich.console import Console
 from ..errors import ConfigError
 from ..models.timing import measure_block
 from ..offload.device import open_device
+from ..offload.parts import DTYPES
 from ..probe.machine import Probed, probe_machine
 from ..probe.memory import free_host_bytes
 from ..profiles import load_model, to_toml
 from ..units import format_seconds, parse_bytes
 from .flags import parsed, refuse_no_directory
+from .machine import choose_dtype
 from .output import print_json
 
 
@@ -36,6 +38,7 @@ def probe(
     file_bytes = parsed("--size", parse_bytes, size)
     chosen = None if model is None else load_model(model)
     target = open_device(device).torch_device
+    dtype = DTYPES[choose_dtype(str(target))]
     with Console(stderr=True).status("measuring") as status:
         found = probe_machine(
             directory,
@@ -43,7 +46,7 @@ def probe(
             free_host_bytes(),
             file_bytes=file_bytes,
             seconds=seconds,
-            time_block=lambda seconds: measure_block(target, chosen, seconds),
+            time_block=lambda seconds: measure_block(target, chosen, seconds, dtype),
             say=lambda what: status.update(f"measuring {what}"),
         )
     text = _text(found)

@@ -1,4 +1,4 @@
-"""Times of a decoder's block on a device: its forward and backward pass in bf16, for the probe."""
+"""Times of a decoder's block on a device: its forward and backward pass, for the probe."""
 
 from __future__ import annotations
 
@@ -30,25 +30,27 @@ TIMES = 2
 """That a pass is timed at least, the one that does not count among them."""
 
 
-def measure_block(device: torch.device, model: ModelProfile | None, seconds: float) -> BlockTimes:
-    """Time a decoder's block, of ``model``'s sizes if one of those is done in time and fits on the device. It has a
-    gated MLP and no biases, whatever the model has."""
+def measure_block(
+    device: torch.device, model: ModelProfile | None, seconds: float, dtype: torch.dtype
+) -> BlockTimes:
+    """Time a decoder's block in ``dtype``, of ``model``'s sizes if one of those is done in time and fits on the device.
+    It has a gated MLP and no biases, whatever the model has."""
     usual = ON_DEVICE if device.type == "cuda" else ON_CPU
     if model is None:
-        return _time_block(device, usual, seconds)
-    small = _time_block(device, usual, seconds / 2)
+        return _time_block(device, usual, seconds, dtype)
+    small = _time_block(device, usual, seconds / 2, dtype)
     expected = TIMES * 4 * model.forward_flop / small.flop_per_second
     why = f"would take about {expected:.0f} s" if expected > seconds else ""
     try:
         if not why:
-            return _time_block(device, model, seconds / 2)
+            return _time_block(device, model, seconds / 2, dtype)
     except torch.OutOfMemoryError:
         why = "does not fit on the device"
     warnings.warn(f"a block of {model.description} {why}; a smaller one was timed", stacklevel=2)
     return small
 
 
-def _time_block(device: torch.device, model: ModelProfile, seconds: float) -> BlockTimes:
+def _time_block(device: torch.device, model: ModelProfile, seconds: float, dtype: torch.dtype) -> BlockTimes:
     timed = replace(model, gated=True, biases=False, head_size=0)
     config = DecoderConfig(
         blocks=1,
@@ -59,8 +61,8 @@ def _time_block(device: torch.device, model: ModelProfile, seconds: float) -> Bl
         hidden=timed.hidden or 4 * timed.width,
     )
     with torch.device(device):
-        block = Block(config).to(torch.bfloat16)
-        x = torch.randn(timed.micro_batch, timed.sequence, timed.width, dtype=torch.bfloat16)
+        block = Block(config).to(dtype)
+        x = torch.randn(timed.micro_batch, timed.sequence, timed.width, dtype=dtype)
     cos, sin = (table.to(device) for table in rotary_table(timed.sequence, config.head_size, 10000.0))
 
     def forward() -> None:
@@ -75,7 +77,8 @@ def _time_block(device: torch.device, model: ModelProfile, seconds: float) -> Bl
 
     one, other = median_seconds(forward, seconds / 2), median_seconds(backward, seconds / 2)
     rate = 4 * timed.forward_flop / (one + other)
-    return BlockTimes(one, other, rate, f"a block of width {timed.width}, {timed.tokens} tokens")
+    what = f"a block of width {timed.width}, {timed.tokens} tokens, in {str(dtype).removeprefix('torch.')}"
+    return BlockTimes(one, other, rate, what)
 
 
 def _wait(device: torch.device) -> None:

@@ -47,7 +47,7 @@ from .checks import (
     check_stateful,
     check_zeroth,
 )
-from .device import open_device
+from .device import open_device, tell_slow
 from .drives import Drives
 from .engine import Engine
 from .fellows import Fellows, refuse_alone_only
@@ -265,6 +265,8 @@ def offload(
                 parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
             )
             target = open_device(device)
+            if fellows.rank == 0:
+                tell_slow(target, dtype, stacklevel=2)
             budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
             shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(

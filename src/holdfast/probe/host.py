@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -21,6 +22,21 @@ CHECKED_BYTES = 64 * MiB
 
 ELEMENTS = 4 * 2**20
 """Of each worker: more than fits in caches."""
+
+SIDE, ROUNDS = 384, 3
+"""Rows and columns of the matrices whose product is timed, and how often it is: 10 ms, and 0.2 s where a processor is
+a hundred times slower in bf16."""
+
+
+def product_seconds(dtype: str) -> float:
+    """Of one matrix product in a type of torch, at its fastest."""
+    one = torch.ones(SIDE, SIDE, dtype=getattr(torch, dtype))
+    taken = []
+    for _ in range(1 + ROUNDS):  # the first makes its kernel
+        start = time.perf_counter()
+        torch.mm(one, one)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
 
 
 def measure_update(seconds: float, elements: int = ELEMENTS) -> float:

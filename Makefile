@@ -47,7 +47,7 @@ test-matrix: install
 PEERS := .venv-peers
 TITAN := .venv-titan
 test-peers: $(PEERS)/.installed $(TITAN)/.installed
-	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --timeout=600 --session-timeout=3000 tests/peers
+	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --timeout=600 --session-timeout=4500 tests/peers
 	$(TITAN)/bin/pytest --timeout=300 --session-timeout=600 tests/peers/test_torchtitan.py
 
 $(PEERS)/.installed: pyproject.toml constraints.txt

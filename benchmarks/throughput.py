@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.small:
-        options.model, options.micro_batches, options.steps, options.rounds = "tiny", [1, 2], 2, 1
+        options.model, options.micro_batches, options.steps, options.rounds = "tiny", [2], 2, 1
     if options.case:
         print(json.dumps(run_case(options)))
         return

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,3 +25,13 @@ def one_in(n: int, *kinds: Iterable[Any]) -> list[tuple[Any, ...]]:
 def some_of(n: int, things: Sequence[T]) -> Sequence[T]:
     """Every ``n``-th of ``things`` that are alike but for their numbers, such as seeds."""
     return things[:: 1 if WHOLE else n]
+
+
+def thinned(items: Sequence[T], test_of: Callable[[T], str], case_of: Callable[[T], str], n: int) -> list[T]:
+    """About one in ``n`` of the cases of each test, the same ones whenever it is asked, and each test's first."""
+    kept, seen = [], set()
+    for item in items:
+        if test_of(item) not in seen or random.Random(case_of(item)).randrange(n) == 0:
+            kept.append(item)
+        seen.add(test_of(item))
+    return kept

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 import holdfast
+from combined import one_in
 from holdfast.plan.ops import as_guessed, traffic
 from holdfast.plan.parts.schedule import REDO_SLOTS
 from holdfast.plan.work import StepShape
@@ -20,6 +21,8 @@ PLACEMENTS = {
     "host": {"params_on_host": 1.0, "optimizer_on_host": 1.0},
     "mixed": {"params_on_host": 0.5, "optimizer_on_host": 0.34, "activations_on_host": 0.5},
 }
+TURNED = [("plain", 0.5, 0.0), ("plain", 1.0, 1.0), ("snake", 0.0, 0.5), ("snake", 0.25, 1.0)]
+"""Orders with what is delayed and what is computed again."""
 
 
 def model(blocks):
@@ -49,10 +52,10 @@ def listed(engine, schedule, **shape):
     return dict(traffic(engine.operations[schedule, StepShape(**shape)]))
 
 
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
-@pytest.mark.parametrize("blocks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "blocks, schedule, placement, clip_norm",
+    one_in(3, [1, 2, 4], ["vertical", "horizontal"], PLACEMENTS, [None, 1.0]),
+)
 def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placement, clip_norm):
     with offload(
         tmp_path, blocks, schedule=schedule, clip_norm=clip_norm, commit_every=2, **PLACEMENTS[placement]
@@ -66,15 +69,9 @@ def test_a_step_moves_the_bytes_of_its_list(tmp_path, blocks, schedule, placemen
         assert moved == listed(engine, "evaluate", micro_batches=3)
 
 
-@pytest.mark.parametrize(
-    "order, delayed_fraction, recomputed_fraction",
-    [("plain", 0.5, 0.0), ("plain", 1.0, 1.0), ("snake", 0.0, 0.5), ("snake", 0.25, 1.0)],
-)
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("blocks", [1, 4])
-def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(
-    tmp_path, blocks, placement, order, delayed_fraction, recomputed_fraction
-):
+@pytest.mark.parametrize("blocks, placement, turned", one_in(2, [1, 4], PLACEMENTS, TURNED))
+def test_a_delayed_or_turned_step_moves_the_bytes_of_its_list(tmp_path, blocks, placement, turned):
+    order, delayed_fraction, recomputed_fraction = turned
     way = {
         "order": order,
         "delayed_fraction": delayed_fraction,

@@ -39,6 +39,19 @@ def test_the_plan_that_is_played_is_that_of_plan(simulate, holdfast):
     assert vertical["on_host"]["params"] == pytest.approx(planned["on_host"]["params"], abs=1 / 80)
 
 
+def test_what_plan_says_of_the_engine_is_what_the_simulator_says(simulate, holdfast):
+    result = holdfast("plan", *SMALL, "--delayed", "0", "--json")
+    planned = json.loads(result.out)["engine_today"]
+    stated = [
+        f"--{kind}-on-host={planned['on_host'][kind]}" for kind in ("params", "optimizer", "activations")
+    ]
+    played = simulate(*SMALL, *stated)["orders"]["vertical"]
+    assert planned["simulated"]["step_seconds"] == pytest.approx(played["step_seconds"], rel=1e-3)
+    assert planned["simulated"]["tokens_per_second"] == pytest.approx(played["tokens_per_second"], rel=1e-3)
+    text = " ".join(holdfast("plan", *SMALL, "--delayed", "0").out.split())
+    assert f"a step, {planned['simulated']['tokens_per_second']:,.0f} tokens/s" in text
+
+
 def test_fractions_that_are_given_are_played(simulate):
     asked = ("--params-on-host", "0.5", "--optimizer-on-host", "0", "--activations-on-host", "1")
     found = simulate(*SMALL, *asked)

@@ -81,7 +81,14 @@ def test_gradients_wait_in_dead_buffers_first():
     paid = [formulas.host_bytes(s)({**kept, "recycled": r}) for r in (0.0, 1.0)]
     assert paid[0] - paid[1] == pytest.approx(0.5 * 80 * s.grad_bytes)
     assert formulas.dead_bytes(s)(kept) == pytest.approx(80 * (8 * s.input_bytes + 0.5 * s.param_bytes))
-    assert formulas.dead_bytes(setting())(kept) == 0
+
+
+def test_the_engine_lends_block_inputs_alone_and_to_delayed_updates_alone():
+    kept = {"params": 1.0, "optimizer": 0.0, "activations": 1.0, "gradients": 1.0}
+    s = setting()
+    assert formulas.dead_bytes(s)(kept) == s.blocks * s.micro_batches * s.input_bytes
+    for clipping in ("defer", "speculate"):
+        assert formulas.dead_bytes(setting(clipping))(kept) == 0
 
 
 def test_a_device_that_shares_the_cores_does_one_thing_after_another():

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from holdfast.errors import DoesNotFit
-from holdfast.plan.lists import fit, host_bytes, machine_of, placement_of, shape_of, work_of
+from holdfast.plan import formulas, lists
+from holdfast.plan.lists import fit, host_bytes, machine_of, placement_of, play, shape_of, work_of
 from holdfast.plan.ops import as_guessed
-from holdfast.plan.search import Case, engine_case
+from holdfast.plan.search import Case, best_at, engine_case
 from holdfast.plan.setting import Method
 from holdfast.plan.simulate import simulate
 from holdfast.plan.vertical import vertical
+from holdfast.plan.work import Placement
 from holdfast.profiles import load_machine, load_model
 
 
@@ -57,6 +59,57 @@ def test_a_simulated_step_takes_what_the_plan_says(chosen, count):
     operations = as_guessed(vertical(work_of(s), placement, shape_of(s)))
     found = simulate([operations] * 4, machine_of(s.machine, operations))
     assert 0.93 < found.seconds_per_step / solution.step_seconds < 1.15
+
+
+SMALL_BATCHES = case("llama-3-8b", "rtx-4090")
+SMALL_BATCHES = replace(SMALL_BATCHES, model=replace(SMALL_BATCHES.model, micro_batch=1, sequence=2048))
+
+
+@pytest.mark.parametrize(
+    "chosen, count, delayed",
+    [
+        (SMALL_BATCHES, 64, 0.0),
+        (case("llama-3-8b", "h200", host=117.3), 4, 0.0),
+        (case("gpt-319m", "cpu-2-core", host=5.53), 3, 0.2),
+    ],
+)
+def test_where_whole_blocks_take_more_than_fractions_only_as_much_leaves_memory(chosen, count, delayed):
+    """However little is too much, it does not take everything out of memory."""
+    solution, placement = fit(chosen, count, delayed)
+    assert host_bytes(solution.setting, placement) <= chosen.machine.host_memory_bytes
+    free = best_at(chosen, count, solution.setting.delayed_fraction)
+    assert free is not None
+    assert solution.tokens_per_second > 0.9 * free.tokens_per_second
+
+
+def test_no_placement_that_somebody_sets_by_hand_is_faster_in_the_simulator():
+    solution, placement = fit(SMALL_BATCHES, 64)
+    s = solution.setting
+    by_hand = Placement.fractions(s.blocks, params=1.0, optimizer=0.0, activations=0.28)
+    assert host_bytes(s, by_hand) <= s.machine.host_memory_bytes
+    assert play(s, placement, steps=2).seconds_per_step <= play(s, by_hand, steps=2).seconds_per_step
+
+
+def test_memory_that_gradients_wait_in_where_inputs_were_is_not_left_empty():
+    chosen = case("llama-70b", "a100-80g")
+    solution, placement = fit(chosen, 8, 0.2)
+    allowed = chosen.machine.host_memory_bytes
+    assert 0.97 * allowed < host_bytes(solution.setting, placement) <= allowed
+    s = solution.setting
+    assert s.tokens / play(s, placement, steps=2).seconds_per_step > 300  # 279 with memory of their own
+
+
+def test_the_fractions_are_of_whole_blocks_and_inputs_of_those_before_the_last():
+    solution, placement = fit(SMALL_BATCHES, 8)
+    assert solution.fractions.items() >= placement.shares.items()
+    assert placement_of({**placement.shares, "activations": 0.32}, 32).shares["activations"] == 9 / 31
+
+
+def test_a_plan_with_everything_on_the_ssd_is_one_like_others(monkeypatch):
+    monkeypatch.setattr(lists, "TRIES", 0)
+    solution, placement = fit(case("gpt-319m", "cpu-2-core"), 2)
+    assert not any(placement.params) and solution.tokens_per_second > 0
+    assert solution.of(formulas.host_bytes) > 0
 
 
 def test_buffers_that_do_not_fit_are_refused_with_numbers():

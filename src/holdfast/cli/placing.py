@@ -11,9 +11,10 @@ from ..plan import formulas
 from ..plan.explain import Change, Life, binding, life, memory_is_full, what_if
 from ..plan.formulas import FRACTIONS
 from ..plan.linear import Solution
-from ..plan.lists import fit
+from ..plan.lists import fit, play
 from ..plan.search import Case, Found, best_at, engine_case, search
 from ..plan.setting import Method
+from ..plan.simulate import Simulation
 from ..profiles import MachineProfile, load_machine, load_model
 from ..units import counted, format_bytes, format_seconds, parse_bytes
 from .flags import parsed
@@ -25,6 +26,9 @@ SIZES = {
     "activations": "block inputs",
     "gradients": "waiting gradients",
 }
+
+Engine = tuple[Solution, Simulation] | DoesNotFit
+"""What the engine of this version makes of a plan, and its steps as the simulator plays them."""
 
 BYTES = ("host_bytes", "device_bytes", "ssd_bytes")
 
@@ -94,17 +98,18 @@ def _machine(given: Mapping[str, Any]) -> MachineProfile:
     return machine
 
 
-def _on_engine(found: Found, delayed: float | None) -> Solution | DoesNotFit:
-    """What the engine of this version makes of the same number of micro-batches."""
+def _on_engine(found: Found, delayed: float | None) -> Engine:
+    """With the same number of micro-batches."""
     case, count = engine_case(found.case), found.best.setting.micro_batches
     best = best_at(case, count, delayed)
     try:
-        return fit(case, count, best.setting.delayed_fraction if best else 0.0)[0]
+        solution, placement = fit(case, count, best.setting.delayed_fraction if best else 0.0)
     except DoesNotFit as error:
         return error
+    return solution, play(solution.setting, placement)
 
 
-def _document(found: Found, changes: list[Change], engine: Solution | DoesNotFit) -> dict[str, Any]:
+def _document(found: Found, changes: list[Change], engine: Engine) -> dict[str, Any]:
     case, lives = found.case, life(found.best)
     return {
         "model": case.model.description,
@@ -132,8 +137,17 @@ def _document(found: Found, changes: list[Change], engine: Solution | DoesNotFit
             "steps": lives.steps,
             "days": lives.days,
         },
-        "engine_today": document_of(engine) if isinstance(engine, Solution) else {"error": str(engine)},
+        "engine_today": _engine_document(engine),
     }
+
+
+def _engine_document(engine: Engine) -> dict[str, Any]:
+    if isinstance(engine, DoesNotFit):
+        return {"error": str(engine)}
+    solution, simulation = engine
+    seconds = simulation.seconds_per_step
+    simulated = {"step_seconds": seconds, "tokens_per_second": solution.setting.tokens / seconds}
+    return {**document_of(solution), "simulated": simulated}
 
 
 def document_of(solution: Solution) -> dict[str, Any]:
@@ -161,7 +175,7 @@ def document_of(solution: Solution) -> dict[str, Any]:
     }
 
 
-def _print(found: Found, changes: list[Change], engine: Solution | DoesNotFit) -> None:
+def _print(found: Found, changes: list[Change], engine: Engine) -> None:
     best, model, machine, out = found.best, found.case.model, found.case.machine, console()
     setting, lives = best.setting, life(best)
     print(f"{model.description}, {counted(model.blocks, 'block')}, on {machine.description}\n")
@@ -186,8 +200,8 @@ def _print(found: Found, changes: list[Change], engine: Solution | DoesNotFit) -
             "the engine": _engine_text(engine),
         },
     )
-    if isinstance(engine, Solution):
-        _print_settings(engine)
+    if not isinstance(engine, DoesNotFit):
+        _print_settings(engine[0])
 
 
 def _print_places(best: Solution) -> None:
@@ -260,12 +274,15 @@ def _tried_text(found: Found) -> str:
     return f"{rates} tokens/s; {chosen} is the least within 1 % of the best up to {len(found.tried)}"
 
 
-def _engine_text(engine: Solution | DoesNotFit) -> str:
-    if not isinstance(engine, Solution):
+def _engine_text(engine: Engine) -> str:
+    if isinstance(engine, DoesNotFit):
         return f"{ENGINE_TODAY} It does not fit: {engine}"
+    solution, simulation = engine
+    seconds = simulation.seconds_per_step
     return (
-        f"{ENGINE_TODAY} With as many micro-batches that is {format_seconds(engine.step_seconds)} a step, "
-        f"{rate_text(engine.tokens_per_second)} tokens/s, set so:"
+        f"{ENGINE_TODAY} With as many micro-batches the simulator has {format_seconds(seconds)} a step, "
+        f"{rate_text(solution.setting.tokens / seconds)} tokens/s (the formulas above: "
+        f"{rate_text(solution.tokens_per_second)}), set so:"
     )
 
 
@@ -283,7 +300,6 @@ def _print_settings(engine: Solution) -> None:
     if method.delayed is None and engine.setting.delayed_fraction:
         print(f"  delayed_fraction = {engine.setting.delayed_fraction:g}")
     for name in ("params", "optimizer", "activations"):
-        blocks = engine.setting.blocks
-        print(f"  {name}_on_host = {int(engine.fractions[name] * blocks + 1e-6) / blocks:g}")
+        print(f"  {name}_on_host = {engine.fractions[name]:g}")
     if engine.setting.method.commit_every != 1:
         print(f"\n  [durability]\n  every = {engine.setting.method.commit_every}")

@@ -12,14 +12,12 @@ from typing import Any
 from ..errors import BadInput
 from ..plan.formulas import PROCESS_BYTES
 from ..plan.horizontal import horizontal
-from ..plan.lists import EVALUATION_BATCHES, fit, host_bytes, machine_of, shape_of, work_of
+from ..plan.lists import EVALUATION_BATCHES, fit, host_bytes, play, shape_of, work_of
 from ..plan.memory import MakesOps
-from ..plan.ops import as_guessed
 from ..plan.placement import choose
 from ..plan.search import Case, check_device, engine_case, search
 from ..plan.setting import Setting
 from ..plan.simulate import Simulation
-from ..plan.simulate import simulate as play_steps
 from ..plan.timeline import busy_columns, chrome_trace, text_timeline, window
 from ..plan.vertical import vertical
 from ..plan.work import Placement
@@ -111,9 +109,7 @@ def _place(case: Case, setting: Setting, schedule: MakesOps, given: Mapping[str,
 
 
 def _play(setting: Setting, schedule: MakesOps, placement: Placement, steps: int) -> Played:
-    work, shape = work_of(setting), shape_of(setting)
-    operations = as_guessed(schedule(work, placement, shape))
-    found = play_steps([operations] * steps, machine_of(setting.machine, operations))
+    found = play(setting, placement, schedule, steps)
     return Played(placement, host_bytes(setting, placement, schedule), found, setting.tokens)
 
 

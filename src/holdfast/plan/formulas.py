@@ -122,10 +122,10 @@ def on_ssd(s: Setting, what: str) -> Affine:
 
 def dead_bytes(s: Setting) -> Affine:
     """Of buffers that gradients may wait in: block inputs that were used, and parameters that the delayed updates will
-    replace."""
-    if not s.method.recycles:
-        return Affine()
+    replace. The engine of this version lends the former alone, to delayed updates alone."""
     inputs = s.blocks * s.micro_batches * s.input_bytes * Affine.of("activations")
+    if not s.method.recycles:
+        return Affine() if s.method.keeps_all_gradients else inputs
     return inputs + s.delayed_fraction * s.blocks * s.trained_param_bytes * Affine.of("params")
 
 

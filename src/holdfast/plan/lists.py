@@ -14,20 +14,25 @@ from ..errors import DoesNotFit
 from ..profiles import MachineProfile
 from ..units import format_bytes, round_up
 from . import formulas
-from .formulas import FRACTIONS
+from .formulas import FRACTIONS, RECYCLED
 from .linear import Solution
 from .machine import Machine
 from .memory import MakesOps, predict
-from .ops import COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD, Op, lane_bytes
+from .ops import COMPUTE, DOWNLOAD, SSD_READ, SSD_WRITE, UPDATE, UPLOAD, Op, as_guessed, lane_bytes
 from .search import Case, best_at
 from .setting import Setting, bus_of, ssd_of
+from .simulate import Simulation, simulate
 from .vertical import vertical
 from .work import BlockWork, Placement, StepShape, Work
 
 EVALUATION_BATCHES = 8
 """Micro-batches that an evaluation takes through the blocks together, where there is memory for them."""
 
-TRIES = 4
+TRIES = 8
+"""That the linear program is asked with less memory, until whole blocks fit."""
+
+STEPS = 4
+"""That a list is played."""
 
 UPDATE_WORKERS = 2
 """Of a run, unless it is told; a machine's rate of updates is theirs together."""
@@ -74,8 +79,9 @@ def shape_of(setting: Setting) -> StepShape:
 
 
 def placement_of(fractions: Mapping[str, float], blocks: int) -> Placement:
-    """Whole blocks, rounded down where something would not fit."""
-    down = {name: floor(fractions[name] * blocks + 1e-6) / blocks for name in FRACTIONS}
+    """Whole blocks, rounded down. The last block's own inputs never leave, so inputs are of those before it."""
+    rows = {name: max(blocks - (name == "activations"), 1) for name in FRACTIONS}
+    down = {name: floor(fractions[name] * count + 1e-6) / count for name, count in rows.items()}
     return Placement.fractions(blocks, **down)
 
 
@@ -136,32 +142,49 @@ def host_bytes(setting: Setting, placement: Placement, schedule: MakesOps = vert
     return formulas.PROCESS_BYTES + memory.host_bytes
 
 
+def play(
+    setting: Setting, placement: Placement, schedule: MakesOps = vertical, steps: int = STEPS
+) -> Simulation:
+    """What the simulator makes of a placement, where every guess is right."""
+    operations = as_guessed(schedule(work_of(setting), placement, shape_of(setting)))
+    return simulate([operations] * steps, machine_of(setting.machine, operations))
+
+
 def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution, Placement]:
     """The best plan whose whole blocks and buffers fit, as the operation list counts them. The linear program counts a
-    buffer for what partly stays as a part of one; what it is short of is taken off its memory, and it is asked again.
+    buffer for what partly stays as a part of one. What it is short of is taken off what it counts for the same whole
+    blocks, so that it has to propose others, and it is asked again. Fractions found are of whole blocks.
 
     ``delayed`` is rounded to whole blocks. ``case`` is one that the engine runs. Raises ``DoesNotFit``.
     """
     allowed, blocks = case.machine.host_memory_bytes, case.model.blocks
     delayed = round((case.method.delayed or delayed) * blocks) / blocks
-    tried = case
+    setting, tried = case.setting(micro_batches, delayed), case
     for _ in range(TRIES):
         solution = best_at(tried, micro_batches, delayed)
         if solution is None:
             break
         placement = placement_of(solution.fractions, blocks)
-        over = host_bytes(solution.setting, placement) - allowed
+        whole = _in_whole_blocks(setting, placement)
+        over = host_bytes(setting, placement) - allowed
         if over <= 0:
-            return Solution(case.setting(micro_batches, delayed), solution.fractions), placement
-        less = tried.machine.host_memory_bytes - over
+            return whole, placement
+        less = floor(whole.of(formulas.host_bytes)) - over
         if less <= 0:
             break
         tried = replace(case, machine=replace(case.machine, host_memory_bytes=less))
-    nothing, setting = dict.fromkeys(FRACTIONS, 0.0), case.setting(micro_batches, delayed)
-    needed = host_bytes(setting, placement_of(nothing, blocks))
+    nothing = placement_of(dict.fromkeys(FRACTIONS, 0.0), blocks)
+    needed = host_bytes(setting, nothing)
     if needed <= allowed:  # no plan near the best one was found, and this is one
-        return Solution(setting, nothing), placement_of(nothing, blocks)
+        return _in_whole_blocks(setting, nothing), nothing
     raise DoesNotFit(
         f"the engine's buffers for {micro_batches} micro-batches take {format_bytes(needed)} of host memory with "
         f"everything on the SSD, and there are {format_bytes(allowed)}. Fewer or smaller micro-batches need less."
     )
+
+
+def _in_whole_blocks(setting: Setting, placement: Placement) -> Solution:
+    """What the program makes of ``placement``, with as much of the waiting gradients in dead buffers as can be."""
+    shares, waits = placement.shares, formulas.waiting_bytes(setting)
+    part = formulas.dead_bytes(setting)(shares) / waits if waits else 0.0
+    return Solution(setting, {**shares, RECYCLED: min(part, shares["gradients"])})

@@ -113,8 +113,8 @@ def check_device(setting: Setting) -> None:
 
 
 def engine_case(case: Case) -> Case:
-    """The same as the engine of this version runs it: gradients that wait have memory of their own. (Those of delayed
-    updates alone wait where block inputs were, but not in the place of stale parameters.)"""
+    """The same as the engine of this version runs it: gradients that wait have memory of their own, but for those of
+    delayed updates, which do so where block inputs were (and not in the place of stale parameters)."""
     return replace(case, method=replace(case.method, recycles=False))
 
 

@@ -73,7 +73,8 @@ class Method:
     state_bytes: float = 12
     """Of one trained parameter: its master, and the optimizer's state."""
     recycles: bool = True
-    """Gradients that wait do so in buffers that are dead by then, as far as those reach."""
+    """Gradients that wait do so in buffers that are dead by then, as far as those reach; otherwise those of delayed
+    updates alone do, where block inputs were."""
     paper: bool = False
     """As in the facts of the paper, for its golden values: the buffers of its authors' engine, four micro-batches of
     each block's inputs always in host memory, delayed parameters used without being read again; nothing besides the

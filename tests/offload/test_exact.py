@@ -17,7 +17,7 @@ from training import VOCABULARY, batches, decoder, differing, read_atoms, state_
 
 @pytest.mark.parametrize(
     "num_micro_batches, placement, schedule, clip_norm",
-    one_in(4, [1, 2, 3, 5], PLACEMENTS, ["vertical", "horizontal"], [None, 0.5]),
+    one_in(3, [1, 2, 3, 5], PLACEMENTS, ["vertical", "horizontal"], [None, 0.5]),
 )
 def test_twenty_steps_have_every_bit_of_a_plain_loop(
     tmp_path, num_micro_batches, placement, schedule, clip_norm

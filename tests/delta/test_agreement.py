@@ -6,6 +6,8 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from holdfast.delta.agreement import HEARD_SECONDS, Agreement
 from holdfast.delta.together import Together
 from holdfast.ranks import Ranks
@@ -37,6 +39,47 @@ def test_who_fails_in_the_background_tells_the_others(monkeypatch):
         time.sleep(0.01)
     agreement.close(orderly=False)
     assert board["failed"] == "rank 1 failed: OSError: the directory is gone"
+
+
+@pytest.mark.parametrize("how", ["in the middle of a look", "of what it hears"])
+def test_who_tells_of_its_failure_promises_no_step_that_went_with_it(monkeypatch, how):
+    """Others read how far it is once they have read that it failed."""
+
+    class Told(Board):
+        def set(self, key, value):
+            self[key] = value
+            if key == "failed":
+                self["promised"] = self["own/1"]
+
+    board = Told()
+    monkeypatch.setattr(Ranks, "board", lambda self, initial, seconds: board.update(initial) or board)
+    survives, fails = [7], threading.Event()
+
+    def how_far():
+        found = survives[0]
+        if (
+            fails.is_set() and found == 7 and how == "in the middle of a look"
+        ):  # what another thread does meanwhile
+            survives[0] = 3
+            agreement.fail(OSError("the replica is gone"))
+        return found
+
+    def hear(standing):
+        if fails.is_set() and how == "of what it hears":
+            survives[0] = 3
+            raise OSError("the replica is gone")
+
+    agreement = Agreement(
+        Ranks(1, 2, object()), how_far=how_far, steps_done=lambda: 0, hear=hear,
+        publish=lambda refs: None, follow=lambda: None, deadline_seconds=5,
+    )  # fmt: skip
+    fails.set()
+    end = time.monotonic() + 5
+    while not board["failed"] and time.monotonic() < end:
+        time.sleep(0.01)
+    agreement.close(orderly=False)
+    assert board["failed"] == "rank 1 failed: OSError: the replica is gone"
+    assert board["promised"] == "3"
 
 
 def test_the_first_rank_keeps_the_board_until_a_late_rank_has_seen_why_it_failed(monkeypatch):

@@ -289,6 +289,9 @@ class Agreement:
             if self._ranks.rank == 0 or not isinstance(error, RankFailed | RuntimeError):
                 with suppress(RuntimeError):
                     self._board.set(
+                        f"own/{self._ranks.rank}", str(self._how_far())
+                    )  # less, maybe, than was told
+                    self._board.set(
                         "failed", f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}"
                     )
             with self._lock:
@@ -296,9 +299,10 @@ class Agreement:
 
     def _look(self) -> bool:
         """Tell what is new here, read what is new elsewhere. Whether more is expected soon."""
-        own, lost = self._how_far(), self._lost()
+        lost = self._lost()
         with self._lock:
             say, self._say = self._say, {}
+        own = self._how_far()  # now: what has failed by what is to be said counts no more
         say = {f"own/{self._ranks.rank}": str(own), **say}  # before a failure that it comes of
         for name, value in say.items():
             if self._said.get(name) != value:

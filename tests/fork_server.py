@@ -105,7 +105,7 @@ class ForkServer:
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(PATIENCE_SECONDS)
         self._process.stdout.close()
 
     def __enter__(self) -> ForkServer:

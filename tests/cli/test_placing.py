@@ -169,6 +169,10 @@ def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
         ([*GPT, "--host", "much"], "--host: 'much' is not a number of bytes"),
         ([*GPT, "--host", "10GB"], "of host memory are needed, and there are 9.3 GiB"),
         ([*GPT, "--clipping", "some"], "clipping is none or defer or speculate or per_block, not 'some'"),
+        (
+            [*GPT, "--clipping", "speculate", "--commit-every", "2"],
+            "--commit-every 2 with --clipping speculate: a wrong guess is undone from the commit",
+        ),
         ([*GPT, "--order", "zigzag"], "order is plain or snake, not 'zigzag'"),
         ([*GPT, "--clipping", "defer", "--delayed", "0.5"], "--delayed says what --clipping defer decides"),
         ([*GPT, "--cadence"], "--cadence is not for a plan of a --model"),

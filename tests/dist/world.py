@@ -47,7 +47,7 @@ class World:
     def close(self) -> None:
         assert self._process.stdin and self._process.stdout
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(PATIENCE_SECONDS)
         self._process.stdout.close()
 
     def __enter__(self) -> World:

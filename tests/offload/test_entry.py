@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput, ModelNotSupported, RunMismatch
-from holdfast.offload import device
+from holdfast.offload import checks
 from holdfast.store.files import Disk
 from holdfast.store.local import LocalStore
 from training import adamw, batches, decoder, stored
@@ -356,14 +356,14 @@ def test_blocks_whose_name_is_no_name_of_a_file_are_refused(tmp_path, name):
 )
 def test_a_processor_that_is_slow_in_the_default_type_is_told(tmp_path, monkeypatch, dtype, times, told):
     seconds = {"bfloat16": times, "float32": 1.0}
-    monkeypatch.setattr(device, "product_seconds", seconds.__getitem__)
-    device._times_as_fast.cache_clear()
+    monkeypatch.setattr(checks, "product_seconds", seconds.__getitem__)
+    checks._times_as_fast.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = decoder()
         with holdfast.offload(model, adamw(model), tmp_path, dtype=dtype):
             pass
-    device._times_as_fast.cache_clear()
+    checks._times_as_fast.cache_clear()
     found = [(each.filename, str(each.message)) for each in caught if "this processor" in str(each.message)]
     assert len(found) == told
     assert all(

@@ -64,7 +64,6 @@ def test_a_simulated_step_takes_what_the_plan_says(chosen, count):
 SMALL_BATCHES = case("llama-3-8b", "rtx-4090")
 SMALL_BATCHES = replace(SMALL_BATCHES, model=replace(SMALL_BATCHES.model, micro_batch=1, sequence=2048))
 
-
 @pytest.mark.parametrize(
     "chosen, count, delayed",
     [
@@ -82,7 +81,15 @@ def test_where_whole_blocks_take_more_than_fractions_only_as_much_leaves_memory(
     assert solution.tokens_per_second > 0.9 * free.tokens_per_second
 
 
-def test_no_placement_that_somebody_sets_by_hand_is_faster_in_the_simulator():
+def test_of_few_blocks_what_fits_stays_where_less_by_all_that_is_too_much_has_no_plan():
+    few = case("gpt-46m", "rtx-4090", host=0.92412532)
+    few = replace(few, model=replace(few.model, blocks=4, micro_batch=1, sequence=2048))
+    solution, placement = fit(few, 2, 0.5)
+    assert host_bytes(solution.setting, placement) <= few.machine.host_memory_bytes
+    assert placement.shares == {"params": 1.0, "optimizer": 0.0, "activations": 1.0, "gradients": 1.0}
+
+
+def test_the_placement_that_a_user_set_by_hand_is_not_faster_in_the_simulator():
     solution, placement = fit(SMALL_BATCHES, 64)
     s = solution.setting
     by_hand = Placement.fractions(s.blocks, params=1.0, optimizer=0.0, activations=0.28)

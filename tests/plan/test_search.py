@@ -91,6 +91,21 @@ def test_what_would_help_is_solved_again():
     assert changes["no commits"].gain > 0
 
 
+@pytest.mark.parametrize("clipping, commit_every", [("speculate", 1), ("none", 2), ("none", 0)])
+def test_no_change_is_proposed_that_a_run_refuses(clipping, commit_every):
+    """A guess is undone from the commit of the step before."""
+    chosen = Case(
+        machine=load_machine("cpu-2-core"), model=load_model("gpt-46m"),
+        method=Method(clipping=clipping, commit_every=commit_every),
+    )  # fmt: skip
+    best = best_at(chosen, 2)
+    assert best is not None
+    for change in what_if(chosen, best):
+        if change.solution is not None:
+            method = change.solution.setting.method
+            assert method.clipping != "speculate" or method.commit_every == 1, change.what
+
+
 def test_the_life_of_the_ssds_is_their_rating_over_what_is_written():
     best = best_at(case(), 8)
     found = life(best)

@@ -39,9 +39,8 @@ def make_engine(
     warmup, steps = config.train.warmup_steps, config.train.steps
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, steps))
     decays = [group["weight_decay"] for group in optimizer.param_groups]
-    warnings.filterwarnings(
-        "ignore", message='dtype="bf16": this processor'
-    )  # train.dtype is chosen, or meant
+    # train.dtype was chosen, or is meant
+    warnings.filterwarnings("ignore", message='dtype="bf16": this processor')
     # the run's own are kept, and replaced below
     warnings.filterwarnings("ignore", message="the run's own hyper-parameters are kept")
     engine = offload(

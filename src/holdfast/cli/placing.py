@@ -58,6 +58,11 @@ def case_of(given: Mapping[str, Any]) -> Case:
         raise ConfigError(
             f"--{missing[0]} is missing: a plan needs --model and --machine, names or TOML files"
         )
+    if given["clipping"] == "speculate" and given["commit_every"] != 1:
+        raise ConfigError(
+            f"--commit-every {given['commit_every']} with --clipping speculate: a wrong guess is undone from the commit"
+            " of the step before. Give --commit-every 1, or --clipping defer"
+        )
     model = load_model(given["model"])
     changed = {"micro_batch": given["micro_batch_size"], "sequence": given["sequence"]}
     model = replace(model, **{name: value for name, value in changed.items() if value is not None})

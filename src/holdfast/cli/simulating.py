@@ -113,10 +113,6 @@ def _play(setting: Setting, schedule: MakesOps, placement: Placement, steps: int
     return Played(placement, host_bytes(setting, placement, schedule), found, setting.tokens)
 
 
-def _fractions(placement: Placement) -> dict[str, float]:
-    return {kind: sum(stays := getattr(placement, kind)) / len(stays) for kind in (*ON_HOST, "gradients")}
-
-
 def _document(setting: Setting, played: Mapping[str, Played]) -> dict[str, Any]:
     vertical_, horizontal_ = played["vertical"], played["horizontal"]
     return {
@@ -134,7 +130,7 @@ def _order_document(run: Played) -> dict[str, Any]:
     lane, seconds = run.found.busiest()
     start, stop = window(run.found)
     return {
-        "on_host": _fractions(run.placement),
+        "on_host": run.placement.shares,
         "step_seconds": run.found.seconds_per_step,
         "tokens_per_second": run.tokens_per_second,
         "busiest_lane": lane,
@@ -159,9 +155,8 @@ def _print(setting: Setting, played: Mapping[str, Played], trace: Path | None) -
     )
     for name, run in played.items():
         lane, seconds = run.found.busiest()
-        stays = ", ".join(
-            f"{part:.0%}" for kind, part in _fractions(run.placement).items() if kind in ON_HOST
-        )
+        shares = run.placement.shares
+        stays = ", ".join(f"{shares[kind]:.0%}" for kind in ON_HOST)
         table.add_row(
             name,
             format_seconds(run.found.seconds_per_step),

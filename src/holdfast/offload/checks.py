@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..errors import BadInput, ModelNotSupported
 from ..plan.orders import ORDERS
 from ..plan.work import CLIPPING
+from ..probe.host import product_seconds
 from ..update.mezo import epsilon_of
 from .blocks import Blocks
 from .planning import SCHEDULES, Budget
@@ -195,3 +199,23 @@ def check_zeroth(
         epsilon_of(groups)
     except ValueError as error:
         raise BadInput(f"{error}. Give all groups of MeZO the same.") from None
+
+
+MANY = 4
+"""Times as fast in fp32 as in bf16, for a product of matrices, is worth a word."""
+
+
+def warn_of_slow_bf16(device: torch.device, dtype: str, stacklevel: int) -> None:
+    """Warn where ``device`` is a processor that computes many times faster in fp32 than in ``dtype``, bf16."""
+    if dtype == "bf16" and device.type == "cpu" and (times := _times_as_fast()) >= MANY:
+        warnings.warn(
+            f'dtype="bf16": this processor multiplies matrices {times:.0f} times as fast in fp32, so dtype="fp32" may'
+            " train that much faster. A run keeps what it began with",
+            stacklevel=1 + stacklevel,
+        )
+
+
+@cache
+def _times_as_fast() -> float:
+    """In fp32 as in bf16, of this process's threads when it was first asked."""
+    return product_seconds("bfloat16") / product_seconds("float32")

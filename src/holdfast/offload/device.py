@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 
 from ..errors import BadInput
 from ..plan.ops import COMPUTE, DOWNLOAD, UPLOAD, Key, Op
-from ..probe.host import product_seconds
 from ..units import format_bytes
 from .executor import Lane
 
@@ -292,23 +291,3 @@ def open_device(name: str) -> Device:
         here = ["cpu", *(f"cuda:{number}" for number in range(count))]
         raise BadInput(f'device {name!r} is not here: pass device="auto", or one of {", ".join(here)}')
     return CudaDevice(name)
-
-
-MANY = 4
-"""Times as fast in fp32 as in bf16, for a product of matrices, is worth a word."""
-
-
-def tell_slow(device: Device, dtype: str, stacklevel: int) -> None:
-    """Warn where ``device`` is a processor that computes many times faster in fp32 than in ``dtype``, bf16."""
-    if dtype == "bf16" and device.torch_device.type == "cpu" and (times := _times_as_fast()) >= MANY:
-        warnings.warn(
-            f'dtype="bf16": this processor multiplies matrices {times:.0f} times as fast in fp32, so dtype="fp32" may'
-            " train that much faster. A run keeps what it began with",
-            stacklevel=1 + stacklevel,
-        )
-
-
-@cache
-def _times_as_fast() -> float:
-    """In fp32 as in bf16, of this process's threads when it was first asked."""
-    return product_seconds("bfloat16") / product_seconds("float32")

@@ -46,8 +46,9 @@ from .checks import (
     check_sample,
     check_stateful,
     check_zeroth,
+    warn_of_slow_bf16,
 )
-from .device import open_device, tell_slow
+from .device import open_device
 from .drives import Drives
 from .engine import Engine
 from .fellows import Fellows, refuse_alone_only
@@ -266,7 +267,7 @@ def offload(
             )
             target = open_device(device)
             if fellows.rank == 0:
-                tell_slow(target, dtype, stacklevel=2)
+                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=2)
             budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
             shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(

@@ -313,7 +313,7 @@ class _Search:
                 order="snake" if q.shape.order == "snake" else "plain",
                 param_bytes=model.param_bytes_each,
                 state_bytes=model.state_bytes_each,
-                recycles=not q.shape.keeps_grads,
+                recycles=False,
             ),
             micro_batches=q.shape.micro_batches,
             delayed_fraction=1.0 if q.all_wait else shape.delayed_fraction,

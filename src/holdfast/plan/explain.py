@@ -59,10 +59,12 @@ def what_if(case: Case, best: Solution) -> list[Change]:
         "64 GiB more host memory": replace(case, machine=machine.with_more(host_bytes=MORE_HOST_BYTES)),
         "one more SSD": replace(case, machine=machine.with_more(ssds=1)),
     }
+    # a wrong guess is undone from the commit of the step before
+    left_out = {method.clipping, "per_block", *(["speculate"] if method.commit_every != 1 else [])}
     for clipping in CLIPPING:
-        if clipping not in (method.clipping, "per_block"):
+        if clipping not in left_out:
             cases[f"clipping: {clipping}"] = replace(case, method=replace(method, clipping=clipping))
-    if method.commit_every:
+    if method.commit_every and method.clipping != "speculate":
         cases["no commits"] = replace(case, method=replace(method, commit_every=0))
     count = best.setting.micro_batches
     return [_change(what, best_at(other, count), best) for what, other in cases.items()]

@@ -153,26 +153,28 @@ def play(
 def fit(case: Case, micro_batches: int, delayed: float = 0.0) -> tuple[Solution, Placement]:
     """The best plan whose whole blocks and buffers fit, as the operation list counts them. The linear program counts a
     buffer for what partly stays as a part of one. What it is short of is taken off what it counts for the same whole
-    blocks, so that it has to propose others, and it is asked again. Fractions found are of whole blocks.
+    blocks, so that it has to propose others, and it is asked again, with half of that where it has no plan then.
+    Fractions found are of whole blocks.
 
     ``delayed`` is rounded to whole blocks. ``case`` is one that the engine runs. Raises ``DoesNotFit``.
     """
     allowed, blocks = case.machine.host_memory_bytes, case.model.blocks
     delayed = round((case.method.delayed or delayed) * blocks) / blocks
-    setting, tried = case.setting(micro_batches, delayed), case
+    setting, above, less = case.setting(micro_batches, delayed), allowed, allowed
     for _ in range(TRIES):
-        solution = best_at(tried, micro_batches, delayed)
+        machine = replace(case.machine, host_memory_bytes=less)
+        solution = best_at(replace(case, machine=machine), micro_batches, delayed)
         if solution is None:
-            break
+            if less >= above - 1:
+                break
+            less = (less + above) // 2
+            continue
         placement = placement_of(solution.fractions, blocks)
         whole = _in_whole_blocks(setting, placement)
         over = host_bytes(setting, placement) - allowed
         if over <= 0:
             return whole, placement
-        less = floor(whole.of(formulas.host_bytes)) - over
-        if less <= 0:
-            break
-        tried = replace(case, machine=replace(case.machine, host_memory_bytes=less))
+        above, less = less, max(floor(whole.of(formulas.host_bytes)) - over, 1)
     nothing = placement_of(dict.fromkeys(FRACTIONS, 0.0), blocks)
     needed = host_bytes(setting, nothing)
     if needed <= allowed:  # no plan near the best one was found, and this is one

@@ -64,6 +64,7 @@ def test_a_simulated_step_takes_what_the_plan_says(chosen, count):
 SMALL_BATCHES = case("llama-3-8b", "rtx-4090")
 SMALL_BATCHES = replace(SMALL_BATCHES, model=replace(SMALL_BATCHES.model, micro_batch=1, sequence=2048))
 
+
 @pytest.mark.parametrize(
     "chosen, count, delayed",
     [

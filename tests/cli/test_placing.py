@@ -167,6 +167,7 @@ def test_where_the_engine_needs_more_than_there_is_it_says_so(plan, holdfast):
             "there is no model 'gpt-66b'; did you mean gpt-65b?",
         ),
         ([*GPT, "--host", "much"], "--host: 'much' is not a number of bytes"),
+        ([*GPT, "--host", "256"], "--host 256 is 256 bytes; write 256GB if that is meant"),
         ([*GPT, "--host", "10GB"], "of host memory are needed, and there are 9.3 GiB"),
         ([*GPT, "--clipping", "some"], "clipping is none or defer or speculate or per_block, not 'some'"),
         (

@@ -16,7 +16,7 @@ from ..plan.search import Case, Found, best_at, engine_case, search
 from ..plan.setting import Method
 from ..plan.simulate import Simulation
 from ..profiles import MachineProfile, load_machine, load_model
-from ..units import counted, format_bytes, format_seconds, parse_bytes
+from ..units import MiB, counted, format_bytes, format_seconds, parse_bytes
 from .flags import parsed
 from .output import console, plain_table, print_facts, print_json, print_table
 
@@ -99,6 +99,8 @@ def _machine(given: Mapping[str, Any]) -> MachineProfile:
         machine = replace(machine, ssd_count=given["ssds"])
     if given["host"] is not None:
         nbytes = parsed("--host", parse_bytes, given["host"])
+        if given["host"].strip().isdigit() and nbytes < MiB:
+            raise ConfigError(f"--host {given['host']} is {nbytes} bytes; write {nbytes}GB if that is meant")
         machine = replace(machine, host_memory_bytes=nbytes)
     return machine
 

@@ -36,7 +36,7 @@ test-dist: install
 
 # They wait for the disk as much as they compute.
 test-crash: install
-	$(BIN)/pytest -n 3 --timeout=300 --session-timeout=3300 tests/crash
+	$(BIN)/pytest -n 3 --session-timeout=3300 tests/crash
 
 test-matrix: install
 	$(BIN)/pytest -n 2 --session-timeout=1800 tests/matrix
@@ -47,8 +47,8 @@ test-matrix: install
 PEERS := .venv-peers
 TITAN := .venv-titan
 test-peers: $(PEERS)/.installed $(TITAN)/.installed
-	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --timeout=600 --session-timeout=4500 tests/peers
-	$(TITAN)/bin/pytest --timeout=300 --session-timeout=600 tests/peers/test_torchtitan.py
+	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --session-timeout=4500 tests/peers
+	$(TITAN)/bin/pytest --session-timeout=600 tests/peers/test_torchtitan.py
 
 $(PEERS)/.installed: pyproject.toml constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)

@@ -55,15 +55,9 @@ def bucket(s3, monkeypatch):
 
 def pytest_collection_modifyitems(config, items):
     """For machines on which all of them take too long (.ci/run): with ``HOLDFAST_EVERY=2`` half of the cases."""
-    kept = thinned(
-        items,
-        lambda item: item.nodeid.split("[")[0],
-        lambda item: item.nodeid,
-        int(os.environ.get("HOLDFAST_EVERY", 1)),
-    )
-    left_out = set(items).difference(kept)
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = kept
+    kept = set(thinned([item.nodeid for item in items], int(os.environ.get("HOLDFAST_EVERY", 1))))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -138,6 +138,7 @@ class Checkpointer:
         def prepare() -> None:
             refuse_with_fsdp1(self._loop.state, codec, after_update, averages, replica, clip_norm)
             refuse_clipping(self._loop.state, clip_norm)
+            self._loop.state.refuse_odd_state()
             if replica is False:
                 self._survival: Survival = Recording(self._loop, self._options, self._events)
             else:

@@ -21,7 +21,13 @@ from .entering import look
 from .hidden import Marks, hidden_in, told_of_hidden
 from .holder import replay_info
 from .hooks import Hook, with_hook
-from .options import optimizers_of, refuse_renormalised, refuse_taken, refuse_without_values
+from .options import (
+    optimizers_of,
+    refuse_renormalised,
+    refuse_sparse_gradients,
+    refuse_taken,
+    refuse_without_values,
+)
 from .powersgd import PowerState
 from .recovery import Recovered
 from .script import Script
@@ -69,6 +75,7 @@ class Loop:
         self.ranks, self.codec, self.after_update = ranks, codec, after_update
         self.optimizers = optimizers_of(optimizer)
         refuse_renormalised(model)
+        refuse_sparse_gradients(model, self.optimizers)
         refuse_without_values(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
@@ -208,8 +215,7 @@ class Loop:
         """One more step has been done, of these ``updates`` or, without any, skipped."""
         self.steps_done += 1
         if self._hidden and updates:
-            for parameter in self.state.parameters:
-                self.state.owned(parameter)  # what could not be kept is told now
+            self.state.refuse_odd_state()
             told_of_hidden(self.optimizers, self._hidden)
             self._hidden = []  # once is enough
             _tell_of_frozen(self.state, self._trained, updates)

@@ -23,6 +23,7 @@ from holdfast import failpoints
 from ..errors import BadInput
 from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
+from ..state.plain import is_plain, odd_kind
 from ..state.progress import hyper_parameters
 from .codecs import Codec, Trained, trained_of
 from .drawing import drawn_since, generators
@@ -240,7 +241,7 @@ class Tap:
             if parameter.grad is None:
                 without.append(name)
             else:
-                _refuse_sparse(name, parameter.grad)
+                _refuse_odd(name, parameter.grad)
                 trained.append((name, parameter))
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
@@ -398,10 +399,11 @@ def _refuse_scaled(codec: Codec, consumed: dict[str, float]) -> None:
         )
 
 
-def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
-    if grad.layout != torch.strided:
+def _refuse_odd(name: str, grad: torch.Tensor) -> None:
+    if not is_plain(grad):
         raise BadInput(
-            f"the gradient of {name} is sparse, which records do not hold: build it with sparse=False"
+            f"the gradient of {name} is {odd_kind(grad)}, which records do not hold. Build an embedding with"
+            " sparse=False; make other gradients plain tensors before the step (parameter.grad.to_dense())."
         )
 
 

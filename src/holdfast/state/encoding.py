@@ -53,6 +53,7 @@ def _encode_of_torch(value: Any, where: str) -> Any:
     import torch  # here alone, so that verbs which read a progress begin without it
 
     from .dtypes import TO_NAME
+    from .plain import host_bytes, odd_kind
 
     if isinstance(value, torch.Size):
         return encode(tuple(value), where)
@@ -60,8 +61,9 @@ def _encode_of_torch(value: Any, where: str) -> Any:
         raise _refused(where, type(value).__name__)
     if value.dtype not in TO_NAME:
         raise _refused(where, f"tensor of {value.dtype}")
-    raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return tensor_json(TO_NAME[value.dtype], value.shape, raw)
+    if kind := "on meta" if value.is_meta else odd_kind(value):
+        raise _refused(where, f"tensor that is {kind}")
+    return tensor_json(TO_NAME[value.dtype], value.shape, host_bytes(value).tobytes())
 
 
 def tensor_json(dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ..errors import BadInput, ModelNotSupported
 from ..state.capture import Captured
 from .blocks import EMPTY, install
 from .runtime import Runtime
+from .units import memory_order
 
 MARK = "_holdfast_taken"
 
@@ -229,6 +230,8 @@ def give_back(model: Captured, values: dict[str, torch.Tensor]) -> None:
         if captured.name in values:
             parameter = captured.parameter
             value = values[captured.name].to(parameter.dtype)
+            if memory_order(parameter) is not None:
+                value = torch.empty_like(parameter, device=value.device, requires_grad=False).copy_(value)
             real = nn.Parameter(value, requires_grad=parameter.requires_grad)
             real.__dict__.update({k: v for k, v in parameter.__dict__.items() if k != MARK})
             torch.utils.swap_tensors(parameter, real)

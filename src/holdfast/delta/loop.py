@@ -13,6 +13,7 @@ from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.capture import aliases_of
 from ..state.live import LiveState
+from ..state.prepared import refuse_away
 from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
@@ -76,6 +77,7 @@ class Loop:
         self.optimizers = optimizers_of(optimizer)
         refuse_renormalised(model)
         refuse_sparse_gradients(model, self.optimizers)
+        refuse_away(model)
         refuse_without_values(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)

@@ -110,6 +110,8 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
         for record in records:
             grads |= _gradients(record, number, by_name)
         load_hyper_parameters(optimizer.param_groups, update["groups"])
+        if state.own and "own" in update:
+            state.own[update["optimizer"]].apply(state, update["own"])
         draw_again(update.get("drawn"))
         with closing(state.rounds(optimizer, grads.keys())) as rounds:
             for names in rounds:

@@ -86,10 +86,10 @@ def owner_of(place: Path) -> Owner | None:
     return owner if told and isinstance(owner.device, int) and isinstance(owner.inode, int) else None
 
 
-def place_of(run: str | Path, memory: Path, suffix: str = "") -> Path:
-    """The tier that a run begun in directory ``run`` gets, unless another has it; of several ranks each has its own
-    ``suffix``. Where a run has one it is found by its owner."""
-    name = xxhash.xxh3_64_hexdigest(os.path.realpath(run).encode())
+def place_of(run: str | Path, memory: Path, suffix: str = "", number: int = 0) -> Path:
+    """The tier that a run begun in directory ``run`` gets, or the next by ``number`` where another run has that; of
+    several ranks each has its own ``suffix``. Where a run has one it is found by its owner."""
+    name = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(run)) + b"\0%d" % number * bool(number))
     return memory / f"holdfast-{os.getuid()}-{name}{suffix}"
 
 
@@ -98,7 +98,7 @@ def place_for(run: str | Path, memory: Path, suffix: str = "") -> Path:
     own = [place for place in places_of(run, memory) if suffix_of(place) == suffix]
     if own:
         return max(own, key=lambda place: (any((place / name).is_dir() for name in FOLDERS), place.name))
-    names = (place_of(run if not number else f"{run}\0{number}", memory, suffix) for number in count())
+    names = (place_of(run, memory, suffix, number) for number in count())
     return next(place for place in names if not _is_of_another(place, run))
 
 

@@ -51,7 +51,6 @@ from .sources import From, begin_from
 from .store.local import LocalStore
 from .store.places import check_place
 from .store.retention import Keep
-from .store.witness import last_durable, refuse_emptied
 from .units import GiB
 
 
@@ -234,14 +233,11 @@ class Checkpointer:
         try:
             self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
-            self._loop.durable_before = self._ranks.first_does(lambda: last_durable(self._events.path))
             found = self._survival.enter(self._store, asked)
-            if found is None:
-                refuse_emptied(self._store.root, self._loop.durable_before)
-                if target:
-                    raise BadInput(
-                        f"{self._store.root} has no step yet; call resume() without one to begin the run"
-                    )
+            if found is None and target:
+                raise BadInput(
+                    f"{self._store.root} has no step yet; call resume() without one to begin the run"
+                )
             self._go_on_from(found, start)
             self._survival.begin(found)
             self._watch()

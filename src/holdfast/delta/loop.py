@@ -114,8 +114,6 @@ class Loop:
         self.exactness: Literal["state", "continuation"] = "continuation"
         self.rates: dict[str, float] = {}
         """By which the next recovery is predicted."""
-        self.durable_before = -1
-        """What the log of the run says was durable before this process."""
 
     @property
     def is_elementwise(self) -> bool:

@@ -29,7 +29,6 @@ from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.places import check_place
-from ..store.witness import last_durable
 from ..update.mezo import MeZO
 from ..update.threads import keep_torch_threads
 from .alike import agree_on_choices, agree_on_placement, agree_on_source
@@ -421,7 +420,7 @@ def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
         if not store.commits():
             return None
         store.enter()
-        return newest_commit(store, parts.whole(), last_durable(Path(store.root) / "events.jsonl"))
+        return newest_commit(store, parts.whole())
 
     with ranks.agreeing():
         found = ranks.first_takes_its_time(newest)  # every byte of the commit is read

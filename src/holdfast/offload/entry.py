@@ -41,6 +41,7 @@ from .checks import (
     check_clipping,
     check_compiled,
     check_counts,
+    check_graphs,
     check_recorded,
     check_renormalised,
     check_sample,
@@ -48,6 +49,7 @@ from .checks import (
     check_zeroth,
     warn_of_slow_bf16,
 )
+from .defaults import on_host_by_default
 from .device import open_device
 from .drives import Drives
 from .engine import Engine
@@ -72,6 +74,7 @@ from .takeover import (
 )
 
 
+@on_host_by_default
 def offload(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -276,8 +279,9 @@ def offload(
                 parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
             )
             target = open_device(device)
+            check_graphs(target.torch_device, parts.blocks)
             if fellows.rank == 0:
-                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=2)
+                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=3)
             budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
             shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(

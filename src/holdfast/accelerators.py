@@ -83,6 +83,14 @@ def current_stream(device: torch.device) -> Any:
     return module_of(device).current_stream(device)
 
 
+def current_stream_in_use() -> Any:
+    """Return the stream on which the calling thread computes on its current accelerator; None if none is in use."""
+    kind = current_kind()
+    if kind is None or not torch.get_device_module(kind).is_initialized():
+        return None
+    return torch.get_device_module(kind).current_stream()
+
+
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Return a context in which the calling thread's operations go to ``stream``."""
     return module_of(stream.device).stream(stream)
@@ -132,7 +140,7 @@ def pin(memory: memoryview, device: torch.device) -> Callable[[], object]:
     if not hasattr(module, "cudart"):
         raise CannotPin(f"torch.{device.type} registers no memory")
     runtime, address = module.cudart(), address_of(memory)
-    with module.device(with_index(device)):  # pinned for the context of this device
+    with use_while_asked(device):  # pinned for the context of this device
         error = int(runtime.cudaHostRegister(address, len(memory), 0))
         if error:
             _clear_error(runtime, device)
@@ -141,7 +149,7 @@ def pin(memory: memoryview, device: torch.device) -> Callable[[], object]:
 
 
 def _unpin(runtime: Any, address: int, device: torch.device) -> None:
-    with module_of(device).device(with_index(device)):
+    with use_while_asked(device):
         if int(runtime.cudaHostUnregister(address) or 0):
             _clear_error(runtime, device)
 
@@ -165,7 +173,34 @@ def free_bytes(device: torch.device) -> int:
     """Return memory of ``device`` that nobody has taken, with what this process has taken and does not use."""
     module = module_of(device)
     kept = module.memory_reserved(device) - module.memory_allocated(device)
-    return module.mem_get_info(device)[0] + kept
+    return unclaimed_bytes(device) + kept
+
+
+def unclaimed_bytes(device: torch.device) -> int:
+    """Return memory of ``device`` that nobody has taken, this process included."""
+    return module_of(device).mem_get_info(device)[0]
+
+
+def most_bytes(device: torch.device) -> int:
+    """Return the most bytes that this process has had in tensors on ``device`` at once."""
+    return module_of(device).max_memory_allocated(device)
+
+
+def name_of(device: torch.device) -> str:
+    """Return what the maker calls ``device``."""
+    return module_of(device).get_device_name(device)
+
+
+def emulates_bf16(device: torch.device) -> bool:
+    """Return whether ``device`` computes in bf16 by way of another type, as CUDA devices before Ampere do."""
+    asked = getattr(module_of(device), "is_bf16_supported", None)
+    with use_while_asked(device):
+        return asked is not None and not asked(including_emulation=False)
+
+
+def use_while_asked(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which ``device`` is the calling thread's current one."""
+    return module_of(device).device(with_index(device))
 
 
 # Random numbers
@@ -190,6 +225,11 @@ def refuse_without_streams(device: torch.device) -> None:
             f"device {device.type!r} has no streams for copies beside computing{of_mps}, which offloading needs. Pass"
             ' device="cpu", or use a CUDA (or ROCm) or XPU device.'
         )
+
+
+def can_offload(device: torch.device) -> bool:
+    """Return whether neither of the two refusals above would come for ``device``."""
+    return _has(device, (*STREAMS, *GENERATORS))
 
 
 def _has(device: torch.device, names: Iterable[str]) -> bool:
@@ -222,9 +262,8 @@ def set_random_states(kind: str, states: Iterable[torch.Tensor]) -> None:
 def seed_generator(seed: int, device: torch.device) -> None:
     """Seed the default generator of ``device``, if that is an accelerator."""
     if is_accelerator(device):
-        module = module_of(device)
-        with module.device(with_index(device)):
-            module.manual_seed(seed)
+        with use_while_asked(device):
+            module_of(device).manual_seed(seed)
 
 
 def generator_state(device: torch.device) -> torch.Tensor | None:

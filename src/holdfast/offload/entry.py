@@ -41,6 +41,7 @@ from .checks import (
     check_clipping,
     check_compiled,
     check_counts,
+    check_graphs,
     check_recorded,
     check_renormalised,
     check_sample,
@@ -48,6 +49,7 @@ from .checks import (
     check_zeroth,
     warn_of_slow_bf16,
 )
+from .defaults import on_host_by_default
 from .device import open_device
 from .drives import Drives
 from .engine import Engine
@@ -65,6 +67,7 @@ from .steps import Rules
 from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
 
 
+@on_host_by_default
 def offload(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -266,8 +269,9 @@ def offload(
                 parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
             )
             target = open_device(device)
+            check_graphs(target.torch_device, parts.blocks)
             if fellows.rank == 0:
-                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=2)
+                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=3)
             budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
             shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(

@@ -97,42 +97,44 @@ class _Departure:
     def send(self, targets: list[torch.Tensor], sources: list[torch.Tensor], lasting: bool) -> Any:
         """Begin to copy ``sources`` into ``targets``. Returns the event of the end."""
         computing = current_stream(self._device)
-        staged = sources if lasting else self._staged(sources)
-        if staged is None:
+        staged, memory = (sources, sources) if lasting else self._staged(sources)
+        if not memory:
             torch._foreach_copy_(targets, sources, non_blocking=True)
             return record_event(computing)
         self._beside.wait_event(record_event(computing))
         with on_stream(self._beside):
             torch._foreach_copy_(targets, staged, non_blocking=True)
             mark = record_event(self._beside)
-        for memory in {tensor.untyped_storage().data_ptr(): tensor for tensor in staged}.values():
-            memory.record_stream(
+        for each in memory:
+            each.record_stream(
                 self._beside
             )  # else the allocator gives it to a later kernel before it was read
         return mark
 
-    def _staged(self, sources: list[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Copies of ``sources`` on the device, one piece of memory for each dtype; None where there is no room."""
+    def _staged(self, sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return copies of ``sources`` on the device, and the memory that they are in: none where there is no room."""
         if self._stages is None:
             self._stages = free_bytes(self._device) >= 2 * sum(source.nbytes for source in sources)
         if not self._stages:
-            return None
+            return [], []
         try:
             return _joined(sources)
         except torch.OutOfMemoryError:  # training needs it: never again
             self._stages = False
-            return None
+            return [], []
 
 
-def _joined(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of ``sources``, in one piece of memory for each dtype."""
-    found: dict[int, torch.Tensor] = {}
-    for dtype in {source.dtype for source in sources}:
+def _joined(sources: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return copies of ``sources``, and the memory that they are in: one piece for each dtype."""
+    copies: dict[int, torch.Tensor] = {}
+    memory = []
+    for dtype in dict.fromkeys(source.dtype for source in sources):
         numbers = [number for number, source in enumerate(sources) if source.dtype == dtype]
         flats = [sources[number].reshape(-1) for number in numbers]
-        parts = torch.cat(flats).split([flat.numel() for flat in flats])
-        found |= {n: part.view(sources[n].shape) for n, part in zip(numbers, parts, strict=True)}
-    return [found[number] for number in range(len(sources))]
+        memory.append(torch.cat(flats))
+        parts = memory[-1].split([flat.numel() for flat in flats])
+        copies |= {n: part.view(sources[n].shape) for n, part in zip(numbers, parts, strict=True)}
+    return [copies[number] for number in range(len(sources))], memory
 
 
 def pinned(

@@ -12,6 +12,8 @@ from delta.loops import cut_small
 from holdfast import accelerators
 from holdfast.checkpointer import Checkpointer
 from holdfast.delta import bases, leaving, slots
+from holdfast.delta.compact import compact
+from holdfast.delta.drawing import draw_again, drawn_since, generators
 from holdfast.delta.lossy import Int8, TopK
 from holdfast.errors import BadInput
 from holdfast.store.retention import Keep
@@ -96,6 +98,88 @@ def test_records_there_equal_the_plain_loop(tmp_path):
             assert same(script.state(), states[step]), step
     assert PLAYED.runtime.pins > 0 and PLAYED.runtime.pinned == {}
     assert all(PLAYED.events)
+
+
+def test_replay_without_the_script_is_there(tmp_path):
+    """``holdfast compact`` makes a base of the newest step."""
+    states = plain_loop(5)
+    train(tmp_path, steps=5, stop=5, base_every=100)
+    assert compact(tmp_path, None).base.step == 5
+    script = Script()
+    with Checkpointer(tmp_path, model=script.model, optimizer=script.optimizer) as again:
+        assert again.resume() == 5 and same(script.state(), states[5])
+
+
+@pytest.mark.parametrize("codec", [TopK(0.2), Int8(16)], ids=str)
+def test_compressed_records_come_back_there(tmp_path, codec):
+    """The gradients of a step are compressed together, and each is expanded by itself."""
+    _, states = train(tmp_path, codec=codec)
+    for step in (7, 5, 2):
+        script = Script()
+        again = Checkpointer(
+            tmp_path, model=script.model, optimizer=script.optimizer, codec=codec, keep=Keep(9)
+        )
+        with again, pytest.warns(UserWarning, match="state-exact"):
+            assert again.resume(step=step) == step
+            assert same(script.state(), states[step]), step
+
+
+def test_threads_say_which_device_is_theirs(tmp_path):
+    """Waiting for an event or pinning memory on a thread of device 0 makes a context there."""
+    train(tmp_path)
+    assert set(PLAYED.syncs) == {"holdfast-recorder"} and PLAYED.runtime.pins
+    assert PLAYED.without_device == []
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_gradients_are_staged_where_there_is_room(tmp_path, monkeypatch, free):
+    states, streams = plain_loop(4), []
+    monkeypatch.setattr(Module, "mem_get_info", lambda module, device=None: (free, 1 << 40))
+    monkeypatch.setattr(Played, "record_stream", lambda tensor, stream: streams.append(stream))
+    _, found = train(tmp_path, steps=4, base_every=100)
+    assert bool(streams) == bool(free) and all(same(found[i], states[i]) for i in states)
+
+
+def test_staging_ends_when_memory_runs_out(tmp_path, monkeypatch):
+    tries = []
+
+    def full(sources):
+        tries.append(len(sources))
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(leaving, "_joined", full)
+    states = plain_loop(4)
+    _, found = train(tmp_path, steps=4, base_every=100)
+    assert tries == [5] and all(same(found[i], states[i]) for i in states)
+
+
+def test_random_numbers_of_the_device_go_on(tmp_path):
+    """What the device's generator was after the step that is resumed."""
+    for steps in (4, 6):
+        script = Script()
+        with Checkpointer(tmp_path, model=script.model, optimizer=script.optimizer) as checkpointer:
+            for i in range(checkpointer.resume(), steps):
+                assert i < 4 or PLAYED.state[0] == i
+                script.step(i)
+                PLAYED.state[0] = i + 1
+                checkpointer.step()
+        PLAYED.state[0] = 99
+
+
+def test_random_numbers_an_update_draws_there_are_replayed(monkeypatch):
+    before = generators()
+    PLAYED.state[3] = 7
+    drawn = drawn_since(before)
+    draw_again(drawn)
+    assert PLAYED.state[3] == 0 and drawn_since(before) is None
+
+
+def test_unrecorded_random_numbers_are_refused(tmp_path, monkeypatch):
+    monkeypatch.delattr(Module, "get_rng_state_all")
+    script = Script()
+    with pytest.raises(BadInput, match="random numbers of played is not recorded"):
+        Checkpointer(tmp_path / "run", model=script.model, optimizer=script.optimizer)
+    assert not (tmp_path / "run").exists()
 
 
 # Copies that somebody waits for

@@ -285,6 +285,18 @@ LIB.impl("empty.memory_format", made(aten.empty.memory_format))
 LIB.impl("empty_strided", made(aten.empty_strided.default))
 
 
+def copied_from(source, target, non_blocking=False):
+    """What ``torch.tensor(..., device=)`` and others make of a copy."""
+    plain(target).copy_(plain(source))
+    PLAYED.listener.copies(plain(target), plain(source))
+    return target
+
+
+LIB.impl("_copy_from", copied_from)
+AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+AUTOCAST.fallback(torch.library.fallthrough_kernel)  # it can be on, and casts nothing
+
+
 @pytest.fixture
 def played(monkeypatch):
     """The device is available, and as new."""

@@ -23,10 +23,11 @@ from holdfast.errors import BadInput, ModelNotSupported
 from holdfast.offload.blocks import find_blocks
 from holdfast.offload.device import open_device
 from holdfast.offload.measure import measure
+from holdfast.offload.runtime import Step
 from holdfast.probe.copies import measure_copies
-from plain_loops import PLACEMENTS, model_with_a_frozen_parameter, plain_loop
+from plain_loops import PLACEMENTS, model_with_a_frozen_parameter
 from played_device import HERE, PLAYED, Played, played  # noqa: F401
-from training import adamw, batches, decoder, differing, stored
+from training import adamw, batches, decoder, differing, state_of, stored
 
 pytestmark = pytest.mark.usefixtures("played")
 
@@ -37,6 +38,23 @@ def engine_of(directory, model=None, **options):
     options = {"dtype": "fp32", "device": "played", "sample": batches(0, 1)[0], "micro_batches": 2} | options
     with holdfast.offload(model, adamw(model), directory, **options) as engine:
         yield engine
+
+
+def loop_there(steps):
+    """Losses of a plain loop whose gradients are computed on the device, and what it trains on the host."""
+    model, there = model_with_a_frozen_parameter(), model_with_a_frozen_parameter().to(HERE)
+    optimizer, losses = adamw(model, fused=True), []
+    for step in range(steps):
+        loss = there(**on_device(batches(step, 1)[0]))
+        loss.backward()
+        losses.append(loss.detach().to("cpu").item())
+        for host, device in zip(model.parameters(), there.parameters(), strict=True):
+            host.grad, device.grad = None if device.grad is None else device.grad.to("cpu"), None
+        optimizer.step()
+        with torch.no_grad():
+            for host, device in zip(model.parameters(), there.parameters(), strict=True):
+                device.copy_(host)
+    return losses, state_of(model, optimizer)
 
 
 def on_device(tree):
@@ -57,15 +75,10 @@ def on_device(tree):
 )
 def test_training_there_equals_the_plain_loop(tmp_path, options):
     model = model_with_a_frozen_parameter()
-    losses, _, states = plain_loop(1, None)
-    optimizer = adamw(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
-    with holdfast.offload(
-        model, optimizer, tmp_path, scheduler=scheduler, dtype="fp32", device="played",
-        sample=batches(0, 1)[0], micro_batches=1, **options,
-    ) as engine:  # fmt: skip
-        assert [engine.step(batches(step, 1)) for step in range(3)] == losses[:3]
-    assert differing(stored(tmp_path), states[2]) == []
+    losses, state = loop_there(3)
+    with engine_of(tmp_path, model, micro_batches=1, **options) as engine:
+        assert [engine.step(batches(step, 1)) for step in range(3)] == losses
+    assert differing(stored(tmp_path), state) == []
     assert PLAYED.runtime.pins > 0 and PLAYED.runtime.pinned == {}
 
 
@@ -371,12 +384,14 @@ def test_per_block_clipping_waits_once_a_step(tmp_path):
     assert waits["per_block"] == waits["defer"]
 
 
-def test_per_block_clipping_there_equals_the_hosts(tmp_path):
+def test_late_clipping_is_that_of_an_early_decision(tmp_path, monkeypatch):
+    """Whether each block is decided on when it is updated, or as soon as its norm is asked for."""
     states = []
-    for device in ("played", "cpu"):
-        with engine_of(tmp_path / device, clip_norm=0.05, clipping="per_block", device=device) as engine:
-            for step in range(2):
-                engine.step(batches(step, 2))
+    for early in (False, True):
+        if early:
+            monkeypatch.setattr(Step, "settle_later", lambda step, unit, decide: decide())
+        with engine_of(tmp_path / str(early), clip_norm=0.05, clipping="per_block") as engine:
+            engine.step(batches(0, 2))
             states.append(engine.state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[1])
 
@@ -405,6 +420,7 @@ def test_emulated_bf16_is_warned_of(tmp_path):
         pass
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 @pytest.mark.parametrize("part", ["block", "inside"])
 def test_recorded_graphs_of_blocks_are_refused(tmp_path, part):
     model = decoder(blocks=3)

@@ -292,9 +292,7 @@ class Tap:
         if slot is None:
             return None, None
         stored = {name: what for name, what in consumed.items() if name in self._stored}
-        part = self._codec.write(slot, index, stored)
-        slot.begun()
-        return part, None
+        return self._codec.write(slot, index, stored), None
 
     def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Clip ``grads``, if that was asked for. Returns what they were multiplied by."""

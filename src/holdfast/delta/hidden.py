@@ -26,7 +26,6 @@ from torch import nn
 
 from ..errors import BadInput
 from ..state.atoms import CARRIED
-from ..state.cuts import is_distributed
 from ..state.dtypes import TO_NAME
 from ..state.encoding import decode, encode
 from ..state.live import LiveState
@@ -534,10 +533,6 @@ class StateCheck:
                 f"{kind} keeps state under the name {taken[0]!r}, which commits need for themselves:"
                 " keep it under another"
             )
-        for key, slots in held:
-            for slot, value in slots.items():
-                if isinstance(value, torch.Tensor) and not is_distributed(value):
-                    refuse_unstorable(value, f"{kind}.state[{state.name_of[id(key)]}][{slot!r}]")
         for parameter in state.parameters:
             state.owned(parameter)
 

@@ -13,6 +13,7 @@ from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.capture import aliases_of
 from ..state.live import LiveState
+from ..state.prepared import refuse_away
 from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
@@ -21,7 +22,13 @@ from .entering import look
 from .hidden import OwnState, StateCheck
 from .holder import replay_info
 from .hooks import Hook, with_hook
-from .options import optimizers_of, refuse_renormalised, refuse_taken, refuse_without_values
+from .options import (
+    optimizers_of,
+    refuse_renormalised,
+    refuse_sparse_gradients,
+    refuse_taken,
+    refuse_without_values,
+)
 from .passing import PassingBuffers
 from .powersgd import PowerState
 from .recovery import Recovered
@@ -70,6 +77,8 @@ class Loop:
         self.ranks, self.codec, self.after_update = ranks, codec, after_update
         self.optimizers = optimizers_of(optimizer)
         refuse_renormalised(model)
+        refuse_sparse_gradients(model, self.optimizers)
+        refuse_away(model)
         refuse_without_values(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
@@ -109,8 +118,6 @@ class Loop:
         self.exactness: Literal["state", "continuation"] = "continuation"
         self.rates: dict[str, float] = {}
         """By which the next recovery is predicted."""
-        self.durable_before = -1
-        """What the log of the run says was durable before this process."""
 
     @property
     def is_elementwise(self) -> bool:
@@ -230,6 +237,7 @@ class Loop:
             self._checks[number].look(self.state)
             self._tell_of_own(number)
         if self._is_first and updates:
+            self.state.refuse_odd_state()
             self._is_first = False  # once is enough
             _tell_of_frozen(self.state, self._trained, updates)
         self.note()

@@ -23,6 +23,7 @@ from holdfast import failpoints
 from ..errors import BadInput
 from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
+from ..state.plain import is_plain, odd_kind
 from ..state.progress import hyper_parameters
 from .codecs import Codec, Trained, trained_of
 from .drawing import drawn_since, generators
@@ -269,7 +270,7 @@ class Tap:
             if parameter.grad is None:
                 without.append(name)
             else:
-                _refuse_sparse(name, parameter.grad)
+                _refuse_odd(name, parameter.grad)
                 trained.append((name, parameter))
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
@@ -313,9 +314,7 @@ class Tap:
         if slot is None:
             return None, None
         stored = {name: what for name, what in consumed.items() if name in self._stored}
-        part = self._codec.write(slot, index, stored)
-        slot.begun()
-        return part, None
+        return self._codec.write(slot, index, stored), None
 
     def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Clip ``grads``, if that was asked for. Returns what they were multiplied by."""
@@ -428,10 +427,11 @@ def _refuse_scaled(codec: Codec, consumed: dict[str, float]) -> None:
         )
 
 
-def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
-    if grad.layout != torch.strided:
+def _refuse_odd(name: str, grad: torch.Tensor) -> None:
+    if not is_plain(grad):
         raise BadInput(
-            f"the gradient of {name} is sparse, which records do not hold: build it with sparse=False"
+            f"the gradient of {name} is {odd_kind(grad)}, which records do not hold. Build an embedding with"
+            " sparse=False; make other gradients plain tensors before the step (parameter.grad.to_dense())."
         )
 
 

@@ -21,6 +21,7 @@ from .capture import Captured, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, is_distributed, local_of
 from .dtypes import TO_NAME
 from .encoding import decode, encode, laid_out
+from .plain import is_plain, odd_kind
 from .stretches import Region, copy_common, is_nothing
 
 BUFFERS = "buffers"
@@ -144,6 +145,14 @@ class LiveState:
                     " parameters, such as AdamW or Muon."
                 )
         return dict(_held(parameter.name, slot, tensor) for slot, tensor in held.items())
+
+    def refuse_odd_state(self) -> None:
+        """Raise ``BadInput`` for what an optimizer holds now and no base could. Takes longer than ``owned``."""
+        for parameter in self.parameters:
+            for key, (_, tensor) in self.owned(parameter).items():
+                if kind := "on meta" if tensor.is_meta else odd_kind(tensor):
+                    raise _refused_kind(key, kind)
+        self.values()
 
     def residuals_held(self) -> Held:
         """The residuals of stored parameters as they are now, or of all where each rank has its own; subspaces too."""
@@ -389,11 +398,20 @@ def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:
 
 
 def _held(name: str, slot: str, tensor: torch.Tensor) -> tuple[str, tuple[Atom, torch.Tensor]]:
+    if not is_plain(tensor):
+        raise _refused_kind(f"{name}/{slot}", odd_kind(tensor))
     if tensor.dtype not in TO_NAME:
-        raise BadInput(f"{name}/{slot} is {tensor.dtype}, which commits do not hold")
+        raise _refused_kind(f"{name}/{slot}", str(tensor.dtype))
     tensor = local_of(tensor)
     atom = Atom(name, slot, tuple(tensor.shape), TO_NAME[tensor.dtype])
     return atom.key, (atom, tensor)
+
+
+def _refused_kind(key: str, kind: str | None) -> BadInput:
+    return BadInput(
+        f"{key} is {kind}, which commits do not hold. Take an optimizer that keeps plain tensors with values, of a type"
+        " such as float32."
+    )
 
 
 def _mismatch(what: str) -> RunMismatch:

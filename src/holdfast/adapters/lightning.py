@@ -22,6 +22,7 @@ from lightning.pytorch.trainer.states import RunningStage
 
 from ..checkpointer import Checkpointer
 from ..errors import BadInput, RunMismatch
+from ..regular import home_path
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
 from ..watch.recovery import progress_bar
@@ -41,7 +42,7 @@ class HoldfastCallback(Callback):
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
-        self.run, self.options = Path(run), options
+        self.run, self.options = home_path(run), options
         self._fit: Fit | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .accelerators import devices_of, refuse_unrecorded
 from .delta import tier
 from .delta.codecs import Codec, Exact
 from .delta.loop import Loop, is_no_place
@@ -139,6 +140,8 @@ class Checkpointer:
         def prepare() -> None:
             refuse_with_fsdp1(self._loop.state, codec, after_update, averages, replica, clip_norm)
             refuse_clipping(self._loop.state, clip_norm)
+            self._loop.state.refuse_odd_state()
+            refuse_unrecorded(devices_of(p.parameter for p in self._loop.state.parameters))
             if replica is False:
                 self._survival: Survival = Recording(self._loop, self._options, self._events)
             else:

@@ -214,7 +214,7 @@ class Host:
                 clip_as_told(record, parts)
                 apply(self._state, [Taken(record, parts)])
             failpoints.reach("after_replica_update")
-            standing = {"values": self._state.values(), **beside_records(self._progress)}
+            standing = {**self._state.standing(), **beside_records(self._progress)}
             self._step, self._progress = about["step"], {**record["progress"], **standing}
             self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step)
             if not self._equal:
@@ -249,7 +249,7 @@ class Host:
         if self._base_step == self._step:
             self._say(base=self._base_step, of=self._state_number)
             return
-        self._base_progress = {**self._progress, "values": self._state.values()}
+        self._base_progress = {**self._progress, **self._state.standing()}
         self._bases.begin()
         if self._bases.left_bytes <= self._terms.memory:
             self._bases.stage(self._step, self._bases.left_bytes)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from holdfast import failpoints
 
+from ..accelerators import use_device
 from ..errors import BadInput, WriterHung
 from ..store.journal import JournalWriter, Record
 from ..units import PAGE
@@ -302,6 +303,8 @@ class Recorder:
 
     def _work(self) -> None:
         one_torch_thread()
+        for device in self._pool.devices[:1]:
+            use_device(device)
         while True:
             with self._changed:
                 group = self._next_group()

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast import failpoints
 
+from ..accelerators import devices_of
 from ..events import EventLog
 from ..store import entering
 from ..store.local import LocalStore
@@ -17,7 +18,6 @@ from . import kept
 from .agreement import Agreement
 from .allotment import Allotment
 from .division import owned_by
-from .leaving import devices_of
 from .loop import Loop
 from .options import Options
 from .pace import Means, Pace
@@ -244,3 +244,5 @@ class Recording(Survival):
     def let_go(self) -> None:
         if self._pool is not None:
             self._pool.close()
+        if self._pace is not None:
+            self._pace.bases.let_go()

@@ -17,6 +17,7 @@ from typing import Any
 
 from holdfast import failpoints
 
+from ..accelerators import devices_of
 from ..errors import BadInput, Damaged, RunLocked
 from ..events import EventLog
 from ..ranks import Ranks
@@ -29,7 +30,6 @@ from . import drift, kept, tier
 from .agreement import Agreement
 from .codecs import Exact
 from .helper import Helper
-from .leaving import devices_of
 from .post import Post
 from .rebuild import describe, refuse_what_cannot_be_rebuilt
 from .recorder import Sealed
@@ -88,7 +88,7 @@ class Replica:
         self._states = 0
         """That were handed over."""
         self._helper = Helper(self._hear, deadline_seconds)
-        self._post = Post(self._send)
+        self._post = Post(self._send, devices_of(p.parameter for p in state.parameters))
         self.agreement: Agreement | None = None
         """With other ranks, where there are some."""
         self._started = False

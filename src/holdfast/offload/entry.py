@@ -22,6 +22,7 @@ from ..events import EventLog
 from ..plan.work import Clipping
 from ..ranks import Ranks
 from ..regular import home_path
+from ..state.prepared import refuse_in_block, refuse_prepared
 from ..state.progress import hyper_parameters
 from ..store.entering import begin, see_alike
 from ..store.files import AnyDisk
@@ -41,6 +42,7 @@ from .checks import (
     check_clipping,
     check_compiled,
     check_counts,
+    check_graphs,
     check_recorded,
     check_renormalised,
     check_sample,
@@ -48,6 +50,7 @@ from .checks import (
     check_zeroth,
     warn_of_slow_bf16,
 )
+from .defaults import on_host_by_default
 from .device import open_device
 from .drives import Drives
 from .engine import Engine
@@ -62,9 +65,17 @@ from .progress import UserState
 from .resume import newest_commit, progress_here, same_files
 from .scaling import LossScale
 from .steps import Rules
-from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
+from .takeover import (
+    refuse_emptied,
+    refuse_held,
+    refuse_open,
+    refuse_partly_empty,
+    switch_off_cache,
+    take_over,
+)
 
 
+@on_host_by_default
 def offload(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -229,6 +240,7 @@ def offload(
                 schedule = ZEROTH
             refuse_alone_only(fellows, schedule)
             check_sample(sample)
+            refuse_prepared(model)
             check_recorded(model)
             check_renormalised(model)
             if disk is None:
@@ -243,6 +255,8 @@ def offload(
             refuse_open(model)
             parts = Parts.of(model, optimizer, dtype, blocks, fellows.control)
             check_compiled(model, parts.blocks)
+            for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
+                refuse_in_block(name, block)
             rules = Rules(
                 schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
                 clip_norm=clip_norm, clipping=clipping,
@@ -267,8 +281,9 @@ def offload(
                 parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
             )
             target = open_device(device)
+            check_graphs(target.torch_device, parts.blocks)
             if fellows.rank == 0:
-                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=2)
+                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=3)
             budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
             shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(
@@ -304,7 +319,7 @@ def offload(
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         found = _found(store, parts, fellows.control)
         beginning, stored, preflight = _ready(
-            store, parts, user, plan, budget, confirm, source, found, placed, fellows.control
+            store, parts, user, plan, budget, confirm, source, init, found, placed, fellows.control
         )
         before = store.names() if found is None and fellows.alone else None
         switch_off_cache(model)
@@ -355,6 +370,7 @@ def _ready(
     budget: Budget,
     confirm: Callable[[Preflight], None] | None,
     source: Opens | None,
+    init: Callable[[nn.Module], Any] | None,
     found: Manifest | None,
     drives: Drives,
     ranks: Ranks,
@@ -364,6 +380,8 @@ def _ready(
     with ranks.agreeing():
         if found is None:
             refuse_emptied(parts.captured)
+            if source is None and init is None:
+                refuse_partly_empty(parts.captured)
         stored = stored_units(parts, store, drives)
         if found is not None and ranks.alone and not found.shares:
             same_files(stored, store, found)

@@ -22,13 +22,13 @@ def newest_commit(store: LocalStore, parts: Parts) -> Manifest:
     Raises ``RunMismatch`` if it is another model's, ``Damaged`` if none is whole.
     """
     for problem in restore_index(store, parts.index()):
-        warnings.warn(f"the model says the same, so it was written anew: {problem}", stacklevel=6)
+        warnings.warn(f"the model says the same, so it was written anew: {problem}", stacklevel=7)
     readable = _newest_readable(store)
     if readable is not None:
         _same_model(parts, store, readable)
     manifest, damaged = store.newest_whole()
     for problem in dict.fromkeys(map(str, damaged)):
-        warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=6)
+        warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=7)
     _same_model(parts, store, manifest)
     return manifest
 

@@ -23,6 +23,7 @@ from .. import rng
 from ..blocks import install
 from ..boundaries import Boundary, Delivery, Graph, refuse_hidden
 from ..changes import Watch
+from ..defaults import callers_default
 from ..microbatches import BlockCall, Returned, autocast_as, casts, extract_loss, without_autocast
 from ..residency import Gradients
 from ..runtime import Runtime, Step
@@ -61,7 +62,7 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
         boundary = _reach(run, step, m, block)
         del batch.boundaries[block]
         args, kwargs, _ = boundary.inputs()
-        with autocast_as(boundary.autocast):
+        with autocast_as(boundary.autocast), callers_default():
             output = run.patch.forwards[block](*args, **kwargs)
     _deliver(run, step, m, boundary, output)
     if block == len(run.blocks) - 1:
@@ -77,7 +78,7 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
         del batch.boundaries[block]
         args, kwargs, _ = boundary.inputs()
         _enter(run, step, m, rng.inside(block))
-        with autocast_as(boundary.autocast):
+        with autocast_as(boundary.autocast), callers_default():
             output = run.patch.forwards[block](*args, **kwargs)
         _deliver(run, step, m, boundary, output)
         if block == len(run.blocks) - 1:
@@ -190,7 +191,7 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
     """The block's own forward, with its random numbers, and a check that it left all else alone."""
     watch = Watch(args, kwargs, run.patch.blocks.buffer_holders[boundary.block])
     _enter(run, step, m, rng.inside(boundary.block))
-    with autocast_as(boundary.autocast):
+    with autocast_as(boundary.autocast), callers_default():
         output = run.patch.forwards[boundary.block](*args, **kwargs)
     watch.refuse_changes(run.blocks[boundary.block].name)
     return output

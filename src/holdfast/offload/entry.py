@@ -21,6 +21,7 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..plan.work import Clipping
 from ..ranks import Ranks
+from ..regular import home_path
 from ..state.prepared import refuse_in_block, refuse_prepared
 from ..state.progress import hyper_parameters
 from ..store.entering import begin, see_alike
@@ -211,6 +212,7 @@ def offload(
     if another rank fails or does not come. Of several ranks, what fails once files are made (``init``, a full disk)
     leaves them behind, without a commit: remove the directory.
     """
+    ssd = home_path(ssd) if disk is None else ssd
     fellows = Fellows.here(deadline_seconds)
     queue = store = run = engine = None
     before: set[str] | None = None

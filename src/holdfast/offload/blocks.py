@@ -168,6 +168,22 @@ def _repeats(module: nn.ModuleList) -> bool:
     return len(module) > 0 and len({type(child) for child in module}) == 1
 
 
+def configurations(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return every configuration of ``model`` and its modules, and those inside of them, each once, by a name."""
+    found: dict[int, tuple[str, Any]] = {}
+
+    def visit(name: str, config: Any) -> None:
+        if not hasattr(config, "to_dict") or isinstance(config, type) or id(config) in found:
+            return
+        found[id(config)] = name, config
+        for key, value in vars(config).items():
+            visit(f"{name}.{key}", value)
+
+    for path, module in model.named_modules():
+        visit(join("model" if not path else f"model.{path}", "config"), getattr(module, "config", None))
+    return list(found.values())
+
+
 def owned_parameters(
     model: nn.Module, captured: Captured, blocks: Blocks
 ) -> tuple[list[list[Owned]], list[Owned]]:

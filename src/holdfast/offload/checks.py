@@ -16,7 +16,7 @@ from ..plan.orders import ORDERS
 from ..plan.work import CLIPPING
 from ..probe.host import product_seconds
 from ..update.mezo import epsilon_of
-from .blocks import Blocks
+from .blocks import Blocks, configurations
 from .planning import SCHEDULES, Budget
 from .scaling import LossScale
 
@@ -116,13 +116,14 @@ RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 def check_recorded(model: nn.Module) -> None:
     """Blocks run apart from the model's forward, so what it would record of them while they run is not there."""
-    for name in RECORDED:
-        if getattr(getattr(model, "config", None), name, False):
-            lost = "; experts are then trained without their balancing loss" if "router" in name else ""
-            raise ModelNotSupported(
-                f"model.config.{name} records what happens inside of blocks, and these run apart from the model's"
-                f" forward. Set model.config.{name} = False{lost}."
-            )
+    for path, config in configurations(model):
+        for name in RECORDED:
+            if getattr(config, name, False):
+                lost = "; experts are then trained without their balancing loss" if "router" in name else ""
+                raise ModelNotSupported(
+                    f"{path}.{name} records what happens inside of blocks, and these run apart from the model's"
+                    f" forward. Set {path}.{name} = False{lost}."
+                )
 
 
 def check_renormalised(model: nn.Module) -> None:

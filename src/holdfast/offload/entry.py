@@ -69,6 +69,7 @@ from .takeover import (
     refuse_open,
     refuse_partly_empty,
     switch_off_cache,
+    switch_on_cache,
     take_over,
 )
 
@@ -177,8 +178,9 @@ def offload(
     ``"speculate"``, whether it clips or not.
 
     ``normalize`` says what a micro-batch counts in the step's gradient: all the same, or ``"tokens"``: by the target
-    tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row for causal
-    language models, which shift them); or a function from a micro-batch to its number.
+    tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row where the
+    model's loss does not count it, since it shifts labels: it is asked, once, by a forward pass of two micro-batches);
+    or a function from a micro-batch to its number.
 
     ``init`` initialises what one module itself holds, where parameters are on ``meta``; without it that is done by
     ``reset_parameters`` and the model's ``_init_weights``.
@@ -212,6 +214,7 @@ def offload(
     fellows = Fellows.here(deadline_seconds)
     queue = store = run = engine = None
     before: set[str] | None = None
+    caches: list[Any] = []
     try:
         with fellows.control.agreeing():
             check_choices(schedule, order, normalize, delayed_fraction, recomputed_fraction)
@@ -317,7 +320,7 @@ def offload(
             store, parts, user, plan, budget, confirm, source, init, found, placed, fellows.control
         )
         before = store.names() if found is None and fellows.alone else None
-        switch_off_cache(model)
+        caches = switch_off_cache(model)
         share_heaps()
         begin(store, fellows.control, found)
         fellows.control.first_does(lambda: store.take_drives(placed.all))
@@ -331,7 +334,7 @@ def offload(
             engine = Engine(
                 run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
                 events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
-                update_workers=update_workers,
+                update_workers=update_workers, caches=caches,
             )  # fmt: skip
         engine.begin(found, beginning)
         with fellows.control.agreeing():
@@ -340,6 +343,7 @@ def offload(
         return engine
     except BaseException as error:
         fellows.close()  # who waits for this rank need not
+        switch_on_cache(caches)
         if engine is not None:
             engine.give_up()
         if queue is not None:

@@ -16,7 +16,7 @@ from ..plan.orders import ORDERS
 from ..plan.work import CLIPPING
 from ..probe.host import product_seconds
 from ..update.mezo import epsilon_of
-from .blocks import Blocks, configurations
+from .blocks import Blocks, candidates, configurations, parameter_bytes
 from .planning import SCHEDULES, Budget
 from .scaling import LossScale
 
@@ -200,6 +200,21 @@ def check_zeroth(
         epsilon_of(groups)
     except ValueError as error:
         raise BadInput(f"{error}. Give all groups of MeZO the same.") from None
+
+
+def warn_of_resident(model: nn.Module, blocks: Blocks, stacklevel: int) -> None:
+    """Warn where blocks that nobody has chosen have less than half of the parameters, and others might be added."""
+    streamed, whole = sum(map(parameter_bytes, blocks.modules)), parameter_bytes(model)
+    others = [(name, each) for name, each in candidates(model) if each[0] not in blocks.modules]
+    others = [(name, each) for name, each in others if any(True for _ in each[0].children())]
+    if others and 2 * streamed < whole:
+        name, other = others[0]
+        warnings.warn(
+            f"blocks are {blocks.summary}, with {streamed / whole:.0%} of the parameters; all others stay in memory,"
+            f" with their optimizer state. {name} has {parameter_bytes(other) / whole:.0%}: to stream both, pass"
+            " blocks=[*one, *other], in the order in which they run",
+            stacklevel=1 + stacklevel,
+        )
 
 
 MANY = 4

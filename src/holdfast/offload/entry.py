@@ -47,6 +47,7 @@ from .checks import (
     check_sample,
     check_stateful,
     check_zeroth,
+    warn_of_resident,
     warn_of_slow_bf16,
 )
 from .device import open_device
@@ -135,7 +136,8 @@ def offload(
     another list, files are read where they are, and written to their new places when the run goes on. Several ranks
     give the same list, of directories that all of them see.
 
-    ``blocks`` are streamed, one at a time; without it they are the longest ``nn.ModuleList`` of one class. A list of
+    ``blocks`` are streamed, one at a time; without it they are the ``nn.ModuleList`` of one class with most bytes of
+    parameters; a warning says so where that leaves more than half in memory and there is another list. A list of
     modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
 
     ``delayed_fraction`` of the blocks, spread evenly, are updated beside the next step's forward pass, with the
@@ -282,6 +284,8 @@ def offload(
             target = open_device(device)
             if fellows.rank == 0:
                 warn_of_slow_bf16(target.torch_device, dtype, stacklevel=2)
+                if blocks is None:
+                    warn_of_resident(model, parts.blocks, stacklevel=2)
             budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
             shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(

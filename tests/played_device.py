@@ -25,6 +25,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 KIND = "played"
 aten = torch.ops.aten
+COPIES = (aten._to_copy.default, aten.copy_.default, aten._foreach_copy_.default)
 
 
 class Stream:
@@ -235,7 +236,7 @@ def run(func, args, kwargs):
     """Do ``func`` on the host. Raises ``RuntimeError`` where tensors of the host and of the device would mix."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     to = kwargs.get("device")
-    crosses = func in (aten._to_copy.default, aten.copy_.default) or to is not None
+    crosses = func in COPIES or to is not None
     odd = [x for x in tensors if not isinstance(x, Played) and x.dim()]
     if odd and len(odd) < len(tensors) and not crosses:
         raise RuntimeError(
@@ -248,6 +249,10 @@ def run(func, args, kwargs):
     if func is aten.copy_.default:
         PLAYED.listener.copies(*host_args[:2])
         return args[0]
+    if func is aten._foreach_copy_.default:
+        for pair in zip(*host_args[:2], strict=True):
+            PLAYED.listener.copies(*pair)
+        return None
     if crosses and func is aten._to_copy.default and len(odd) + (to is not None):
         PLAYED.listener.allocates(out, on_host=torch.device(to or HERE).type != KIND)
         PLAYED.listener.copies(out, host_args[0])

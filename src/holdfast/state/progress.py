@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import RunMismatch
+from ..accelerators import random_states, set_random_states
+from ..errors import BadInput, RunMismatch
 from ..units import counted
 from .encoding import decode, encode
 
@@ -23,6 +24,9 @@ OF_VERSIONS = {
     *("_scale_fn_ref", "_scale_fn_custom", "_anneal_func_type", "_schedule_phases"),
 }
 """In the state of a schedule: what some versions of torch keep and others do not."""
+
+HOST_GENERATORS = {"python", "numpy", "torch"}
+"""What ``random_state`` has of every process."""
 
 ELASTIC = (
     "a loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and one of your own that"
@@ -34,6 +38,11 @@ ELASTIC = (
 def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of an optimizer's parameter ``groups``, as JSON. Raises ``BadInput`` naming the first that cannot be stored by
     value."""
+    for number, group in enumerate(groups):
+        if odd := [key for key in group if type(key) is not str]:
+            raise BadInput(
+                f"param_groups[{number}] has the key {odd[0]!r}, and commits have texts as keys: use one"
+            )
     return [
         {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
         for i, group in enumerate(groups)
@@ -192,24 +201,22 @@ def _is_of_one_rank(loader: Any, progress: Mapping[str, Any]) -> bool:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's global generators (and of every CUDA device in use)."""
+    """The states of the global generators of Python, NumPy and torch, and by its type ("cuda") of an accelerator's, if
+    one is in use."""
     version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
+    return {
         "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
+        **random_states(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the global generators to ``state``; CUDA states go to as many devices as there are."""
+    """Set the global generators to ``state``; those of accelerators go to as many devices as there are of the type."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    for device, cuda_state in enumerate(state.get("cuda", ())):
-        if device < torch.cuda.device_count():
-            torch.cuda.set_rng_state(cuda_state, device)
+    for kind in state.keys() - HOST_GENERATORS:
+        set_random_states(kind, state[kind])

@@ -52,7 +52,6 @@ from .sources import From, begin_from
 from .store.local import LocalStore
 from .store.places import check_place
 from .store.retention import Keep
-from .store.witness import last_durable, refuse_emptied
 from .units import GiB
 
 
@@ -139,6 +138,7 @@ class Checkpointer:
         def prepare() -> None:
             refuse_with_fsdp1(self._loop.state, codec, after_update, averages, replica, clip_norm)
             refuse_clipping(self._loop.state, clip_norm)
+            self._loop.state.refuse_odd_state()
             refuse_unrecorded(devices_of(p.parameter for p in self._loop.state.parameters))
             if replica is False:
                 self._survival: Survival = Recording(self._loop, self._options, self._events)
@@ -235,14 +235,11 @@ class Checkpointer:
         try:
             self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
-            self._loop.durable_before = self._ranks.first_does(lambda: last_durable(self._events.path))
             found = self._survival.enter(self._store, asked)
-            if found is None:
-                refuse_emptied(self._store.root, self._loop.durable_before)
-                if target:
-                    raise BadInput(
-                        f"{self._store.root} has no step yet; call resume() without one to begin the run"
-                    )
+            if found is None and target:
+                raise BadInput(
+                    f"{self._store.root} has no step yet; call resume() without one to begin the run"
+                )
             self._go_on_from(found, start)
             self._survival.begin(found)
             self._watch()

@@ -56,7 +56,7 @@ def _replayed(reader: RunReader, step: int, tip: int | None) -> Source:
     state, progress = state_at(reader.root, step, tip)
     owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
     aliases = progress.pop("aliases")
-    progress = {**progress, "step": step, "values": state.values()}
+    progress = {**progress, "step": step, **state.standing()}
     progress["replay"] = replay_info(state, after_update=False)
     found = InMemory(f"{reader.root}@{step}", "holdfast", owned + list(state.buffers().values()), progress)
     found.aliases = aliases

@@ -221,7 +221,9 @@ def convert(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="What is made; not there yet.")],
     to: Annotated[
         str,
-        typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp or deepspeed."),
+        typer.Option(
+            "--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp, deepspeed or torch."
+        ),
     ],
     dtype: Annotated[
         str | None,
@@ -244,7 +246,9 @@ def convert(
     model: Annotated[
         Path | None,
         typer.Option(
-            "--model", metavar="FOLDER", help="The Hugging Face folder that a script's run trained."
+            "--model",
+            metavar="FOLDER",
+            help="Hugging Face's folder of the model or adapter that a script trained.",
         ),
     ] = None,
     json: AsJson = False,

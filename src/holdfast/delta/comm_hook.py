@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import BadInput
+from ..state.plain import flat_bytes
 from .averaging import averaged
 from .lossy import TopK
 from .sparse import Arrays, spread
@@ -121,7 +122,7 @@ def _expand(codec: TopK, arrays: Arrays, elements: int, dtype: torch.dtype) -> t
 
 
 def _bytes(array: torch.Tensor) -> torch.Tensor:
-    return array.contiguous().view(torch.uint8)
+    return flat_bytes(array)
 
 
 def _wide(grad: torch.Tensor) -> torch.dtype:

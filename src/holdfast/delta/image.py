@@ -6,6 +6,7 @@ import torch
 
 from ..io.buffers import Buffer
 from ..state.dtypes import TO_NAME
+from ..state.plain import flat_bytes
 from ..store.layout import METADATA, Layout
 
 
@@ -32,7 +33,7 @@ class Image:
     def _bytes_of(self, key: str) -> torch.Tensor:
         """All bytes of a tensor in C order. One that does not lie in memory so is copied, and kept while it is used."""
         if self._flat[0] != key:
-            self._flat = (key, self._tensors[key].contiguous().reshape(-1).view(torch.uint8))
+            self._flat = (key, flat_bytes(self._tensors[key]))
         return self._flat[1]
 
 

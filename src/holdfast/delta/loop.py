@@ -13,15 +13,22 @@ from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.capture import aliases_of
 from ..state.live import LiveState
+from ..state.prepared import refuse_away
 from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
 from .comm_hook import HookState
 from .entering import look
-from .hidden import Marks, hidden_in, told_of_hidden
+from .hidden import OwnState, StateCheck
 from .holder import replay_info
 from .hooks import Hook, with_hook
-from .options import optimizers_of, refuse_renormalised, refuse_taken, refuse_without_values
+from .options import (
+    optimizers_of,
+    refuse_renormalised,
+    refuse_sparse_gradients,
+    refuse_taken,
+    refuse_without_values,
+)
 from .powersgd import PowerState
 from .recovery import Recovered
 from .script import Script
@@ -69,6 +76,8 @@ class Loop:
         self.ranks, self.codec, self.after_update = ranks, codec, after_update
         self.optimizers = optimizers_of(optimizer)
         refuse_renormalised(model)
+        refuse_sparse_gradients(model, self.optimizers)
+        refuse_away(model)
         refuse_without_values(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
@@ -91,7 +100,10 @@ class Loop:
         """Parameters that did not require gradients at the first look."""
         self._looks: list[int] = []
         """Steps of which the last looks were."""
-        self._hidden: list[dict[str, Marks]] = []
+        self._own = [OwnState(optimizer) for optimizer in self.optimizers]
+        self._checks = [StateCheck(optimizer) for optimizer in self.optimizers]
+        self._told_of_own: set[int] = set()
+        self._is_first = False
         self._trained: Collection[str] = ()
         """What the run's last step before a resume did, until one was done since."""
         self._buffers_were: list[tuple[int, int]] = []
@@ -102,8 +114,6 @@ class Loop:
         self.exactness: Literal["state", "continuation"] = "continuation"
         self.rates: dict[str, float] = {}
         """By which the next recovery is predicted."""
-        self.durable_before = -1
-        """What the log of the run says was durable before this process."""
 
     @property
     def is_elementwise(self) -> bool:
@@ -137,6 +147,9 @@ class Loop:
             self.ranks, self.model, self.optimizers, self._averages, self._residuals, self._subspaces,
             own_residuals=self._hook is not None,
         )  # fmt: skip
+        self.state.own = self._own
+        for own in self._own:
+            own.begin(self.state)
         self._buffers_at_look = {atom.name for atom, _ in self.state.buffers().values()}
         if self._given_frozen is None:
             self._given_frozen = [p.name for p in self.state.parameters if not p.parameter.requires_grad]
@@ -178,7 +191,9 @@ class Loop:
     def attend(self) -> None:
         """``steps_done`` have been done, and the next iteration is of the step after those."""
         self._scale = self._scale_now()
-        self._hidden = [hidden_in(optimizer) for optimizer in self.optimizers]
+        self._is_first = True
+        for own in self._own:
+            own.settle()
         self.note()
 
     def begins_step(self) -> None:
@@ -207,13 +222,27 @@ class Loop:
     def stepped(self, updates: Sequence[Update]) -> None:
         """One more step has been done, of these ``updates`` or, without any, skipped."""
         self.steps_done += 1
-        if self._hidden and updates:
-            for parameter in self.state.parameters:
-                self.state.owned(parameter)  # what could not be kept is told now
-            told_of_hidden(self.optimizers, self._hidden)
-            self._hidden = []  # once is enough
+        for number in {update.optimizer for update in updates}:
+            self._checks[number].look(self.state)
+            self._tell_of_own(number)
+        if self._is_first and updates:
+            self.state.refuse_odd_state()
+            self._is_first = False  # once is enough
             _tell_of_frozen(self.state, self._trained, updates)
         self.note()
+
+    def _tell_of_own(self, number: int) -> None:
+        """Warn of what a step has changed that neither bases nor records can hold."""
+        lost = self._own[number].lost
+        if lost is None or number in self._told_of_own:
+            return
+        self._told_of_own.add(number)
+        warnings.warn(
+            f"{type(self.optimizers[number]).__name__}.{lost} was changed by a step, and is nothing that a base could"
+            " hold: a resume would not bring it back. If steps depend on it, keep numbers and tensors instead, or keep"
+            " it in param_groups.",
+            stacklevel=5,
+        )
 
     def note(self) -> None:
         """What the script holds now is what it has after ``steps_done``."""
@@ -276,7 +305,7 @@ class Loop:
             "given": self.script.given,
             "given_schedule": self.script.given_schedule,
             "given_frozen": self._given_frozen,
-            "values": self.state.values(),
+            **self.state.standing(),
             "replay": about,
             "rates": self.rates,
             **({"aliases": aliases} if aliases else {}),

@@ -128,6 +128,22 @@ def refuse_renormalised(model: nn.Module) -> None:
             )
 
 
+def refuse_sparse_gradients(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ``BadInput`` where gradients will be sparse: records hold plain ones, and other optimizers take those."""
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            raise BadInput(
+                f"{name or 'the model'} makes sparse gradients, which records do not hold. Build it with"
+                " sparse=False, and give its weight to an optimizer of dense gradients (AdamW)."
+            )
+    if any(isinstance(optimizer, torch.optim.SparseAdam) for optimizer in optimizers):
+        raise BadInput(
+            "SparseAdam takes sparse gradients alone, which records do not hold. Build embeddings with sparse=False,"
+            " and give their weights to Adam or AdamW."
+        )
+
+
 def refuse_without_values(model: nn.Module) -> None:
     """Where parameters are on meta."""
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)

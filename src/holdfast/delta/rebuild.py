@@ -157,6 +157,7 @@ def describe(state: LiveState) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
     }
 
 
@@ -187,6 +188,7 @@ def adopt(about: dict[str, Any]) -> None:
     torch.set_num_threads(about["threads"])
     torch.use_deterministic_algorithms(about["deterministic"])
     torch.set_float32_matmul_precision(about["precision"])
+    torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     sys.path[:] = about["path"]
     for device in [item["device"] for item in about["parameters"] if item["device"]][:1]:
         use_device(torch.device(device))

@@ -21,6 +21,7 @@ from ..state.capture import CapturedParameter
 from ..state.cuts import is_distributed, local_of
 from ..state.encoding import decode
 from ..state.live import BUFFERS, LiveState
+from ..state.plain import flat_bytes
 from ..state.progress import load_hyper_parameters
 from . import codecs
 from .drawing import draw_again
@@ -73,7 +74,7 @@ def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:
     tensor = parameter
     if not tensor.is_contiguous():
         tensor = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.contiguous()
-    return tensor.reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -110,6 +111,8 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
         for record in records:
             grads |= _gradients(record, number, by_name)
         load_hyper_parameters(optimizer.param_groups, update["groups"])
+        if state.own and "own" in update:
+            state.own[update["optimizer"]].apply(state, update["own"])
         draw_again(update.get("drawn"))
         with closing(state.rounds(optimizer, grads.keys())) as rounds:
             for names in rounds:

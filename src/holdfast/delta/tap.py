@@ -23,6 +23,7 @@ from holdfast import failpoints
 from ..errors import BadInput
 from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
+from ..state.plain import is_plain, odd_kind
 from ..state.progress import hyper_parameters
 from .codecs import Codec, Trained, trained_of
 from .drawing import drawn_since, generators
@@ -32,7 +33,9 @@ from .unseen import Unseen
 CONSUMED = ("grad_scale", "found_inf")
 """Attributes by which a ``GradScaler`` hands over to a fused optimizer."""
 
-OPTIONAL = ("coefficient", "arguments", "drawn", "drawn_after")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+OPTIONAL = ("coefficient", "arguments", "drawn", "drawn_after", "own")
 """Of an update, what records have only where there is any."""
 
 
@@ -57,6 +60,9 @@ class Update:
     """As JSON, the random generators before the step; None where it drew nothing."""
     drawn_after: Any = None
     """The same of ``after_update``, with the last update of an iteration."""
+    own: Any = None
+    """As JSON, what else than the parameters' state of the optimizer was changed since its last step; None if nothing
+    was."""
 
     def about(self) -> dict[str, Any]:
         """As JSON."""
@@ -171,7 +177,7 @@ class Tap:
     @property
     def has_changes(self) -> bool:
         """Whether parameters or optimizers' state are not as the last step left them."""
-        return bool(self.lost) or self._changes.is_other
+        return bool(self.lost) or self._changes.is_other or any(own.has_changed for own in self._state.own)
 
     def saved(self) -> None:
         """A base of what there is now was made."""
@@ -192,6 +198,8 @@ class Tap:
         if self._open[index]:
             return
         self._changes.stepped(index)
+        if self._state.own:
+            self._state.own[index].stepped(self._state)
         update = next((update for update in reversed(self.updates) if update.optimizer == index), None)
         if update is not None:
             update.drawn = self._drawn_since(self._generators[index])
@@ -240,7 +248,7 @@ class Tap:
             if parameter.grad is None:
                 without.append(name)
             else:
-                _refuse_sparse(name, parameter.grad)
+                _refuse_odd(name, parameter.grad)
                 trained.append((name, parameter))
         scaled = _consumed(optimizer)
         _refuse_scaled(self._codec, scaled)
@@ -254,6 +262,7 @@ class Tap:
         update = Update(
             index, slot, None, self._codec.about(), _by_value(optimizer), without, scaled,
             arguments=_arguments(args[1:], kwargs),
+            own=self._state.own[index].changed(self._state) if self._state.own else None,
         )  # fmt: skip
         self.updates.append(update)
         try:
@@ -396,10 +405,11 @@ def _refuse_scaled(codec: Codec, consumed: dict[str, float]) -> None:
         )
 
 
-def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
-    if grad.layout != torch.strided:
+def _refuse_odd(name: str, grad: torch.Tensor) -> None:
+    if not is_plain(grad):
         raise BadInput(
-            f"the gradient of {name} is sparse, which records do not hold: build it with sparse=False"
+            f"the gradient of {name} is {odd_kind(grad)}, which records do not hold. Build an embedding with"
+            " sparse=False; make other gradients plain tensors before the step (parameter.grad.to_dense())."
         )
 
 
@@ -419,10 +429,18 @@ def _arguments(args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _by_value(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [
-        {key: copy.copy(value) if not isinstance(value, torch.Tensor) else value.clone()
-         for key, value in group.items() if key != "params"}
+        {key: _own_copy(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
-    ]  # fmt: skip
+    ]
+
+
+def _own_copy(value: Any) -> Any:
+    """Return ``value``, or a copy of it where a step could change it in place, at whatever depth."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, tuple):
+        return value if all(isinstance(item, _PLAIN) for item in value) else copy.deepcopy(value)
+    return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
 
 
 def _consumed(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -10,6 +10,8 @@ from ..store.files import Disk, write_durably
 from ..universal.convert.huggingface import INDEX, SINGLE
 
 CONFIG = "config.json"
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+"""What a folder of an adapter of PEFT has."""
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".ckpt")
 """Ends of the names of files that hold weights in other formats."""

@@ -26,6 +26,9 @@ from ..units import KiB
 SMALL = 64 * KiB
 """Bytes. Tensors below leave no holes worth the name."""
 
+EMPTY = "_holdfast_empty"
+"""Set on a parameter that ``empty_parameters`` has made empty."""
+
 Place = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 
@@ -243,7 +246,7 @@ def _register_empty(module: nn.Module, name: str, param: nn.Parameter | None) ->
     _EmptyParameters._register(module, name, param)
     if _patch.depth and param is not None and not param.is_meta:
         empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        empty.__dict__.update(param.__dict__)
+        empty.__dict__.update(param.__dict__, **{EMPTY: True})
         module._parameters[name] = empty
 
 

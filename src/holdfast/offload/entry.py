@@ -21,6 +21,7 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..plan.work import Clipping
 from ..ranks import Ranks
+from ..state.prepared import refuse_in_block, refuse_prepared
 from ..state.progress import hyper_parameters
 from ..store.entering import begin, see_alike
 from ..store.files import AnyDisk
@@ -28,7 +29,6 @@ from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.places import check_place
-from ..store.witness import last_durable
 from ..update.mezo import MeZO
 from ..update.threads import keep_torch_threads
 from .alike import agree_on_choices, agree_on_placement, agree_on_source
@@ -64,7 +64,14 @@ from .progress import UserState
 from .resume import newest_commit, progress_here, same_files
 from .scaling import LossScale
 from .steps import Rules
-from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
+from .takeover import (
+    refuse_emptied,
+    refuse_held,
+    refuse_open,
+    refuse_partly_empty,
+    switch_off_cache,
+    take_over,
+)
 
 
 @on_host_by_default
@@ -231,6 +238,7 @@ def offload(
                 schedule = ZEROTH
             refuse_alone_only(fellows, schedule)
             check_sample(sample)
+            refuse_prepared(model)
             check_recorded(model)
             check_renormalised(model)
             if disk is None:
@@ -245,6 +253,8 @@ def offload(
             refuse_open(model)
             parts = Parts.of(model, optimizer, dtype, blocks, fellows.control)
             check_compiled(model, parts.blocks)
+            for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
+                refuse_in_block(name, block)
             rules = Rules(
                 schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
                 clip_norm=clip_norm, clipping=clipping,
@@ -307,7 +317,7 @@ def offload(
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         found = _found(store, parts, fellows.control)
         beginning, stored, preflight = _ready(
-            store, parts, user, plan, budget, confirm, source, found, placed, fellows.control
+            store, parts, user, plan, budget, confirm, source, init, found, placed, fellows.control
         )
         before = store.names() if found is None and fellows.alone else None
         switch_off_cache(model)
@@ -358,6 +368,7 @@ def _ready(
     budget: Budget,
     confirm: Callable[[Preflight], None] | None,
     source: Opens | None,
+    init: Callable[[nn.Module], Any] | None,
     found: Manifest | None,
     drives: Drives,
     ranks: Ranks,
@@ -367,6 +378,8 @@ def _ready(
     with ranks.agreeing():
         if found is None:
             refuse_emptied(parts.captured)
+            if source is None and init is None:
+                refuse_partly_empty(parts.captured)
         stored = stored_units(parts, store, drives)
         if found is not None and ranks.alone and not found.shares:
             same_files(stored, store, found)
@@ -411,7 +424,7 @@ def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
         if not store.commits():
             return None
         store.enter()
-        return newest_commit(store, parts.whole(), last_durable(Path(store.root) / "events.jsonl"))
+        return newest_commit(store, parts.whole())
 
     with ranks.agreeing():
         found = ranks.first_takes_its_time(newest)  # every byte of the commit is read

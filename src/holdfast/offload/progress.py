@@ -53,7 +53,7 @@ class UserState:
         if aliases := aliases_of(self.model.parameters):
             progress["aliases"] = aliases
         for name, thing in self._stateful():
-            progress[name] = encode(thing.state_dict(), name)
+            progress[name] = encode(thing.state_dict(), f"{name}.state_dict()")
         return progress
 
     def restore(self, progress: dict[str, Any]) -> None:

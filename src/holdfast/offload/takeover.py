@@ -17,8 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import BadInput, ModelNotSupported
 from ..state.capture import Captured
-from .blocks import install
+from .blocks import EMPTY, install
 from .runtime import Runtime
+from .units import memory_order
 
 MARK = "_holdfast_taken"
 
@@ -94,6 +95,21 @@ def refuse_emptied(model: Captured) -> None:
                 f"parameter {captured.name} has no values: an engine that failed had taken them to {taken.directory}. "
                 "Resume that directory, or build the model anew."
             )
+
+
+def refuse_partly_empty(model: Captured) -> None:
+    """Raise ``BadInput`` where some parameters have values and others, on ``meta``, seem to have lost theirs.
+
+    Parameters that ``empty_parameters()`` made are meant to be initialised, and so is a model that is all on ``meta``.
+    """
+    empty = [each for each in model.parameters if each.parameter.is_meta]
+    lost = next((each.name for each in empty if not hasattr(each.parameter, EMPTY)), None)
+    if lost is not None and len(empty) < len(model.parameters):
+        raise BadInput(
+            f"parameter {lost} is on meta and has no values, while {len(model.parameters) - len(empty)} others have"
+            " theirs: a fresh run would give it random ones. Load the rest, build the model in"
+            " holdfast.empty_parameters(), or say by init= or source= what it begins with."
+        )
 
 
 def refuse_held(model: Captured) -> None:
@@ -258,6 +274,8 @@ def give_back(model: Captured, values: dict[str, torch.Tensor], homes: Homes) ->
         if captured.name in values:
             parameter = captured.parameter
             value = values[captured.name].to(parameter.dtype).to(homes.of_parameter(captured.name))
+            if memory_order(parameter) is not None:
+                value = torch.empty_like(parameter, device=value.device, requires_grad=False).copy_(value)
             real = nn.Parameter(value, requires_grad=parameter.requires_grad)
             real.__dict__.update({k: v for k, v in parameter.__dict__.items() if k != MARK})
             torch.utils.swap_tensors(parameter, real)

@@ -17,6 +17,7 @@ from ..errors import ModelNotSupported, OptimizerNotSupported
 from .atoms import WRAPPED
 from .dtypes import TO_NAME
 from .fsdp1 import Flattened, flattened_of, refuse_flattened
+from .plain import odd_kind, repeats_itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +124,7 @@ def capture(
                     " its sizes."
                 )
             if parameter is not None:
+                _refuse_odd_parameter(join(path, name), parameter)
                 known.add(join(plain[path], name), join(path, name), parameter)
                 names.setdefault(id(parameter), []).append(join(plain[path], name))
                 parameters[id(parameter)] = parameter
@@ -189,7 +191,32 @@ def _refuse_extra_state(model: nn.Module) -> None:
             )
 
 
+def _refuse_odd_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Raise ``ModelNotSupported`` for a parameter whose value no file holds, or not so that it could be put back."""
+    if kind := odd_kind(parameter):
+        raise ModelNotSupported(
+            f"parameter {name} is {kind}, which commits do not hold. Make it a plain tensor (.to_dense(),"
+            f" .dequantize()). If the script makes the same values anew and nothing trains them, keep it as a buffer:"
+            f" del module.{name.rpartition('.')[2]}, then module.register_buffer(..., persistent=False)."
+        )
+    if parameter.dtype not in TO_NAME:
+        raise ModelNotSupported(
+            f"parameter {name} is {parameter.dtype}, which commits do not hold. Convert it to another type"
+            " (torch.view_as_real of complex numbers)."
+        )
+    if repeats_itself(parameter):
+        raise ModelNotSupported(
+            f"parameter {name} has several elements that are one in memory (strides {parameter.stride()}), so it cannot"
+            " be put back. Make it nn.Parameter(parameter.detach().clone())."
+        )
+
+
 def _refuse_unstorable(name: str, buffer: torch.Tensor) -> None:
+    if kind := odd_kind(buffer):
+        raise ModelNotSupported(
+            f"buffer {name} is {kind}, which commits do not hold. Register it with persistent=False if the model makes"
+            " it anew, or register the plain tensors that it is made of (indices() and values() of a sparse one)."
+        )
     if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         raise ModelNotSupported(
             f"buffer {name} is expanded: several of its elements are one in memory, so it cannot be put back. Register"

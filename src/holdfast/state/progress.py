@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..accelerators import random_states, set_random_states
-from ..errors import RunMismatch
+from ..errors import BadInput, RunMismatch
 from ..units import counted
 from .encoding import decode, encode
 
@@ -38,6 +38,11 @@ ELASTIC = (
 def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of an optimizer's parameter ``groups``, as JSON. Raises ``BadInput`` naming the first that cannot be stored by
     value."""
+    for number, group in enumerate(groups):
+        if odd := [key for key in group if type(key) is not str]:
+            raise BadInput(
+                f"param_groups[{number}] has the key {odd[0]!r}, and commits have texts as keys: use one"
+            )
     return [
         {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
         for i, group in enumerate(groups)

@@ -144,7 +144,10 @@ def _measure(run: Runtime, unit: Unit, held: Gradients, step: Step) -> None:
             grad = unit.piece_of_grads(held.flat, piece)
             if step.loss_scale is not None:
                 step.loss_scale.reduce(grad)
-            norms[piece.name] = torch.linalg.vector_norm(grad)
+            order = piece.member.order
+            norms[piece.name] = torch.linalg.vector_norm(
+                grad if order is None else grad.permute(order).contiguous()
+            )
     step.norms |= norms
     if step.shape.clipping != "per_block":
         return

@@ -13,7 +13,7 @@ from delta.copy_order import Order
 from delta.loops import cut_small
 from holdfast import accelerators
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases, leaving, slots, visiting
+from holdfast.delta import bases, comm_hook, leaving, slots, visiting
 from holdfast.delta.compact import compact
 from holdfast.delta.drawing import draw_again, drawn_since, generators
 from holdfast.delta.lossy import Int8, TopK
@@ -366,3 +366,49 @@ VISITS = {
 def test_a_missing_wait_of_a_visit_is_found(monkeypatch, mutant):
     *_, problems = visits(monkeypatch, mutant)
     assert any(VISITS[mutant] in problem for problem in problems), problems
+
+
+# Ranks that exchange what they kept
+
+
+class Gathered:
+    """The other rank sent the same; what follows is on a stream of its own, as with NCCL."""
+
+    def get_future(self):
+        return self
+
+    def then(self, join):
+        beside, event = played_device.Stream(), accelerators.record_event(PLAYED.default)
+        beside.wait_event(event)
+        for one in self.received:
+            one.record_stream(beside)  # as torch's futures do for what they hold
+        with PLAYED.stream(beside):
+            self.found = join(self)
+        return self
+
+    def all_gather(self, received, sent, group, async_op):
+        for one in received:
+            one.copy_(sent)
+        self.received = received
+        return self
+
+
+def test_exchanged_elements_are_in_order(monkeypatch):
+    """What the callback's stream reads is its own, or known to it: memory of backward's stream goes back to that."""
+    codec, order, gathered = TopK(0.2), Order(monkeypatch), Gathered()
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(3000, device=HERE))
+    buffer = torch.randn(3000).to(HERE)
+    expected, largest = torch.zeros(3000), buffer.cpu()
+    bucket = SimpleNamespace(
+        index=lambda: 0, parameters=lambda: [parameter], gradients=lambda: [buffer], buffer=lambda: buffer
+    )
+    monkeypatch.setattr(comm_hook.dist, "all_gather", gathered.all_gather)
+    PLAYED.listener = order
+    comm_hook.topk_hook(comm_hook.HookState(codec, SimpleNamespace(size=lambda: 1)), bucket)
+    PLAYED.listener = Silent()
+    for block in largest.split(1024):
+        order_of = block.abs().argsort(descending=True)[: codec.kept(len(block))]
+        expected[block.storage_offset() :][order_of] = block[order_of]
+    assert torch.equal(buffer.cpu(), expected)
+    assert order.problems == []

@@ -18,6 +18,7 @@ from ..state.live import LiveState
 from ..store.retention import Keep
 from ..units import format_bytes, parse_bytes
 from ..update.kinds import is_elementwise
+from .closures import refuse_closures
 from .codecs import Codec, Exact
 from .pace import POLICIES
 from .recorder import BOUND
@@ -99,6 +100,7 @@ def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
         )
     for optimizer in optimizers:
         _refuse_wrapper(optimizer)
+        refuse_closures(optimizer)
     return optimizers
 
 

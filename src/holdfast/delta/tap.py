@@ -25,6 +25,7 @@ from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
 from ..state.plain import is_plain, odd_kind
 from ..state.progress import hyper_parameters
+from .closures import Computed
 from .codecs import Codec, Trained, trained_of
 from .drawing import drawn_since, generators
 from .slots import Slot
@@ -248,10 +249,11 @@ class Tap:
     def before_step(self, index: int, args: tuple, kwargs: dict[str, Any], within: bool) -> None:
         """The pre-hook of optimizer ``index``; ``within`` another step of it."""
         started = time.perf_counter()
-        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None and not isinstance(closure, Computed):
             raise BadInput(
-                "an optimizer step with a closure computes several gradients, of which only the last could be recorded."
-                " Call closure() yourself and then optimizer.step(). MeZO, which needs it, is durable out of core."
+                "an optimizer step with a closure may compute several gradients, of which only the last could be"
+                " recorded. Call closure() yourself and then optimizer.step()."
             )
         optimizer = self._state.optimizers[index]
         if self._open[index] and within:  # a subclass calls the step() it overrides: part of the open update
@@ -283,7 +285,7 @@ class Tap:
             self.changed = True
         update = Update(
             index, slot, None, self._codec.about(), hyper_parameters(optimizer.param_groups), without, scaled,
-            arguments=_arguments(args[1:], kwargs),
+            arguments=_arguments(args[1:], kwargs, closure),
             own=self._state.own[index].changed(self._state) if self._state.own else None,
         )  # fmt: skip
         self.updates.append(update)
@@ -435,10 +437,13 @@ def _refuse_odd(name: str, grad: torch.Tensor) -> None:
         )
 
 
-def _arguments(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """As JSON, but for a closure that is None. Raises ``BadInput`` for what no record holds by value."""
+def _arguments(args: tuple, kwargs: dict[str, Any], closure: Computed | None) -> Any:
+    """As JSON, but for a closure that is None; of another what a replay needs. Raises ``BadInput`` for what no record
+    holds by value."""
     named = {name: value for name, value in kwargs.items() if name != "closure"}
-    if not named and all(value is None for value in args):
+    args = args if closure is None else args[1:]
+    loss = None if closure is None else closure.about()
+    if not named and all(value is None for value in args) and loss is None:
         return None
     for value in (*args, *named.values()):
         if not isinstance(value, (bool, int, float, str, type(None))):
@@ -446,7 +451,7 @@ def _arguments(args: tuple, kwargs: dict[str, Any]) -> Any:
                 f"the optimizer's step() was given a {type(value).__name__}, and records hold numbers and text. Give"
                 " it those (tensor.item()), or put what it needs into param_groups before."
             )
-    return [list(args), named]
+    return [list(args), named] if loss is None else [list(args), named, loss]
 
 
 def _consumed(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -28,6 +28,7 @@ from ..state.progress import (
 )
 from ..units import MiB, format_bytes
 from .computing import computing
+from .hidden import refuse_unstorable
 
 LARGE_BYTES, MOST_BYTES = 1 * MiB, 16 * MiB
 """Of tensors in ``also=``, which are text in every record: more is told, and refused of a run that begins."""
@@ -58,6 +59,7 @@ class Script:
                     f"{name}: {type(thing).__name__} has no state_dict and load_state_dict, so a resume would lose its"
                     f" position{instead}."
                 )
+            _refuse_unstorable(name, thing)
         self._optimizers, self._things = optimizers, things
         self.given = [hyper_parameters(optimizer.param_groups) for optimizer in optimizers]
         """By optimizer, as the script had them before a resume put the run's in their place."""
@@ -201,6 +203,19 @@ class Script:
                 # by which torch's own tell a GradScaler, when they are made, that they unscale by themselves
                 cast(Any, optimizer)._step_supports_amp_scaling = _is_fused(groups)
         restore_random_state(decode(progress["random"]))
+
+
+def _refuse_unstorable(name: str, thing: Any) -> None:
+    """Raise ``BadInput``, before there is a run, for a state that would not come back. Of a loader, which may begin to
+    load when it is asked, and of what cannot say its state yet, that shows when the run begins."""
+    if name == "loader":
+        return
+    try:
+        refuse_unstorable(thing.state_dict(), f"{name}.state_dict()")
+    except BadInput:
+        raise
+    except Exception:
+        return
 
 
 def _given_to(scheduler: Any) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from .delta.survival import Asked, Survival
 from .delta.tap import Update
 from .delta.watching import Recovery
 from .errors import BadInput, EngineFailed, RankFailed
-from .events import EventLog
+from .events import EventLog, said_lost, tell
 from .io.queue import IOQueue
 from .plan.tuner import BASE_BYTES_PER_STEP
 from .ranks import Ranks
@@ -242,11 +242,19 @@ class Checkpointer:
                 )
             self._go_on_from(found, start)
             self._survival.begin(found)
+            if found is not None and not self._ranks.rank:
+                self._tell_resumed(target)
             self._watch()
         except BaseException:
             self.close(save=False)
             raise
         return self.steps_done
+
+    def _tell_resumed(self, target: int | None) -> None:
+        """Say where the run continues, how it came there, and what is known to be lost."""
+        lost = said_lost(self._events.path, self.steps_done) if target is None else "As asked for."
+        how = self._survival.recovered_by
+        tell(f"{self._store.root} continues after step {self.steps_done:,}{f': {how}' * bool(how)}. {lost}")
 
     def _go_on_from(self, found: Recovered | None, start: From | None) -> None:
         """Where the run was, or in a fresh one from ``start``, or from where the script is."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..config import Fraction
 from ..errors import BadInput, HoldfastError, RunLocked
-from ..events import EventLog
+from ..events import EventLog, said_lost, tell
 from ..plan.work import Clipping
 from ..ranks import Ranks
 from ..state.prepared import refuse_in_block, refuse_prepared
@@ -336,6 +336,10 @@ def offload(
                 events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
                 update_workers=update_workers,
             )  # fmt: skip
+        if found is not None and told:
+            engine.said_lost = said_lost(Path(ssd) / "events.jsonl", found.step)
+            if say is None:
+                tell(f"{ssd} continues after step {found.step:,}. {engine.said_lost}")
         engine.begin(found, beginning)
         with fellows.control.agreeing():
             take_over(run, parts.captured, engine.taken)

@@ -31,6 +31,7 @@ from .delta.options import (
     refuse_of_several,
     refuse_other_calls,
     refuse_other_remotes,
+    refuse_waiting,
     refuse_with_a_replica,
     refuse_with_fsdp1,
 )
@@ -67,8 +68,9 @@ class Checkpointer:
     again, such that failures cost least and recovery takes no longer than ``recovery_seconds`` and writing no more than
     ``bandwidth_share`` of what the disk can. ``keep`` says which bases stay, with how many of the records. When the
     disk is behind, ``step`` waits (``"block"``), or goes on unrecorded until a base has been made beside training
-    (``"skip"``) or training has waited for one (``"commit"``). After a SIGTERM ``step`` makes the step durable and ends
-    the process; a script that handles the signal itself is left alone. A context manager.
+    (``"skip"``) or training has waited for one (``"commit"``). A kill loses what is on its way to the disk, 8 steps at
+    most; with ``wait_each_step`` none, since ``step`` returns when the step is durable. After a SIGTERM ``step`` makes
+    the step durable and ends the process; a script that handles the signal itself is left alone. A context manager.
 
     ``codec`` is what records hold of gradients: ``Exact()`` without one. ``TopK`` and ``Int8`` change what training
     consumes, ``PowerSGD`` what ranks of ``DistributedDataParallel`` exchange.
@@ -104,6 +106,7 @@ class Checkpointer:
         storage: int | str | None = None,
         keep: Keep | None = None,
         when_behind: Literal["block", "skip", "commit"] = "block",
+        wait_each_step: bool = False,
         deadline_seconds: float = 300.0,
         direct: bool = True,
         clip_norm: float | None = None,
@@ -132,6 +135,7 @@ class Checkpointer:
             if replica is not False:
                 them = self._loop.optimizers
                 refuse_with_a_replica(ranks, them, codec, after_update, averages, when_behind, storage)
+                refuse_waiting(wait_each_step)
             if disk is None:
                 check_place(run)
 
@@ -165,6 +169,7 @@ class Checkpointer:
         self._failure: BaseException | None = None
         self._closed = False
         self._process = os.getpid()
+        self._wait_each_step = wait_each_step
         self._stepping = False
         self._thread = 0
         self._stepped_at = 0.0
@@ -284,7 +289,8 @@ class Checkpointer:
         )  # fmt: skip
 
     def step(self) -> None:
-        """End the iteration: the step that it did is on its way to the disk when this returns. An iteration in which no
+        """End the iteration: the step that it did is on its way to the disk when this returns, and durable with
+        ``wait_each_step``. An iteration in which no
         optimizer stepped is one of accumulation, unless the loss scale fell: then it is a skipped step.
 
         Raises what an earlier write failed with. After an error no step is recorded any more.
@@ -297,6 +303,8 @@ class Checkpointer:
             self._step()
             self._stepping = False
         if self.steps_done > before:  # in mid-accumulation buffers are of no step
+            if self._wait_each_step:
+                self.wait()
             self._meet(stop=self._sigterm is not None and self._sigterm.arrived)
 
     def _step(self) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from ..checkpointer import Checkpointer
 from ..delta.closures import Computed
 from ..errors import BadInput, RunMismatch
+from ..regular import home_path
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
 from ..watch.recovery import progress_bar
@@ -49,7 +50,7 @@ class HoldfastCallback(Callback):
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
-        self.run, self.options = Path(run), options
+        self.run, self.options = home_path(run), options
         self._fit: Fit | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import holdfast
 from holdfast.errors import (
@@ -300,13 +299,6 @@ def test_an_optimizer_of_other_parameters_says_which(tmp_path):
     optimizer.add_param_group({"params": [other.bias, other.weight]})
     with refused(tmp_path, OptimizerNotSupported, r"parameter 0 of optimizer group 2, shape \(5,\)"):
         offload(tmp_path, model, optimizer)
-
-
-def test_a_scheduler_that_needs_a_metric_is_refused(tmp_path):
-    model = decoder(blocks=2)
-    optimizer = adamw(model)
-    with refused(tmp_path, BadInput, "ReduceLROnPlateau"):
-        offload(tmp_path, model, optimizer, scheduler=ReduceLROnPlateau(optimizer))
 
 
 class Stateless:

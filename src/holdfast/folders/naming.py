@@ -23,6 +23,7 @@ from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.dtypes import FROM_NAME, TO_NAME
 from ..state.pieces import Pieces, dense
+from ..state.plain import host_bytes
 from ..universal.load import read_flat
 from ..universal.restore import read_tensors
 from ..universal.source import Made, Part, Source, Stored, places_of
@@ -83,11 +84,15 @@ def by_model(source: Source, model: nn.Module, here: Mapping[str, Any]) -> Conve
 
 
 def as_folder(source: Source, model: nn.Module) -> Converted:
-    """``source``, a state of ``model``, under the names that a folder of it has. Of the optimizer's state nothing."""
+    """``source``, a state of ``model``, under the names that a folder of it has. Of the optimizer's state nothing, and
+    none of the buffers that ``model`` makes itself."""
     forward = [each for each in _known(model, add_legacy=False) if type(each).__name__ != "PrefixChange"]
     renamings, converters = _apart([each.reverse_transform() for each in reversed(forward)])
     groups: dict[str, Group] = {}
+    made_by_model = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
     for name in _names(source):
+        if name in made_by_model:
+            continue
         new, pattern, converter = _converted(name, converters)
         if converter is None:
             new = _under(new, renamings)
@@ -128,7 +133,7 @@ class Converted(Made):
             return
         with self._lock:
             tensor = self._converted(group)[name]
-        into[:] = tensor.reshape(-1).view(torch.uint8)[offset : offset + len(into)].numpy().tobytes()
+        into[:] = host_bytes(tensor)[offset : offset + len(into)].data
 
     def made_of(self, part: int) -> Iterable[Stored]:
         return [self._by_name[name] for _, name in self._of_part[part][0].members]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ..accelerators import emulates_bf16, is_accelerator, name_of
 from ..errors import BadInput, ModelNotSupported
 from ..plan.orders import ORDERS
 from ..plan.work import CLIPPING
@@ -155,6 +156,22 @@ def check_compiled(model: nn.Module, blocks: Blocks) -> None:
             )
 
 
+def check_graphs(device: torch.device, blocks: Blocks) -> None:
+    """Raise ``ModelNotSupported`` for a block that is compiled to replay recorded graphs of ``device``: its parameters
+    lie elsewhere in every pass, and a graph's output is overwritten while a copy of it is under way."""
+    if not is_accelerator(device):
+        return
+    for name, block in zip(blocks.names, blocks.modules, strict=True):
+        for module in block.modules():
+            compiled = module if type(module).__name__ == "OptimizedModule" else module._compiled_call_impl
+            config = getattr(compiled, "get_compiler_config", lambda: None)() or {}
+            if config.get("triton.cudagraphs"):
+                raise ModelNotSupported(
+                    f'{name} is compiled with mode="reduce-overhead" (CUDA graphs), which replays the addresses of its'
+                    ' parameters, and these move. Compile blocks without a mode, or with "max-autotune-no-cudagraphs".'
+                )
+
+
 def check_sample(sample: Any) -> None:
     if sample is not None and not isinstance(sample, (Mapping, tuple, list)):
         raise BadInput(
@@ -222,7 +239,14 @@ MANY = 4
 
 
 def warn_of_slow_bf16(device: torch.device, dtype: str, stacklevel: int) -> None:
-    """Warn where ``device`` is a processor that computes many times faster in fp32 than in ``dtype``, bf16."""
+    """Warn where ``device`` computes many times faster in fp32 than in ``dtype``, bf16: a processor that was timed, or
+    an accelerator that says that it emulates bf16."""
+    if dtype == "bf16" and is_accelerator(device) and emulates_bf16(device):
+        warnings.warn(
+            f'dtype="bf16": {name_of(device)} has no arithmetic in bf16 and emulates it, many times slower, so'
+            ' dtype="fp16" or "fp32" trains faster. A run keeps what it began with',
+            stacklevel=1 + stacklevel,
+        )
     if dtype == "bf16" and device.type == "cpu" and (times := _times_as_fast()) >= MANY:
         warnings.warn(
             f'dtype="bf16": this processor multiplies matrices {times:.0f} times as fast in fp32, so dtype="fp32" may'

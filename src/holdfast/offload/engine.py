@@ -31,13 +31,14 @@ from .alike import digest, hyper_parameters_by_key, refuse_unlike
 from .beginning import Beginning
 from .blocks import install
 from .correcting import Corrections
+from .defaults import on_host_by_default
 from .edits import Edits
 from .edits import told as told_of_edits
 from .executor import Executor
 from .export import newest_values, state_dict, trained_values
 from .interrupts import deferred
 from .leaving import closed, finish_at_exit
-from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, module_call
+from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
 from .ops import handlers
 from .ops.commit import publish
 from .planning import Plan
@@ -47,7 +48,7 @@ from .reports import Traffic, by_lane, count_tokens, difference, engine_event, s
 from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .steps import Rules, StepMaker
-from .takeover import MARK, Taken, Watched, give_back, let_go, refuse_use, switch_on_cache
+from .takeover import MARK, Homes, Taken, Watched, give_back, let_go, refuse_use, switch_on_cache
 from .timelines import Timelines
 from .weights import first_label_counts, mean_of, questions
 
@@ -77,7 +78,8 @@ class Engine:
         self._were_real = {
             p.name for p in captured.parameters if not p.parameter.is_meta or hasattr(p.parameter, MARK)
         }
-        self.taken = Taken(str(run.store.root))
+        self._homes = Homes(run.model, captured)
+        self.taken = Taken(str(run.store.root), self._homes)
         self._owed = False  # the model's values, by a close that was broken off
         self._busy = False
         self._caches = caches
@@ -88,7 +90,11 @@ class Engine:
         self._told: Traffic = {}
         """What had moved up to the last step that the log tells of, evaluations included."""
         self._executor = Executor(
-            handlers(run), update_workers, one_torch_thread, run.device.ahead, exchanges=not run.fellows.alone
+            handlers(run),
+            update_workers,
+            lambda: (one_torch_thread(), run.device.use()),
+            run.device.ahead,
+            exchanges=not run.fellows.alone,
         )
         self._timelines = Timelines(self._executor, events)
         self._corrections = Corrections(self._executor, plan.prediction, events)
@@ -108,6 +114,7 @@ class Engine:
 
     # What a user calls
 
+    @on_host_by_default
     def step(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """One optimizer step over ``micro_batches``: mappings of the model's keywords, or tuples with
         ``loss_fn``.
@@ -160,6 +167,7 @@ class Engine:
         counts = self._steps.counts(micro_batches)
         return counts, count_tokens(micro_batches), digest(self._rates()), self._edited()
 
+    @on_host_by_default
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded. Each counts
         what ``normalize`` says: all the same, whatever their sizes, unless it says otherwise. NaN where none counts. Of
@@ -174,7 +182,8 @@ class Engine:
         micro_batches = self._ask_about_labels("an evaluation", micro_batches, loss_fn)
         micro_batches, counts = self._call_with("an evaluation", micro_batches, loss_fn, counted)
         weights = self._steps.weights(counts, len(micro_batches))
-        calls = [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in micro_batches]
+        model, send = self._run.model, self._run.device.take_batch
+        calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches]
         losses = self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
         told = self._call("the end of an evaluation", lambda: list(zip(losses, weights, strict=True)))
         losses, weights = zip(*(pair for each in told for pair in each), strict=True)
@@ -199,7 +208,8 @@ class Engine:
             return batches
         mine = self._steps.unclear(batches)
         pair = [batches[0]] * 2 if mine is None else questions(mine)
-        calls = [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in pair]
+        model, send = self._run.model, self._run.device.take_batch
+        calls = [late_call(model, batch, loss_fn, send) for batch in pair]
         try:
             losses = self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
         except Exception as error:
@@ -215,6 +225,7 @@ class Engine:
         self._steps.shifts = next((each for each in answers if each is not None), None)
         return batches
 
+    @on_host_by_default
     def generate(
         self,
         tokens: torch.Tensor,
@@ -230,12 +241,13 @@ class Engine:
 
         def model(window: torch.Tensor) -> Any:
             (value,) = self._forward(
-                [module_call(self._run.model, self._run.device.take_batch((window,)), None)]
+                [late_call(self._run.model, (window,), None, self._run.device.take_batch)]
             )
             return value
 
         return continued(model, tokens, max_new_tokens, chooser(temperature, top_k, seed), context)
 
+    @on_host_by_default
     def save(self) -> None:
         """Make the present state a commit. It is durable when this returns."""
         self._check_usable()
@@ -245,12 +257,14 @@ class Engine:
         if self.durable_step < self.steps_done or self._is_behind:
             self._save(commit=True)
 
+    @on_host_by_default
     def wait(self) -> None:
         """Wait until everything under way is over: updates done, and the commit, where one was due, durable."""
         self._check_usable()
         with self._closing_on_error():
             self._executor.drain()
 
+    @on_host_by_default
     def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory; only what is
         ``trained``, such as an adapter, without reading the rest."""
@@ -265,6 +279,7 @@ class Engine:
             values = trained_values if trained else state_dict
             return values(self._run, self._captured)
 
+    @on_host_by_default
     def close(self) -> None:
         """Finish and commit what is under way, give the model back, and let go of the run directory.
 
@@ -274,7 +289,7 @@ class Engine:
         """
         if self._closed:
             if self._owed:
-                give_back(self._captured, newest_values(self._run, self._were_real))
+                give_back(self._captured, newest_values(self._run, self._were_real), self._homes)
                 self._owed = False
             return
         self._owed = bool(self._were_real)
@@ -289,10 +304,10 @@ class Engine:
             trained = self._values() if any(real for real, _ in told) else {}
             self._call("the end of close")  # nobody leaves before all have what they wanted
         self._shut_down()
-        give_back(self._captured, {name: trained[name] for name in self._were_real})
+        give_back(self._captured, {name: trained[name] for name in self._were_real}, self._homes)
         self._owed = False
         if edited:
-            warnings.warn(f"{told_of_edits(edited)}: it was lost", stacklevel=2)
+            warnings.warn(f"{told_of_edits(edited)}: it was lost", stacklevel=3)
 
     def __enter__(self) -> Engine:
         return self
@@ -309,6 +324,7 @@ class Engine:
             else:
                 self.give_up()
 
+    @on_host_by_default
     def give_up(self) -> None:
         """Stop without a further commit: what is under way ends, nothing else is written. The run stays whole."""
         self._executor.abort()
@@ -434,6 +450,7 @@ class Engine:
         for unit in self._run.units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
+        self._homes.give_back_buffers()
         let_go(self._captured, self.taken, self._were_real)
         switch_on_cache(self._caches)
         self._run.store.queue.close()  # nothing is under way any more when files are closed

@@ -21,6 +21,7 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..plan.work import Clipping
 from ..ranks import Ranks
+from ..regular import home_path
 from ..state.prepared import refuse_in_block, refuse_prepared
 from ..state.progress import hyper_parameters
 from ..store.entering import begin, see_alike
@@ -29,7 +30,6 @@ from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.places import check_place
-from ..store.witness import last_durable
 from ..update.mezo import MeZO
 from ..update.threads import keep_torch_threads
 from .alike import agree_on_choices, agree_on_placement, agree_on_source
@@ -42,6 +42,7 @@ from .checks import (
     check_clipping,
     check_compiled,
     check_counts,
+    check_graphs,
     check_recorded,
     check_renormalised,
     check_sample,
@@ -50,6 +51,7 @@ from .checks import (
     warn_of_resident,
     warn_of_slow_bf16,
 )
+from .defaults import on_host_by_default
 from .device import open_device
 from .drives import Drives
 from .engine import Engine
@@ -75,6 +77,7 @@ from .takeover import (
 )
 
 
+@on_host_by_default
 def offload(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -213,6 +216,7 @@ def offload(
     if another rank fails or does not come. Of several ranks, what fails once files are made (``init``, a full disk)
     leaves them behind, without a commit: remove the directory.
     """
+    ssd = home_path(ssd) if disk is None else ssd
     fellows = Fellows.here(deadline_seconds)
     queue = store = run = engine = None
     before: set[str] | None = None
@@ -282,10 +286,11 @@ def offload(
                 parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
             )
             target = open_device(device)
+            check_graphs(target.torch_device, parts.blocks)
             if fellows.rank == 0:
-                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=2)
+                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=3)
                 if blocks is None:
-                    warn_of_resident(model, parts.blocks, stacklevel=2)
+                    warn_of_resident(model, parts.blocks, stacklevel=3)
             budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
             shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(
@@ -429,7 +434,7 @@ def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
         if not store.commits():
             return None
         store.enter()
-        return newest_commit(store, parts.whole(), last_durable(Path(store.root) / "events.jsonl"))
+        return newest_commit(store, parts.whole())
 
     with ranks.agreeing():
         found = ranks.first_takes_its_time(newest)  # every byte of the commit is read

@@ -12,7 +12,7 @@ from ..plan.orders import kept_blocks
 from ..plan.vertical import commit_only, forward_only
 from ..plan.work import Clipping, StepShape
 from ..plan.zeroth import STREAMS, catch_up
-from .microbatches import Coroutine, module_call
+from .microbatches import Coroutine, autocast_state, casts, late_call
 from .planning import LISTS, Plan
 from .runtime import MicroBatch, Runtime, Step
 from .scaling import LossScale
@@ -94,10 +94,12 @@ class StepMaker:
         rules = self._rules
         commit = rules.commit_every > 0 and (number + 1) % rules.commit_every == 0
         shape = rules.shape(len(micro_batches), commit)
-        calls = [
-            module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)
-            for batch in micro_batches
-        ] * self._streams
+        if casts(
+            autocast_state()
+        ):  # then every block is computed again, and its inputs are to come in time for that
+            shape = replace(shape, recomputed_fraction=1.0)
+        model, send = self._run.model, self._run.device.take_batch
+        calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches] * self._streams
         return Step(
             number=number,
             shape=shape,

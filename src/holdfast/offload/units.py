@@ -34,8 +34,9 @@ from .blocks import Owned
 from .pieces import Piece, copy_parts, range_of
 from .shares import divided
 
-ALIGN = 64
-"""Bytes. Tensors in working copies, gradients and packed inputs start at multiples of it."""
+ALIGN = 256
+"""Bytes. Tensors in working copies, gradients and packed inputs start at multiples of it. cuBLASLt chooses its
+algorithm, and with it the last bits, by alignment up to this; a tensor that torch allocates has at least as much."""
 
 
 def as_tensor(buffer: Buffer) -> torch.Tensor:

@@ -64,25 +64,30 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     live, slots = _wanted(state, found)
     refuse_unequal(source, (each.stored for each in live + slots))
     check_all(source, sorted({number for each in live for number in _parts_of(each)}))
-    before, residuals = [dict(optimizer.state) for optimizer in state.optimizers], dict(state.residuals)
+    before, residuals = [_of_parameters(optimizer) for optimizer in state.optimizers], dict(state.residuals)
     state.forget_optimizer_state()
     try:
         _load(state, source, slots)
-        state.load_values(found.values)
+        state.load_values(found.values, counts_anew=True)
         _nest(state, found.nested)
         for optimizer, held in zip(state.optimizers, before, strict=True):
             lacking = {p: anew(of) for p, of in held.items() if not optimizer.state.get(p)}
             optimizer.state.update({p: kept for p, kept in lacking.items() if kept})
         source.refuse_rewritten()
     except BaseException:
+        state.forget_optimizer_state()
         for optimizer, held in zip(state.optimizers, before, strict=True):
-            optimizer.state.clear()
             optimizer.state.update(held)
         state.residuals.update(residuals)
         raise
     _load(state, source, live)
     source.refuse_rewritten()  # in this very moment, which is all that is left of it
     return found, _set_hyper_parameters(state, source.progress, found)
+
+
+def _of_parameters(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
+    """What its state has of parameters."""
+    return {key: held for key, held in optimizer.state.items() if isinstance(key, torch.Tensor)}
 
 
 def _parts_of(wanted: _Wanted) -> set[int]:

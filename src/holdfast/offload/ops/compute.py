@@ -23,6 +23,7 @@ from .. import rng
 from ..blocks import install
 from ..boundaries import Boundary, Delivery, Graph, refuse_hidden
 from ..changes import Watch
+from ..defaults import callers_default
 from ..microbatches import BlockCall, Returned, autocast_as, casts, extract_loss, without_autocast
 from ..residency import Gradients
 from ..runtime import Runtime, Step
@@ -61,7 +62,7 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
         boundary = _reach(run, step, m, block)
         del batch.boundaries[block]
         args, kwargs, _ = boundary.inputs()
-        with autocast_as(boundary.autocast):
+        with autocast_as(boundary.autocast), callers_default():
             output = run.patch.forwards[block](*args, **kwargs)
     _deliver(run, step, m, boundary, output)
     if block == len(run.blocks) - 1:
@@ -77,7 +78,7 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
         del batch.boundaries[block]
         args, kwargs, _ = boundary.inputs()
         _enter(run, step, m, rng.inside(block))
-        with autocast_as(boundary.autocast):
+        with autocast_as(boundary.autocast), callers_default():
             output = run.patch.forwards[block](*args, **kwargs)
         _deliver(run, step, m, boundary, output)
         if block == len(run.blocks) - 1:
@@ -191,7 +192,7 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
     _enter(run, step, m, rng.inside(boundary.block))
     attending = step.training and run.attributes.attending
     inside = run.attributes.inside(boundary.block, m) if attending else nullcontext()
-    with inside, autocast_as(boundary.autocast):
+    with inside, autocast_as(boundary.autocast), callers_default():
         output = run.patch.forwards[boundary.block](*args, **kwargs)
     watch.refuse_changes(run.blocks[boundary.block].name)
     return output
@@ -215,7 +216,11 @@ def _finish(run: Runtime, step: Step, m: int) -> Any:
     with run.attributes.before(last + 1, m) if attending else nullcontext():
         event = batch.coroutine.resume(batch.deliveries[last].reply())
     if not isinstance(event, Returned):
-        raise ModelNotSupported(f"the model called block {event.block} after its last block.")
+        raise ModelNotSupported(
+            f"the model called {run.blocks[event.block].name} again after its last block, as models do whose layers"
+            " share their parameters (ALBERT, universal transformers). Every micro-batch must call every block once:"
+            " pass blocks= that do, or train this model in memory, with a Checkpointer."
+        )
     return event.value
 
 

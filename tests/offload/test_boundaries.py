@@ -815,7 +815,7 @@ def test_hooks_inside_of_blocks_and_after_them_are_called(tmp_path):
         ([0, 2, 3], "after block 0 the model called block 2, where block 1 was to come"),
         ([1, 0, 2, 3], "the model called block 1, where block 0 was to come"),
         ([0, 1, 1, 2, 3], "after block 1 the model called block 1, where block 2 was to come"),
-        ([0, 1, 2, 3, 0], "the model called block 0 after its last block"),
+        ([0, 1, 2, 3, 0], r"the model called blocks\.0 again after its last block"),
         ([], "the model returned, where block 0 was to come"),
     ],
 )

@@ -4,16 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install train test lint types test-dist test-crash test-matrix test-peers clean
+.PHONY: install train test lint types test-dist test-crash test-matrix test-peers campaign clean
 
 install: $(STAMP)
 
+# constraints.txt has what Holdfast needs; the other file what is tested beside it.
+PIP_INSTALL := install --quiet --disable-pip-version-check -c constraints.txt
+PINNED := -c constraints-dev.txt
+
 # torch goes first and by its pin, so that nothing pulls in another build of it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Holdfast needs Python 3.11 or newer, this is " + sys.version.split()[0])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip $(PIP_INSTALL) torch
+	$(BIN)/pip $(PIP_INSTALL) $(PINNED) -e ".[dev]"
 	@touch $@
 
 # make train ARGS="--set train.steps=30"
@@ -32,37 +36,52 @@ test: install lint types
 
 # Several ranks, each a process, which wait for one another.
 test-dist: install
-	$(BIN)/pytest -n 3 --timeout=300 --session-timeout=2400 tests/dist
+	$(BIN)/pytest -n 3 --timeout=300 tests/dist
 
 # They wait for the disk as much as they compute.
 test-crash: install
-	$(BIN)/pytest -n 3 --session-timeout=3300 tests/crash
+	$(BIN)/pytest -n 3 tests/crash
 
 test-matrix: install
-	$(BIN)/pytest -n 2 --session-timeout=1800 tests/matrix
+	$(BIN)/pytest -n 2 tests/matrix
+
+# All combinations and all repeated kills, of which the other targets take a part that is the same everywhere. Hours; by hand,
+# before a release.
+campaign: export HOLDFAST_CAMPAIGN = 1
+campaign: test test-dist test-crash test-matrix test-peers
 
 # Other libraries that are read and written, each as it is. They have an environment of their own, since some change what
 # torch and accelerate do by being installed; torchtitan has another, since it wants older releases of two packages.
 # DeepSpeed compiles, which takes minutes.
 PEERS := .venv-peers
 TITAN := .venv-titan
-test-peers: $(PEERS)/.installed $(TITAN)/.installed
-	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest --session-timeout=4500 tests/peers
-	$(TITAN)/bin/pytest --session-timeout=600 tests/peers/test_torchtitan.py
+BESIDE := .venv-beside
+test-peers: $(PEERS)/.installed $(TITAN)/.installed $(BESIDE)/.installed
+	DS_ACCELERATOR=cpu $(PEERS)/bin/pytest tests/peers
+	$(TITAN)/bin/pytest tests/peers/test_torchtitan.py
 
-$(PEERS)/.installed: pyproject.toml constraints.txt
+$(PEERS)/.installed: pyproject.toml constraints.txt constraints-dev.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[peers]"
+	$(PEERS)/bin/pip $(PIP_INSTALL) torch
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/pip $(PIP_INSTALL) $(PINNED) -e ".[peers]"
 	@touch $@
 
-$(TITAN)/.installed: pyproject.toml constraints.txt
+$(TITAN)/.installed: pyproject.toml constraints.txt constraints-dev.txt
 	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
-	grep -v -E '^(fsspec|huggingface_hub)==' constraints.txt > $(TITAN)/constraints.txt
-	$(TITAN)/bin/pip install --quiet --disable-pip-version-check -c $(TITAN)/constraints.txt torch
-	$(TITAN)/bin/pip install --quiet --disable-pip-version-check -c $(TITAN)/constraints.txt -e ".[titan]"
+	grep -v -E '^(fsspec|huggingface_hub)==' constraints-dev.txt > $(TITAN)/constraints-dev.txt
+	$(TITAN)/bin/pip $(PIP_INSTALL) torch
+	$(TITAN)/bin/pip $(PIP_INSTALL) -c $(TITAN)/constraints-dev.txt -e ".[titan]"
+	@touch $@
+
+# What people who fine-tune install beside Holdfast, in the versions that pip chooses for them under constraints.txt alone.
+$(BESIDE)/.installed: pyproject.toml constraints.txt
+	test -x $(BESIDE)/bin/python || $(PYTHON) -m venv $(BESIDE)
+	$(BESIDE)/bin/pip $(PIP_INSTALL) torch
+	$(BESIDE)/bin/pip $(PIP_INSTALL) -e ".[models]" trl datasets peft
+	$(BESIDE)/bin/pip check
+	$(BESIDE)/bin/python -c "import datasets, holdfast, peft, transformers; from trl import SFTTrainer; holdfast.Checkpointer"
 	@touch $@
 
 # What `install` made. Runs are yours: nothing here removes them.
 clean:
-	rm -rf $(VENV) $(PEERS) $(TITAN)
+	rm -rf $(VENV) $(PEERS) $(TITAN) $(BESIDE)

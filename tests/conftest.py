@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from buckets import emptied, served
-from combined import thinned
+from combined import CAMPAIGN
 from holdfast import failpoints
 from killed import kill
 from matrix.cells import told
@@ -54,10 +54,11 @@ def bucket(s3, monkeypatch):
 
 
 def pytest_collection_modifyitems(config, items):
-    """For machines on which all of them take too long (.ci/run): with ``HOLDFAST_EVERY=2`` half of the cases."""
-    kept = set(thinned([item.nodeid for item in items], int(os.environ.get("HOLDFAST_EVERY", 1))))
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
-    items[:] = [item for item in items if item.nodeid in kept]
+    """Leave tests marked ``campaign`` to ``make campaign``."""
+    if not CAMPAIGN:
+        left = [item for item in items if item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if not item.get_closest_marker("campaign")]
 
 
 def pytest_terminal_summary(terminalreporter):

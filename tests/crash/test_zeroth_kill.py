@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from combined import WHOLE, one_in
+from combined import CAMPAIGN, one_in
 from crash_run import MIXED, ON_SSD, STEPS, Reference, end, kill_often
 from holdfast import failpoints
 from holdfast.store.local import LocalStore
@@ -47,14 +47,14 @@ def test_killed_at_a_few_random_moments(server, undisturbed, text, tmp_path):
 
 @pytest.mark.crash
 def test_killed_at_many_random_moments(server, undisturbed, text, tmp_path):
-    kill_at_random(server, undisturbed, text, tmp_path, random.Random(2), 50 if WHOLE else 20)
+    kill_at_random(server, undisturbed, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize(
     "way, place",
     one_in(
-        2,
+        5,
         WAYS,
         [(name, 2) for name in failpoints.NAMES[:-1]] + [(name, STEPS + 2) for name in failpoints.NAMES[2:6]],
     ),

@@ -130,7 +130,9 @@ class StorageReader(OfRun, dcp.StorageReader):
             stored, box = self._wanted(item)
             tensor = planner.resolve_tensor(item).detach()
             made = torch.empty(box.shape, dtype=FROM_NAME[stored.atom.dtype])
-            at_once = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == made.dtype
+            is_view = tensor.is_conj() or tensor.is_neg()  # whose bytes are not its values
+            lies_alike = tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == made.dtype
+            at_once = lies_alike and not is_view
             into = tensor if at_once else made
             targets.append(Target(stored, box, array_of(into).reshape(box.shape)))
             ways.append((item, tensor, into))

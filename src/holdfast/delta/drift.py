@@ -6,6 +6,7 @@ import torch
 import xxhash
 
 from ..state.live import BUFFERS, Held, LiveState
+from ..state.plain import host_bytes
 
 Digests = dict[str, dict[str, str]]
 """The xxh3_128 of each tensor, by owner and key."""
@@ -47,5 +48,4 @@ def _held(state: LiveState, owner: str) -> Held:
 
 def digest(tensor: torch.Tensor) -> str:
     """The xxh3_128 of all its bytes, in C order."""
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_128_hexdigest(raw.numpy().data)
+    return xxhash.xxh3_128_hexdigest(host_bytes(tensor).data)

@@ -6,6 +6,7 @@ import torch
 
 from ..io.buffers import Buffer
 from ..state.dtypes import TO_NAME
+from ..state.plain import flat_bytes
 from ..store.layout import METADATA, Layout
 
 
@@ -32,16 +33,21 @@ class Image:
     def _bytes_of(self, key: str) -> torch.Tensor:
         """All bytes of a tensor in C order. One that does not lie in memory so is copied, and kept while it is used."""
         if self._flat[0] != key:
-            self._flat = (key, self._tensors[key].contiguous().reshape(-1).view(torch.uint8))
+            self._flat = (key, flat_bytes(self._tensors[key]))
         return self._flat[1]
 
 
 def write_tensor(image: memoryview, layout: Layout, key: str, tensor: torch.Tensor) -> None:
     """Copy ``tensor`` to where ``layout`` has it in ``image``, the whole file."""
+    place_in(image, layout, key, tensor).copy_(tensor)
+
+
+def place_in(image: memoryview, layout: Layout, key: str, like: torch.Tensor) -> torch.Tensor:
+    """Return where ``layout`` has the tensor ``key`` in ``image``, the whole file, as one of the form of ``like``."""
     entry = layout[key]
-    if entry.nbytes:
-        place = torch.frombuffer(image[entry.offset : entry.end], dtype=tensor.dtype).view(tensor.shape)
-        place.copy_(tensor)
+    if not entry.nbytes:
+        return torch.empty(like.shape, dtype=like.dtype)
+    return torch.frombuffer(image[entry.offset : entry.end], dtype=like.dtype).view(like.shape)
 
 
 def image_of(tensors: dict[str, torch.Tensor]) -> memoryview:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -18,6 +18,7 @@ from ..state.live import LiveState
 from ..store.retention import Keep
 from ..units import format_bytes, parse_bytes
 from ..update.kinds import is_elementwise
+from .closures import refuse_closures
 from .codecs import Codec, Exact
 from .pace import POLICIES
 from .recorder import BOUND
@@ -89,11 +90,17 @@ class Options:
 
 def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     """The one, or the several, that were given."""
-    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
+    several = isinstance(given, Iterable) and not isinstance(given, (torch.optim.Optimizer, str))
+    optimizers: tuple[Any, ...] = tuple(given) if several else (given,)
     if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
-        raise BadInput("optimizer is not an optimizer of torch, nor several of them")
+        kinds = ", ".join(dict.fromkeys(type(item).__name__ for item in optimizers)) or "nothing"
+        raise BadInput(
+            f"optimizer is not an optimizer of torch, nor several of them ({kinds}). One that wraps another is given as"
+            " the one inside."
+        )
     for optimizer in optimizers:
         _refuse_wrapper(optimizer)
+        refuse_closures(optimizer)
     return optimizers
 
 
@@ -126,6 +133,22 @@ def refuse_renormalised(model: nn.Module) -> None:
                 f"{name or 'the model'} has max_norm={module.max_norm}, by which its forward pass changes its weight,"
                 " and no record would. Leave it out, and bound the rows in after_update= (torch.renorm)."
             )
+
+
+def refuse_sparse_gradients(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise ``BadInput`` where gradients will be sparse: records hold plain ones, and other optimizers take those."""
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            raise BadInput(
+                f"{name or 'the model'} makes sparse gradients, which records do not hold. Build it with"
+                " sparse=False, and give its weight to an optimizer of dense gradients (AdamW)."
+            )
+    if any(isinstance(optimizer, torch.optim.SparseAdam) for optimizer in optimizers):
+        raise BadInput(
+            "SparseAdam takes sparse gradients alone, which records do not hold. Build embeddings with sparse=False,"
+            " and give their weights to Adam or AdamW."
+        )
 
 
 def refuse_without_values(model: nn.Module) -> None:

@@ -21,8 +21,10 @@ from ..state.capture import CapturedParameter
 from ..state.cuts import is_distributed, local_of
 from ..state.encoding import decode
 from ..state.live import BUFFERS, LiveState
+from ..state.plain import flat_bytes
 from ..state.progress import load_hyper_parameters
 from . import codecs
+from .closures import closure_again
 from .drawing import draw_again
 from .slots import tensors_of
 from .tap import CONSUMED, scale
@@ -73,7 +75,7 @@ def _bytes_of(parameter: torch.Tensor) -> torch.Tensor:
     tensor = parameter
     if not tensor.is_contiguous():
         tensor = tensor.as_strided((tensor.numel(),), (1,)) if _is_dense(tensor) else tensor.contiguous()
-    return tensor.reshape(-1).view(torch.uint8)
+    return flat_bytes(tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -155,7 +157,9 @@ def _step(
     grads: dict[str, torch.Tensor],
     update: dict[str, Any],
 ) -> None:
-    consumed, (args, kwargs) = update["consumed"], update.get("arguments", ((), {}))
+    consumed, (args, kwargs, *loss) = update["consumed"], update.get("arguments", ((), {}))
+    if loss:  # the step was given a closure that had been called
+        kwargs = {**kwargs, "closure": closure_again(loss[0])}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
     there = [p.device for p in parameters if state.name_of[id(p)] in grads] or [p.device for p in parameters]

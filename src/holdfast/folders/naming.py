@@ -23,6 +23,7 @@ from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.dtypes import FROM_NAME, TO_NAME
 from ..state.pieces import Pieces, dense
+from ..state.plain import host_bytes
 from ..universal.load import read_flat
 from ..universal.restore import read_tensors
 from ..universal.source import Made, Part, Source, Stored, places_of
@@ -132,7 +133,7 @@ class Converted(Made):
             return
         with self._lock:
             tensor = self._converted(group)[name]
-        into[:] = tensor.reshape(-1).view(torch.uint8)[offset : offset + len(into)].numpy().tobytes()
+        into[:] = host_bytes(tensor)[offset : offset + len(into)].data
 
     def made_of(self, part: int) -> Iterable[Stored]:
         return [self._by_name[name] for _, name in self._of_part[part][0].members]

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import BadInput, RankFailed
 from ..ranks import Ranks, this_machine
+from ..state.plain import flat_bytes, tensor_of
 from .residency import Gradients
 from .units import Unit
 
@@ -107,9 +108,9 @@ class Fellows:
     def from_first(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let all ranks have what the first has in ``tensors``. On the caller's thread."""
         for tensor in tensors if not self.alone else ():
-            flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+            flat = flat_bytes(tensor.cpu())
             self.control.fill(flat, [(0, len(flat))])
-            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+            tensor.copy_(tensor_of(flat, tensor.dtype, tensor.shape))
 
     def reduce(self, unit: Unit, summed: Gradients, share: torch.Tensor) -> Gradients:
         """What all ranks have ``summed`` of a unit's gradients: of it this rank's part, put into ``share``."""

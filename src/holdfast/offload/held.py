@@ -14,6 +14,7 @@ import xxhash
 
 from ..errors import OptimizerNotSupported
 from ..ranks import Ranks
+from ..state.plain import host_bytes
 from ..update.optimizer import HostOptimizer
 from .alike import agree
 from .parts import Parts
@@ -70,6 +71,6 @@ def agree_on_held(ranks: Ranks, parts: Parts) -> None:
 
 def _described(value: Any) -> str:
     """Its dtype and shape, and a digest of its bytes."""
-    tensor = torch.as_tensor(value).detach().cpu().contiguous()
-    content = xxhash.xxh3_64_hexdigest(tensor.view(-1).view(torch.uint8).numpy().data)
+    tensor = torch.as_tensor(value)
+    content = xxhash.xxh3_64_hexdigest(host_bytes(tensor).data)
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} with xxh3:{content}"

@@ -7,7 +7,7 @@ parameters by object, so groups may be built in any way; an unknown one is refus
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ..errors import ModelNotSupported, OptimizerNotSupported
 from .atoms import WRAPPED
 from .dtypes import TO_NAME
 from .fsdp1 import Flattened, flattened_of, refuse_flattened
+from .plain import odd_kind, repeats_itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,8 @@ class Captured:
     parameters: tuple[CapturedParameter, ...]
     buffers: dict[str, BufferPlace]
     absent: dict[str, BufferPlace]
+    passing: dict[str, BufferPlace] = field(default_factory=dict)
+    """Where buffers are that are not persistent."""
 
 
 def aliases_of(parameters: Iterable[CapturedParameter]) -> dict[str, str]:
@@ -123,6 +126,7 @@ def capture(
                     " its sizes."
                 )
             if parameter is not None:
+                _refuse_odd_parameter(join(path, name), parameter)
                 known.add(join(plain[path], name), join(path, name), parameter)
                 names.setdefault(id(parameter), []).append(join(plain[path], name))
                 parameters[id(parameter)] = parameter
@@ -144,10 +148,12 @@ def capture(
 
 def _persistent_buffers(
     model: nn.Module, plain: dict[str, str], known: _Known
-) -> tuple[dict[str, BufferPlace], dict[str, BufferPlace]]:
-    """Where the buffers are that a ``state_dict`` would hold, by plain name; and where those that are None."""
+) -> tuple[dict[str, BufferPlace], dict[str, BufferPlace], dict[str, BufferPlace]]:
+    """Where the buffers are that a ``state_dict`` would hold, by plain name; where those that are None; and where those
+    that are not persistent."""
     found: dict[str, BufferPlace] = {}
     absent: dict[str, BufferPlace] = {}
+    passing: dict[str, BufferPlace] = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -156,12 +162,13 @@ def _persistent_buffers(
                     'holdfast.empty_parameters() instead of torch.device("meta"): it leaves buffers real.'
                 )
             if name in module._non_persistent_buffers_set:
+                passing[join(plain[path], name)] = (module, name)
                 continue
             if buffer is not None:
                 _refuse_unstorable(join(path, name), buffer)
                 known.add(join(plain[path], name), join(path, name), buffer)
             (absent if buffer is None else found)[join(plain[path], name)] = (module, name)
-    return found, absent
+    return found, absent, passing
 
 
 class _Known:
@@ -189,7 +196,41 @@ def _refuse_extra_state(model: nn.Module) -> None:
             )
 
 
+def storable(buffer: torch.Tensor) -> bool:
+    """Return whether commits hold such a buffer."""
+    try:
+        _refuse_unstorable("", buffer)
+    except ModelNotSupported:
+        return False
+    return True
+
+
+def _refuse_odd_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Raise ``ModelNotSupported`` for a parameter whose value no file holds, or not so that it could be put back."""
+    if kind := odd_kind(parameter):
+        raise ModelNotSupported(
+            f"parameter {name} is {kind}, which commits do not hold. Make it a plain tensor (.to_dense(),"
+            f" .dequantize()). If the script makes the same values anew and nothing trains them, keep it as a buffer:"
+            f" del module.{name.rpartition('.')[2]}, then module.register_buffer(..., persistent=False)."
+        )
+    if parameter.dtype not in TO_NAME:
+        raise ModelNotSupported(
+            f"parameter {name} is {parameter.dtype}, which commits do not hold. Convert it to another type"
+            " (torch.view_as_real of complex numbers)."
+        )
+    if repeats_itself(parameter):
+        raise ModelNotSupported(
+            f"parameter {name} has several elements that are one in memory (strides {parameter.stride()}), so it cannot"
+            " be put back. Make it nn.Parameter(parameter.detach().clone())."
+        )
+
+
 def _refuse_unstorable(name: str, buffer: torch.Tensor) -> None:
+    if kind := odd_kind(buffer):
+        raise ModelNotSupported(
+            f"buffer {name} is {kind}, which commits do not hold. Register it with persistent=False if the model makes"
+            " it anew, or register the plain tensors that it is made of (indices() and values() of a sparse one)."
+        )
     if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         raise ModelNotSupported(
             f"buffer {name} is expanded: several of its elements are one in memory, so it cannot be put back. Register"

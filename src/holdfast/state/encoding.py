@@ -189,18 +189,17 @@ def _encode_tensor(value: Any, where: str) -> dict[str, Any]:
     import torch
 
     from .dtypes import TO_NAME
+    from .plain import host_bytes, odd_kind
 
-    if (
-        type(value) not in (torch.Tensor, torch.nn.Parameter)
-        or value.layout != torch.strided
-        or value.is_meta
-    ):
-        what = "tensor on meta" if value.is_meta else f"{type(value).__name__} of layout {value.layout}"
-        raise _refused(where, what)
+    kind = "on meta" if value.is_meta else odd_kind(value)
+    if kind is None and type(value) not in (torch.Tensor, torch.nn.Parameter):
+        kind = f"of the class {type(value).__name__}"
+    if kind:
+        raise _refused(where, f"tensor that is {kind}")
     if value.dtype not in TO_NAME:
         raise _refused(where, f"tensor of {value.dtype}")
     held = value.detach().resolve_conj().resolve_neg()
-    raw = held.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    raw = host_bytes(held).tobytes()
     made = tensor_json(TO_NAME[value.dtype], value.shape, raw)
     if held.stride() != torch.empty(held.shape, device="meta").stride():
         made["strides"] = list(held.stride())
@@ -218,8 +217,8 @@ def tensor_json(dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]
 
 def _refused(where: str, what: str) -> BadInput:
     return BadInput(
-        f"{where} holds a {what}, which cannot be stored by value. Leave it out of state_dict() and rebuild it on"
-        " resume, or make plain numbers, lists and dicts of it."
+        f"{where} holds a {what}, which cannot be stored by value. Leave it out and make it anew on resume, or make"
+        " plain numbers, tensors, lists and dicts of it."
     )
 
 

@@ -113,9 +113,9 @@ def tensor_of(values: np.ndarray, dtype: str) -> torch.Tensor:
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """The elements of a ``tensor`` on the host, in C order, as opaque ones, as they are in a ``Target``. Shares its
     memory."""
-    import torch
+    from ..state.plain import flat_bytes
 
-    flat = tensor.reshape(-1).view(torch.uint8).numpy().view(f"V{tensor.element_size()}")
+    flat = flat_bytes(tensor).numpy().view(f"V{tensor.element_size()}")
     return flat.reshape(tensor.shape)
 
 

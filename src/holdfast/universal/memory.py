@@ -10,6 +10,7 @@ import torch
 from ..state.atoms import Atom
 from ..state.boxes import Box
 from ..state.pieces import Pieces, dense
+from ..state.plain import host_bytes
 from .source import Part, Source, Stored
 
 
@@ -22,7 +23,7 @@ class InMemory(Source):
         super().__init__(path, format, progress=progress)
         self._arrays: list[np.ndarray] = []
         for atom, tensor in atoms:
-            array = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            array = host_bytes(tensor)
             self._arrays.append(array)
             part = self.add_part(Part(path, 0, array.nbytes, atom.dtype))
             self.add(Stored(atom, Pieces.of([dense(Box.whole(atom.shape), part)], len(atom.shape))))

@@ -230,6 +230,7 @@ def _of_torch(obj: Any) -> Any:
     import torch
 
     from ..state.dtypes import TO_NAME
+    from ..state.plain import host_bytes, odd_kind
 
     if isinstance(obj, torch.Size):
         return Size(obj)
@@ -237,7 +238,10 @@ def _of_torch(obj: Any) -> Any:
         return _Made(_DEVICE, (str(obj),))
     if not isinstance(obj, torch.Tensor):
         return obj
-    flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if obj.dtype not in TO_NAME or (kind := odd_kind(obj)):
+        what = f"of {obj.dtype}" if obj.dtype not in TO_NAME else kind
+        raise BadInput(f"a tensor that is {what} cannot be put into a file of torch here")
+    flat = host_bytes(obj)
     return Streamed(TO_NAME[obj.dtype], tuple(obj.shape), lambda: iter([flat.data]))
 
 

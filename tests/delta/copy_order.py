@@ -109,8 +109,11 @@ class Order(Silent):
         non_blocking = kwargs.get(
             "non_blocking", args[2] if func is not COPIES[0] and len(args) > 2 else False
         )
-        if func is SCALAR or (func in COPIES and not non_blocking):
-            join(self.mine, self.clocks[stream])
+        kinds = {
+            isinstance(x, Played) for x in pytree.tree_leaves((args, out)) if isinstance(x, torch.Tensor)
+        }
+        if func is SCALAR or (func in COPIES and len(kinds) == 2 and not non_blocking):
+            join(self.mine, self.clocks[stream])  # the host waits
 
     def reads(self, memory, what, actor=None):
         """The calling thread, or the ``actor`` that it starts, reads memory of the host. Returns the actor's clock."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from delta.copy_order import Order
 from delta.loops import cut_small
 from holdfast import accelerators
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import bases, leaving, slots
+from holdfast.delta import bases, comm_hook, leaving, slots, visiting
 from holdfast.delta.compact import compact
 from holdfast.delta.drawing import draw_again, drawn_since, generators
 from holdfast.delta.lossy import Int8, TopK
@@ -272,3 +274,141 @@ def test_a_missing_wait_is_found(tmp_path, monkeypatch, mutant):
     beside_bases = mutant in (bases_that_nobody_waits_for, one_buffer_for_all_bases)
     problems = ordered_run(tmp_path, monkeypatch, mutant, 1 if beside_bases else 100)
     assert any(MUTANTS[mutant] in problem for problem in problems), problems
+
+
+# Updates of a replica
+
+
+class Parameter:
+    """In place of one: torch lets no parameter of the host take the data of a device that Python plays."""
+
+    def __init__(self, data):
+        self.data, self.device = data, data.device
+
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value)
+        if name == "data":
+            object.__setattr__(self, "device", value.device)
+
+
+def visits(monkeypatch, mutate=None, rounds=3):
+    """Parameters go to the device, one after the other, are updated there and come home. Returns them, and what is in
+    no order."""
+    order = Order(monkeypatch)
+    PLAYED.listener = order
+    if mutate is not None:
+        mutate(monkeypatch)
+    torch.manual_seed(0)
+    held = [Parameter(torch.randn(70, 5).t()), Parameter(torch.randn(3)), Parameter(torch.randn(0))]
+    optimizer, homes = (
+        SimpleNamespace(state={p: {"step": torch.zeros(())} for p in held}),
+        visiting.Homes(HERE),
+    )
+    for _ in range(rounds):
+        for p in held:
+            homes.make_room()
+            visit = visiting.Visit(p, optimizer, HERE, {"step"}, homes)
+            assert p.device == HERE
+            optimizer.state[p].setdefault("m", torch.zeros_like(p.data)).add_(p.data)
+            p.data.mul_(0.5)
+            assert visit.end() == {"step"}
+        homes.settle()
+        for p in held:
+            order.reads(p.data, "the host")
+            order.reads(optimizer.state[p]["m"], "the host")
+    PLAYED.listener = Silent()
+    return held, optimizer, homes, order.problems
+
+
+def test_a_visit_is_pinned_once_and_waited_for(monkeypatch):
+    held, optimizer, homes, problems = visits(monkeypatch)
+    assert problems == [] and PLAYED.runtime.pins == 1
+    torch.manual_seed(0)
+    for p, first in zip(held, (torch.randn(70, 5).t(), torch.randn(3), torch.randn(0)), strict=True):
+        assert torch.equal(p.data, first / 8) and torch.equal(
+            optimizer.state[p]["m"], first + first / 2 + first / 4
+        )
+        assert p.data.stride() == first.stride() == optimizer.state[p]["m"].stride()
+    homes.free()
+    assert PLAYED.runtime.pinned == {}
+
+
+def homes_that_nobody_waits_for(patch):
+    patch.setattr(visiting.Homes, "settle", lambda homes: None)
+
+
+def updates_that_do_not_wait_for_their_data(patch):
+    patch.setattr(
+        played_device.Stream,
+        "wait_event",
+        lambda stream, event: stream is PLAYED.default or wait(stream, event),
+    )
+
+
+def data_that_does_not_wait_for_its_update(patch):
+    patch.setattr(
+        played_device.Stream,
+        "wait_event",
+        lambda stream, event: stream is not PLAYED.default or wait(stream, event),
+    )
+
+
+wait = played_device.Stream.wait_event
+VISITS = {
+    homes_that_nobody_waits_for: "the host [MainThread] beside aten::_foreach_copy_ [stream",
+    updates_that_do_not_wait_for_their_data: "[compute] beside aten::copy_ [stream",
+    data_that_does_not_wait_for_its_update: "aten::_foreach_copy_ [stream",
+    no_record_stream: "memory of stream",
+}
+
+
+@pytest.mark.parametrize("mutant", VISITS, ids=lambda mutant: mutant.__name__)
+def test_a_missing_wait_of_a_visit_is_found(monkeypatch, mutant):
+    *_, problems = visits(monkeypatch, mutant)
+    assert any(VISITS[mutant] in problem for problem in problems), problems
+
+
+# Ranks that exchange what they kept
+
+
+class Gathered:
+    """The other rank sent the same; what follows is on a stream of its own, as with NCCL."""
+
+    def get_future(self):
+        return self
+
+    def then(self, join):
+        beside, event = played_device.Stream(), accelerators.record_event(PLAYED.default)
+        beside.wait_event(event)
+        for one in self.received:
+            one.record_stream(beside)  # as torch's futures do for what they hold
+        with PLAYED.stream(beside):
+            self.found = join(self)
+        return self
+
+    def all_gather(self, received, sent, group, async_op):
+        for one in received:
+            one.copy_(sent)
+        self.received = received
+        return self
+
+
+def test_exchanged_elements_are_in_order(monkeypatch):
+    """What the callback's stream reads is its own, or known to it: memory of backward's stream goes back to that."""
+    codec, order, gathered = TopK(0.2), Order(monkeypatch), Gathered()
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(3000, device=HERE))
+    buffer = torch.randn(3000).to(HERE)
+    expected, largest = torch.zeros(3000), buffer.cpu()
+    bucket = SimpleNamespace(
+        index=lambda: 0, parameters=lambda: [parameter], gradients=lambda: [buffer], buffer=lambda: buffer
+    )
+    monkeypatch.setattr(comm_hook.dist, "all_gather", gathered.all_gather)
+    PLAYED.listener = order
+    comm_hook.topk_hook(comm_hook.HookState(codec, SimpleNamespace(size=lambda: 1)), bucket)
+    PLAYED.listener = Silent()
+    for block in largest.split(1024):
+        order_of = block.abs().argsort(descending=True)[: codec.kept(len(block))]
+        expected[block.storage_offset() :][order_of] = block[order_of]
+    assert torch.equal(buffer.cpu(), expected)
+    assert order.problems == []

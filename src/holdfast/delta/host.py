@@ -36,7 +36,7 @@ from .channel import Channel, Gone, Inbox, Message
 from .computing import computing_as, needs_threads
 from .helper import LAST_WORD
 from .holder import beside_records
-from .rebuild import adopt, rebuild
+from .rebuild import Part, adopt, rebuild
 from .recorder import Inline
 from .recovery import BY, recover
 from .replay import Taken, apply, clip_as_told, fingerprint
@@ -175,13 +175,16 @@ class Host:
         if "begin" in about:
             self._begin(about["begin"])
             self._base_step, self._begun = about["begin"]["durable"], True
-        self._state, self._step, self._equal = state, about["step"], True
+        before, self._state = self._state, state
+        self._step, self._equal = about["step"], True
         self._state_number = about["number"]
         if "again" in about:  # the base of this step has something else
             self._base_step = min(self._base_step, self._step - 1)
         if self._bases is None:
             self._bases = BaseMaker(self._store, state, Inline(self._beat), self._prefix)
         self._bases.watch(state)
+        if isinstance(before, Part):
+            before.free()
         if not about["needed"]:
             kept.drop(self._place)
         self._say(word="synced")

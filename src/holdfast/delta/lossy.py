@@ -192,6 +192,13 @@ class TopK(Lossy):
         """Of a block, or the part of one, with so many ``elements``."""
         return min(elements, max(1, round(self.ratio * elements)))
 
+    def counts(self, elements: int, device: torch.device) -> torch.Tensor:
+        """Return what ``compress`` keeps of each block of a tensor with so many ``elements``."""
+        counts = torch.full((num_blocks(elements, self.block),), self.kept(self.block), device=device)
+        if elements % self.block:
+            counts[-1:] = self.kept(elements % self.block)
+        return counts.to(torch.uint16)
+
     def sizes(self, elements: int, dtype: torch.dtype) -> Sizes:
         blocks, rest = divmod(elements, self.block)
         kept = blocks * self.kept(self.block) + (self.kept(rest) if rest else 0)

@@ -14,6 +14,7 @@ uses the fixture ``played`` runs (``PLAYED.on``), and at no other time.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from contextlib import contextmanager
 
@@ -22,6 +23,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from holdfast.state import prepared
 
 KIND = "played"
 aten = torch.ops.aten
@@ -303,8 +306,19 @@ def played(monkeypatch):
     """The device is available, and as new."""
     PLAYED.reset()
     monkeypatch.setattr(PLAYED, "on", True)
-    monkeypatch.setattr(
-        torch.Tensor, "pin_memory", lambda tensor: tensor.clone()
-    )  # torch asks a device in C++ for it
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # torch asks a device in C++ for it
+    _taken_for_plain(monkeypatch)
     yield PLAYED
     PLAYED.reset()
+
+
+def _taken_for_plain(monkeypatch):
+    """Classes of tensors of their own are refused. A wrapper is the only one that Python can play a device with."""
+    ours = prepared._computes_otherwise
+    monkeypatch.setattr(prepared, "PARAMETERS", tuple(p for p in prepared.PARAMETERS if p.found is not ours))
+    modules = [module for name, module in sys.modules.items() if name.startswith("holdfast.")]
+    for name in ("odd_kind", "is_plain"):
+        for module in modules:
+            if hasattr(module, name):
+                asked = getattr(module, name)
+                monkeypatch.setattr(module, name, lambda tensor, asked=asked: asked(plain(tensor)))

@@ -11,11 +11,12 @@ import random
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 
+from holdfast.offload import ops
 from holdfast.offload.device import SeparateDevice
 from holdfast.offload.executor import Lane
 
@@ -76,6 +77,14 @@ class Stream:
             mark.arrive()
 
 
+def _handle(run, function, op, step, real=ops._handle):
+    with run.device.of(step) if isinstance(run.device, Apart) else nullcontext():
+        return real(run, function, op, step)
+
+
+ops._handle = _handle  # a lane is not told of its step otherwise
+
+
 class Apart(SeparateDevice):
     """A separate device, as far as the engine can tell."""
 
@@ -86,6 +95,7 @@ class Apart(SeparateDevice):
         self._delays, self._random = delays, random.Random(seed)
         self._here = threading.local()
         self._computing = None
+        self._numbers, self._begun, self._by_step = {}, 0, {}
         self._prepare()
 
     def delay(self):
@@ -95,11 +105,45 @@ class Apart(SeparateDevice):
     def lane(self, op):
         with super().lane(op):
             stream = self._streams.get(op.lane)
-            for key in (*op.needs, *op.needs_previous):
-                _, mark = self._marks.get(key, (None, None))
+            for key, mark in self._needed(op):
                 if mark is not None and not mark.has_come and not (stream and self._is_behind(stream, mark)):
                     self.problems.append(f"{op.key} begins before {key} is over")
             yield
+
+    def begins(self):
+        super().begins()
+        self._begun += 1
+
+    def ended(self, op):
+        over = super().ended(op)
+        if over is not None:
+            self._by_step.setdefault(op.key, {})[self._number()] = self._marks[op.key][1]
+        return over
+
+    @contextmanager
+    def of(self, step):
+        """What the calling thread does is of ``step``."""
+        before, self._here.step = getattr(self._here, "step", None), step
+        try:
+            yield
+        finally:
+            self._here.step = before
+
+    def _number(self):
+        """Which step the calling thread works for, counted as they begin; one step, if it does not say."""
+        step = getattr(self._here, "step", None)
+        _, number = self._numbers.setdefault(id(step), (step, self._begun))
+        return number
+
+    def _needed(self, op):
+        """The events of what ``op`` needs: of its own step, and of the newest step before. Later steps may have begun
+        the same again meanwhile."""
+        number = self._number()
+        for key in op.needs:
+            yield key, self._by_step.get(key, {}).get(number)
+        for key in op.needs_previous:
+            before = {other: mark for other, mark in self._by_step.get(key, {}).items() if other < number}
+            yield key, before[max(before)] if before else None
 
     @staticmethod
     def _is_behind(stream, mark):

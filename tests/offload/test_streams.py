@@ -237,3 +237,28 @@ def test_the_played_device_notices_who_does_not_wait(first, second):
     noticed = bool(device.problems)
     device.close()
     assert noticed is (first != second and (first, second) not in Apart.ahead)
+
+
+def test_waits_are_for_events_of_the_same_step():
+    """What the next step has begun under the same name need not be over."""
+    device, first, second = Apart(delays=(0.0,)), object(), object()
+    one, two = Op(Key("one"), UPLOAD), Op(Key("two"), DOWNLOAD, needs=(Key("one"),))
+    go = threading.Event()
+    device.begins()
+    with device.of(first), device.lane(one):
+        pass
+    with device.of(first):
+        device.ended(one).result(10)
+    device.begins()
+    with device.of(second):
+        with device.lane(one):
+            device._streams[UPLOAD].put(lambda: go.wait(10))
+        device.ended(one)
+    with device.of(first), device.lane(two):
+        pass
+    noticed, device.problems[:] = list(device.problems), []
+    with device.of(second), device.lane(two):
+        pass
+    go.set()
+    device.close()
+    assert noticed == [] and len(device.problems) == 1

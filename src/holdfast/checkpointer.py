@@ -48,6 +48,7 @@ from .events import EventLog
 from .io.queue import IOQueue
 from .plan.tuner import BASE_BYTES_PER_STEP
 from .ranks import Ranks
+from .regular import home_path
 from .sources import From, begin_from
 from .store.local import LocalStore
 from .store.places import check_place
@@ -114,6 +115,7 @@ class Checkpointer:
         """Raises ``BadInput`` and its kin with nothing written."""
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
+        run = home_path(run) if disk is None else run
         log = Path(run).absolute() / "events.jsonl"
         self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
@@ -143,7 +145,7 @@ class Checkpointer:
             if replica is False:
                 self._survival: Survival = Recording(self._loop, self._options, self._events)
             else:
-                place = tier.MEMORY if replica is True else Path(replica)
+                place = tier.MEMORY if replica is True else home_path(replica)
                 self._survival = Replicating(self._loop, self._options, self._events, run=run, memory=place)
             if remote is not None and ranks.rank == 0:
                 self._remote = Remote(run, remote, keep, self._events)
@@ -300,7 +302,8 @@ class Checkpointer:
         started = time.perf_counter()
         self._loop.stepped(updates)
         alone = self._ranks.alone  # what one of several ranks finds by itself the others do not know of
-        if self._tap.changed or (alone and (self._tap.lost or self._loop.state.has_other_buffers())):
+        other = self._loop.has_new_buffers or self._loop.state.has_other_buffers()
+        if self._tap.changed or (alone and (self._tap.lost or other)):
             self._adapt(updates)
         elif self._tap.lost:
             self._survival.lose(updates, self._tap.lost)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import NoCommit
+from .regular import home_path
 from .store.chain import last_step
 from .store.lines import commit_at, tip_with, told_of_left
 from .store.local import LocalStore
@@ -30,7 +31,7 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     with looking_at(target.run):
         is_run = holds_run(target.run) and not is_of_others(target.run)
     if not is_run:
-        return open_source(Path(text))
+        return open_source(home_path(text))
     reader = open_run(target.run)
     newest = reader.head()
     if newest is None:

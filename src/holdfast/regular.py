@@ -1,4 +1,4 @@
-"""Regular files alone: how the files of a run are opened for reading, whatever lies in their places.
+"""Paths as people give them, and regular files alone: how files are opened, whatever lies in their places.
 
 A FIFO in the place of a file would make its reader wait for ever, a socket or a device answer with anything, and a file
 of 200 GiB without content fill the memory. So files are opened without waiting, must be regular, and small ones are
@@ -80,6 +80,11 @@ def read_regular(path: str | Path, most_bytes: int = MOST_BYTES) -> bytes:
                 )
             pieces.append(piece)
     return b"".join(pieces)
+
+
+def home_path(text: str | os.PathLike[str]) -> Path:
+    """Return the path that a person gave, in which ``~`` is the home directory."""
+    return Path(os.path.expanduser(text))
 
 
 def load_json(text: str | bytes | bytearray) -> Any:

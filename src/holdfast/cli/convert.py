@@ -32,6 +32,7 @@ from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
 from .flags import parsed
+from .foreign import passed_over
 from .output import print_json, transfer_progress
 from .record import NAME, read_record
 from .runs import open_run
@@ -79,6 +80,8 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     else:
         export = Export(opened if how.rules is None else _under_rules(opened, how))
     opened = export.source
+    if opened.passed_over:
+        warnings.warn(f"not written, since Holdfast has no such type: {passed_over(opened)}", stacklevel=2)
     refuse_unequal(opened, opened.atoms.values())
     total = sum(each.atom.nbytes for key, each in opened.atoms.items() if export.has(key, to))
     with transfer_progress("writing", quiet=as_json) as bar:

@@ -26,7 +26,6 @@ from torch import nn
 
 from ..errors import BadInput
 from ..state.atoms import CARRIED
-from ..state.cuts import is_distributed
 from ..state.dtypes import TO_NAME
 from ..state.encoding import decode, encode
 from ..state.live import LiveState
@@ -76,6 +75,8 @@ class OwnState:
         self._digests: dict[Path, str] = {}
         self._given_marks: dict[Path, Any] = {}
         self._marks: dict[Path, Any] = {}
+        self._values: dict[Path, Any] = {}
+        """The leaves that were looked at last."""
         self._odd: set[Path] = set()
         """Leaves in which there is something else than numbers, texts, tensors and plain containers of such."""
         self._begun = self._was_trained = False
@@ -106,7 +107,8 @@ class OwnState:
         """Return the mark of each leaf, and note which are odd."""
         found: dict[Path, Any] = {}
         self._odd.clear()
-        for path, value in self._leaves() if self.watched else ():
+        self._values = dict(self._leaves()) if self.watched else {}
+        for path, value in self._values.items():
             odd: list[Any] = []
             found[path] = mark_of(value, odd)
             if odd:
@@ -123,10 +125,11 @@ class OwnState:
         if not self.watched:
             return None
         now = self._now()
+        leaves, self._values = self._values, {}
         if now == self._marks:
             return None
-        leaves = dict(self._leaves())
         other = [path for path, mark in now.items() if self._marks.get(path, self) != mark]
+        other = [path for path in other if self._is_known(path, leaves[path])]
         told = [[self._path_json(state, path), found] for path in other
                 if (found := self._encoded(state, leaves[path])) is not None]  # fmt: skip
         told += [[self._path_json(state, path)] for path in self._marks if path not in now]
@@ -137,11 +140,10 @@ class OwnState:
         if not self.watched:
             return
         before, self._marks = self._marks, self._now()
-        if before == self._marks:
-            return
-        for path, value in self._leaves():
+        for path, value in self._values.items() if before != self._marks else ():
             if before.get(path, self) != self._marks[path] and not self._is_known(path, value):
                 self.lost = self.lost or said(path)
+        self._values = {}
 
     def _is_known(self, path: Path, value: Any) -> bool:
         """Whether a leaf can be stored, and put back where an optimizer is that was made anew."""
@@ -187,6 +189,8 @@ class OwnState:
 
     def _put(self, state: LiveState, path: Path, told: Any) -> None:
         (kind, key), holder = path[-1], self._at(path[:-1])
+        if holder is None:  # the script makes another optimizer than before
+            return
         value = decode(told, lambda each: self._resolved(state, each))
         there = _item(holder, kind, key, None)
         if isinstance(there, GENERATORS):
@@ -212,7 +216,7 @@ class OwnState:
     def _at(self, path: Path) -> Any:
         found: Any = self._optimizer
         for kind, key in path:
-            found = _item(found, kind, key, found)
+            found = None if found is None else _item(found, kind, key, None)
         return found
 
     # As JSON
@@ -255,7 +259,9 @@ class OwnState:
     # What there is
 
     def _leaves(self, seen_object: Callable[[Path], None] = lambda path: None) -> Iterator[tuple[Path, Any]]:
-        yield from _fields(self._optimizer, (), {id(self._optimizer)}, seen_object)
+        yield from _fields(
+            self._optimizer, (), {id(self._optimizer), *map(id, self._optimizer.param_groups)}, seen_object
+        )
 
 
 def _fields(
@@ -263,8 +269,14 @@ def _fields(
 ) -> Iterator[tuple[Path, Any]]:
     """Go through the leaves in an object."""
     is_optimizer = isinstance(holder, torch.optim.Optimizer)
+    if is_optimizer and path:  # one that helps, such as the one of a schedule inside of it
+        for number, group in enumerate(holder.param_groups):
+            inside = (*path, ("attr", "param_groups"), ("item", number))
+            own = {} if id(group) in seen else group
+            yield from (((*inside, ("item", key)), value) for key, value in own.items() if key != "params")
     for name, value in _attributes(holder):
-        if not (is_optimizer and name in OF_TORCH):
+        is_mode = name in ("train", "eval") and callable(value)  # which a tap watches
+        if not (is_optimizer and (name in OF_TORCH or is_mode)):
             yield from _leaves_in(value, (*path, ("attr", name)), seen, seen_object)
     if is_optimizer and len(path) == 0:
         for key in [key for key in holder.state if not isinstance(key, torch.Tensor)]:
@@ -288,8 +300,12 @@ def _leaves_in(
     value: Any, path: Path, seen: set[int], seen_object: Callable[[Path], None]
 ) -> Iterator[tuple[Path, Any]]:
     if len(path) < DEPTH and _is_object(value):
-        if id(value) not in seen and not (isinstance(value, torch.optim.Optimizer) and is_elementwise(value)):
+        if id(value) not in seen:
             seen_object(path)
+            if isinstance(value, torch.optim.Optimizer):
+                seen_object((*path, ("attr", "param_groups")))
+                for number in range(len(value.param_groups)):
+                    seen_object((*path, ("attr", "param_groups"), ("item", number)))
             yield from _fields(value, path, seen | {id(value)}, seen_object)
     elif len(path) < DEPTH and isinstance(value, _CONTAINERS) and _has_objects(value):
         if id(value) not in seen:
@@ -344,6 +360,11 @@ def can_be_stored(value: Any) -> bool:
     except BadInput:
         return False
     return True
+
+
+def encoded_leaf(value: Any) -> Any:
+    """Return ``value`` as JSON; None for what would not come back as it is."""
+    return encode(value) if can_be_stored(value) else None
 
 
 def refuse_unstorable(value: Any, where: str) -> None:
@@ -467,19 +488,26 @@ class StateCheck:
     @staticmethod
     def _kinds(held: list[tuple[torch.Tensor, Any]]) -> tuple[set[Any], list[tuple[torch.Tensor, str, Any]]]:
         kinds: set[Any] = set()
-        containers = []
+        values: list[Any] = []
         for key, slots in held:
             kinds.add(id(key))
-            if type(slots) is not dict:
+            if type(slots) is dict:
+                kinds.update(slots)
+                values += slots.values()
+            else:
                 kinds.add(type(slots))
-                continue
-            kinds.update(slots)
-            for slot, value in slots.items():
-                if isinstance(value, torch.Tensor):
-                    kinds.add((type(value), value.dtype, value.layout))
-                elif type(value) not in _PLAIN_KINDS and not _is_plain(value):
-                    containers.append((key, slot, value))
-        return kinds, containers
+        types = set(map(type, values))
+        kinds |= types
+        kinds |= {(value.dtype, value.layout) for value in values if isinstance(value, torch.Tensor)}
+        if types <= _PLAIN_KINDS:
+            return kinds, []
+        return kinds, [
+            (key, slot, value)
+            for key, slots in held
+            if type(slots) is dict
+            for slot, value in slots.items()
+            if not (type(value) in _PLAIN_KINDS or isinstance(value, torch.Tensor) or _is_plain(value))
+        ]
 
     def _refuse(self, state: LiveState, held: list[tuple[torch.Tensor, Any]]) -> None:
         kind = type(self._optimizer).__name__
@@ -494,19 +522,23 @@ class StateCheck:
                     f"{kind}.state[{state.name_of[id(key)]}] is a {type(slots).__name__}, and commits hold dictionaries"
                     " of what belongs to a parameter: keep it under a name there."
                 )
-        names = {name for _, slots in held for name in slots}
-        taken = [name for name in names if not isinstance(name, str) or name in RESERVED or "/" in name]
+        names = {
+            (name, isinstance(value, torch.Tensor)) for _, slots in held for name, value in slots.items()
+        }
+        taken = [
+            name for name, is_tensor in names if (is_tensor if not isinstance(name, str) else _is_taken(name))
+        ]
         if taken:
             raise BadInput(
                 f"{kind} keeps state under the name {taken[0]!r}, which commits need for themselves:"
                 " keep it under another"
             )
-        for key, slots in held:
-            for slot, value in slots.items():
-                if isinstance(value, torch.Tensor) and not is_distributed(value):
-                    refuse_unstorable(value, f"{kind}.state[{state.name_of[id(key)]}][{slot!r}]")
         for parameter in state.parameters:
             state.owned(parameter)
+
+
+def _is_taken(name: str) -> bool:
+    return name in RESERVED or "/" in name
 
 
 def _is_plain(value: Any) -> bool:

@@ -29,6 +29,7 @@ from .options import (
     refuse_taken,
     refuse_without_values,
 )
+from .passing import PassingBuffers
 from .powersgd import PowerState
 from .recovery import Recovered
 from .script import Script
@@ -103,6 +104,9 @@ class Loop:
         self._own = [OwnState(optimizer) for optimizer in self.optimizers]
         self._checks = [StateCheck(optimizer) for optimizer in self.optimizers]
         self._told_of_own: set[int] = set()
+        self._passing = PassingBuffers(ranks.alone)
+        self.has_new_buffers = False
+        """Whether the last step is the first at which a buffer that is not persistent was seen to change."""
         self._is_first = False
         self._trained: Collection[str] = ()
         """What the run's last step before a resume did, until one was done since."""
@@ -139,7 +143,8 @@ class Loop:
                 " iteration, groups that change, or parameters that the script changes after the step.",
                 stacklevel=5,
             )
-        _tell_of_buffers(before, self._buffers_at_look)
+        passing = self.state.passing.keys()
+        _tell_of_buffers(before - passing, self._buffers_at_look - passing)
 
     def look(self) -> None:
         """See what there is now. Called on all ranks."""
@@ -147,6 +152,8 @@ class Loop:
             self.ranks, self.model, self.optimizers, self._averages, self._residuals, self._subspaces,
             own_residuals=self._hook is not None,
         )  # fmt: skip
+        self.state.carry(self._passing.carried)
+        self._passing.begin(self.state)
         self.state.own = self._own
         for own in self._own:
             own.begin(self.state)
@@ -175,6 +182,7 @@ class Loop:
     def go_on(self, found: Recovered) -> None:
         """From the step that was found, with a warning of what was odd."""
         self.steps_done, self._trained = found.point.step, found.trained
+        self._passing.restore(self.state, found.progress)
         for text in found.odd:
             warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
         if not self.codec.error_feedback:
@@ -194,6 +202,8 @@ class Loop:
         self._is_first = True
         for own in self._own:
             own.settle()
+        self._passing.settle(self.state)
+        self._buffers_at_look = {atom.name for atom, _ in self.state.buffers().values()}
         self.note()
 
     def begins_step(self) -> None:
@@ -222,6 +232,7 @@ class Loop:
     def stepped(self, updates: Sequence[Update]) -> None:
         """One more step has been done, of these ``updates`` or, without any, skipped."""
         self.steps_done += 1
+        self.has_new_buffers = self._passing.look(self.state)
         for number in {update.optimizer for update in updates}:
             self._checks[number].look(self.state)
             self._tell_of_own(number)
@@ -248,7 +259,7 @@ class Loop:
         """What the script holds now is what it has after ``steps_done``."""
         if isinstance(self._hook, PowerState):
             self._hook.steps_done = self.steps_done
-        self.now = self.script.now()
+        self.now = {**self.script.now(), **self._passing.told(self.state)}
         self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()
 

@@ -8,9 +8,10 @@ recover the same step, the newest that every one of them can have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
@@ -47,6 +48,8 @@ class Recovered:
     """Whether steps have changed residuals since those that a base has, so that they begin at zero."""
     trained: Collection[str] = ()
     """Parameters that the last step trained, as far as that is known."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """What the last step's record had of all that is no tensor."""
 
 
 def recover(
@@ -127,7 +130,7 @@ def recover(
         script.restore(progress)
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
-        return Recovered(line.point, odd, same_cut, lost, trained)
+        return Recovered(line.point, odd, same_cut, lost, trained, progress)
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
     if unread:

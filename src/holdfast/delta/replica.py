@@ -177,18 +177,18 @@ class Replica:
         if found is not None and own is not None:
             try:
                 with tier.opened(own.path) as memory:
-                    recover(memory, self._state, script, ranks=Ranks())
+                    progress = recover(memory, self._state, script, ranks=Ranks()).progress
             except Damaged as error:
                 odd.append(f"what the replica kept is not whole: {error}")
             else:
                 durable = self._helper.durable_step = kept.newest(store, target)
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
-                return Recovered(found, self._told_of_stray(own))
+                return Recovered(found, self._told_of_stray(own), progress=progress)
         recovered = recover(store, self._state, script, ranks=Ranks(), target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
         if target is None and not odd:
             odd = self._not_used(store, recovered.point.step, "which go with other ranks than these")
-        return Recovered(recovered.point, odd + recovered.odd, trained=recovered.trained)
+        return replace(recovered, odd=odd + recovered.odd, same_cut=True, residuals_lost=False)
 
     def _not_used(self, store: LocalStore, step: int, why: str) -> list[str]:
         """What is to be told if memory has newer steps than ``step``, which was found on the disk."""

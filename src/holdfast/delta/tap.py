@@ -7,12 +7,12 @@ optimizer takes from a ``GradScaler`` are kept by value.
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
 from ..state.plain import is_plain, odd_kind
 from ..state.progress import hyper_parameters
+from .closures import Computed
 from .codecs import Codec, Trained, trained_of
 from .drawing import drawn_since, generators
 from .slots import Slot
@@ -33,15 +34,13 @@ from .unseen import Unseen
 CONSUMED = ("grad_scale", "found_inf")
 """Attributes by which a ``GradScaler`` hands over to a fused optimizer."""
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
 OPTIONAL = ("coefficient", "arguments", "drawn", "drawn_after", "own")
 """Of an update, what records have only where there is any."""
 
 
 @dataclass
 class Update:
-    """One optimizer step: its hyper-parameters by group, and the names of the parameters without gradient."""
+    """One optimizer step: its hyper-parameters by group, as JSON, and the names of the parameters without gradient."""
 
     optimizer: int
     slot: Slot | None
@@ -68,7 +67,7 @@ class Update:
         """As JSON."""
         return {
             "optimizer": self.optimizer,
-            "groups": hyper_parameters(self.groups),
+            "groups": self.groups,
             "without": self.without,
             "consumed": self.consumed,
             "codec": self.codec,
@@ -104,6 +103,7 @@ class Tap:
         self.seconds = 0.0
         """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
+        self._switched: list[torch.optim.Optimizer] = []
         self._ended: list[Any] = []
         self._open = [0 for _ in state.optimizers]
         self._generators: list[Any] = [None for _ in state.optimizers]
@@ -139,9 +139,32 @@ class Tap:
             cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(
                 ended.id, last=False
             )
+            self._watch_modes(optimizer)
         self._changes.settle()
 
+    def _watch_modes(self, optimizer: Any) -> None:
+        """Have it known when ``train()`` or ``eval()`` of a schedule-free optimizer has moved parameters, which may be
+        done where no count of changes tells."""
+        for name in ("train", "eval"):
+            if not (
+                callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+            ):
+                return
+            setattr(optimizer, name, partial(self._switch, optimizer, getattr(optimizer, name)))
+        self._switched.append(optimizer)
+
+    def _switch(self, optimizer: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = [group.get("train_mode", self) for group in optimizer.param_groups]
+        made = method(*args, **kwargs)
+        if self in before or before != [group.get("train_mode") for group in optimizer.param_groups]:
+            self._changes.settle()
+            self.lost = "train() or eval() of the optimizer has moved parameters since the step before"
+        return made
+
     def detach(self) -> None:
+        for optimizer in self._switched:
+            vars(optimizer).pop("train", None), vars(optimizer).pop("eval", None)
+        self._switched.clear()
         for hook in [*(hook for _, hook in self._hooks), *self._ended]:
             hook.remove()
         self._hooks.clear()
@@ -226,10 +249,11 @@ class Tap:
     def before_step(self, index: int, args: tuple, kwargs: dict[str, Any], within: bool) -> None:
         """The pre-hook of optimizer ``index``; ``within`` another step of it."""
         started = time.perf_counter()
-        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None and not isinstance(closure, Computed):
             raise BadInput(
-                "an optimizer step with a closure computes several gradients, of which only the last could be recorded."
-                " Call closure() yourself and then optimizer.step(). MeZO, which needs it, is durable out of core."
+                "an optimizer step with a closure may compute several gradients, of which only the last could be"
+                " recorded. Call closure() yourself and then optimizer.step()."
             )
         optimizer = self._state.optimizers[index]
         if self._open[index] and within:  # a subclass calls the step() it overrides: part of the open update
@@ -260,8 +284,8 @@ class Tap:
         if slot is not room:
             self.changed = True
         update = Update(
-            index, slot, None, self._codec.about(), _by_value(optimizer), without, scaled,
-            arguments=_arguments(args[1:], kwargs),
+            index, slot, None, self._codec.about(), hyper_parameters(optimizer.param_groups), without, scaled,
+            arguments=_arguments(args[1:], kwargs, closure),
             own=self._state.own[index].changed(self._state) if self._state.own else None,
         )  # fmt: skip
         self.updates.append(update)
@@ -413,10 +437,13 @@ def _refuse_odd(name: str, grad: torch.Tensor) -> None:
         )
 
 
-def _arguments(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """As JSON, but for a closure that is None. Raises ``BadInput`` for what no record holds by value."""
+def _arguments(args: tuple, kwargs: dict[str, Any], closure: Computed | None) -> Any:
+    """As JSON, but for a closure that is None; of another what a replay needs. Raises ``BadInput`` for what no record
+    holds by value."""
     named = {name: value for name, value in kwargs.items() if name != "closure"}
-    if not named and all(value is None for value in args):
+    args = args if closure is None else args[1:]
+    loss = None if closure is None else closure.about()
+    if not named and all(value is None for value in args) and loss is None:
         return None
     for value in (*args, *named.values()):
         if not isinstance(value, (bool, int, float, str, type(None))):
@@ -424,23 +451,7 @@ def _arguments(args: tuple, kwargs: dict[str, Any]) -> Any:
                 f"the optimizer's step() was given a {type(value).__name__}, and records hold numbers and text. Give"
                 " it those (tensor.item()), or put what it needs into param_groups before."
             )
-    return [list(args), named]
-
-
-def _by_value(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: _own_copy(value) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-
-
-def _own_copy(value: Any) -> Any:
-    """Return ``value``, or a copy of it where a step could change it in place, at whatever depth."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, tuple):
-        return value if all(isinstance(item, _PLAIN) for item in value) else copy.deepcopy(value)
-    return value if isinstance(value, _PLAIN) else copy.deepcopy(value)
+    return [list(args), named] if loss is None else [list(args), named, loss]
 
 
 def _consumed(optimizer: torch.optim.Optimizer) -> dict[str, float]:

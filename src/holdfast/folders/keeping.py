@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from ..errors import BadInput
+from ..regular import home_path
 from ..store.files import Disk, write_durably
 from ..universal.convert.huggingface import INDEX, SINGLE
 
@@ -22,7 +23,7 @@ MODEL = "model"
 
 def checked(folder: str | Path) -> Path:
     """``folder``, which has a configuration. Raises ``BadInput`` if it has none."""
-    path = Path(folder)
+    path = home_path(folder)
     if not (path / CONFIG).is_file():
         what = "is not a directory" if not path.is_dir() else f"has no {CONFIG}"
         raise BadInput(

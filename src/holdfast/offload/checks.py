@@ -17,7 +17,7 @@ from ..plan.orders import ORDERS
 from ..plan.work import CLIPPING
 from ..probe.host import product_seconds
 from ..update.mezo import epsilon_of
-from .blocks import Blocks
+from .blocks import Blocks, candidates, configurations, parameter_bytes
 from .planning import SCHEDULES, Budget
 from .scaling import LossScale
 
@@ -117,13 +117,14 @@ RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 def check_recorded(model: nn.Module) -> None:
     """Blocks run apart from the model's forward, so what it would record of them while they run is not there."""
-    for name in RECORDED:
-        if getattr(getattr(model, "config", None), name, False):
-            lost = "; experts are then trained without their balancing loss" if "router" in name else ""
-            raise ModelNotSupported(
-                f"model.config.{name} records what happens inside of blocks, and these run apart from the model's"
-                f" forward. Set model.config.{name} = False{lost}."
-            )
+    for path, config in configurations(model):
+        for name in RECORDED:
+            if getattr(config, name, False):
+                lost = "; experts are then trained without their balancing loss" if "router" in name else ""
+                raise ModelNotSupported(
+                    f"{path}.{name} records what happens inside of blocks, and these run apart from the model's"
+                    f" forward. Set {path}.{name} = False{lost}."
+                )
 
 
 def check_renormalised(model: nn.Module) -> None:
@@ -216,6 +217,21 @@ def check_zeroth(
         epsilon_of(groups)
     except ValueError as error:
         raise BadInput(f"{error}. Give all groups of MeZO the same.") from None
+
+
+def warn_of_resident(model: nn.Module, blocks: Blocks, stacklevel: int) -> None:
+    """Warn where blocks that nobody has chosen have less than half of the parameters, and others might be added."""
+    streamed, whole = sum(map(parameter_bytes, blocks.modules)), parameter_bytes(model)
+    others = [(name, each) for name, each in candidates(model) if each[0] not in blocks.modules]
+    others = [(name, each) for name, each in others if any(True for _ in each[0].children())]
+    if others and 2 * streamed < whole:
+        name, other = others[0]
+        warnings.warn(
+            f"blocks are {blocks.summary}, with {streamed / whole:.0%} of the parameters; all others stay in memory,"
+            f" with their optimizer state. {name} has {parameter_bytes(other) / whole:.0%}: to stream both, pass"
+            " blocks=[*one, *other], in the order in which they run",
+            stacklevel=1 + stacklevel,
+        )
 
 
 MANY = 4

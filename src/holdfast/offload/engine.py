@@ -48,9 +48,9 @@ from .reports import Traffic, by_lane, count_tokens, difference, engine_event, s
 from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .steps import Rules, StepMaker
-from .takeover import MARK, Homes, Taken, Watched, give_back, let_go, refuse_use
+from .takeover import MARK, Homes, Taken, Watched, give_back, let_go, refuse_use, switch_on_cache
 from .timelines import Timelines
-from .weights import mean_of
+from .weights import first_label_counts, mean_of, questions
 
 POSITIONS = ("random", "loader")
 """Of the progress, what moves when a batch is fetched."""
@@ -70,7 +70,9 @@ class Engine:
         preflight: Preflight,
         events: EventLog,
         update_workers: int,
+        caches: list[Any],
     ) -> None:
+        """``caches`` are the configurations in which a key-value cache is to be switched on again in the end."""
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
         self._captured, self._user, self._events = captured, user, events
         self._were_real = {
@@ -80,6 +82,7 @@ class Engine:
         self.taken = Taken(str(run.store.root), self._homes)
         self._owed = False  # the model's values, by a close that was broken off
         self._busy = False
+        self._caches = caches
         self._watched: Watched | None = None
         self._edits: Edits | None = None
         self._hooks: list[RemovableHandle] = []
@@ -121,6 +124,7 @@ class Engine:
         """
         self._check_usable()
         what = f"step {self.steps_done + 1}"
+        micro_batches = self._ask_about_labels(what, micro_batches, loss_fn)
         micro_batches, told = self._call_with(what, micro_batches, loss_fn, self._checked)
         self._refuse_unlike_rates(what, [rates for _, _, rates, _ in told])
         self._refuse_edits([edited for _, _, _, edited in told])
@@ -175,6 +179,7 @@ class Engine:
             return self._steps.counts(micro_batches)
 
         self._check_usable()
+        micro_batches = self._ask_about_labels("an evaluation", micro_batches, loss_fn)
         micro_batches, counts = self._call_with("an evaluation", micro_batches, loss_fn, counted)
         weights = self._steps.weights(counts, len(micro_batches))
         model, send = self._run.model, self._run.device.take_batch
@@ -183,6 +188,42 @@ class Engine:
         told = self._call("the end of an evaluation", lambda: list(zip(losses, weights, strict=True)))
         losses, weights = zip(*(pair for each in told for pair in each), strict=True)
         return mean_of(losses, weights) if any(weight != 0 for weight in weights) else math.nan
+
+    def _ask_about_labels(
+        self, what: str, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None
+    ) -> Sequence[Any]:
+        """Find out by two forward passes, once, whether the model counts first labels, where counts depend on it.
+
+        Collective: all ranks take part if one of them has to ask. A model that fails at it is not asked again now.
+        """
+        if not self._steps.may_ask:
+            return micro_batches
+        batches, told = self._call_with(
+            f"{what}, whose labels are counted",
+            micro_batches,
+            loss_fn,
+            lambda batches: self._steps.unclear(batches) is not None,
+        )
+        if not any(told):
+            return batches
+        mine = self._steps.unclear(batches)
+        pair = [batches[0]] * 2 if mine is None else questions(mine)
+        model, send = self._run.model, self._run.device.take_batch
+        calls = [late_call(model, batch, loss_fn, send) for batch in pair]
+        try:
+            losses = self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
+        except Exception as error:
+            if self._closed:
+                raise
+            raise BadInput(
+                f'normalize="tokens" asks the model whether it counts the first of its "labels", with a micro-batch of'
+                f" which no other counts, and the model failed: {error}. Pass a function from a micro-batch to its"
+                " number of target tokens instead."
+            ) from error
+        answer = None if mine is None else not first_label_counts(losses)
+        answers = self._call(f"{what}, whose labels are known", lambda: answer)
+        self._steps.shifts = next((each for each in answers if each is not None), None)
+        return batches
 
     @on_host_by_default
     def generate(
@@ -356,6 +397,7 @@ class Engine:
                     yield
             finally:
                 self._busy = False
+                self._run.attributes.end()
                 torch.set_grad_enabled(grad)  # a key press may have left it otherwise
 
     @contextmanager
@@ -410,6 +452,7 @@ class Engine:
                 install(member.owned, member.owned.captured.parameter)
         self._homes.give_back_buffers()
         let_go(self._captured, self.taken, self._were_real)
+        switch_on_cache(self._caches)
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
         self._edits = None

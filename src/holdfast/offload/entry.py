@@ -21,6 +21,7 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..plan.work import Clipping
 from ..ranks import Ranks
+from ..regular import home_path
 from ..state.prepared import refuse_in_block, refuse_prepared
 from ..state.progress import hyper_parameters
 from ..store.entering import begin, see_alike
@@ -47,6 +48,7 @@ from .checks import (
     check_sample,
     check_stateful,
     check_zeroth,
+    warn_of_resident,
     warn_of_slow_bf16,
 )
 from .defaults import on_host_by_default
@@ -70,6 +72,7 @@ from .takeover import (
     refuse_open,
     refuse_partly_empty,
     switch_off_cache,
+    switch_on_cache,
     take_over,
 )
 
@@ -136,7 +139,8 @@ def offload(
     another list, files are read where they are, and written to their new places when the run goes on. Several ranks
     give the same list, of directories that all of them see.
 
-    ``blocks`` are streamed, one at a time; without it they are the longest ``nn.ModuleList`` of one class. A list of
+    ``blocks`` are streamed, one at a time; without it they are the ``nn.ModuleList`` of one class with most bytes of
+    parameters; a warning says so where that leaves more than half in memory and there is another list. A list of
     modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
 
     ``delayed_fraction`` of the blocks, spread evenly, are updated beside the next step's forward pass, with the
@@ -179,8 +183,9 @@ def offload(
     ``"speculate"``, whether it clips or not.
 
     ``normalize`` says what a micro-batch counts in the step's gradient: all the same, or ``"tokens"``: by the target
-    tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row for causal
-    language models, which shift them); or a function from a micro-batch to its number.
+    tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row where the
+    model's loss does not count it, since it shifts labels: it is asked, once, by a forward pass of two micro-batches);
+    or a function from a micro-batch to its number.
 
     ``init`` initialises what one module itself holds, where parameters are on ``meta``; without it that is done by
     ``reset_parameters`` and the model's ``_init_weights``.
@@ -211,9 +216,11 @@ def offload(
     if another rank fails or does not come. Of several ranks, what fails once files are made (``init``, a full disk)
     leaves them behind, without a commit: remove the directory.
     """
+    ssd = home_path(ssd) if disk is None else ssd
     fellows = Fellows.here(deadline_seconds)
     queue = store = run = engine = None
     before: set[str] | None = None
+    caches: list[Any] = []
     try:
         with fellows.control.agreeing():
             check_choices(schedule, order, normalize, delayed_fraction, recomputed_fraction)
@@ -282,6 +289,8 @@ def offload(
             check_graphs(target.torch_device, parts.blocks)
             if fellows.rank == 0:
                 warn_of_slow_bf16(target.torch_device, dtype, stacklevel=3)
+                if blocks is None:
+                    warn_of_resident(model, parts.blocks, stacklevel=3)
             budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
             shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(
@@ -320,7 +329,7 @@ def offload(
             store, parts, user, plan, budget, confirm, source, init, found, placed, fellows.control
         )
         before = store.names() if found is None and fellows.alone else None
-        switch_off_cache(model)
+        caches = switch_off_cache(model)
         share_heaps()
         begin(store, fellows.control, found)
         fellows.control.first_does(lambda: store.take_drives(placed.all))
@@ -334,7 +343,7 @@ def offload(
             engine = Engine(
                 run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
                 events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
-                update_workers=update_workers,
+                update_workers=update_workers, caches=caches,
             )  # fmt: skip
         engine.begin(found, beginning)
         with fellows.control.agreeing():
@@ -343,6 +352,7 @@ def offload(
         return engine
     except BaseException as error:
         fellows.close()  # who waits for this rank need not
+        switch_on_cache(caches)
         if engine is not None:
             engine.give_up()
         if queue is not None:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import BadInput, ModelNotSupported
 from ..state.capture import Captured
-from .blocks import EMPTY, install
+from .blocks import EMPTY, configurations, install
 from .runtime import Runtime
 from .units import memory_order
 
@@ -249,14 +249,28 @@ def _empty_originals(model: Captured, taken: Taken) -> None:
         moved.append((parameter, empty))
 
 
-def switch_off_cache(model: nn.Module) -> None:
-    """A key-value cache is an input that changes; training does not need it."""
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False  # type: ignore[union-attr]
+def switch_off_cache(model: nn.Module) -> list[Any]:
+    """Switch off key-value caches in every configuration of ``model``; return those that had them on.
+
+    A cache is an input that changes, and training does not need it.
+    """
+    on = [(name, config) for name, config in configurations(model) if getattr(config, "use_cache", False)]
+    for _, config in on:
+        config.use_cache = False
+    if on:
+        names = ", ".join(f"{name}.use_cache" for name, _ in on)
         warnings.warn(
-            "model.config.use_cache was switched off: out-of-core blocks keep no cache", stacklevel=4
+            f"{names} {'was' if len(on) == 1 else 'were'} switched off until the engine is closed: out-of-core blocks"
+            " keep no cache",
+            stacklevel=4,
         )
+    return [config for _, config in on]
+
+
+def switch_on_cache(configs: list[Any]) -> None:
+    """Undo ``switch_off_cache``."""
+    while configs:
+        configs.pop().use_cache = True
 
 
 def let_go(model: Captured, taken: Taken, were_real: set[str]) -> None:

@@ -217,8 +217,8 @@ def tensor_json(dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]
 
 def _refused(where: str, what: str) -> BadInput:
     return BadInput(
-        f"{where} holds a {what}, which cannot be stored by value. Leave it out of state_dict() and rebuild it on"
-        " resume, or make plain numbers, lists and dicts of it."
+        f"{where} holds a {what}, which cannot be stored by value. Leave it out and make it anew on resume, or make"
+        " plain numbers, tensors, lists and dicts of it."
     )
 
 

@@ -7,7 +7,7 @@ it is the local part that is held: shapes are local, and ``box`` says where the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,11 +57,18 @@ class LiveState:
         self.subspaces: dict[torch.Tensor, torch.Tensor] = {} if subspaces is None else subspaces
         self.parameters: tuple[CapturedParameter, ...] = captures[0].parameters
         self._buffers, self._buffers_beside = captures[0].buffers, {}
+        self.passing = dict(captures[0].passing)
+        """Buffers that are not persistent, by name."""
+        self.carried: set[str] = set()
+        """Names of those of them that are in the run all the same."""
+        self.rebound: set[str] = set()
+        """Names of those of them that are exchanged and not changed in place."""
         self._modules = [part for module in (model, *(beside or {}).values()) for part in module.modules()]
         for prefix, module in (beside or {}).items():
             captured = capture(module)
             self.parameters += tuple(_named(p, prefix) for p in captured.parameters)
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
+            self.passing |= {f"{prefix}:{name}": place for name, place in captured.passing.items()}
         self._had_buffers = self._buffer_names()
         self._optimizer_of: dict[str, int] = {}
         for index, captured in enumerate(captures):
@@ -183,9 +190,11 @@ class LiveState:
             plain = {s: v for s, v in self._state(parameter).items() if not isinstance(v, torch.Tensor)}
             if plain:
                 known = self._known_beside(parameter.parameter.device)
-                found[parameter.name] = {
-                    s: encode(v, f"{parameter.name}/{s}", known) for s, v in plain.items()
-                }
+                found[parameter.name] = (
+                    {s: encode(v, f"{parameter.name}/{s}", known) for s, v in plain.items()}
+                    if all(isinstance(slot, str) and not slot.startswith("__") for slot in plain)
+                    else encode(plain, parameter.name, known)
+                )
         return found
 
     def _known_beside(self, home: torch.device) -> Any:
@@ -238,8 +247,16 @@ class LiveState:
         for number, each in enumerate(self.own):
             each.restore(self, carried[number] if number < len(carried) else [])
 
+    def carry(self, names: Iterable[str]) -> None:
+        """Have those of the buffers ``names`` that are not persistent as if they were."""
+        for name in names:
+            if name in self.passing and name not in self.carried:
+                self.carried.add(name)
+                (self._buffers_beside if ":" in name else self._buffers)[name] = self.passing[name]
+
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """Raise ``RunMismatch`` unless atoms of these kinds (dtype and shape by key) are a state of this model."""
+        self.carry(key.removesuffix("/buffer") for key in kinds if key.endswith("/buffer"))
         targets = {f"{p.name}/param": (p.parameter.dtype, p.shape) for p in self.parameters}
         targets |= {key: (held.dtype, tuple(held.shape)) for key, (_, held) in self.buffers().items()}
         for key, (dtype, shape) in targets.items():
@@ -278,7 +295,10 @@ class LiveState:
         for key, value in atoms.items():
             name, _, slot = key.rpartition("/")
             if slot == "buffer":
-                if key in buffers or name not in self.elsewhere:
+                if name in self.rebound:
+                    module, own = self.passing[name]
+                    module._buffers[own] = value.to(buffers[key][1].device, copy=True)
+                elif key in buffers or name not in self.elsewhere:
                     buffers[key][1].copy_(value)
             elif self.lacks(name):
                 continue
@@ -315,8 +335,7 @@ class LiveState:
         for name, slots in values.items():
             optimizer, parameter = self.optimizers[self._optimizer_of[name]], self._parameter[name].parameter
             resolve = self._resolve_on(parameter.device)
-            held = {slot: decode(value, resolve) for slot, value in slots.items()}
-            optimizer.state[parameter].update(held)
+            optimizer.state[parameter].update(decode(slots, resolve))
         counted = {self._optimizer_of[name] for name, slots in values.items() if "step" in slots}
         for optimizer in (self.optimizers[number] for number in sorted(counted) if counts_anew):
             # as load_state_dict does: torch's own make tensors of the numbers that they counted with before 1.12

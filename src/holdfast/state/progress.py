@@ -36,22 +36,38 @@ ELASTIC = (
 
 
 def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of an optimizer's parameter ``groups``, as JSON. Raises ``BadInput`` naming the first that cannot be stored by
-    value."""
+    """Of an optimizer's parameter ``groups``, as JSON; parameters in it by their place. Raises ``BadInput`` naming the
+    first that cannot be stored by value."""
     for number, group in enumerate(groups):
         if odd := [key for key in group if type(key) is not str]:
             raise BadInput(
                 f"param_groups[{number}] has the key {odd[0]!r}, and commits have texts as keys: use one"
             )
+    places: dict[int, list[int]] = {}
+
+    def known(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not places:
+            places.update(
+                {id(p): [i, k] for i, each in enumerate(groups) for k, p in enumerate(each["params"])}
+            )
+        return {"__member__": places[id(value)]} if id(value) in places else None
+
     return [
-        {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
+        {k: encode(v, f"param_groups[{i}][{k!r}]", known) for k, v in group.items() if k != "params"}
         for i, group in enumerate(groups)
     ]
 
 
 def load_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Give parameter ``groups`` what ``hyper_parameters`` said of them, as ``fill_groups`` does."""
-    fill_groups(groups, [{key: decode(value) for key, value in each.items()} for each in saved])
+
+    def resolve(told: dict[str, Any]) -> Any:
+        if "__member__" not in told:
+            return None
+        group, position = told["__member__"]
+        return groups[group]["params"][position]
+
+    fill_groups(groups, [{key: decode(value, resolve) for key, value in each.items()} for each in saved])
 
 
 def fill_groups(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 
 from holdfast.errors import BadInput, DiskFailed, ManifestCorrupt, RunLocked, RunMismatch
-from holdfast.regular import load_json, read_regular
+from holdfast.regular import home_path, load_json, read_regular
 from holdfast.store.files import TEMPORARY, AnyDisk, Disk, alone_in, write_durably
 from holdfast.store.places import check_place
 from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unseal
@@ -80,7 +80,7 @@ def directories_for(disk: AnyDisk, drives: Sequence[str | Path]) -> dict[str, st
     found: dict[str, str] = {}
     for drive in drives:
         check_place(drive)
-        directory = os.path.realpath(drive)
+        directory = os.path.realpath(home_path(drive))
         for other in (str(root), os.path.realpath(root / HOME), *found.values()):
             if _within(directory, other) or _within(other, directory):
                 raise BadInput(

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, Protocol
 
 from holdfast.errors import BadInput, Damaged, DiskFailed, RunLocked
 from holdfast.io.threads import NO_SPACE, File, advice_of, disk_full, open_file
-from holdfast.regular import open_regular, read_regular
+from holdfast.regular import home_path, open_regular, read_regular
 from holdfast.store.lock import (
     HeldLock,
     Lock,
@@ -87,7 +87,7 @@ class Disk:
     """
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(os.path.realpath(root))
+        self.root = Path(os.path.realpath(home_path(root)))
 
     def open(self, path: str, *, write: bool = True, direct: bool = True) -> File:
         """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent."""

@@ -109,7 +109,7 @@ def unneeded_timelines(timelines: Mapping[int, Timeline], used: Collection[int],
 
     >>> line = {1: Timeline(1), 2: Timeline(2, 1, 7), 3: Timeline(3, 2, 9), 4: Timeline(4, 3, 9), 5: Timeline(5, 3, 9)}
     >>> unneeded_timelines(line, {3}, 5), unneeded_timelines({**line, 9: Timeline(9, 5, 9)}, {9}, 9)
-    ([1, 2, 4], [1, 4])
+    ([4], [1, 4])
     """
     kept = [timeline for timeline, _ in ancestry(timelines, newest)[:ANCESTORS_KEPT]]
     needed = {*used, *kept}

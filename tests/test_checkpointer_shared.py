@@ -23,23 +23,27 @@ class Net(nn.Module):
     def __init__(self, how):
         super().__init__()
         torch.manual_seed(0)
-        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.how, self.before, self.after = how, nn.Linear(16, 16), nn.Linear(16, 16)
         flat = torch.randn(512)
         first = flat[:256].view(16, 16)
         second = {
             "same": first, "transposed": first.t(), "partial": flat[64:320].view(16, 16),
-            "apart": flat[256:].view(16, 16), "own": first.clone(), "frozen": first, "buffer": None,
+            "apart": flat[256:].view(16, 16), "own": first.clone(), "frozen": first, "buffer": None, "rebound": None,
             "columns": flat.view(16, 32)[:, 16:],
         }[how]  # fmt: skip
         self.one = nn.Parameter(flat.view(16, 32)[:, :16] if how == "columns" else first)
         self.middle = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
         self.end = nn.Module()
         if second is None:
-            self.end.register_buffer("two", self.one.data.t())
+            self.end.register_buffer(
+                "two", self.one.data.t().clone() if how == "rebound" else self.one.data.t()
+            )
         else:
             self.end.two = nn.Parameter(second, requires_grad=how != "frozen")
 
     def forward(self, x):
+        if self.how == "rebound":
+            self.end.two = self.one.data.t()
         x = torch.tanh(self.before(x) @ self.one)
         return self.after(torch.tanh(self.middle(x) @ self.end.two))
 
@@ -131,7 +135,8 @@ def same(one, other):
 
 
 CASES = [("same", adamw), ("transposed", adamw), ("partial", adamw), ("buffer", adamw), ("frozen", adamw),
-         ("same", "two"), ("apart", "two"), ("partial", Odd), ("own", Odd)]  # fmt: skip
+         ("same", "two"), ("apart", "two"), ("partial", Odd), ("own", Odd), ("rebound", adamw),
+         ("rebound", Odd)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("how", "kind"), CASES, ids=lambda case: getattr(case, "__name__", case))

@@ -18,7 +18,7 @@ import torch
 from ..errors import Damaged, DiskFailed, HoldfastError, RunMismatch, Unreadable
 from ..state.atoms import RESIDUAL
 from ..state.live import BUFFERS, LiveState
-from ..state.overlaps import Shared, placed, said_keys
+from ..state.overlaps import PARAMETERS, Shared, placed, said_keys
 from ..store.chain import Chain, Journal, chain_of, payloads, read_journal
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Point
@@ -136,9 +136,10 @@ class Line:
         return self.shares[stream].progress.get("replay", {}).get("shared")
 
     def overlap_alike(self, state: LiveState, stream: str) -> bool:
-        """Return whether parameters and buffers overlap in memory as they did at the writer of ``stream``."""
+        """Return whether parameters overlap in memory as they did at the writer of ``stream``. Buffers are recorded,
+        and a forward pass may put others in their place."""
         shared = self._shared(stream)
-        return shared is None or placed(shared) == placed(state.shared())
+        return shared is None or placed(shared, PARAMETERS) == placed(state.shared(), PARAMETERS)
 
     def _refuse_joined(self, state: LiveState, stream: str, is_cut_alike: bool) -> None:
         """Raise ``RunMismatch`` where tensors are one memory here, and had values of their own in the run."""
@@ -154,9 +155,9 @@ class Line:
                 )
 
     def apart(self, state: LiveState, stream: str) -> list[str]:
-        """Return the names of those that were one memory in the run and are not here, by group."""
-        here = placed(state.shared())
-        there = placed(self._shared(stream) or [])
+        """Return the names of parameters that were one memory in the run and are not here, by group."""
+        here = placed(state.shared(), PARAMETERS)
+        there = placed(self._shared(stream) or [], PARAMETERS)
         return [said_keys(sorted(keys)) for keys in there if not any(keys <= together for together in here)]
 
     def _refuse_apart(self, state: LiveState, after_update: Callable[[int], None] | None) -> None:

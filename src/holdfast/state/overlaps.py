@@ -20,7 +20,8 @@ Shared = list[list[list[Any]]]
 its strides in elements."""
 
 ALIGN = 64
-PLACED = (("param",), ("buffer",))
+PARAMETERS = (("param",),)
+PLACED = (*PARAMETERS, ("buffer",))
 """Ways to tensors that the model has, and a resume leaves where they are."""
 
 
@@ -52,7 +53,7 @@ def _clusters(held: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return the numbers of the tensors whose spans in memory, from the first to the last byte, meet."""
     spans = sorted(_span(number, tensor) for number, tensor in enumerate(held) if _has_memory(tensor))
     clusters: list[list[int]] = []
-    device, stop = "", -1
+    device, stop = None, -1
     for span in spans:
         if span.device == device and span.start < stop:
             clusters[-1].append(span.number)
@@ -68,10 +69,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _span(number: int, tensor: torch.Tensor) -> _Span:
-    start = tensor.data_ptr()
-    return _Span(
-        str(tensor.device), start, start + _extent(tensor.shape, tensor.stride(), tensor.itemsize), number
-    )
+    start, is_full = tensor.data_ptr(), tensor.is_contiguous()
+    nbytes = tensor.nbytes if is_full else _extent(tensor.shape, tensor.stride(), tensor.itemsize)
+    return _Span("" if tensor.is_cpu else str(tensor.device), start, start + nbytes, number)
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
@@ -114,12 +114,12 @@ def described(tensors: Mapping[Key, torch.Tensor]) -> Shared:
     return found
 
 
-def placed(shared: Shared) -> dict[frozenset[Key], frozenset[Any]]:
-    """Return of the groups what is the model's own: by its keys, how the tensors lie to one another."""
+def placed(shared: Shared, ways: Sequence[Key] = PLACED) -> dict[frozenset[Key], frozenset[Any]]:
+    """Return of the groups what is at the ``ways``: by its keys, how the tensors lie to one another."""
     found = {}
     for group in shared:
         members = [
-            (tuple(key), offset, tuple(strides)) for key, offset, strides in group if tuple(key[1:]) in PLACED
+            (tuple(key), offset, tuple(strides)) for key, offset, strides in group if tuple(key[1:]) in ways
         ]
         if len(members) > 1:
             first = min(offset for _, offset, _ in members)

@@ -31,7 +31,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,14 +265,30 @@ def plan_of(options: argparse.Namespace, plan: Plan) -> Plan:
     )  # fmt: skip
 
 
+def summary_line(name: str, model: str, found: dict[str, dict]) -> str:
+    """Return one line with the overhead of each arm, and its 95 % interval, in percent."""
+    told = [
+        f"{arm} {100 * about['overhead']:.1f} ({' to '.join(f'{100 * end:.1f}' for end in about['overhead_95'])})"
+        for arm, about in found.items()
+        if arm != "none"
+    ]
+    step = found["none"]["step_seconds"] if "none" in found else 0.0
+    return f"summary {name} {model}: step {step:.4f} s; overhead % {', '.join(told)}"
+
+
 def run(
-    name: str, trainings: dict[str, Callable[..., Training]], plans: dict[str, Plan], choices: list[str]
+    name: str,
+    trainings: dict[str, Callable[..., Training]],
+    plans: dict[str, Plan],
+    choices: list[str],
+    default: Sequence[str] = (),
 ) -> None:
-    """``plans`` are of all models that can be named, the last of them the tiny one; ``choices`` of the arms."""
+    """``plans`` are of all models that can be named, the last of them the tiny one; ``choices`` of the arms, of which
+    the ``default`` are those that are measured where none are named (all, if it is empty)."""
     parser = options_of(__doc__)
     *models, tiny = plans
     parser.add_argument("--models", nargs="+", choices=plans, default=models)
-    parser.add_argument("--arms", nargs="+", choices=choices, default=choices)
+    parser.add_argument("--arms", nargs="+", choices=choices, default=list(default) or choices)
     parser.add_argument(
         "--rounds", type=int, help="of all arms; the default is the model's, as of the next two"
     )
@@ -289,7 +305,7 @@ def run(
         result[model] = compare(model, trainings[model](), arms, plan_of(options, plans[model]), folder)
         print(f"{model}: shares of the step without any; * cannot keep up\n")
         table(rows(result[model]))
-        print()
+        print(f"\n{summary_line(name, model, result[model])}\n")
     finish(name, {"disk_bytes_per_second": round(rate), "models": result}, options.keep)
 
 

@@ -10,6 +10,7 @@ from holdfast.universal.convert import open_source
 from holdfast.universal.convert.dcp_writer import write_dcp
 from holdfast.universal.convert.deepspeed import write_deepspeed
 from holdfast.universal.convert.huggingface import write_huggingface, write_single
+from holdfast.universal.convert.training_file import write_torch
 from holdfast.universal.save import write_run
 
 WRITERS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -20,6 +21,7 @@ WRITERS: dict[str, tuple[Callable[..., Any], str]] = {
         lambda source, folder: write_single(source, folder / "all.safetensors"),
         "all.safetensors",
     ),
+    "torch": (lambda source, folder: write_torch(source, folder / "all.pt"), "all.pt"),
     "holdfast": (write_run, ""),
 }
 """What writes to a folder, and what is opened of it then."""

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from holdfast.offload.device import CudaDevice
+from holdfast.offload.device import SeparateDevice
 from holdfast.offload.executor import Lane
 
 DELAYS = (0.0, 0.0, 0.0, 0.0003, 0.001)
@@ -76,7 +76,7 @@ class Stream:
             mark.arrive()
 
 
-class Apart(CudaDevice):
+class Apart(SeparateDevice):
     """A separate device, as far as the engine can tell."""
 
     def __init__(self, delays=DELAYS, seed=0):

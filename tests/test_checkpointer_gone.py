@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import warnings
@@ -9,7 +10,7 @@ import warnings
 import pytest
 
 from delta.loops import cut_small, same
-from holdfast.errors import Damaged, NoCommit, RunMismatch
+from holdfast.errors import Damaged, RunMismatch
 from holdfast.store.chain import read_journal
 from holdfast.store.local import LocalStore
 from holdfast.store.segments import segments
@@ -21,11 +22,6 @@ def trained(root, steps=12):
     with checkpointer:
         checkpointer.resume()
         go_on(loop, checkpointer, steps)
-    return root
-
-
-def without_log(root):
-    (root / "events.jsonl").unlink()
     return root
 
 
@@ -46,11 +42,8 @@ def resumed(root):
             return checkpointer.resume(), " ".join(str(each.message) for each in told)
 
 
-@pytest.mark.parametrize("log", [True, False])
-def test_a_run_without_its_commits_does_not_begin_anew(tmp_path, log):
+def test_a_run_without_its_commits_does_not_begin_anew(tmp_path):
     root = trained(tmp_path / "run")
-    if not log:
-        without_log(root)
     shutil.rmtree(root / "commits")
     with (
         start(root)[1] as checkpointer,
@@ -59,14 +52,27 @@ def test_a_run_without_its_commits_does_not_begin_anew(tmp_path, log):
         checkpointer.resume()
 
 
-def test_a_run_of_which_only_the_log_is_left_does_not_begin_anew(tmp_path):
+def test_a_log_of_events_decides_nothing(tmp_path):
+    """Whatever its lines say, of any kind and depth, a resume does what it does without them."""
     root = trained(tmp_path / "run")
+    lines = [
+        json.dumps(
+            {"event": kind, "time": 1.0, "step": 99, "durable_step": 99, "first_step": 99, "replica_in": "/"}
+        )
+        for kind in ("step", "base", "kept", "closed", "checkpointer", "recovered", "mine")
+    ]
+    with open(root / "events.jsonl", "a") as log:
+        log.write(
+            "\n".join([*lines, "[" * 5000, '{"event": "step", "durable_step": ' + "9" * 5000 + "}", "\0"])
+        )
+    assert resumed(root) == (12, "")
+    (root / "events.jsonl").unlink()
+    os.mkfifo(root / "events.jsonl")
+    step, told = resumed(root)
+    assert step == 12 and "no more events are written" in told
     for folder in ("commits", "journal", "data", "timelines", "index"):
         shutil.rmtree(root / folder)
-    with start(root)[1] as checkpointer, pytest.raises(NoCommit, match="step 12 was durable"):
-        checkpointer.resume()
-    without_log(root)
-    assert resumed(root) == (0, "")
+    assert resumed(root)[0] == 0
 
 
 def test_a_run_without_its_journal_is_refused_until_it_is_asked_for_what_is_left(tmp_path):
@@ -74,7 +80,7 @@ def test_a_run_without_its_journal_is_refused_until_it_is_asked_for_what_is_left
     shutil.rmtree(root / "journal")
     with (
         start(root)[1] as checkpointer,
-        pytest.raises(Damaged, match=r"no record after step 0, and step 12 was durable: .* resume\(step=0\)"),
+        pytest.raises(Damaged, match=r"has no journal/, .* resume\(step=0\)"),
     ):
         checkpointer.resume()
     with start(root)[1] as checkpointer:
@@ -89,25 +95,8 @@ def test_a_step_that_was_gone_back_to_is_no_loss(tmp_path):
     assert resumed(root) == (5, "")
 
 
-def test_who_went_back_before_the_log_had_a_line_of_it_loses_nothing(tmp_path):
-    root = trained(tmp_path / "run")
-    log = (root / "events.jsonl").read_bytes()
-    with start(root)[1] as checkpointer:
-        checkpointer.resume(step=12)
-    (root / "events.jsonl").write_bytes(log)
-    assert resumed(root) == (12, "")
-
-
-def test_damage_of_durable_steps_is_told_with_what_is_lost(tmp_path):
-    root = trained(tmp_path / "run")
-    overwrite(root, 6)
-    step, told = resumed(root)
-    assert step == 5
-    assert "Steps 6 to 12 had been durable, and are lost" in told and "kill" not in told
-
-
-def test_without_a_log_the_records_that_follow_show_what_was_durable(tmp_path):
-    root = without_log(trained(tmp_path / "run", 20))
+def test_the_records_that_follow_show_what_was_durable(tmp_path):
+    root = trained(tmp_path / "run", 20)
     overwrite(root, 6)
     step, told = resumed(root)
     assert step == 5
@@ -116,7 +105,7 @@ def test_without_a_log_the_records_that_follow_show_what_was_durable(tmp_path):
 
 def test_a_segment_that_was_begun_after_a_damaged_one_shows_that_that_was_durable(tmp_path, monkeypatch):
     cut_small(monkeypatch, groups=1)
-    root = without_log(trained(tmp_path / "run"))
+    root = trained(tmp_path / "run")
     first, *_ = segments(LocalStore.read(root).disk, "rank-00000")
     beyond = segments(LocalStore.read(root).disk, "rank-00000")[1].first_step
     (root / first.path).write_bytes(b"\xff" * os.path.getsize(root / first.path))
@@ -127,10 +116,6 @@ def test_a_segment_that_was_begun_after_a_damaged_one_shows_that_that_was_durabl
 
 def test_what_a_kill_tears_is_told_as_such(tmp_path):
     root = trained(tmp_path / "run")
-    log = root / "events.jsonl"
-    log.write_text(
-        "".join(line for line in log.read_text().splitlines(True) if '"durable_step": 12' not in line)
-    )
     overwrite(root, 12)
     step, told = resumed(root)
     assert step == 11
@@ -140,7 +125,7 @@ def test_what_a_kill_tears_is_told_as_such(tmp_path):
 
 def test_a_header_that_a_kill_tears_is_told_as_such(tmp_path):
     states, _ = reference(11)
-    root = without_log(trained(tmp_path / "run"))
+    root = trained(tmp_path / "run")
     with LocalStore.read(root) as reader:
         record = read_journal(reader, "rank-00000").records[12]
     with open(root / record.path, "r+b") as file:

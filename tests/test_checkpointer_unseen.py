@@ -556,18 +556,14 @@ def test_models_that_cannot_be_put_back_are_refused(tmp_path, model, match):
 
 
 class Own(torch.optim.Optimizer):
-    """Keeps a tensor under ``slot``, and how often it stepped wherever ``counted`` says."""
+    """Keeps a tensor under ``slot``."""
 
-    def __init__(self, parameters, slot="mean", counted=""):
+    def __init__(self, parameters, slot="mean"):
         super().__init__(parameters, {"lr": 0.1})
-        self.slot, self.counted, self.number = slot, counted, 0
+        self.slot = slot
 
     @torch.no_grad()
     def step(self, closure=None):
-        if self.counted == "attribute":
-            self.number += 1
-        elif self.counted == "state":
-            self.state["number"]["is"] = self.state["number"].get("is", 0) + 1
         for parameter in self.param_groups[0]["params"]:
             mean = self.state[parameter].setdefault(self.slot, torch.zeros_like(parameter))
             parameter.sub_(mean.mul_(0.9).add_(parameter.grad), alpha=0.1)
@@ -579,59 +575,6 @@ def test_state_under_a_name_that_commits_need_is_refused(tmp_path, slot):
     checkpointer, _ = loop.checkpointer(tmp_path)
     with pytest.raises(BadInput, match=f"Own keeps state under the name {slot!r}"), checkpointer:
         loop.go(checkpointer, 1)
-
-
-def test_state_that_belongs_to_no_parameter_is_refused(tmp_path):
-    loop = Loop(optimizer=lambda parameters: Own(parameters, counted="state"))
-    checkpointer, _ = loop.checkpointer(tmp_path)
-    with pytest.raises(BadInput, match=r"Own keeps state\['number'\]"), checkpointer:
-        loop.go(checkpointer, 1)
-
-
-def test_a_number_that_an_optimizer_keeps_as_an_attribute_is_told(tmp_path):
-    loop = Loop(optimizer=lambda parameters: Own(parameters, counted="attribute"))
-    checkpointer, _ = loop.checkpointer(tmp_path)
-    with checkpointer, pytest.warns(UserWarning, match="Own.number was changed by a step"):
-        loop.go(checkpointer, 2)
-
-
-class Hiding(torch.optim.SGD):
-    """Keeps something in an attribute, of which steps make another."""
-
-    def __init__(self, parameters, how):
-        super().__init__(parameters, lr=0.1)
-        self.how, self.generator = how, torch.Generator()
-        self.params = list(self.param_groups[0]["params"])  # no state
-        self.ema = [torch.zeros_like(p) for p in self.params]
-        self.by_name = {"norm": torch.zeros(())}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        if self.how == "ema":
-            torch._foreach_lerp_(self.ema, [p.grad for p in self.params], 0.1)
-        elif self.how == "by_name":
-            self.by_name["norm"] = self.params[0].grad.norm()
-        elif self.how == "generator":
-            torch.rand(2, generator=self.generator)
-        elif self.how == "lazy":
-            self.lazy = torch.zeros(2)
-        super().step()
-
-
-@pytest.mark.parametrize("how", ["ema", "by_name", "generator", "lazy"])
-def test_tensors_and_generators_that_an_optimizer_keeps_as_attributes_are_told(tmp_path, how):
-    loop = Loop(optimizer=lambda parameters: Hiding(parameters, how))
-    checkpointer, _ = loop.checkpointer(tmp_path)
-    with checkpointer, pytest.warns(UserWarning, match=f"Hiding.{how} was changed by a step"):
-        loop.go(checkpointer, 2)
-
-
-def test_attributes_that_a_step_leaves_as_they_are_and_parameters_are_not_told(tmp_path, recwarn):
-    loop = Loop(optimizer=lambda parameters: Hiding(parameters, "not"))
-    checkpointer, _ = loop.checkpointer(tmp_path)
-    with checkpointer:
-        loop.go(checkpointer, 2)
-    assert not recwarn
 
 
 def test_after_update_is_told_in_replay_how_many_steps_are_done(tmp_path):

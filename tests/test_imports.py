@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 
 FLOORS = [
-    {"errors", "units", "failpoints", "events", "config", "profiles", "ranks"},
+    {"errors", "units", "regular", "failpoints", "events", "config", "profiles", "ranks", "accelerators"},
     {"state", "io", "plan"},
     {"store", "update"},
     {"probe"},

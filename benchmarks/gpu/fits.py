@@ -1,23 +1,28 @@
 """Training out of core on a CUDA device: what it costs, what goes on at once, and whether memory is as planned.
 
-    python benchmarks/gpu/fits.py [--size 350m|1.3b|3b] [--micro-batches 8] [--steps 20] [--on-host 0.0] [--delayed 0.0]
-                                  [--only speed overlap memory curves kill] [--folder FOLDER] [--keep] [--small]
+    python benchmarks/gpu/fits.py [--size 350m|1.3b|3b] [--micro-batches 8] [--rows 8] [--steps 20] [--on-host 0.0]
+                                  [--delayed 0.0] [--commit-every 1] [--only speed overlap memory curves kill]
+                                  [--folder FOLDER] [--keep] [--small]
 
-* speed: tokens per second of a model that stays on the device, and of the engine in both orders
+* speed: tokens per second of a model that stays on the device, of the engine in both orders, and of DeepSpeed's ZeRO-3
+  with parameters and optimizer on the host, where that package can be imported
 * overlap: the part of the time of copies during which something is computed, by torch's profiler
 * memory: the device's and pinned memory at their peaks against the plan
 * curves: losses of the resident model and of the engine from the same weights
 * kill: the engine is killed (SIGKILL), resumes, and has the losses of a run that was not
 
 The resident model has fp32 masters and sums, computes in bf16 and recomputes each block in the backward pass, as
-the engine does. Each case runs in a process of its own. Prints a table and one line of JSON per
-measurement. With ``--device cpu`` it runs where there is no device, and measures nothing that needs one.
+the engine does. Each case runs in a process of its own. Every step is committed to the SSD unless ``--commit-every``
+says otherwise; with 0 and ``--on-host 1`` nothing is written, and what is measured is computing and copies. The kill
+commits each step all the same. Prints a table, one line of JSON per measurement, and at the end a line that begins with
+``summary``. With ``--device cpu`` it runs where there is no device, and measures nothing that needs one.
 Never run on one yet.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -28,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 os.environ.setdefault(
@@ -54,7 +59,8 @@ SIZES = {
     "3b": DecoderConfig(blocks=32, width=2560, heads=32, kv_heads=32, vocabulary=32000, context=2048),
 }
 MEASUREMENTS = ("speed", "overlap", "memory", "curves", "kill")
-CASES = ("resident", "vertical", "horizontal")
+ENGINES = ("vertical", "horizontal")
+CASES = ("resident", *ENGINES, "deepspeed")
 WARM_UP = 3
 """Steps; after them every buffer has been used."""
 LEARNING_RATE = 1e-4
@@ -82,16 +88,19 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "size": options.size, "micro_batches": options.micro_batches, "rows": options.rows,
         "on_host": options.on_host, "delayed": options.delayed, "steps": options.steps,
+        "commit_every": options.commit_every,
     }  # fmt: skip
-    rows = [["", "", "", ""]]
+    rows, told = [["", "", "", ""]], []
     for name in options.only:
         result = measure[name](options, case)
         rows += [
             [f"{name}: {what}", *map(str, values), *[""] * (3 - len(values))]
             for what, *values in result.pop("rows")
         ]
+        told.append(f"{name}: {result.pop('told')}")
         finish("gpu/fits", {"measurement": name, **about, **result}, options.keep)
     table(rows)
+    print(f"summary gpu/fits {options.size}: {'; '.join(told)}")
 
 
 def parsed() -> argparse.Namespace:
@@ -103,6 +112,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--on-host", type=float, default=0.0, help="of parameters and optimizer state")
     parser.add_argument("--delayed", type=float, default=0.0)
+    parser.add_argument("--commit-every", type=int, default=1, help="steps; 0 writes no commits")
     parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=list(MEASUREMENTS))
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--exact", action="store_true", help=argparse.SUPPRESS)
@@ -119,18 +129,27 @@ def parsed() -> argparse.Namespace:
 def speed(options: argparse.Namespace, case) -> dict:
     """Tokens per second of each case; the ratio to the resident model's."""
     tokens = options.micro_batches * options.rows * SIZES[options.size].context
-    rates = {name: tokens / statistics.median(case(name)["seconds"]) for name in CASES}
+    rates = {name: tokens / statistics.median(case(name)["seconds"]) for name in ("resident", *ENGINES)}
+    if options.device == "cuda" and has_deepspeed():
+        with suppress(SystemExit):  # what it lacks here, it has said; the other figures stand without it
+            rates["deepspeed"] = tokens / statistics.median(case("deepspeed")["seconds"])
     rows = [(name, f"{rate:.0f} tokens/s", f"{rate / rates['resident']:.2f}") for name, rate in rates.items()]
     ratio = rates["vertical"] / rates["horizontal"]
     rows.append(("vertical / horizontal", f"{ratio:.2f}"))
-    return {"tokens_per_second": rates, "vertical_over_horizontal": ratio, "rows": rows}
+    told = ", ".join(f"{name} {rate:.0f} tokens/s" for name, rate in rates.items())
+    return {"tokens_per_second": rates, "vertical_over_horizontal": ratio, "rows": rows, "told": told}
+
+
+def has_deepspeed() -> bool:
+    return importlib.util.find_spec("deepspeed") is not None
 
 
 def overlap(options: argparse.Namespace, case) -> dict:
     """How much of the copies was hidden, each way."""
     found = case("vertical", "--profiled")["overlap"]
     rows = [(name, f"{one['hidden']:.3f}", f"{one['seconds'] * 1e3:.1f} ms") for name, one in found.items()]
-    return {"overlap": found, "rows": rows or [("no device", "")]}
+    told = ", ".join(f"{name} {one['hidden']:.1%} hidden" for name, one in found.items())
+    return {"overlap": found, "rows": rows or [("no device", "")], "told": told or "no device"}
 
 
 def memory(options: argparse.Namespace, case) -> dict:
@@ -142,7 +161,8 @@ def memory(options: argparse.Namespace, case) -> dict:
         values = (f"{both[key] / 2**20:.1f} MiB" if both[key] else "none" for key in ("measured", "planned"))
         ratio = f"{both['measured'] / both['planned']:.3f}" if both["measured"] and both["planned"] else ""
         rows.append((name, *values, ratio))
-    return {"memory": result, "rows": rows}
+    told = ", ".join(f"{row[0]} {row[3]} of the plan" for row in rows if row[3])
+    return {"memory": result, "rows": rows, "told": told or "no device"}
 
 
 def curves(options: argparse.Namespace, case) -> dict:
@@ -150,20 +170,23 @@ def curves(options: argparse.Namespace, case) -> dict:
     losses = {name: case(name, "--exact")["losses"] for name in ("resident", "vertical")}
     apart = max(abs(a - b) / abs(a) for a, b in zip(*losses.values(), strict=True))
     rows = [(name, f"{found[0]:.4f}", f"{found[-1]:.4f}") for name, found in losses.items()]
-    return {"losses": losses, "furthest_apart": apart, "rows": [*rows, ("furthest apart", f"{apart:.2e}")]}
+    rows.append(("furthest apart", f"{apart:.2e}"))
+    return {"losses": losses, "furthest_apart": apart, "rows": rows, "told": f"{apart:.1e} apart"}
 
 
 def kill(options: argparse.Namespace, case) -> dict:
     """Losses of a run that was killed half way and resumed, against those of one that was not."""
+    committing = argparse.Namespace(**{**vars(options), "commit_every": 1})
     whole = case("vertical", "--exact")["losses"]
     at = len(whole) // 2
     with folder_of(options) as folder:
-        before = in_a_child(options, "vertical", folder, "--exact", kill_after=at)["losses"]
-        again = in_a_child(options, "vertical", folder, "--exact")
+        before = in_a_child(committing, "vertical", folder, "--exact", kill_after=at)["losses"]
+        again = in_a_child(committing, "vertical", folder, "--exact")
     first = again["first"]
     same = before == whole[: len(before)] and again["losses"] == whole[first:]
     rows = [("killed after, resumed from", str(len(before)), str(first), "equal" if same else "NOT equal")]
-    return {"killed_after": len(before), "resumed_from": first, "equal": same, "rows": rows}
+    told = f"resumed from {first}, {'equal' if same else 'NOT equal'}"
+    return {"killed_after": len(before), "resumed_from": first, "equal": same, "rows": rows, "told": told}
 
 
 @contextmanager
@@ -180,7 +203,7 @@ def in_a_child(
 ) -> dict:
     """A case in a process of its own, which is killed once it has said the loss of ``kill_after`` steps."""
     command = [sys.executable, "-W", "ignore", __file__, "--case", name, "--folder", folder, *more]
-    for option in ("device", "size", "micro_batches", "rows", "steps", "on_host", "delayed"):
+    for option in ("device", "size", "micro_batches", "rows", "steps", "on_host", "delayed", "commit_every"):
         command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
     losses: list[float] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -202,7 +225,7 @@ def in_a_child(
 def run_case(options: argparse.Namespace) -> None:
     if options.exact:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    training = (Resident if options.case == "resident" else OutOfCore)(options)
+    training = {"resident": Resident, "deepspeed": DeepSpeed}.get(options.case, OutOfCore)(options)
     seconds, result = [], {"first": training.first}
     for step in range(training.first, options.steps + WARM_UP):
         start = time.perf_counter()
@@ -287,6 +310,7 @@ class OutOfCore:
             delayed_fraction=options.delayed if options.case == "vertical" else 0.0,
             sample=batches(options, 0)[0],
             micro_batches=options.micro_batches,
+            commit_every=options.commit_every,
         )
         self.first = self.engine.steps_done
 
@@ -305,6 +329,47 @@ class OutOfCore:
         if not told["unified"]:
             planned["pinned"] = sum(told["memory_predicted"]["host"].get(what, 0) for what in CROSSING)
         return {**measured, "planned": planned}
+
+
+class DeepSpeed:
+    """ZeRO-3 in bf16, fp32 masters, parameters and optimizer on the host, activations recomputed. Writes nothing."""
+
+    first = 0
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import deepspeed
+
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
+        model = model_of(options)
+        for block in model.blocks:
+            block.forward = recomputed(block)
+        on_host = {"device": "cpu", "pin_memory": True}
+        self.device = options.device
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            config={
+                "train_micro_batch_size_per_gpu": options.rows,
+                "gradient_accumulation_steps": options.micro_batches,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 3, "offload_optimizer": on_host, "offload_param": on_host},
+                "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+            },
+        )
+
+    def step(self, batches: list[dict[str, torch.Tensor]]) -> float:
+        losses = []
+        for batch in batches:
+            loss = self.engine(**{name: value.to(self.device) for name, value in batch.items()})
+            self.engine.backward(loss)
+            self.engine.step()  # updates after the last of a step's micro-batches
+            losses.append(loss.detach())
+        return float(torch.stack(losses).mean())
+
+    def close(self) -> dict:
+        return {
+            "device": torch.cuda.max_memory_allocated(), "pinned": None, "planned": {"device": None, "pinned": None}
+        }  # fmt: skip
 
 
 # Overlap

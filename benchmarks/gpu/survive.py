@@ -1,12 +1,13 @@
-"""What it costs training on a CUDA device to keep every step: ``benchmarks/survive.py`` for models that live there.
+"""Measure what it costs training on a CUDA device to keep every step: ``benchmarks/survive.py`` for models there.
 
-    python benchmarks/gpu/survive.py [--models gpt2 gpt2-medium] [--arms none exact ...] [--rounds 4] [--steps 40]
-                                     [--seconds 5] [--folder FOLDER] [--keep] [--small]
+    python benchmarks/gpu/survive.py [--models gpt2 gpt2-medium] [--arms none exact bases replica ...] [--rounds 2]
+                                     [--steps 40] [--seconds 5] [--folder /dev/shm] [--keep] [--small]
 
 Parameters and AdamW's state are fp32, computation is bf16 under autocast, as scripts of one device have it. A step
 ends when its loss is on the host, so that all which the device did for it, copies of gradients included, is in its
-time; stall is what the training thread spends, or waits, beside. A replica is not there: it computes on the host, and
-refuses parameters on a device. Never run yet.
+time; stall is what the training thread spends, or waits, beside. The replica does its updates on the same device, from
+a process of its own. Without options about seven minutes, with ``--models gpt2 --arms none exact bases replica`` two.
+Prints a line that begins with ``summary`` for each model. Never run yet.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from survive import Plan
 from trainings import Training
 
 VOCABULARY = 50257
-ON_HOST = ("replica", "checkfreq", "gemini", "naive")
+ON_HOST = ("checkfreq", "gemini", "naive")
 """Arms whose copies are of memory of the host."""
+
+DEFAULT = ("none", "exact", "bases", "replica", "topk", "save")
 
 
 def language_model(
@@ -54,8 +57,8 @@ TRAININGS = {
 """Of 124 M parameters, 355 M, and few."""
 
 PLANS = {
-    "gpt2": Plan(4, 9, 60, 15.0, {"bases": {"base_every": 20}}),
-    "gpt2-medium": Plan(3, 9, 40, 20.0, {"bases": {"base_every": 20}}),
+    "gpt2": Plan(2, 9, 60, 6.0, {"bases": {"base_every": 20}}),
+    "gpt2-medium": Plan(2, 9, 40, 8.0, {"bases": {"base_every": 20}}),
     "tiny": Plan(1, 1, 3, 1.0, {"bases": {"base_every": 20}}),
 }
 
@@ -63,7 +66,7 @@ PLANS = {
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no CUDA device here: benchmarks/survive.py is the one for the host")
-    survive.run("gpu/survive", TRAININGS, PLANS, [name for name in ARMS if name not in ON_HOST])
+    survive.run("gpu/survive", TRAININGS, PLANS, [name for name in ARMS if name not in ON_HOST], DEFAULT)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from .accelerators import devices_of, refuse_unrecorded
 from .delta import tier
 from .delta.codecs import Codec, Exact
 from .delta.loop import Loop, is_no_place
@@ -47,11 +48,11 @@ from .events import EventLog
 from .io.queue import IOQueue
 from .plan.tuner import BASE_BYTES_PER_STEP
 from .ranks import Ranks
+from .regular import home_path
 from .sources import From, begin_from
 from .store.local import LocalStore
 from .store.places import check_place
 from .store.retention import Keep
-from .store.witness import last_durable, refuse_emptied
 from .units import GiB
 
 
@@ -114,6 +115,7 @@ class Checkpointer:
         """Raises ``BadInput`` and its kin with nothing written."""
         keep, codec = Keep() if keep is None else keep, Exact() if codec is None else codec
         self._ranks = ranks = Ranks.here(deadline_seconds)
+        run = home_path(run) if disk is None else run
         log = Path(run).absolute() / "events.jsonl"
         self._events = EventLog(log if disk is None and not ranks.rank else None)
         self._remote: Remote | None = None
@@ -139,10 +141,11 @@ class Checkpointer:
             refuse_with_fsdp1(self._loop.state, codec, after_update, averages, replica, clip_norm)
             refuse_clipping(self._loop.state, clip_norm)
             self._loop.state.refuse_odd_state()
+            refuse_unrecorded(devices_of(p.parameter for p in self._loop.state.parameters))
             if replica is False:
                 self._survival: Survival = Recording(self._loop, self._options, self._events)
             else:
-                place = tier.MEMORY if replica is True else Path(replica)
+                place = tier.MEMORY if replica is True else home_path(replica)
                 self._survival = Replicating(self._loop, self._options, self._events, run=run, memory=place)
             if remote is not None and ranks.rank == 0:
                 self._remote = Remote(run, remote, keep, self._events)
@@ -234,14 +237,11 @@ class Checkpointer:
         try:
             self._ranks.first_does(self._check_remote)
             refuse_other_calls(self._ranks, target, asked.exact, asked.continuing)
-            self._loop.durable_before = self._ranks.first_does(lambda: last_durable(self._events.path))
             found = self._survival.enter(self._store, asked)
-            if found is None:
-                refuse_emptied(self._store.root, self._loop.durable_before)
-                if target:
-                    raise BadInput(
-                        f"{self._store.root} has no step yet; call resume() without one to begin the run"
-                    )
+            if found is None and target:
+                raise BadInput(
+                    f"{self._store.root} has no step yet; call resume() without one to begin the run"
+                )
             self._go_on_from(found, start)
             self._survival.begin(found)
             self._watch()
@@ -302,7 +302,8 @@ class Checkpointer:
         started = time.perf_counter()
         self._loop.stepped(updates)
         alone = self._ranks.alone  # what one of several ranks finds by itself the others do not know of
-        if self._tap.changed or (alone and (self._tap.lost or self._loop.state.has_other_buffers())):
+        other = self._loop.has_new_buffers or self._loop.state.has_other_buffers()
+        if self._tap.changed or (alone and (self._tap.lost or other)):
             self._adapt(updates)
         elif self._tap.lost:
             self._survival.lose(updates, self._tap.lost)

@@ -14,6 +14,7 @@ and keeps its value: with another, the result would be neither the old run nor a
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -244,6 +245,14 @@ def load_config(path: Path | None = None, sets: Sequence[str] = ()) -> Config:
     return from_values(values)
 
 
+PLACES = ("run.dir", "model.path", "offload.ssd", "offload.drives")
+"""Keys of paths, in which ``~`` is the home directory; ``data.text`` is read so where it is used."""
+
+
+def _at_home(value: Any) -> Any:
+    return tuple(map(_at_home, value)) if isinstance(value, tuple) else os.path.expanduser(value)
+
+
 def key_of(text: str) -> str:
     """``"section.key"`` of ``"section.key=value"``."""
     return text.partition("=")[0].strip()
@@ -257,7 +266,8 @@ def from_values(values: Mapping[str, object]) -> Config:
         if key not in known:
             raise ConfigError(_unknown(key, list(known)))
         section, name = key.split(".")
-        sections.setdefault(section, {})[name] = _convert(key, known[key], value)
+        found = _convert(key, known[key], value)
+        sections.setdefault(section, {})[name] = _at_home(found) if key in PLACES else found
     return Config(**{section: _SECTIONS[section](**chosen) for section, chosen in sections.items()})
 
 

@@ -1,8 +1,9 @@
 """Events: what happened in a run, one JSON object per line of ``RUN/events.jsonl``.
 
 Times are unix seconds, sizes bytes. The log is for people and tools, never for recovery: writing it may
-fail without harm to the training, and a line torn by a crash is skipped by the reader. A line is one
-``write`` to a file opened for appending, so a killed process leaves at most its last line torn.
+fail without harm to the training. It is never synced, and anybody may add to it, so its readers skip what is no event,
+as a line torn by a crash. A line is one ``write`` to a file opened for appending, so a killed process leaves at most
+its last line torn.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from .errors import Damaged
+from .regular import load_json, open_regular
 
 
 class EventLog:
@@ -36,7 +40,7 @@ class EventLog:
             if self._file < 0:
                 self._open(self.path)
             os.write(self._file, line.encode() + b"\n")
-        except (OSError, TypeError, ValueError) as error:
+        except (OSError, Damaged, TypeError, ValueError, RecursionError) as error:
             warnings.warn(f"no more events are written to {self.path}: {error}", stacklevel=2)
             self.close()
             self.path = None
@@ -49,7 +53,7 @@ class EventLog:
     def _open(self, path: Path) -> None:
         """Open for appending, and end the line that a killed process may have left torn."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             os.write(self._file, b"\n")
@@ -57,7 +61,7 @@ class EventLog:
 
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """The events of ``path``, oldest first; torn lines are skipped."""
-    with open(path, encoding="utf-8", errors="replace") as lines:
+    with open(open_regular(path), encoding="utf-8", errors="replace") as lines:
         yield from parsed(lines)
 
 
@@ -65,7 +69,7 @@ def parsed(lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
     """The events that ``lines`` are; what is none is skipped."""
     for line in lines:
         try:
-            event = json.loads(line)
+            event = load_json(line)
         except ValueError:
             continue
         if isinstance(event, dict):

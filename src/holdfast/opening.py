@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .errors import NoCommit
+from .regular import home_path
 from .store.chain import last_step
 from .store.lines import commit_at, tip_with, told_of_left
 from .store.local import LocalStore
@@ -30,7 +31,7 @@ def source_of(text: str, open_run: Callable[[Path | Url], RunReader] = LocalStor
     with looking_at(target.run):
         is_run = holds_run(target.run) and not is_of_others(target.run)
     if not is_run:
-        return open_source(Path(text))
+        return open_source(home_path(text))
     reader = open_run(target.run)
     newest = reader.head()
     if newest is None:
@@ -56,7 +57,7 @@ def _replayed(reader: RunReader, step: int, tip: int | None) -> Source:
     state, progress = state_at(reader.root, step, tip)
     owned = [pair for parameter in state.parameters for pair in state.owned(parameter).values()]
     aliases = progress.pop("aliases")
-    progress = {**progress, "step": step, "values": state.values()}
+    progress = {**progress, "step": step, **state.standing()}
     progress["replay"] = replay_info(state, after_update=False)
     found = InMemory(f"{reader.root}@{step}", "holdfast", owned + list(state.buffers().values()), progress)
     found.aliases = aliases

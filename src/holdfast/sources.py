@@ -17,6 +17,7 @@ from .delta.recovery import recover, refuse_unless_one_is_whole
 from .errors import BadInput
 from .opening import source_of
 from .ranks import Ranks
+from .regular import home_path
 from .state.boxes import Box
 from .state.capture import Captured, buffer_at
 from .state.dtypes import TO_NAME
@@ -63,7 +64,7 @@ class From(Allowed):
         found = source_of(str(self.path))
         if self.rules is None:
             return found
-        values = None if self.values is None else Path(self.values)
+        values = None if self.values is None else home_path(self.values)
         return UnderRules(found, packs.find(str(self.rules), values, found.numbers))
 
     @property

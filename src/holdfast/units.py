@@ -20,6 +20,10 @@ _FACTORS = {
     "ki": KiB, "kib": KiB, "mi": MiB, "mib": MiB, "gi": GiB, "gib": GiB, "ti": 1024**4, "tib": 1024**4,
 }  # fmt: skip
 
+_TURNS = "\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff"
+_OBEYED = re.compile(f"[\\x00-\\x1f\\x7f-\\x9f{_TURNS}]")
+_OBEYED_IN_LINES = re.compile(f"[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f{_TURNS}]")
+
 _SECONDS = {"": 1.0, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -102,6 +106,24 @@ def shown(names: Collection[str], most: int = 3) -> str:
     """
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(islice(names, most)) + more
+
+
+def visible(text: str, lines: bool = False) -> str:
+    """Return ``text`` with an escape in the place of whatever a terminal would obey instead of showing it: control
+    characters, those that turn the direction of writing, and bytes of a name that are no UTF-8. Without ``lines`` of
+    line ends and tabs too.
+
+    >>> visible("a\\x1b[31mb"), visible("a\\udcffb"), visible("a\\nb"), visible("a\\nb", lines=True)
+    ('a\\\\x1b[31mb', 'a\\\\xffb', 'a\\\\nb', 'a\\nb')
+    """
+    return (_OBEYED_IN_LINES if lines else _OBEYED).sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"\\x{code - 0xDC00:02x}"
+    return ascii(match[0])[1:-1]
 
 
 def round_up(count: int, multiple: int = PAGE) -> int:

@@ -311,3 +311,74 @@ def test_settings_that_lose_the_position_are_refused(tmp_path, option):
     trainer = make("unused", callbacks=[HoldfastCallback(tmp_path / "run")], **{option: True})
     with pytest.raises(BadInput, match=option):
         trainer.train()
+
+
+# What callbacks set up
+
+
+class Halves(transformers.TrainerCallback):
+    """At the beginning of an epoch, weights and a hyper-parameter are half of what they were."""
+
+    def on_epoch_begin(self, args, state, control, model=None, optimizer=None, **_):
+        with torch.no_grad():
+            model.transformer.ln_f.weight.mul_(0.5)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = group["weight_decay"] * 0.5 + 0.1
+
+
+class SetsUp(transformers.TrainerCallback):
+    """By the number of the epoch: what is trained, clipped and dropped out."""
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        model.transformer.h[0].requires_grad_(False)
+
+    def on_epoch_begin(self, args, state, control, model=None, **_):
+        epoch = int(state.epoch or 0)
+        args.max_grad_norm = 0.1 * (1 + epoch)
+        model.transformer.drop.p = 0.1 + 0.2 * epoch
+        model.transformer.h[0].requires_grad_(epoch > 0)
+
+
+class Counts(transformers.TrainerCallback):
+    """In an attribute, of which dropout follows."""
+
+    num_steps = 0
+
+    def on_step_begin(self, args, state, control, model=None, **_):
+        self.num_steps += 1
+        model.transformer.drop.p = self.num_steps / 50
+
+
+@pytest.mark.filterwarnings("ignore:.*changed otherwise than by a step")  # by Halves, which is seen
+@pytest.mark.parametrize("kind", [Halves, SetsUp, Counts])
+def test_set_up_of_callbacks_is_not_done_twice(tmp_path, kind):
+    alone = make("unused", callbacks=[kind()])
+    alone.train()
+    with pytest.raises(Interrupted):
+        make(
+            "unused", callbacks=[kind(), HoldfastCallback(tmp_path / "run", base_every=3), Interrupt(11)]
+        ).train()
+    trainer = make("unused", callbacks=[kind(), HoldfastCallback(tmp_path / "run", base_every=3)])
+    trainer.train()
+    assert trainer.losses == alone.losses[11:]
+    assert digests(trainer) == digests(alone)
+
+
+def test_callbacks_have_the_arguments_of_the_run(tmp_path):
+    """Where that is asked for, as by the Trainer's own checkpoints."""
+
+    def patience(given, restored):
+        stopping = transformers.EarlyStoppingCallback(given, early_stopping_threshold=-99.0)
+        options = {
+            "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": False,
+            "load_best_model_at_end": False, "restore_callback_states_from_checkpoint": restored,
+        }  # fmt: skip
+        trainer = make(
+            "unused", callbacks=[stopping, HoldfastCallback(tmp_path / "run"), Interrupt(5)], **options
+        )
+        with pytest.raises(Interrupted):
+            trainer.train()
+        return stopping.early_stopping_patience
+
+    assert patience(7, False) == 7
+    assert patience(3, True) == 7

@@ -23,8 +23,11 @@ from holdfast.universal.convert import dcp_writer, huggingface
 from holdfast.universal.convert.dcp_writer import write_dcp
 from holdfast.universal.convert.deepspeed import write_deepspeed
 from holdfast.universal.convert.huggingface import write_huggingface, write_single
+from holdfast.universal.convert.training_file import write_torch
 from holdfast.universal.restore import read_tensors
 from holdfast.universal.save import write_run
+
+pytestmark = pytest.mark.filterwarnings("default:.*the folder gets no config.json")
 
 
 @pytest.fixture
@@ -43,9 +46,18 @@ def trained(tmp_path):
     return tmp_path / "run", model
 
 
+def as_they_are(folder):
+    """Rules that leave each name as it is."""
+    (folder / "same.toml").write_text("version = 1\n[[rule]]\nmatch = '(.*)'\n")
+    return folder / "same.toml"
+
+
 def test_the_newest_step_is_exported_with_what_was_left_out(trained, tmp_path, holdfast):
     run, model = trained
-    result = holdfast("convert", run, tmp_path / "hf", "--to", "huggingface")
+    result = holdfast(
+        "convert", run, tmp_path / "hf", "--to", "huggingface", "--rules", as_they_are(tmp_path)
+    )
+    assert "gets no config.json" in result.err
     assert result.code == 0 and "2 tensors of" in result.out and "6 tensors of the optimizer" in result.out
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
@@ -54,7 +66,9 @@ def test_the_newest_step_is_exported_with_what_was_left_out(trained, tmp_path, h
 def test_tensors_that_are_not_of_the_model_are_not_said_to_be_of_the_optimizer(tmp_path, holdfast):
     path = tmp_path / "a.pt"
     torch.save({"model": nn.Linear(6, 4).state_dict(), "noise": torch.zeros(1 << 19)}, path)
-    result = holdfast("convert", path, tmp_path / "hf", "--to", "huggingface")
+    result = holdfast(
+        "convert", path, tmp_path / "hf", "--to", "huggingface", "--rules", as_they_are(tmp_path)
+    )
     assert result.code == 0, result.err
     assert "parameters and buffers alone: 1 tensor of neither model nor optimizer\n" in result.out
 
@@ -128,6 +142,7 @@ WRITERS = {
     "dcp": write_dcp,
     "huggingface": write_huggingface,
     "safetensors": write_single,
+    "torch": write_torch,
     "deepspeed": lambda source, path, told: write_deepspeed(source, path, 1, told=told),
 }
 
@@ -137,7 +152,7 @@ def test_a_second_conversion_into_one_destination_is_refused_while_the_first_wri
     trained, tmp_path, holdfast, to
 ):
     run, model = trained
-    out, errors = tmp_path / "out.safetensors", []
+    out, errors = tmp_path / ("out.pt" if to == "torch" else "out.safetensors"), []
 
     def told(nbytes):
         try:
@@ -242,7 +257,7 @@ def test_a_dcp_conversion_that_ended_before_its_metadata_is_done_again(trained, 
 
 def test_no_run_is_written_into_what_another_library_wrote(trained, tmp_path, holdfast):
     out = tmp_path / "out"
-    assert holdfast("convert", trained[0], out, "--to", "huggingface").code == 0
+    write_huggingface(source_of(str(trained[0])), out)
     result = holdfast("convert", trained[0], out, "--to", "holdfast")
     assert result.code == 2 and "holds safetensors; name a directory that is not there" in result.err
     assert [path.name for path in out.iterdir()] == ["model.safetensors"]
@@ -260,7 +275,7 @@ def test_a_source_that_is_written_again_meanwhile_is_made_into_nothing(tmp_path,
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
         os.utime(path, (number, number))  # files this small may have been written at one time
     assert paths[0].stat().st_size == paths[1].stat().st_size
-    out = tmp_path / "out.safetensors"
+    out = tmp_path / ("out.pt" if to == "torch" else "out.safetensors")
 
     def told(nbytes):
         if paths[1].exists():
@@ -341,7 +356,8 @@ def test_a_resume_says_what_is_not_read_beside_weights(of_trainer, tmp_path):
 def test_a_destination_of_another_kind_is_said_to_be_what_it_is(trained, tmp_path, holdfast, to, name, text):
     (tmp_path / "file.safetensors").write_text("x")
     (tmp_path / "folder.safetensors").mkdir()
-    result = holdfast("convert", trained[0], tmp_path / name, "--to", to)
+    rules = ["--rules", as_they_are(tmp_path)] if to == "huggingface" else []
+    result = holdfast("convert", trained[0], tmp_path / name, "--to", to, *rules)
     assert result.code == 2 and text in result.err
     assert (tmp_path / "file.safetensors").read_text() == "x"
     assert not [*(tmp_path / "folder.safetensors").iterdir()]

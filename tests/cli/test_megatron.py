@@ -58,6 +58,7 @@ def test_a_run_made_of_it_is_the_same(saved, tmp_path, holdfast):
     assert holdfast("diff", tmp_path / "run", b).code == 0
 
 
+@pytest.mark.filterwarnings("default:.*the folder gets no config.json")
 def test_a_hugging_face_folder_is_made_by_a_pack_with_the_numbers_of_the_checkpoint(
     saved, tmp_path, holdfast
 ):

@@ -32,7 +32,9 @@ def saved(request, tmp_path_factory):
     holdfast("convert", root / "ds", root / "run", "--to", "holdfast")
     holdfast("convert", root / "ds", root / "one.safetensors", "--to", "safetensors")
     holdfast("convert", root / "run", root / "universal", "--to", "deepspeed", "--stage", request.param)
-    holdfast("convert", root / "universal", root / "folder", "--to", "huggingface")
+    (root / "same.toml").write_text("version = 1\n[[rule]]\nmatch = '(.*)'\n")
+    to_folder = ["--to", "huggingface", "--rules", root / "same.toml"]
+    holdfast("convert", root / "universal", root / "folder", *to_folder)
     return root
 
 

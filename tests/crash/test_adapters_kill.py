@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from combined import some_of
 from dist.habits import ACCELERATE, LIGHTNING, TRAINER, killed_it_ends_the_same
 from dist.world import World
 
@@ -27,7 +28,7 @@ def worlds():
 @pytest.mark.crash
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "script, habit", [(script, habit) for script, (_, of) in SCRIPTS.items() for habit in of]
+    "script, habit", some_of(4, [(script, habit) for script, (_, of) in SCRIPTS.items() for habit in of])
 )
 def test_killed_again_and_again_they_end_the_same(worlds, tmp_path, script, habit):
     """Every third of them at other steps than tests/adapters kills, the others at one of those."""

@@ -51,7 +51,7 @@ def test_killed_at_a_few_random_moments_and_resumed_under_another_fraction(serve
 
 @pytest.mark.crash
 def test_killed_at_many_random_moments(server, undelayed, text, tmp_path):
-    kill_at_random(server, undelayed, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 12)
+    kill_at_random(server, undelayed, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
 
 
 FEW = [("after_data_sync", 8), ("before_data_sync", 12), ("after_manifest_rename", 3)]
@@ -71,7 +71,7 @@ def test_killed_at_a_failpoint(server, undelayed, text, tmp_path, failpoint, arr
 
 @pytest.mark.crash
 @pytest.mark.parametrize(
-    "way, failpoint", one_in(2, WAYS, [n for n in failpoints.NAMES if n != "after_timeline_opened"]), ids=str
+    "way, failpoint", one_in(4, WAYS, [n for n in failpoints.NAMES if n != "after_timeline_opened"]), ids=str
 )
 def test_killed_at_every_failpoint(server, undelayed, text, tmp_path, failpoint, way):
     kill_at_failpoint(server, undelayed, text, tmp_path, failpoint, 2, way)

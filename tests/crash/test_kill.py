@@ -11,12 +11,12 @@ import random
 
 import pytest
 
-from combined import one_in
+from combined import CAMPAIGN, one_in, some_of
 from crash_run import MIXED, ON_SSD, STEPS, atoms_of, end, kill_often
 from holdfast import failpoints
 from holdfast.store.local import LocalStore
 
-KILLS, RESUMED = 50, 25
+KILLS, RESUMED = (50, 25) if CAMPAIGN else (15, 8)
 IN_HOST = dict.fromkeys(MIXED, 1.0)
 WAYS = [
     {},
@@ -46,7 +46,7 @@ def test_killed_at_a_few_random_moments(server, reference, text, tmp_path):
 
 
 @pytest.mark.crash
-def test_killed_at_fifty_random_moments(server, reference, text, tmp_path):
+def test_killed_at_many_random_moments(server, reference, text, tmp_path):
     kill_at_random(server, reference, text, tmp_path, random.Random(2), KILLS)
 
 
@@ -93,14 +93,14 @@ def test_killed_at_a_failpoint(server, reference, text, tmp_path, failpoint, arr
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("way, place", one_in(2, [{}, {"retain": 1, **ON_SSD}], KILLED), ids=str)
+@pytest.mark.parametrize("way, place", one_in(4, [{}, {"retain": 1, **ON_SSD}], KILLED), ids=str)
 def test_killed_at_every_failpoint(server, reference, text, tmp_path, way, place):
     order = {"root": tmp_path / "run", "text": text, **way}
     kill_at_failpoint(server, reference, order, *place)
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint", failpoints.NAMES)
+@pytest.mark.parametrize("failpoint", some_of(3, failpoints.NAMES))
 def test_killed_at_every_failpoint_of_a_commit_every_three_steps(
     server, reference, text, tmp_path, failpoint
 ):
@@ -145,7 +145,7 @@ def test_killed_at_a_few_random_moments_on_drives_that_change(server, reference,
 
 
 @pytest.mark.crash
-def test_killed_at_fifty_random_moments_on_drives_that_change(server, reference, text, tmp_path):
+def test_killed_at_many_random_moments_on_drives_that_change(server, reference, text, tmp_path):
     kill_on_drives(server, reference, text, tmp_path, random.Random(6), KILLS)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from combined import some_of
 from crash_run import ON_SSD, STEPS
 from fork_server import ONE_THREAD
 from holdfast import failpoints
@@ -77,7 +78,8 @@ ARRIVALS = [(name, 1) for name in failpoints.NAMES] + [
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint, arrival", ARRIVALS)
+@pytest.mark.parametrize("disk", ["ext4", pytest.param("xfs", marks=pytest.mark.campaign)], indirect=True)
+@pytest.mark.parametrize("failpoint, arrival", some_of(3, ARRIVALS))
 def test_power_cut_at_every_failpoint(server, reference, text, disk, root, failpoint, arrival):
     order = {"root": root, "text": text}
     outcome = server.run(**order, steps=STEPS, cut=disk.mount, failpoint=f"{failpoint}:{arrival}")

@@ -42,7 +42,7 @@ def test_killed_at_a_few_random_moments_and_resumed_with_and_without_guesses(
 
 @pytest.mark.crash
 def test_killed_at_many_random_moments(server, reference, text, tmp_path):
-    kill_at_random(server, reference, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 12)
+    kill_at_random(server, reference, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
 
 
 def kill_at_failpoint(server, reference, text, folder, failpoint, arrival, way):
@@ -72,7 +72,7 @@ def test_killed_where_every_block_is_updated_again_at_each_commit(server, refere
 @pytest.mark.parametrize(
     "failpoint, way, arrival",
     one_in(
-        4,
+        12,
         [*failpoints.REDO, *(n for n in failpoints.NAMES if n != "after_timeline_opened")],
         WAYS,
         [1, 3, 4, 8],

@@ -64,7 +64,7 @@ def resumed_from_memory(root):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", some_of(3, range(20)))
+@pytest.mark.parametrize("seed", some_of(7, range(20)))
 def test_the_trainer_is_killed_at_random_moments(server, undisturbed, tmp_path, seed):
     """Five times in turn: every step that was handed over is there, from memory."""
     chance, options = random.Random(seed), {"base_every": 3 + 5 * seed}
@@ -95,7 +95,7 @@ def test_the_trainer_is_killed_at_a_failpoint(server, undisturbed, tmp_path, fai
     "failpoint, arrival",
     [
         *((name, 1) for name in (*failpoints.NAMES, *REPLICAS)),
-        *some_of(3, [(name, later) for name in (*failpoints.NAMES, *REPLICAS) for later in (2, 4)]),
+        *some_of(9, [(name, later) for name in (*failpoints.NAMES, *REPLICAS) for later in (2, 4)]),
     ],
 )
 def test_whoever_arrives_at_a_failpoint_is_killed(server, undisturbed, tmp_path, failpoint, arrival):

@@ -74,7 +74,7 @@ def told(said, what):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", some_of(2, range(10)))
+@pytest.mark.parametrize("seed", some_of(4, range(10)))
 def test_trainers_are_killed_at_random_moments(world, undisturbed, tmp_path, seed):
     """One of them or both, five times in turn: what survives is there, from memory."""
     chance, survives, killed = random.Random(seed), -1, 0
@@ -94,7 +94,7 @@ def test_trainers_are_killed_at_random_moments(world, undisturbed, tmp_path, see
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("rank, failpoint", ARRIVED_AT)
+@pytest.mark.parametrize("rank, failpoint", some_of(2, ARRIVED_AT))
 def test_whoever_arrives_at_a_failpoint_is_killed(world, undisturbed, tmp_path, failpoint, rank):
     """Trainer or replica of one rank, whichever comes there first."""
     chance = random.Random(f"{failpoint} {rank}")

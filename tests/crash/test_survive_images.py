@@ -7,6 +7,7 @@ of its step, bit for bit. Each sync taken away must show in some image.
 from __future__ import annotations
 
 import random
+from itertools import islice
 
 import pytest
 
@@ -41,7 +42,7 @@ def queue():
     queue.close()
 
 
-def process(disk, steps, states=None):
+def process(disk, steps, states=None, saves=False):
     """One process: resume, train to ``steps``; every step that it is told of is marked on the disk."""
     loop = make(OPTIMIZER, FEATURE)
     with Checkpointer(
@@ -55,6 +56,8 @@ def process(disk, steps, states=None):
             if i % 2:
                 checkpointer.wait()
             disk.ack(checkpointer.durable_step)
+        if saves:
+            checkpointer.save()
     disk.ack(checkpointer.durable_step)
     disk.end_process()
 
@@ -99,6 +102,17 @@ def test_every_image_of_a_run_recovers(states, queue):
         total, with_steps = total + 1, with_steps + (image.acked is not None)
     print(f"{total} images, {with_steps} of them after the first acknowledgement")
     assert with_steps > 300
+
+
+@pytest.mark.crash
+def test_every_image_of_many_resumes_recovers(states, queue):
+    """Records of timelines that lead to nothing any more are removed on the way."""
+    disk = SimDisk()
+    for steps in range(1, STEPS + 1):
+        process(disk, steps, saves=True)
+    assert len(disk.listdir("timelines")) < STEPS
+    for image in islice(disk.images(random.Random(0), samples=1), 0, None, 4):
+        check(image, states, queue)
 
 
 WHYS = ["makedirs", "unit directory", "unit data", "index", "index directory", "manifest", "manifest directory",

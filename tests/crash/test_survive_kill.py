@@ -56,7 +56,7 @@ def long(server, tmp_path_factory):
 
 @pytest.mark.crash
 @pytest.mark.parametrize(
-    "codec, seed", some_of(3, [*((None, n) for n in range(50)), *(("compressed", n) for n in range(5))])
+    "codec, seed", some_of(12, [*((None, n) for n in range(50)), *(("compressed", n) for n in range(5))])
 )
 def test_killed_at_random_moments(server, long, tmp_path, codec, seed):
     """Ten times each, a while after one another."""
@@ -73,7 +73,7 @@ def test_killed_at_random_moments(server, long, tmp_path, codec, seed):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint, arrival", one_in(2, EVERY, [1, 2, 3]))
+@pytest.mark.parametrize("failpoint, arrival", one_in(3, EVERY, [1, 2, 3]))
 def test_killed_at_a_failpoint(server, undisturbed, long, tmp_path, failpoint, arrival):
     steps, whole = (LONG, long) if failpoint in RARE else (STEPS, undisturbed)
     if failpoint == "after_timeline_opened" and arrival > 1:
@@ -110,7 +110,7 @@ def newest_base(root):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("failpoint, arrival", one_in(3, EVERY, [1, 2, 3]))
+@pytest.mark.parametrize("failpoint, arrival", one_in(6, EVERY, [1, 2, 3]))
 def test_killed_at_a_failpoint_with_residuals(server, sparse, long_sparse, tmp_path, failpoint, arrival):
     root, copy = tmp_path / "run", tmp_path / "copy"
     steps, whole = (LONG, long_sparse) if failpoint in RARE else (STEPS, sparse)
@@ -136,7 +136,7 @@ def of_codec(server, sparse, tmp_path_factory):
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", some_of(3, range(10)))
+@pytest.mark.parametrize("seed", some_of(5, range(10)))
 @pytest.mark.parametrize("codec", ["topk", "int8"])
 def test_killed_at_random_moments_with_residuals(server, of_codec, tmp_path, seed, codec):
     chance, whole = random.Random(seed), of_codec[codec]
@@ -219,7 +219,7 @@ def check_pruning_ends(server, root, before, kept):
 
 @pytest.mark.crash
 @pytest.mark.parametrize(
-    "failpoint, arrival", [*((name, 1) for name in COMPACTED), *some_of(2, [(name, 2) for name in COMPACTED])]
+    "failpoint, arrival", [*((name, 1) for name in COMPACTED), *some_of(6, [(name, 2) for name in COMPACTED])]
 )
 def test_killed_while_it_is_compacted(server, undisturbed, tmp_path, failpoint, arrival):
     before = recoverable(finished(server, tmp_path, 1))
@@ -244,7 +244,7 @@ def test_killed_while_it_is_pruned(server, undisturbed, tmp_path, failpoint, arr
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("seed", some_of(2, range(5)))
+@pytest.mark.parametrize("seed", some_of(3, range(5)))
 @pytest.mark.parametrize("verb", ["compact", "prune"])
 def test_killed_at_random_moments_while_it_is_made_shorter(server, undisturbed, tmp_path, verb, seed):
     """Five times each, of as many copies of one run."""

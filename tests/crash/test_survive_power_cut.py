@@ -73,10 +73,11 @@ def test_power_cut_right_after_an_acknowledgement(server, undisturbed, disk, roo
 
 RARE = ("after_timeline_opened", "before_retire", "after_retire_unlink", "after_retire_sync")
 ARRIVALS = [(name, 1) for name in [*failpoints.NAMES, *failpoints.JOURNAL]]
-ARRIVALS += some_of(2, [(name, 2) for name, _ in ARRIVALS if name not in RARE])
+ARRIVALS += some_of(6, [(name, 2) for name, _ in ARRIVALS if name not in RARE])
 ARRIVALS += [(name, 9) for name in failpoints.RECORDING]
 
 
+@pytest.mark.parametrize("disk", ["ext4", pytest.param("xfs", marks=pytest.mark.campaign)], indirect=True)
 @pytest.mark.parametrize("failpoint, arrival", ARRIVALS)
 def test_power_cut_at_every_failpoint(server, undisturbed, disk, root, failpoint, arrival):
     outcome = server.run(
@@ -92,7 +93,8 @@ def end_the_run(server, undisturbed, root):
     assert last.finished and last.resumed == STEPS and last.digest == undisturbed.digest, last
 
 
-@pytest.mark.parametrize("failpoint", COMPACTED)
+@pytest.mark.parametrize("disk", ["ext4", pytest.param("xfs", marks=pytest.mark.campaign)], indirect=True)
+@pytest.mark.parametrize("failpoint", some_of(2, COMPACTED))
 def test_power_cut_while_it_is_compacted(server, undisturbed, disk, root, failpoint):
     """What there was before a step that is compacted to may be gone, and nothing else."""
     before = recoverable(finished(server, root, 1))
@@ -109,6 +111,7 @@ def test_power_cut_while_it_is_compacted(server, undisturbed, disk, root, failpo
     end_the_run(server, undisturbed, root)
 
 
+@pytest.mark.parametrize("disk", ["ext4", pytest.param("xfs", marks=pytest.mark.campaign)], indirect=True)
 @pytest.mark.parametrize("failpoint", PRUNED)
 def test_power_cut_while_it_is_pruned(server, undisturbed, disk, root, failpoint):
     before = recoverable(finished(server, root, 9))
@@ -132,9 +135,12 @@ OF_TRAINERS = ("after_gradient_copied", "before_step_handed", "after_step_handed
 OF_STEPS = [*OF_TRAINERS, "before_replica_update", "in_replay", "after_replica_update"]
 
 
+@pytest.mark.parametrize("disk", ["ext4", pytest.param("xfs", marks=pytest.mark.campaign)], indirect=True)
 @pytest.mark.parametrize(
     "failpoint",
-    [*REPLICAS, *(f"{name}:20" for name in OF_STEPS), "before_replica_kept", "after_replica_kept"],
+    some_of(
+        2, [*REPLICAS, *(f"{name}:20" for name in OF_STEPS), "before_replica_kept", "after_replica_kept"]
+    ),
 )
 def test_power_cut_beside_a_replica(server, undisturbed, disk, root, failpoint):
     """The disk has its step, and what was in memory is gone with both processes."""

@@ -47,14 +47,14 @@ def test_killed_at_a_few_random_moments(server, undisturbed, text, tmp_path):
 
 @pytest.mark.crash
 def test_killed_at_many_random_moments(server, undisturbed, text, tmp_path):
-    kill_at_random(server, undisturbed, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 12)
+    kill_at_random(server, undisturbed, text, tmp_path, random.Random(2), 50 if CAMPAIGN else 5)
 
 
 @pytest.mark.crash
 @pytest.mark.parametrize(
     "way, place",
     one_in(
-        2,
+        5,
         WAYS,
         [(name, 2) for name in failpoints.NAMES[:-1]] + [(name, STEPS + 2) for name in failpoints.NAMES[2:6]],
     ),

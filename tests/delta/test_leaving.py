@@ -4,19 +4,24 @@ is no device here: one is played, whose copies arrive when somebody waits for th
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from delta.loops import make, same
 from holdfast.checkpointer import Checkpointer
-from holdfast.delta import leaving, recording, replica, replicating, sealer, slots
+from holdfast.delta import leaving, post, recorder, recording, replica, replicating, sealer, slots
 from holdfast.delta.codecs import Exact
 from holdfast.delta.lossy import TopK
 from holdfast.store.retention import Keep
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+HERE = torch.device("cpu")
 
 
 class Device:
@@ -27,40 +32,36 @@ class Device:
         self.under_way, self.waiters, self.pinned = {leaving: [], slots: []}, set(), []
         self.reached = lambda: None
         """Called when somebody waits for a mark."""
-        real_one = torch.Tensor.copy_
-
-        def copy_each(targets, sources, non_blocking=False):
-            for target, source in zip(targets, sources, strict=True):
-                copy_one(target, source, non_blocking)
-
-        def copy_one(target, source, non_blocking=False):
-            if not non_blocking:
-                return real_one(target, source)
-            self.begin(slots, target, source, real_one)
-            return target
 
         def copied(tensor):
             made = torch.empty_like(tensor)
-            self.begin(leaving, made, tensor.detach(), real_one)
+            self.begin(leaving, made, tensor.detach())
             return made
 
-        monkeypatch.setattr(torch, "_foreach_copy_", copy_each)
-        monkeypatch.setattr(torch.Tensor, "copy_", copy_one)
         monkeypatch.setattr(leaving, "copied", copied)
         for module in (leaving, sealer, recording, replica, replicating):
-            monkeypatch.setattr(module, "devices_of", lambda tensors: ["a device"])
-        for module in (leaving, slots):
-            monkeypatch.setattr(module, "marks", partial(self.marks, module))
-        monkeypatch.setattr(slots, "pin", lambda view: self.pinned.append(id(view)) or True)
-        monkeypatch.setattr(slots, "unpin", lambda view: self.pinned.remove(id(view)))
+            monkeypatch.setattr(module, "devices_of", lambda tensors: [HERE])
+        for module in (recorder, post):
+            monkeypatch.setattr(module, "use_device", lambda device: None)
+        monkeypatch.setattr(leaving, "marks", lambda devices: [Mark(self, leaving)])
+        monkeypatch.setattr(slots, "Departures", lambda devices: self)
+        monkeypatch.setattr(slots, "pinned", self.pin)
 
-    def marks(self, stream, devices):
-        return [Mark(self, stream)] if devices else []
+    def pin(self, view, *_):
+        self.pinned.append(id(view))
+        return partial(self.pinned.remove, id(view))
 
-    def begin(self, stream, target, source, copy):
+    devices = (HERE,)
+
+    def send(self, targets, sources, lasting):
+        for target, source in zip(targets, sources, strict=True):
+            self.begin(slots, target, source)
+        return [Mark(self, slots)]
+
+    def begin(self, stream, target, source):
         now = source.clone()
-        copy(target.view(torch.uint8) if target.dim() else target, torch.tensor(85, dtype=torch.uint8))
-        self.under_way[stream].append(lambda: copy(target, now))
+        target.view(torch.uint8 if target.dim() else target.dtype).fill_(85)
+        self.under_way[stream].append(lambda: target.copy_(now))
 
 
 class Mark:
@@ -112,20 +113,34 @@ def test_records_are_of_what_the_step_had_and_training_waits_for_no_copy(tmp_pat
             assert same(loop.state(), states[step])
 
 
-def test_slots_that_cannot_be_pinned_are_waited_for_with_a_warning(tmp_path, monkeypatch):
-    """``cudaHostRegister`` says no."""
+@pytest.mark.parametrize("advice", ["", " /run has to be on a tmpfs"])
+def test_refused_pinning_leaves_no_error_behind(monkeypatch, advice):
+    """The runtime keeps the error for the next kernel that this thread launches, unless somebody takes it."""
 
-    class Cudart:
+    class Runtime:
+        error = 0
+
         def cudaHostRegister(self, address, nbytes, flags):
-            assert address % 4096 == 0 and nbytes % 4096 == 0 and flags == 0
+            assert address % 4096 == 0 and nbytes % 4096 == 0
+            self.error = 2
             return 2
 
-    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    model = torch.nn.Linear(3, 2)
-    [layout] = Exact().layouts(state_of(model))
-    with pytest.warns(UserWarning, match=r"cannot be pinned \(CUDA error 2\), so training waits"):
-        slot = slots.Slot([layout], devices=["a device"])
-    assert not slot.non_blocking
+        def cudaGetLastError(self):
+            error, self.error = self.error, 0
+            return error
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    [layout] = Exact().layouts(state_of(torch.nn.Linear(3, 2)))
+    with pytest.warns(UserWarning, match=rf"cannot be pinned \(CUDA error 2\), so training waits.*{advice}"):
+        slot = slots.Slot(
+            [layout], departures=SimpleNamespace(devices=[torch.device("cuda:0")]), advice=advice
+        )
+    assert runtime.error == 0
+    place, source = slot.tensors[0]["weight"], torch.randn(2, 3)
+    slot.put([place], [source])
+    assert not slot.is_late and torch.equal(place, source)
     slot.free()
 
 

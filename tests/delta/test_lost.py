@@ -77,8 +77,7 @@ def test_no_two_timelines_have_one_number(tmp_path):
     for ref in segments(Disk(tmp_path), "rank-00000"):
         if ref.timeline == 2:
             (tmp_path / ref.path).write_bytes(b"\xff" * 8192)
-    with pytest.warns(UserWarning, match="Steps 7 to 9 had been durable, and are lost"):
-        trained(tmp_path, 8, base_every=1000)
+    trained(tmp_path, 8, base_every=1000)
     with LocalStore.read(tmp_path) as reader:
         assert sorted(reader.timelines()[0]) == [1, 3]
 

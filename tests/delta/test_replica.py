@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from functools import partial
@@ -680,7 +681,7 @@ def test_a_stale_place_of_a_dead_run_is_cleaned(tmp_path):
     with checkpointer:
         assert checkpointer.resume() == 0
         loop.iteration(0, checkpointer.step)
-        assert os.listdir(place) == ["socket"]
+        assert sorted(os.listdir(place)) == ["run.json", "socket"]
 
 
 def test_what_was_kept_counts_on_the_runs_current_line_alone(tmp_path):
@@ -801,6 +802,70 @@ def test_what_a_replica_keeps_elsewhere_is_not_left_behind_either(tmp_path):
         pytest.raises(BadInput, match=r"kept step 5 in memory, and step 1 is on the disk"),
     ):
         alone.resume()
+
+
+@pytest.fixture
+def remembered(tmp_path):
+    """The root of a run of 3 steps, of which memory has step 5, as its replica has left it there."""
+    root = tmp_path / "first"
+    root.mkdir()
+    loop, checkpointer = start(root)
+    with checkpointer:
+        checkpointer.resume()
+        for i in range(3):
+            loop.iteration(i, checkpointer.step)
+        progress = checkpointer._loop.progress()
+    place = tier.place_of(root / "run", tier.MEMORY)
+    with LocalStore.read(root / "run") as reader:
+        timelines, key = reader.timelines()[0], reader.run_key()
+    tier.make(place)
+    tier.say_owner(place, root / "run", key)
+    run = [max(timelines), timelines[max(timelines)].key]
+    kept.keep(place, LiveState(loop.model, loop.optimizers), 5, progress, run)
+    return root
+
+
+def resumed(root):
+    with start(root)[1] as checkpointer:
+        return checkpointer.resume()
+
+
+def test_a_moved_run_finds_its_memory(remembered, tmp_path):
+    """By whatever name; and a run that is begun in its old place meanwhile leaves it alone."""
+    remembered.rename(tmp_path / "second")
+    remembered.mkdir()
+    assert resumed(remembered) == 0
+    (tmp_path / "link").symlink_to(tmp_path / "second")
+    assert resumed(tmp_path / "link") == 5
+
+
+def test_a_copy_leaves_its_originals_memory_alone(remembered, tmp_path):
+    shutil.copytree(remembered, tmp_path / "copy")
+    assert resumed(tmp_path / "copy") == 3
+    assert resumed(remembered) == 5
+
+
+def test_a_run_on_another_disk_reads_its_memory(remembered, tmp_path):
+    """Its directory is another one there; what is read stays for a copy that may be the original."""
+    shutil.copytree(remembered, tmp_path / "copy")
+    remembered.rename(tmp_path / "second")
+    loop = make(ADAMW, "batchnorm")
+    plain = Checkpointer(
+        tmp_path / "copy" / "run", model=loop.model, optimizer=loop.optimizers, **loop.things
+    )
+    with plain, pytest.raises(BadInput, match="kept step 5 in memory, and step 3 is on the disk"):
+        plain.resume()
+    with pytest.warns(
+        UserWarning, match=r"step 5 was in memory of a replica of this run when that was in .*first/run"
+    ):
+        assert resumed(tmp_path / "copy") == 5
+    assert resumed(tmp_path / "second") == 5
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[" * 5000, b'{"run": 1, "device": 2, "inode": 3}', b"\xff"])
+def test_a_tier_whose_owner_cannot_be_read_is_known_by_its_name(remembered, text):
+    (tier.place_of(remembered / "run", tier.MEMORY) / tier.OWNER).write_bytes(text)
+    assert resumed(remembered) == 5
 
 
 def test_a_base_of_a_replica_leads_on_without_the_script(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from combined import one_in, some_of
 from dist.world import World
 
 
@@ -27,7 +28,7 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("kind, width", [*((kind, 12) for kind in WRAPPED), ("fsdp1 flat", 0)])
+@pytest.mark.parametrize("kind, width", some_of(3, [*((kind, 12) for kind in WRAPPED), ("fsdp1 flat", 0)]))
 def test_what_a_wrapper_does_otherwise_is_refused_on_all_ranks(world, tmp_path, kind, width):
     """Width 0 is one parameter, of which two ranks have as much: it would be taken for copies."""
     text = refused(world, tmp_path / "run", kind=kind, width=width)
@@ -45,8 +46,7 @@ def test_ranks_that_average_no_gradients_are_refused_on_all(world, tmp_path, kin
     assert "its gradients are averaged over 1 of them" in text
 
 
-@pytest.mark.parametrize("kind", ["fsdp1 inside", "fsdp1 flat inside"])
-@pytest.mark.parametrize("width", [0, 12])
+@pytest.mark.parametrize("kind, width", one_in(2, ["fsdp1 inside", "fsdp1 flat inside"], [0, 12]))
 def test_the_inside_of_a_wrapper_is_refused_on_all_ranks(world, tmp_path, kind, width):
     name = "_flat_param" if "flat" in kind else "scale" if width else "weight"
     text = refused(world, tmp_path / "run", kind=kind, width=width)
@@ -66,7 +66,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", some_of(4, list(OPTIONS)))
 def test_an_option_that_needs_whole_tensors_is_refused_on_all_ranks(world, tmp_path, option):
     order, told = OPTIONS[option]
     text = refused(world, tmp_path / "run", kind="fsdp1 layers", **order)
@@ -112,8 +112,7 @@ def test_what_is_done_to_gathered_parameters_is_part_of_the_run(cases, tmp_path)
         assert each["losses"] == [0, 0, 0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("case", ["tied", "scalar", "nested", "tiny"])
+@pytest.mark.parametrize("case, ranks", one_in(2, ["tied", "scalar", "nested", "tiny"], [2, 3]))
 def test_models_that_are_odd_come_back_wrapped_and_not(cases, tmp_path, case, ranks):
     for each in told(cases, tmp_path, case, ranks):
         assert each["again"] == each["plain"] == each["before"]

@@ -7,6 +7,7 @@ from math import prod
 
 import pytest
 
+from combined import some_of
 from dist.world import ended, flip
 from holdfast.errors import RuleError
 from holdfast.opening import source_of
@@ -27,7 +28,7 @@ KINDS = [
 NO_SHARD = "The `NO_SHARD` sharding strategy is deprecated"
 
 
-@pytest.mark.parametrize("kind, ranks, mlp", KINDS)
+@pytest.mark.parametrize("kind, ranks, mlp", some_of(3, KINDS))
 def test_ranks_resume_and_end_as_if_they_had_not_stopped(world, tmp_path, kind, ranks, mlp):
     """No step is lost to a record, as one that seems to be changed otherwise than by the optimizer would be."""
     whole = ended(world.run(ranks, kind=kind, root=tmp_path / "whole", steps=9, mlp=mlp))

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from combined import one_in
+from combined import one_in, some_of
 from dist.world import ended, flip
 from holdfast.state.boxes import Box
 from holdfast.store.chain import verify_records
@@ -35,7 +35,7 @@ FSDP1_WORLDS = [(2, 3), (3, 2), (2, 1), (1, 2), (4, 3)]
 
 @pytest.mark.parametrize(
     "kind, worlds",
-    [*product(["ddp", "fsdp"], WORLDS), *one_in(2, ["fsdp1", "fsdp1 layers"], FSDP1_WORLDS)],
+    [*one_in(2, ["ddp", "fsdp"], WORLDS), *one_in(5, ["fsdp1", "fsdp1 layers"], FSDP1_WORLDS)],
 )
 def test_a_run_goes_on_with_another_number_of_ranks(world, tmp_path, kind, worlds):
     """With records after the base, and from there once more."""
@@ -61,7 +61,7 @@ OPTIMIZERS = ["sgd", "adamw", "foreach", "fused"]
 
 
 @pytest.mark.parametrize(
-    "kinds, optimizer", [*one_in(4, KINDS, OPTIMIZERS), *one_in(4, FSDP1_OTHERS, OPTIMIZERS)]
+    "kinds, optimizer", [*one_in(4, KINDS, OPTIMIZERS), *one_in(10, FSDP1_OTHERS, OPTIMIZERS)]
 )
 def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimizer):
     kind, ranks, other, others = kinds
@@ -71,7 +71,7 @@ def test_a_run_goes_on_under_another_parallelism(world, tmp_path, kinds, optimiz
     assert after[0]["digests"]["5"] == before[0]["digests"]["5"]
 
 
-@pytest.mark.parametrize("kinds", FSDP1_OTHERS[1::2])
+@pytest.mark.parametrize("kinds", some_of(4, FSDP1_OTHERS[1::2]))
 def test_a_run_begins_from_that_of_another_parallelism(world, tmp_path, kinds):
     """By resume(source=RUN@STEP): a step that records lead to, and one that a base has."""
     kind, ranks, other, others = kinds
@@ -116,8 +116,7 @@ def test_a_mistake_of_one_rank_is_told_to_the_others_by_its_number(world, tmp_pa
     assert f"RankFailed: rank {who} failed: ValueError: a mistake of the script" in cut[1 - who]["error"]
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "plain"])
+@pytest.mark.parametrize("kind, who", one_in(2, ["ddp", "fsdp", "plain"], [0, 1]))
 def test_all_ranks_stop_at_one_step_on_a_sigterm_to_any(world, tmp_path, kind, who):
     cut = world.run(2, kind=kind, root=tmp_path, steps=5000, signal_at=[who, 5])
     assert [said["error"] for said in cut] == ["SystemExit: 143"] * 2
@@ -206,8 +205,7 @@ def test_no_rank_removes_files_that_another_writes(world, tmp_path):
     assert not [path.name for path in (tmp_path / "data").iterdir() if path.name.startswith("rank-")]
 
 
-@pytest.mark.parametrize("damaged", [0, 1])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind, damaged", one_in(2, ["ddp", "fsdp"], [0, 1]))
 def test_a_damaged_record_of_one_rank_ends_the_chain_under_another_number_of_ranks_too(
     world, tmp_path, kind, damaged
 ):

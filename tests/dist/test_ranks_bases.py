@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
+from combined import one_in
 from dist.world import ended, flip
 from holdfast.events import read_events
 from holdfast.store.reader import RunReader
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind, ranks", one_in(2, ["ddp", "fsdp"], [2, 4]))
 def test_a_rank_that_stores_nothing_takes_part_all_the_same(world, tmp_path, kind, ranks):
     """There is one parameter, and there are no buffers."""
     options = {"kind": kind, "root": tmp_path, "width": 0, "base_every": 3}
@@ -62,8 +62,7 @@ def test_a_base_that_one_rank_has_shared_is_not_published_while_its_files_are_wr
             assert reader.verify(reader.load(ref)) == []
 
 
-@pytest.mark.parametrize("worlds", [(2, 3), (3, 2), (1, 2), (2, 1)])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind, worlds", one_in(2, ["ddp", "fsdp"], [(2, 3), (3, 2), (1, 2), (2, 1)]))
 def test_records_of_another_cut_are_not_replayed_on_a_base_before_it(world, tmp_path, kind, worlds):
     """The base that the change of ranks made is damaged, so the run goes on from where the ranks were others."""
     one, other = worlds
@@ -119,8 +118,7 @@ def test_a_gap_says_what_is_durable_on_all_ranks(world, tmp_path):
     assert all(gaps[0]["durable_step"] <= each["resumed"] < 14 for each in after)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("more", [{}, {"wait_at": 9}, {"save_at": 9}])
+@pytest.mark.parametrize("more, who", one_in(2, [{}, {"wait_at": 9}, {"save_at": 9}], [0, 1]))
 def test_a_step_that_one_rank_lost_is_made_durable_by_what_all_wait_for(world, tmp_path, who, more):
     """In ``close``, ``wait`` and ``save``, which the others call knowing nothing of it."""
     options = {"kind": "ddp", "when_behind": "commit", "base_every": 1000, "deadline_seconds": 40}
@@ -154,8 +152,9 @@ def test_what_a_script_does_to_the_state_after_a_step_is_followed_by_a_base_of_a
     assert done in (7, 8) and rest[0]["digests"][str(done)] == killed[0]["digests"][str(done)]
 
 
-@pytest.mark.parametrize("save_at", [4, None])
-@pytest.mark.parametrize("more", [{"base_every": 2}, {"base_every": 1000}, {"replica": "memory"}])
+@pytest.mark.parametrize(
+    "more, save_at", one_in(2, [{"base_every": 2}, {"base_every": 1000}, {"replica": "memory"}], [4, None])
+)
 def test_a_schedule_that_is_moved_after_a_step_is_in_what_save_and_close_make(world, tmp_path, save_at, more):
     """Of the step there may be a base already."""
     options = {"kind": "ddp", "root": tmp_path / "run", **more}

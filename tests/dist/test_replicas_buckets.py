@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from combined import one_in
 from dist.world import World
 
 
@@ -31,8 +32,7 @@ def each_step(said, key):
     return [sum(of_ranks) for of_ranks in zip(*(rank[key] for rank in said), strict=True)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("how", ["plain", "closed", "zeroed"])
+@pytest.mark.parametrize("how, ranks", one_in(2, ["plain", "closed", "zeroed"], [2, 3]))
 def test_every_gradient_is_copied_in_backward_and_not_again(world, tmp_path, ranks, how):
     said = run(world, tmp_path, ranks, how)
     assert each_step(said, "early") == [10] * 5
@@ -57,9 +57,9 @@ def test_what_is_no_average_any_more_is_copied_again(world, tmp_path, how, early
     assert (each_step(said, "early"), each_step(said, "copied_again")) == (early, again)
 
 
-@pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize(
-    "how", ["plain", "some unused, views", "static", "nested", "nested, views", "strided"]
+    "how, slow",
+    one_in(2, ["plain", "some unused, views", "static", "nested", "nested, views", "strided"], [False, True]),
 )
 def test_how_torch_comes_to_its_averages_does_not_matter(world, tmp_path, how, slow):
     """Nor how long that takes. A bucket gives gradients that do not lie in rows as if they did."""

@@ -17,9 +17,17 @@ WIDTH = 10
 """Of the layer that is cut in two, and each half in two again: of three rows and of two."""
 
 
-@pytest.mark.parametrize("more", [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"codec": ("int8", 16)}])
-@pytest.mark.parametrize("kind, ranks", [("tp", 2), ("fsdp_tp", 4)])
-def test_a_run_that_stopped_goes_on_as_if_it_had_not(world, tmp_path, kind, ranks, more):
+@pytest.mark.parametrize(
+    "more, place",
+    one_in(
+        2,
+        [{"optimizer": "adamw"}, {"optimizer": "sgd"}, {"codec": ("int8", 16)}],
+        [("tp", 2), ("fsdp_tp", 4)],
+    ),
+    ids=str,
+)
+def test_a_run_that_stopped_goes_on_as_if_it_had_not(world, tmp_path, place, more):
+    kind, ranks = place
     common = {"kind": kind, "mlp": WIDTH, **more}
     whole = ended(world.run(ranks, root=tmp_path / "whole", steps=9, **common))
     ended(world.run(ranks, root=tmp_path / "cut", steps=5, base_every=3, **common))

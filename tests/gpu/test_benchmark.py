@@ -32,7 +32,7 @@ def test_survive_runs_in_its_small_form(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
-@pytest.mark.parametrize("script", ["survive.py", "fits.py"])
+@pytest.mark.parametrize("script", ["survive.py", "fits.py", "facts.py"])
 def test_without_a_device_they_are_imported_and_say_that_there_is_none(tmp_path, script):
     done = run(script, "--small", "--folder", tmp_path)
     assert done.returncode == 1 and done.stderr.startswith("no CUDA device here")
@@ -45,6 +45,7 @@ def check_fits(device, folder):
     found = {line["measurement"]: line for line in lines}
     assert list(found) == ["speed", "overlap", "memory", "curves", "kill"]
     assert all(line["benchmark"] == "gpu/fits" and line["commit"] and line["device"] for line in lines)
+    assert done.stdout.splitlines()[-1].startswith("summary gpu/fits tiny: speed: resident ")
     assert all(rate > 0 for rate in found["speed"]["tokens_per_second"].values())
     assert len(found["curves"]["losses"]["resident"]) == 7 and found["curves"]["furthest_apart"] < 0.01
     assert found["kill"]["equal"] and 0 < found["kill"]["killed_after"] <= found["kill"]["resumed_from"] + 1
@@ -65,6 +66,27 @@ def test_fits_runs_in_its_small_form(tmp_path):
 def test_all_of_fits_but_what_needs_a_device_runs_on_the_host(tmp_path):
     found = check_fits("cpu", tmp_path)
     assert found["overlap"]["overlap"] == {}
+
+
+def test_facts_that_need_no_device_are_measured(tmp_path):
+    done = run("facts.py", "--small", "--device", "cpu", "--folder", tmp_path)
+    assert done.returncode == 0, done.stderr
+    *_, line, summary = [line for line in done.stdout.splitlines() if line.startswith(("{", "summary"))]
+    found = json.loads(line)
+    assert found["ssd"]["read MB/s"] > 0 and "failed" not in found["alignment"]
+    assert summary.startswith("summary gpu/facts: alignment: at 64 bytes")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_facts_of_a_device_are_measured(tmp_path):
+    done = run("facts.py", "--small", "--folder", tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert not [name for name, one in found.items() if isinstance(one, dict) and "failed" in one]
+    assert "dc" in found["pinning"]["flags"].split()
 
 
 def test_copies_are_hidden_as_far_as_kernels_run_beside_them():

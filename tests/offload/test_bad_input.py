@@ -23,6 +23,7 @@ from holdfast.errors import (
     RunLocked,
     RunMismatch,
 )
+from holdfast.events import read_events
 from holdfast.offload import planning
 from holdfast.offload.sampling import chooser
 from holdfast.store.files import Disk
@@ -244,6 +245,56 @@ def test_a_list_of_blocks_inside_blocks_is_not_taken_for_the_blocks(tmp_path):
     with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32") as engine:
         assert engine.preflight.block_names == ("layers.0", "layers.1", "layers.2")
         engine.step([{"x": torch.ones(2, 4)}])
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+class Towers(nn.Module):
+    """Five small layers, two large ones, and tables that are larger than both."""
+
+    def __init__(self, width=16, table=256):
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(table, 4) for _ in range(7))
+        self.small = nn.ModuleList(Layer(4) for _ in range(5))
+        self.widen = nn.Linear(4, width)
+        self.large = nn.ModuleList(Layer(width) for _ in range(2))
+
+    def forward(self, tokens):
+        x = sum(table(tokens) for table in self.tables)
+        for layer in self.small:
+            x = layer(x)
+        x = self.widen(x)
+        for layer in self.large:
+            x = layer(x)
+        return x.square().mean()
+
+
+def test_largest_list_of_layers_is_streamed(tmp_path):
+    model = Towers(width=64, table=8)
+    with holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32") as engine:
+        assert engine.preflight.block_names == ("large.0", "large.1")
+        assert engine.preflight.streamed_parameters == 2 * (64 * 64 + 64)
+        engine.step([{"tokens": torch.zeros(1, 2, dtype=torch.long)}])
+    (event,) = (e for e in read_events(tmp_path / "events.jsonl") if e["event"] == "engine")
+    assert event["block_names"] == ["large.0", "large.1"]
+    assert event["streamed_parameters"] == 2 * (64 * 64 + 64)
+
+
+def test_mostly_resident_model_is_warned_of(tmp_path):
+    model = Towers()
+    with pytest.warns(
+        UserWarning, match=r"blocks are large\.0 to large\.1, with 7% .* small has 1%.*blocks="
+    ):
+        holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path / "a", dtype="fp32").close()
+    optimizer = torch.optim.AdamW(model.parameters())
+    holdfast.offload(model, optimizer, tmp_path / "b", dtype="fp32", blocks=model.large).close()
 
 
 # Optimizers

@@ -666,7 +666,7 @@ class PrologueSetsMasksOfBlocks(Model):
 class KeepsThePrologue(Model):
     def run(self, x, tokens):
         self.first = x
-        return super().run(x, tokens)
+        return super().run(x, tokens) + self.first
 
 
 @pytest.mark.parametrize(
@@ -678,7 +678,7 @@ class KeepsThePrologue(Model):
         (
             PrologueSetsMasksOfBlocks,
             3,
-            r"attribute blocks\.0\.mask is set by every micro-batch before a block",
+            r"attribute blocks\.1\.mask is set by every micro-batch before a block",
         ),
         (KeepsThePrologue, 1, r"attribute first is set before a block"),
     ],
@@ -694,6 +694,57 @@ def test_a_tensor_in_an_attribute_is_refused_by_name(tmp_path, kind, count, said
 def test_a_mask_in_an_attribute_works_where_micro_batches_do_not_take_turns(tmp_path, kind):
     check(tmp_path / "one", kind, lambda step: batches(step, 1))
     check(tmp_path / "horizontal", kind, lambda step: batches(step, 2), schedule="horizontal")
+
+
+class KeepsWhatNobodyReads(Model):
+    """Tensors with and without gradients, of a block and of the model's own code."""
+
+    class layer(Layer):
+        def forward(self, x):
+            y = super().forward(x)
+            self.kept, self.norm.kept = y, [y.square().mean()]
+            return y + self.kept.detach() - self.kept.detach()
+
+    positions = None
+
+    def run(self, x, tokens):
+        if self.positions is None or self.positions.shape != tokens.shape:
+            self.positions = tokens.cumsum(-1)
+        self.first, self.positions = x, tokens.cumsum(-1)
+        x = super().run(x, tokens)
+        self.last = x
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["vertical", "horizontal"])
+def test_attributes_nobody_reads_are_allowed(tmp_path, schedule):
+    check(tmp_path, KeepsWhatNobodyReads, schedule=schedule)
+    assert KeepsWhatNobodyReads.positions is None
+    assert "kept" not in vars(KeepsWhatNobodyReads.layer) and "first" not in vars(KeepsWhatNobodyReads)
+
+
+class ReadsItsMaskLater(PrologueSetsAMask):
+    """From the third step on."""
+
+    class layer(Layer):
+        def forward(self, x):
+            return super().forward(x) * (model_of_masks.mask if model_of_masks.calls > 4 else 1)
+
+    calls = 0
+
+    def run(self, x, tokens):
+        self.calls += 1
+        return super().run(x, tokens)
+
+
+def test_attribute_read_in_later_steps_is_refused(tmp_path):
+    model = build(ReadsItsMaskLater)
+    engine = holdfast.offload(model, torch.optim.AdamW(model.parameters()), tmp_path, dtype="fp32")
+    for step in range(2):
+        engine.step(batches(step, 2))
+    with pytest.raises(ModelNotSupported, match="attribute mask is set by every micro-batch before a block"):
+        engine.step(batches(2, 2))
+    assert "mask" not in vars(ReadsItsMaskLater)
 
 
 class CachesATable(Model):

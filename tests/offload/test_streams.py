@@ -18,7 +18,7 @@ import holdfast
 from combined import one_in
 from holdfast.io.buffers import BufferPool
 from holdfast.offload import entry
-from holdfast.offload.device import CudaDevice, HostDevice
+from holdfast.offload.device import HostDevice
 from holdfast.offload.ops.gradients import reduce
 from holdfast.offload.residency import Gradients, Residency
 from holdfast.offload.units import as_tensor
@@ -154,17 +154,6 @@ def test_nothing_is_pinned_any_more_where_no_engine_was_made(tmp_path, apart, mo
     with pytest.raises(RuntimeError, match="no engine today"), engine_of(tmp_path):
         pass
     assert pinned[0] > 0 and apart[0].pinned == {}
-
-
-def test_memory_that_cannot_be_pinned_is_warned_of_once_and_not_counted(tmp_path, apart, monkeypatch):
-    refusing = SimpleNamespace(cudaHostRegister=lambda *_: 2)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
-    monkeypatch.setattr(Apart, "pin", CudaDevice.pin)
-    with pytest.warns(UserWarning, match="cannot be pinned") as said, engine_of(tmp_path) as engine:
-        engine.step(batches(0, 3))
-        engine.wait()
-        assert engine._run.residency.pool.pinned_bytes == 0
-    assert len(said) == 1
 
 
 @pytest.mark.parametrize("lane", [UPLOAD, DOWNLOAD])

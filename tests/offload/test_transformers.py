@@ -292,7 +292,47 @@ def test_a_key_value_cache_is_switched_off_with_a_warning(tmp_path):
         engine = holdfast.offload(model, adamw(model.parameters()), tmp_path, dtype="fp32")
     with engine:
         engine.step(micro_batches(0))
-    assert model.config.use_cache is False
+        assert model.config.use_cache is False
+    assert model.config.use_cache is True
+
+
+def paligemma():
+    """Its text model has a configuration of its own, which says that it keeps a cache."""
+    text = {
+        "model_type": "gemma", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": VOCABULARY,
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "image_size": 8, "patch_size": 4,
+    }  # fmt: skip
+    return transformers.PaliGemmaForConditionalGeneration(
+        transformers.PaliGemmaConfig(
+            text_config=text,
+            vision_config=vision,
+            projection_dim=16,
+            image_token_index=4,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def test_caches_of_inner_configurations_are_switched_off(tmp_path):
+    """And on again. The blocks are the text model's layers: fewer than those of the vision tower, and larger."""
+    tokens = torch.randint(5, VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(0))
+    tokens[:, :4] = 4
+    batch = {"input_ids": tokens, "labels": tokens, "pixel_values": torch.randn(2, 3, 8, 8),
+             "token_type_ids": torch.ones_like(tokens), "attention_mask": torch.ones_like(tokens)}  # fmt: skip
+    expected = build(paligemma)(**batch).loss.item()
+    model = build(paligemma)
+    text = model.config.text_config
+    text.use_cache = True
+    with pytest.warns(UserWarning, match=r"text_config\.use_cache .* switched off"):
+        engine = holdfast.offload(model, adamw(model.parameters()), tmp_path, dtype="fp32")
+    with engine:
+        assert not text.use_cache
+        assert engine.step([batch]) == expected
+    assert text.use_cache
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])

@@ -10,7 +10,6 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadInput
-from holdfast.offload.weights import shifts_labels
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,6 +35,26 @@ def classifier():
     return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, num_labels=3)).eval()
 
 
+DECODER = {
+    "vocab_size": 64, "d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24,
+    "max_position_embeddings": 32, "pad_token_id": 1, "dropout": 0.0,
+}  # fmt: skip
+
+
+def marian():
+    """A causal model that does not shift, whatever its name says."""
+    return transformers.MarianForCausalLM(transformers.MarianConfig(**DECODER, tie_word_embeddings=False))
+
+
+def bart():
+    """An encoder and a decoder, which gets its inputs of the labels."""
+    encoder = {"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24}
+    config = transformers.BartConfig(
+        **DECODER, **encoder, decoder_start_token_id=2, tie_word_embeddings=False
+    )
+    return transformers.BartForConditionalGeneration(config).eval()
+
+
 def masked(rows: int, places: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     """A micro-batch in which the labels at ``places`` count."""
     tokens = torch.randint(0, 64, (rows, 6), generator=torch.Generator().manual_seed(rows))
@@ -56,44 +75,59 @@ ONE_CLASS, THREE_CLASSES = (
     [
         (llama, [FEW, MANY], [1, 3]),  # the first of a row is predicted by nothing
         (bert, [FEW, MANY], [1, 5]),
+        (marian, [FEW, MANY], [1, 5]),
+        (bart, [FEW, MANY], [1, 5]),
         (classifier, [ONE_CLASS, THREE_CLASSES], [1, 3]),
     ],
-    ids=["shifted", "not shifted", "classes"],
+    ids=["shifted", "not shifted", "causal and not shifted", "an encoder and a decoder", "classes"],
 )
 def test_labels_are_counted_as_the_models_loss_counts_them(tmp_path, make, micro_batches, counts):
     torch.manual_seed(0)
     model = make()
     model.config.use_cache = False
+    blocks = [
+        module
+        for module in model.modules()
+        if type(module).__name__ in ("BartEncoderLayer", "BartDecoderLayer")
+    ]
     with torch.no_grad():
         losses = [float(model(**batch).loss) for batch in micro_batches]
     mean = sum(n * loss for n, loss in zip(counts, losses, strict=True)) / sum(counts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with holdfast.offload(model, optimizer, tmp_path, dtype="fp32", normalize="tokens") as engine:
+    options = {"dtype": "fp32", "normalize": "tokens", "blocks": blocks or None}
+    with holdfast.offload(model, optimizer, tmp_path, **options) as engine:
         assert engine.step(micro_batches) == pytest.approx(mean, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name, shifts",
-    [
-        ("MistralForCausalLM", True),
-        ("GPT2LMHeadModel", True),
-        ("XLMWithLMHeadModel", False),
-        ("BertForMaskedLM", False),
-        ("ViTForImageClassification", False),
-        ("Mine", None),
-    ],
-)
-def test_whether_labels_are_shifted_is_told_by_the_kind_of_model(name, shifts):
-    model = type(name, (nn.Module,), {})()
-    assert shifts_labels(model) == shifts
-    assert shifts_labels(nn.DataParallel(model)) == shifts
+class Shifting(nn.Module):
+    """Shifts labels, adds something to its loss, and knows nothing of the next token yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 4), nn.Linear(4, 64)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, input_ids, labels):
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits, targets = self.head(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        summed = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        return summed / (targets != -100).sum().clamp(min=1) + 0.5
 
 
-@pytest.mark.parametrize("encoder", [True, False])
-def test_conditional_generation_shifts_labels_where_there_is_no_encoder(encoder):
-    model = type("SomeForConditionalGeneration", (nn.Module,), {})()
-    model.config = transformers.PretrainedConfig(is_encoder_decoder=encoder)
-    assert shifts_labels(model) == (not encoder)
+@pytest.mark.parametrize("first", ["step", "evaluate"])
+def test_model_of_unknown_class_is_asked(tmp_path, first):
+    torch.manual_seed(0)
+    model = Shifting()
+    losses = [model(**batch).item() for batch in (FEW, MANY)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with holdfast.offload(model, optimizer, tmp_path, dtype="fp32", normalize="tokens") as engine:
+        found = getattr(engine, first)([FEW, MANY])
+        passes = sum(kind == "evaluate" for kind, _ in engine.operations)
+        assert engine.step([FEW, MANY]) == found == pytest.approx((losses[0] + 3 * losses[1]) / 4)
+        assert sum(kind == "evaluate" for kind, _ in engine.operations) == passes
 
 
 class Plain(nn.Module):
@@ -118,10 +152,23 @@ def opened(root, normalize) -> holdfast.Engine:
 ROWS = [{"x": torch.ones(n, 4), "labels": torch.full((n,), float(n))} for n in (1, 3)]
 
 
-def test_a_model_that_does_not_say_how_it_counts_is_asked_for_a_function(tmp_path):
-    asked = pytest.raises(BadInput, match="does not know whether this model shifts")
-    with opened(tmp_path / "a", "tokens") as engine, asked:
-        engine.step(ROWS)
+class Strict(Shifting):
+    """Knows no label of -100."""
+
+    def forward(self, input_ids, labels):
+        assert labels.min() >= 0, "a negative label"
+        return super().forward(input_ids, labels)
+
+
+def test_model_that_cannot_answer_needs_a_function(tmp_path):
+    model = Strict()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    tokens = torch.randint(0, 64, (2, 6))
+    batch = {"input_ids": tokens, "labels": tokens}
+    with holdfast.offload(model, optimizer, tmp_path / "a", dtype="fp32", normalize="tokens") as engine:
+        with pytest.raises(BadInput, match=r"(?s)the model failed: a negative label.* Pass a function"):
+            engine.step([batch])
+        assert engine.steps_done == 0
     with opened(tmp_path / "b", lambda batch: len(batch["x"])) as engine:
         found = engine.step(ROWS)
         one, three, all_of_them = (engine.evaluate(rows) for rows in (ROWS[:1], ROWS[1:], ROWS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import BadInput, DiskFailed, DiskFull, RunLocked, RunMismatch
+from holdfast.errors import BadInput, DiskFailed, DiskFull, RunLocked
 from holdfast.store.files import Disk, write_durably
 
 
@@ -155,13 +156,37 @@ def test_what_a_power_cut_leaves_of_a_lock_is_taken_over(disk, content):
     disk.lock("lock", {"pid": 124, "host": "here"}).release()
 
 
-@pytest.mark.parametrize("content", [b"hashes of packages", b"{}", b"[1]", b"\n"])
-def test_a_lock_file_of_another_program_is_refused_and_left_as_it_is(disk, content):
+@pytest.mark.parametrize("content", [b"hashes of packages", b"{}", b"\n"])
+def test_a_lock_of_another_program_is_set_aside(disk, content):
     (disk.root / "lock").write_bytes(content)
-    for _ in range(2):
-        with pytest.raises(RunMismatch, match="lock is not a lock of this library"):
-            disk.lock("lock", {"pid": 124, "host": "here"})
-    assert (disk.root / "lock").read_bytes() == content
+    with pytest.warns(UserWarning, match="was no lock of this library"):
+        disk.lock("lock", {"pid": 124, "host": "here"}).release()
+    [aside] = disk.root.glob("lock.found-*")
+    assert aside.read_bytes() == content
+
+
+def test_stale_blocks_in_a_lock_are_overwritten(disk):
+    """As a power cut leaves them on ext4 with data=writeback: the lock is never synced, and decides nothing."""
+    disk.makedirs("commits")
+    (disk.root / "lock").write_bytes(b"blocks of another file" * 400)
+    lock = disk.lock("lock", {"pid": 124, "host": "here"})
+    assert json.loads((disk.root / "lock").read_text()) == {"pid": 124, "host": "here"}
+    lock.release()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_refused(disk, number, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", broken(number))
+    with pytest.raises(BadInput, match=r"locks no files .*-o flock"):
+        disk.lock("lock", {})
+
+
+def test_too_many_open_files_have_their_own_advice(disk, monkeypatch):
+    disk.write_bytes("file", b"content")
+    monkeypatch.setattr(os, "open", broken(errno.EMFILE))
+    for call in (disk.open, disk.read_bytes, lambda path: disk.sync(path, why="test")):
+        with pytest.raises(DiskFailed, match="ulimit -n"):
+            call("file")
 
 
 def test_another_process_is_kept_out(disk):

@@ -3,29 +3,38 @@
     trainer = L.Trainer(..., callbacks=[HoldfastCallback("runs/x")])
     trainer.fit(model)  # begins the run, or goes on after its newest step
 
-The run is resumed in ``on_fit_start``, when optimizers are there and no loader is. A step is recorded when its
-iteration has ended, its validation included, for which no callback is called: ``on_advance_end`` of the loop over an
-epoch is covered, and ``process_dataloader`` of the strategy, through which the loader comes; both on the objects of
-this trainer, until it is torn down.
+The run is resumed where Lightning restores a checkpoint of its own: callbacks before there are optimizers, the rest
+when every ``on_fit_start`` has been called and no loader is there, attributes after every ``on_train_start``. A step is
+recorded when its iteration has ended, its validation included. No callback is called at these times, so nine methods
+are covered (``Fit.__init__`` names them), on the objects of this trainer, until it is torn down.
 """
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import RunningStage
+from torch import nn
 
 from ..checkpointer import Checkpointer
+from ..delta.closures import Computed
 from ..errors import BadInput, RunMismatch
+from ..regular import home_path
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
 from ..watch.recovery import progress_bar
+from .attributes import set_up_again
+from .lightning_state import HostState, averages_of, refuse_callbacks
+from .lightning_sums import restore_sums, sums_of
 from .position import Place
+from .saving import newest_progress
+
+LOADER = "loader"
+"""As which a ``Checkpointer`` knows a ``Fit``."""
 
 SYNC = "require_forward_param_sync"
 """Of DDP: whether the next forward pass begins with the first rank's buffers. Under manual optimization only the first
@@ -35,31 +44,23 @@ one of a process does."""
 class HoldfastCallback(Callback):
     """Makes ``fit`` of its trainer begin or continue the run in the directory ``run``.
 
-    ``options`` are those of ``Checkpointer``. Other callbacks and the datamodule are brought back by their
-    ``state_dict``. Sums that Lightning keeps of what is logged ``on_epoch`` begin anew. As many processes as there were
-    go on.
+    ``options`` are those of ``Checkpointer``. State comes back that goes through Lightning's own hooks: ``state_dict``
+    and ``on_save_checkpoint`` of other callbacks, the module, the datamodule and the precision plugin; and plain values
+    that training has set as attributes. As many processes as there were go on.
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
-        self.run, self.options = Path(run), options
+        self.run, self.options = home_path(run), options
         self._fit: Fit | None = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _refuse(trainer)
-        self._fit = Fit(trainer, self)
-        self._fit.resume()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
-            self._fit.go_on()
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            _refuse(trainer)
+            self._fit = Fit(trainer, self)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None and self._fit.place is not None:
             self._fit.place.leave()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._fit is not None:
-            self._fit.close(save=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._fit is not None:
@@ -73,63 +74,155 @@ class HoldfastCallback(Callback):
 
 class Fit:
     """One call of ``fit``. To its checkpointer it is the loader, whose state is all that the trainer holds; ``elastic``
-    is true since another number of processes is refused here."""
+    is true since another number of processes is refused here.
+
+    Order of calls: ``restore_callbacks``, ``begin``, ``process_dataloader``, ``begin_training``, then ``end_iteration``
+    for each batch, ``end_training``, ``close``.
+    """
 
     elastic = True
 
     def __init__(self, trainer: Trainer, callback: HoldfastCallback) -> None:
         self._trainer: Any = trainer
-        model: Any = trainer.model
         self._callback = callback
         self._loop: Any = trainer.fit_loop.epoch_loop
+        self._host = HostState(trainer, callback)
         self.place: Place | None = None
         self.random: dict[str, Any] | None = None
         """The generators as the run had them, if there was one."""
+        self._newest: dict[str, Any] = {}
+        """The progress of the newest commit, as JSON, until the run is resumed."""
         self._found: dict[str, Any] = {}
+        self._began = False
+        """Whether the loop over epochs was begun."""
+        self._accumulates = trainer.accumulate_grad_batches
+        """As the script gave it, before any hook."""
+        self._first_closures: list[Any] = []
+        self._checkpointer: Checkpointer | None = None
+        connector: Any = trainer._checkpoint_connector
+        strategy: Any = trainer.strategy
+        self._covered: list[tuple[Any, str, Callable[..., Any]]] = []
+        self._restore_modules = self._cover(
+            connector, "_restore_modules_and_callbacks", self.restore_callbacks
+        )
+        self._restore_training = self._cover(connector, "restore_training_state", self.begin)
+        self._process = self._cover(strategy, "process_dataloader", self.process_dataloader)
+        self._run_epochs = self._cover(trainer.fit_loop, "run", self.run_epochs)
+        self._begin_epoch = self._cover(trainer.fit_loop, "on_advance_start", self.begin_epoch)
+        self._advance = self._cover(trainer.fit_loop, "advance", self.advance)
+        self._begin_run = self._cover(trainer.fit_loop, "on_run_start", self.begin_training)
+        self._end_run = self._cover(trainer.fit_loop, "on_run_end", self.end_training)
+        self._end_iteration = self._cover(self._loop, "on_advance_end", self.end_iteration)
+
+    def close(self, save: bool) -> None:
+        """Durable, with ``save``, and nothing is left on the trainer. A second call does nothing."""
+        for owner, name, method in self._covered:
+            if vars(owner).get(name) == method:
+                del vars(owner)[name]
+        for hook in self._first_closures:
+            hook.remove()
+        if self.place is not None:
+            self.place.close()
+        if self._checkpointer is not None:
+            self._checkpointer.close(save)
+
+    def _cover(self, owner: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Put ``method`` in the place of that of ``owner``, which is returned."""
+        own = getattr(owner, name)
+        vars(owner)[name] = method
+        self._covered.append((owner, name, method))
+        return own
+
+    # In the place of the trainer's methods
+
+    def restore_callbacks(self, checkpoint: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Give callbacks what they had at the newest commit, as Lightning does before there are optimizers: some make
+        optimizers' groups of it."""
+        if checkpoint is not None:
+            raise BadInput(
+                f"ckpt_path={checkpoint!r} would be loaded over the run. Leave it out; a run begins from such weights"
+                " by load_from_checkpoint"
+            )
+        self._restore_modules(checkpoint, *args, **kwargs)
+        self._newest = newest_progress(self._callback.run)
+        found = decode(self._newest.get("things", {}).get(LOADER))
+        if found is not None:
+            self._host.load_callbacks(found)
+
+    def begin(self) -> None:
+        """Begin or continue the run, when every ``on_fit_start`` has been called. Callbacks that look for a batch size
+        or learning rate call this in the middle of it, with a checkpoint of theirs."""
+        trainer = self._trainer
+        if trainer._checkpoint_connector._loaded_checkpoint:
+            self._restore_training()
+            return
         self._first_closures = [each.register_step_pre_hook(_closure_first) for each in trainer.optimizers]
+        set_up_again(self._newest, LOADER, self._parameters(), trainer.optimizers)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self._checkpointer = Checkpointer(
-            callback.run,
-            model=model,
+            self._callback.run,
+            model=trainer.model,
             optimizer=trainer.optimizers,
             scheduler=next(iter(schedulers), None),
             loader=self,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
             also={f"scheduler {i}": each for i, each in enumerate(schedulers) if i},
-            **callback.options,
+            averages=averages_of(trainer) or None,
+            **self._callback.options,
         )
-        self._process, self._end_iteration = trainer.strategy.process_dataloader, self._loop.on_advance_end
-        vars(trainer.strategy)["process_dataloader"] = self.process_dataloader
-        vars(self._loop)["on_advance_end"] = self.end_iteration
-
-    def resume(self) -> None:
-        if self._checkpointer.resume(show=progress_bar() if self._trainer.is_global_zero else None):
+        if self._checkpointer.resume(show=progress_bar() if trainer.is_global_zero else None):
             self.random = random_state()
 
-    def go_on(self) -> None:
-        """Training is about to."""
+    def begin_training(self) -> None:
+        """Be where the run was, when every ``on_train_start`` has been called."""
+        self._begin_run()
+        if self._checkpointer is None:
+            return
+        if self.place is None:
+            raise BadInput(
+                "the loader of training was made before fit began, so that there is no place in it: give it to fit, or"
+                " let the module or datamodule make it"
+            )
+        self._began = True
+        self._host.watch()
         if self.random is not None:
             restore_random_state(self.random)
             self._metrics().update(self._found["metrics"])
+            if "sums" in self._found:
+                restore_sums(self._trainer, self._found["sums"])
+            self._host.restore_attributes(self._found)
             # or schedules by a metric would pass over this epoch's end
             self._trainer.fit_loop._restarting = False
 
-    def close(self, save: bool) -> None:
-        """Durable, with ``save``, and nothing is left on the trainer. A second call does nothing."""
-        vars(self._trainer.strategy).pop("process_dataloader", None)
-        vars(self._loop).pop("on_advance_end", None)
-        for hook in self._first_closures:
-            hook.remove()
-        if self.place is not None:
-            self.place.close()
-        self._checkpointer.close(save)
+    def run_epochs(self) -> None:
+        """Do what follows the last step again, also where Lightning passes over a training that has all its steps."""
+        self._run_epochs()
+        loop = self._trainer.fit_loop
+        if self.random is not None and self.place is not None and not self._began:
+            loop.reset()
+            self.begin_training()
+            if loop.epoch_progress.current.processed < loop.epoch_progress.current.started:
+                loop.on_advance_end()
+            self.end_training()
 
-    # In the place of the trainer's methods
+    def begin_epoch(self) -> None:
+        self._host.begin_epoch(self._begin_epoch)
+
+    def advance(self) -> None:
+        """A training that was told to stop stops where it was."""
+        self._trainer.should_stop |= self._found.pop("should_stop", False)
+        self._advance()
+
+    def end_training(self) -> None:
+        """Close the run before callbacks exchange weights, as some do in ``on_train_end``."""
+        if self._checkpointer is not None:
+            self.close(save=True)
+        self._end_run()
 
     def process_dataloader(self, loader: Any) -> Any:
         """The loader of training gets a state, which Lightning saves with its loop and loads before it is read."""
         loader = self._process(loader)
-        if self._trainer.state.stage == RunningStage.TRAINING:
+        if self._checkpointer is not None and self._trainer.state.stage == RunningStage.TRAINING:
             if self.place is not None:
                 raise BadInput("several loaders are trained from, or one is made anew: give one DataLoader")
             self.place = Place(loader, self._trainer.world_size)
@@ -143,7 +236,8 @@ class Fit:
             self._loop._skip_next_val = False
             return
         self._end_iteration(fetcher)
-        self._checkpointer.step()
+        if self._checkpointer is not None:
+            self._checkpointer.step()
 
     def _place_now(self) -> dict[str, Any]:
         """As JSON, since it is in checkpoints of Lightning's too, which hold no arrays of NumPy."""
@@ -161,53 +255,48 @@ class Fit:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        datamodule = getattr(trainer, "datamodule", None)
         return {
             "processes": trainer.world_size,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": self._accumulates,
             "loop": trainer.fit_loop.state_dict(),
-            "callbacks": {each.state_key: each.state_dict() for each in self._others()},
             "metrics": dict(self._metrics()),
+            "sums": sums_of(trainer),
+            "should_stop": trainer.should_stop,
             "sync": getattr(trainer.model, SYNC, None),
-            "datamodule": {} if datamodule is None else datamodule.state_dict(),
+            **self._host.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         trainer = self._trainer
-        here = {"processes": trainer.world_size, "accumulate_grad_batches": trainer.accumulate_grad_batches}
+        here = {"processes": trainer.world_size, "accumulate_grad_batches": self._accumulates}
         for key, value in here.items():
             if state[key] != value:
                 raise RunMismatch(
                     f"{self._callback.run} was trained with {key} {state[key]}, now it is {value}, so that its place in"
                     f" the data means nothing. Set it to {state[key]}, or begin another run."
                 )
-        for each in self._others():
-            if state["callbacks"].get(each.state_key):
-                each.load_state_dict(copy.deepcopy(state["callbacks"][each.state_key]))
-        if state["datamodule"]:
-            trainer.datamodule.load_state_dict(state["datamodule"])
+        self._host.load_state_dict(state)
         if state["sync"] is not None:
             setattr(trainer.model, SYNC, state["sync"])
         trainer.fit_loop.load_state_dict(state["loop"])
         self._found = state
 
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._trainer.lightning_module.named_parameters())
+
     def _metrics(self) -> dict[str, Any]:
         """What was logged last, by name, for callbacks that monitor it."""
         return self._trainer._logger_connector._callback_metrics
 
-    def _others(self) -> list[Callback]:
-        return [each for each in self._trainer.callbacks if each is not self._callback]
-
 
 def _closure_first(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Lightning hands forward and backward to ``step`` as a closure, which all but LBFGS call at once. It is called
-    here, so that the gradients are there when a step is recorded."""
+    """Lightning hands forward and backward to ``step`` as a closure, which most optimizers call once and at once. It is
+    called here, so that the gradients are there when a step is recorded, and the optimizer gets one that returns the
+    loss, and refuses to be called otherwise."""
     closure = kwargs.get("closure")
-    if closure is None:
+    if closure is None or isinstance(closure, Computed):
         return None
-    with torch.enable_grad():
-        closure()
-    return args, {**kwargs, "closure": None}
+    return args, {**kwargs, "closure": Computed(optimizer, closure)}
 
 
 def _refuse(trainer: Any) -> None:
@@ -217,12 +306,6 @@ def _refuse(trainer: Any) -> None:
             f"{type(trainer.strategy).__name__} is not a strategy whose state this callback knows: train on one device"
             ' or with strategy="ddp"'
         )
-    if any(isinstance(each, torch.optim.LBFGS) for each in trainer.optimizers):
-        raise BadInput("LBFGS computes several gradients in a step, which records do not hold")
-    if trainer.ckpt_path is not None:
-        raise BadInput(
-            f"ckpt_path={trainer.ckpt_path!r} would be loaded over the run. Leave it out; a run begins from such"
-            " weights by load_from_checkpoint"
-        )
+    refuse_callbacks(trainer)
     if trainer.reload_dataloaders_every_n_epochs:
         raise BadInput("reload_dataloaders_every_n_epochs gives up the place in the data; leave it out")

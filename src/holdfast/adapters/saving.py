@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import BadInput, Damaged, RunMismatch
+from ..errors import BadInput, Damaged, HoldfastError, RunMismatch
 from ..ranks import stream_of
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Timeline
@@ -26,6 +26,18 @@ Progress = dict[str, Any]
 def unit_of(step: int, timeline: int, rank: int) -> str:
     """The name of what a rank writes, or what the names of all begin with."""
     return f"save-{step:012d}.t{timeline:04d}.{stream_of(rank)}"
+
+
+def newest_progress(run: Path) -> dict[str, Any]:
+    """Return the progress of the newest commit of ``run``, as JSON; empty if there is none, or it cannot be read: who
+    resumes the run tells of that."""
+    if not (run / "commits").is_dir():
+        return {}
+    with suppress(HoldfastError, OSError):
+        head = LocalStore.read(run).head()
+        if head is not None:
+            return head.progress_of(head.streams[0])
+    return {}
 
 
 def check_step(step: int | None) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.utils.data import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from ..checkpointer import Checkpointer
@@ -22,7 +23,9 @@ from ..errors import RunMismatch
 from ..state.encoding import decode, encode
 from ..state.progress import random_state, restore_random_state
 from ..watch.recovery import progress_bar
+from .attributes import Attributes, datasets_of, modules_of, names_in, set_up_again
 from .sampling import Order, WatchedBatches, refuse_other_batches
+from .saving import newest_progress
 from .wrapped import innermost
 
 STATE = (
@@ -51,6 +54,10 @@ class Training:
             "_load_rng_state": self.load_random_state,
         }
         self._before = {name: vars(trainer).get(name) for name in self._covered}
+        handler: Any = trainer.callback_handler
+        self._begin_epoch = handler.on_epoch_begin
+        vars(handler)["on_epoch_begin"] = self.begin_epoch
+        self._attributes: Attributes | None = None
         self._run_epoch, self._end_step = trainer._run_epoch, trainer._maybe_log_save_evaluate
         self._checkpointer: Checkpointer | None = None
         self._loader: Any = None
@@ -71,6 +78,7 @@ class Training:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        vars(self._trainer.callback_handler).pop("on_epoch_begin", None)
         for name, method in self._before.items():
             del vars(self._trainer)[name]
             if method is not None:
@@ -81,6 +89,15 @@ class Training:
             self._checkpointer.__exit__(*error)
 
     # In the place of the trainer's methods
+
+    def begin_epoch(self, args: Any, state: Any, control: Any) -> Any:
+        """Call ``on_epoch_begin`` of callbacks, but for an epoch that the run has begun: what they changed is part of
+        the run, and would be changed twice."""
+        if self._found is not None:
+            return control
+        if self._attributes is None:
+            return self._begin_epoch(args, state, control)
+        return self._attributes.begin_epoch(lambda: self._begin_epoch(args, state, control), "on_epoch_begin")
 
     def run_epoch(self, **loop: Any) -> None:
         """An epoch that the run has behind it is passed over."""
@@ -124,6 +141,10 @@ class Training:
             self._batches = WatchedBatches(batches)
             vars(inside)["batch_sampler"] = self._batches  # setattr is refused, since lengths might differ
         self._order = Order(inside, self._batches)
+        self._watch_attributes()
+        newest = newest_progress(self._run)
+        self._begin_epoch_again(newest)
+        set_up_again(newest, "loader", dict(model.named_parameters()), [innermost(trainer.optimizer)])
         self._checkpointer = Checkpointer(
             self._run,
             model=model,
@@ -134,6 +155,48 @@ class Training:
             **self._options,
         )
         self._checkpointer.resume(show=progress_bar() if trainer.is_world_process_zero() else None)
+
+    def _watch_attributes(self) -> None:
+        """Take the attributes that there are now as those that the script has set."""
+        trainer, model = self._trainer, self._trainer.model
+        assert model is not None
+        callbacks = trainer.callback_handler.callbacks
+        objects = {
+            **modules_of(model, type(model).__name__),
+            **{f"callback {i} {type(each).__name__}": each for i, each in enumerate(callbacks)},
+            **datasets_of(self._loader),
+            "trainer": trainer,
+            "args": trainer.args,
+            "state": trainer.state,
+        }
+        own = {
+            kind for each in (trainer, *callbacks) for kind in type(each).__mro__ if _is_transformers(kind)
+        }
+        self._attributes = Attributes(
+            objects,
+            model,
+            {
+                **{kind: names_in(kind) for kind in own},
+                nn.Module: frozenset(vars(nn.Module())),
+                TrainerState: frozenset(vars(TrainerState())),
+            },
+        )
+
+    def _begin_epoch_again(self, newest: dict[str, Any]) -> None:
+        """Before the run is resumed, have callbacks set up the epoch that its newest commit is in, which matters where
+        they do it in objects: all else is brought back."""
+        trainer = self._trainer
+        found = decode(newest.get("things", {}).get("loader"))
+        if found is None:
+            return
+        if found["place"]["epoch"]:
+            state = trainer.state
+            before = {name: getattr(state, name) for name in STATE}
+            for name in STATE:
+                setattr(state, name, found["state"][name])
+            self._begin_epoch(trainer.args, state, trainer.control)
+            for name, value in before.items():
+                setattr(state, name, value)
 
     def _go_on(self, found: dict[str, Any], loop: dict[str, Any]) -> None:
         """Be where ``found`` was taken, end its step as it was ended, and do the rest of the epoch."""
@@ -178,6 +241,7 @@ class Training:
             "control": vars(trainer.control),
             "complete": trainer.state.global_step >= trainer.state.max_steps,
             "callbacks": [[type(item).__name__, item.state()] for item in _exportable(trainer)],
+            "attributes": None if self._attributes is None else self._attributes.changed(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,7 +293,11 @@ class Training:
             match = next((item for item in here if type(item).__name__ == name), None)
             if match is not None:
                 here.remove(match)
+                if trainer.args.restore_callback_states_from_checkpoint:  # with what it was constructed with
+                    vars(match).update(vars(type(match).from_state(state)))
                 vars(match).update(state["attributes"])
+        if self._attributes is not None and found.get("attributes"):
+            self._attributes.restore(found["attributes"])
 
 
 @dataclass
@@ -260,6 +328,10 @@ class _Logged:
 
     def entries_of(self, text: str) -> list[dict[str, Any]]:
         return [decode(json.loads(line)) for line in text.splitlines()]
+
+
+def _is_transformers(kind: type) -> bool:
+    return kind.__module__.split(".")[0] == "transformers"
 
 
 def _exportable(trainer: Trainer) -> list[Any]:

@@ -21,6 +21,7 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 from ..errors import BadInput
+from ..regular import home_path
 from .training import Training
 from .wrapped import refuse_unless_torchs
 
@@ -39,7 +40,7 @@ class HoldfastCallback(TrainerCallback):
     """
 
     def __init__(self, run: str | Path, **options: Any) -> None:
-        self.run, self.options = Path(run), options
+        self.run, self.options = home_path(run), options
         self._covered = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -9,13 +9,13 @@ from ..delta.watching import Recovery
 from ..store.pruning import said_spans
 from ..units import counted, format_bytes
 from ..watch.recovery import progress_bar
-from .output import print_json
+from .output import error_console, print_json
 from .runs import directory_of
 
 
 def compact_run(run: Path, to: int | None, *, as_json: bool) -> None:
     """Make a base of step ``to``, or of the newest step, and say what it took."""
-    watch = Recovery(progress_bar())
+    watch = Recovery(progress_bar(error_console()))
     done = compact(directory_of(run, "compact"), to, watch)
     base = done.base
     if as_json:

@@ -7,13 +7,16 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BadInput
-from ..folders.keeping import checked, keep, kept_folder
+from ..folders.keeping import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG, checked, keep, kept_folder
 from ..opening import source_of
 from ..store.files import Disk, write_durably
 from ..store.target import Target, Url
@@ -21,17 +24,21 @@ from ..units import counted, format_bytes, parse_bytes
 from ..universal import packs
 from ..universal.checking import refuse_unequal
 from ..universal.convert.deepspeed import write_deepspeed
-from ..universal.convert.huggingface import write_huggingface, write_single
+from ..universal.convert.huggingface import write_huggingface, write_named, write_single
+from ..universal.convert.training_file import SUFFIXES as TORCH_SUFFIXES
+from ..universal.convert.training_file import write_torch
 from ..universal.keys import EXTRA
 from ..universal.ruled import UnderRules
 from ..universal.save import write_run
 from ..universal.source import Source
 from .flags import parsed
+from .foreign import passed_over
 from .output import print_json, transfer_progress
 from .record import NAME, read_record
 from .runs import open_run
 
 if TYPE_CHECKING:
+    from ..folders.exports import Adapter
     from ..models.decoder import DecoderConfig
 
 DTYPES = {
@@ -44,7 +51,7 @@ DTYPES = {
 }
 NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """What config.json calls them."""
-FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed")
+FORMATS = ("holdfast", "huggingface", "safetensors", "dcp", "deepspeed", "torch")
 
 Told = Callable[[int], None]
 
@@ -68,21 +75,19 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     _refuse(destination, how)
     began, to = time.perf_counter(), how.to
     opened = source_of(source, open_run)
-    run = Target.parse(source).run
-    folder = _folder_of(run, how)
-    trained = _trained_here(run) if to == "huggingface" and folder is None else None
-    opened = _as_wanted(opened, how, folder, trained)
-    total = sum(each.atom.nbytes for each in opened.atoms.values() if _goes_along(each.atom.slot, to))
+    if to == "huggingface":
+        export = _export_of(source, opened, how)
+    else:
+        export = Export(opened if how.rules is None else _under_rules(opened, how))
+    opened = export.source
+    if opened.passed_over:
+        warnings.warn(f"not written, since Holdfast has no such type: {passed_over(opened)}", stacklevel=2)
+    refuse_unequal(opened, opened.atoms.values())
+    total = sum(each.atom.nbytes for key, each in opened.atoms.items() if export.has(key, to))
     with transfer_progress("writing", quiet=as_json) as bar:
         task = bar.add_task("writing", total=total)
-        about = _write(opened, destination, how, lambda nbytes: bar.advance(task, nbytes))
-    if folder is not None:
-        keep(folder, destination, dtype=NAMES[DTYPES.get(how.dtype or "fp32", "F32")])
-    if trained is not None:
-        from ..models.llama import llama_config
-
-        text = json.dumps(llama_config(trained), indent=2)
-        write_durably(Disk(destination), "config.json", text.encode(), why="configuration")
+        about = _write(export, destination, how, lambda nbytes: bar.advance(task, nbytes))
+    export.finish(destination)
     about |= {
         "unread": list(opened.unread),
         "format": to,
@@ -93,31 +98,110 @@ def convert(source: str, destination: Path, how: How, *, as_json: bool) -> None:
     if as_json:
         print_json(about)
     else:
-        _say(about, source, destination, opened)
+        _say(about, source, destination, export)
 
 
-def _as_wanted(opened: Source, how: How, folder: Path | None, trained: DecoderConfig | None) -> Source:
-    """``opened`` under the rules that were given, or with the names of the ``folder`` whose model was trained, or with
-    those that transformers has for the reference decoder. Raises ``Damaged`` if copies differ that should be equal."""
-    rules = None if how.rules is None else packs.find(how.rules, how.values, opened.numbers)
-    if trained is not None and rules is None:
-        from ..models.llama import PACK
+@dataclass(frozen=True)
+class Export:
+    """What is written: the tensors of ``source``, of a folder with an ``adapter`` its tensors alone."""
 
-        rules = packs.load(PACK)
-    if rules is not None:
-        opened = UnderRules(opened, rules)
-    elif folder is not None:
-        from ..folders.naming import as_folder
-        from ..folders.pretrained import empty_model
+    source: Source
+    finish: Callable[[Path], object] = lambda destination: None
+    """Writes what belongs beside the tensors into the destination."""
+    adapter: Adapter | None = None
 
-        refuse_unequal(opened, opened.atoms.values())  # of which the folder has no copies
-        opened = as_folder(opened, empty_model(folder))
-    refuse_unequal(opened, opened.atoms.values())
-    return opened
+    def has(self, key: str, to: str) -> bool:
+        """Return whether the atom ``key`` is written."""
+        if self.adapter is not None:
+            return key in self.adapter.names
+        return to != "huggingface" or self.source.atoms[key].atom.slot in ("param", "buffer")
 
 
-def _say(about: dict[str, Any], source: str, destination: Path, opened: Source) -> None:
+def _export_of(text: str, opened: Source, how: How) -> Export:
+    """Return how ``opened``, which ``text`` names, becomes a folder that transformers or PEFT loads whole.
+
+    Raises ``BadInput`` if nothing says which model it is of, ``RunMismatch`` if it is of another, ``Damaged`` if copies
+    differ that should be equal.
+    """
+    run, own = Target.parse(text).run, Path(text)
+    if how.model is not None and (how.model / ADAPTER_CONFIG).is_file():
+        return _export_of_adapter(opened, how.model)
+    if how.model is None and how.rules is None and _is_folder_of_others(own, opened):
+        return Export(opened, partial(keep, own, dtype=None if how.dtype is None else _type_in(opened, how)))
+    folder = checked(how.model) if how.model is not None else _kept(run)
+    trained = _trained_here(run) if folder is None else None
+    renamed = trained is not None or how.rules is not None
+    refuse_unequal(opened, opened.atoms.values())  # of which a folder has no copies
+    as_llama, config = None, b""
+    if trained is not None:
+        from ..models.llama import PACK, llama_config
+
+        as_llama = UnderRules(opened, packs.load(PACK))
+        config = json.dumps(llama_config(trained), indent=2).encode()
+    if renamed:
+        opened = as_llama if how.rules is None and as_llama is not None else _under_rules(opened, how)
+    if folder is not None:
+        from ..folders.exports import loadable
+
+        written = loadable(opened, folder, renamed=renamed)
+        return Export(written, partial(keep, folder, dtype=_type_in(opened, how)))
+    if trained is not None and as_llama is not None and _weights_of(opened) == _weights_of(as_llama):
+        return Export(opened, partial(_write_beside, name="config.json", data=config))
+    if not renamed:
+        from ..folders.exports import refuse_nameless
+
+        refuse_nameless(opened)
+    warnings.warn(
+        f"{text}: the folder gets no config.json, and nothing tells whether the names that the rules give are those of"
+        " the model. With --model FOLDER they are compared, and its configuration and tokenizer come along.",
+        stacklevel=2,
+    )
+    return Export(opened)
+
+
+def _export_of_adapter(opened: Source, folder: Path) -> Export:
+    from ..folders.exports import adapter_in
+
+    config = (folder / ADAPTER_CONFIG).read_bytes()
+    return Export(
+        opened, partial(_write_beside, name=ADAPTER_CONFIG, data=config), adapter_in(opened, folder)
+    )
+
+
+def _write_beside(destination: Path, *, name: str, data: bytes) -> None:
+    write_durably(Disk(destination), name, data, why="configuration")
+
+
+def _under_rules(opened: Source, how: How) -> Source:
+    """Return ``opened`` under the rules that were given."""
+    return UnderRules(opened, packs.find(how.rules or "", how.values, opened.numbers))
+
+
+def _weights_of(source: Source) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters and buffers by name."""
+    atoms = (each.atom for each in source.atoms.values())
+    return {atom.name: atom.shape for atom in atoms if atom.slot in ("param", "buffer")}
+
+
+def _is_folder_of_others(path: Path, opened: Source) -> bool:
+    """Return whether ``opened`` is a folder of Hugging Face already, which says what model it is of."""
+    return opened.format in ("safetensors", "torch.save") and (path / CONFIG).is_file()
+
+
+def _type_in(source: Source, how: How) -> str:
+    """Return what ``config.json`` calls the type that is written: of the most elements, where none is asked for."""
+    if how.dtype is not None:
+        return NAMES[DTYPES[how.dtype]]
+    elements = Counter[str]()
+    for each in source.atoms.values():
+        if each.atom.slot == "param" and each.atom.dtype in NAMES:
+            elements[each.atom.dtype] += each.atom.elements
+    return NAMES[max(elements, key=lambda dtype: elements[dtype], default="F32")]
+
+
+def _say(about: dict[str, Any], source: str, destination: Path, export: Export) -> None:
     """What was written, and what of ``source`` was not."""
+    opened = export.source
     to, files = about["format"], counted(len(about["files"]), "file")
     print(
         f"{destination}: {counted(about['tensors'], 'tensor')} of {source} ({opened.format}) as {to},"
@@ -125,7 +209,11 @@ def _say(about: dict[str, Any], source: str, destination: Path, opened: Source) 
     )
     if opened.unread:
         print(f"Not in it, since of {source} the weights alone are read: {', '.join(opened.unread)}")
-    if about["left_out"]:
+    if export.adapter is not None:
+        print(
+            "Not in it, since a folder of an adapter holds that alone: the model's own weights, the optimizer's state"
+        )
+    elif about["left_out"]:
         others = sum(each.atom.slot == EXTRA for each in opened.atoms.values())
         counts = {"of the optimizer": about["left_out"] - others, "of neither model nor optimizer": others}
         left = " and ".join(f"{counted(count, 'tensor')} {what}" for what, count in counts.items() if count)
@@ -142,11 +230,9 @@ def _trained_here(run: Path | Url) -> DecoderConfig | None:
     return decoder_config(config)
 
 
-def _folder_of(run: Path | Url, how: How) -> Path | None:
-    """The folder whose model ``run`` trained, if it did, or what is kept of it."""
-    if how.model is not None:
-        return checked(how.model)
-    return kept_folder(run) if how.to == "huggingface" and isinstance(run, Path) else None
+def _kept(run: Path | Url) -> Path | None:
+    """Return the folder that ``run`` keeps of the model that it trained, if it does."""
+    return kept_folder(run) if isinstance(run, Path) else None
 
 
 def _refuse(destination: Path, how: How) -> None:
@@ -155,11 +241,9 @@ def _refuse(destination: Path, how: How) -> None:
         raise BadInput(f"--to {to} is not one of {', '.join(FORMATS)}")
     if dtype is not None and dtype not in DTYPES:
         raise BadInput(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
-    if how.model is not None and (to != "huggingface" or how.rules is not None):
-        raise BadInput(
-            "--model names the folder that comes back: it is for --to huggingface, without --rules"
-        )
-    if dtype is not None and to in ("holdfast", "dcp", "deepspeed"):
+    if how.model is not None and to != "huggingface":
+        raise BadInput("--model names the folder of the model that was trained: it is for --to huggingface")
+    if dtype is not None and to not in ("huggingface", "safetensors"):
         raise BadInput(
             "--dtype is for exports of parameters: a training state keeps its tensors as training had them"
         )
@@ -170,16 +254,18 @@ def _refuse(destination: Path, how: How) -> None:
         )
     if to == "safetensors" and destination.suffix != ".safetensors":
         raise BadInput(f"--to safetensors writes one file, and {destination} does not end in .safetensors")
+    if to == "torch" and destination.suffix not in TORCH_SUFFIXES:
+        raise BadInput(f"--to torch writes one file, and {destination} does not end in .pt or .pth")
 
 
-def _goes_along(slot: str, to: str) -> bool:
-    return to != "huggingface" or slot in ("param", "buffer")
-
-
-def _write(source: Source, destination: Path, how: How, told: Told) -> dict[str, Any]:
-    left_out = [key for key, each in source.atoms.items() if not _goes_along(each.atom.slot, how.to)]
+def _write(export: Export, destination: Path, how: How, told: Told) -> dict[str, Any]:
+    source, adapter = export.source, export.adapter
+    tensors = sum(export.has(key, how.to) for key in source.atoms)
     dtype = DTYPES.get(how.dtype or "")
-    if how.to == "huggingface":
+    if adapter is not None:
+        path = destination / ADAPTER_FILE
+        files = [write_named(source, path, adapter.names, dtype=dtype, told=told)]
+    elif how.to == "huggingface":
         size = parse_bytes(how.file_size)
         files = write_huggingface(source, destination, dtype=dtype, file_bytes=size, told=told)
     elif how.to == "deepspeed":
@@ -190,7 +276,9 @@ def _write(source: Source, destination: Path, how: How, told: Told) -> dict[str,
         from ..universal.convert.dcp_writer import write_dcp
 
         files = list(write_dcp(source, destination, told=told).glob("*.distcp"))
+    elif how.to == "torch":
+        files = [write_torch(source, destination, told=told)]
     else:
         files = [destination / ref.path for ref in write_run(source, destination, told).files.values()]
-    tensors = len(source.atoms) - len(left_out)
-    return {"files": [str(path) for path in files], "tensors": tensors, "left_out": len(left_out)}
+    left_out = len(source.atoms) - tensors
+    return {"files": [str(path) for path in files], "tensors": tensors, "left_out": left_out}

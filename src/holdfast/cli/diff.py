@@ -19,7 +19,7 @@ from ..state.numbers import values_of
 from ..units import format_bytes
 from ..universal.load import read_flat
 from ..universal.source import Source, Stored
-from .foreign import about, named, with_sources
+from .foreign import about, named, passed_over, with_sources
 from .output import console, plain_table, print_json, print_table
 
 CHUNK = 1 << 20
@@ -42,6 +42,11 @@ def _diff(a: Source, b: Source, *, as_json: bool) -> bool:
         print(f"a  {named(a)}")
         print(f"b  {named(b)}")
         _print(found)
+        for source in (a, b):
+            if source.passed_over:
+                print(
+                    f"Not compared, since Holdfast has no such type: {passed_over(source)} of {source.path}"
+                )
     return found["equal"]
 
 
@@ -61,7 +66,7 @@ def compare(a: Source, b: Source) -> dict[str, Any]:
     met = {id(each) for _, *both in pairs for each in both}
     only_a, only_b = ([key for key, stored in x.atoms.items() if id(stored) not in met] for x in (a, b))
     return {
-        "equal": not (different or other_kind or only_a or only_b),
+        "equal": not (different or other_kind or only_a or only_b or a.passed_over or b.passed_over),
         "compared": len(pairs) - len(other_kind),
         "bytes": nbytes,
         "different": different,

@@ -13,6 +13,7 @@ from ..opening import source_of
 from ..units import counted, format_bytes
 from ..universal.checking import unequal_copies
 from ..universal.convert.holdfast import Commit
+from ..universal.convert.safetensors import BITS
 from ..universal.source import Source, Stored
 from .inspect import atom_table
 from .output import console, print_facts, print_json, print_table, progress
@@ -55,6 +56,7 @@ def show(source: Source, *, as_json: bool) -> None:
         for row, stored in zip(rows, source.atoms.values(), strict=True):
             row["cuts"] = _cuts_of(stored)
         told = {"aliases": dict(source.aliases), "progress": source.progress, "unread": list(source.unread)}
+        told["passed_over"] = source.passed_over
         print_json({**about(source), **told, "atoms": rows})
         return
     sizes = [atom.elements for atom in atoms if atom.slot == "param"]
@@ -70,6 +72,8 @@ def show(source: Source, *, as_json: bool) -> None:
         facts["tied"] = ", ".join(f"{alias} is {name}" for alias, name in source.aliases.items())
     if source.unread:
         facts["not read"] = ", ".join(source.unread)
+    if source.passed_over:
+        facts["passed over"] = passed_over(source)
     out = console()
     print_facts(out, facts)
     out.print()
@@ -90,7 +94,7 @@ def _cuts_of(stored: Stored) -> list[list[list[int]]]:
 
 def verify(source: Source, *, as_json: bool) -> bool:
     """Print whether a state of another library is whole, as far as that can be told; the same as the return value."""
-    damaged = _damaged(source, quiet=as_json)
+    damaged = _damaged(source, quiet=as_json) + _of_unknown_types(source)
     checked = sum(part.has_checksum for part in source.parts)
     if as_json:
         texts = [{"path": error.path, "text": str(error)} for error in damaged]
@@ -106,7 +110,26 @@ def verify(source: Source, *, as_json: bool) -> bool:
             print(f"Checksums: {checked:,} of {arrays} have one, and it agrees")
         else:
             print(f"Checksums: none of {arrays} has one, so a flipped bit would not be seen")
+        if source.passed_over:
+            print(f"Passed over, since Holdfast has no such type: {passed_over(source)}")
     return not damaged
+
+
+def passed_over(source: Source) -> str:
+    """Return the tensors that are not read, each with its type."""
+    return ", ".join(f"{name} ({dtype})" for name, dtype in source.passed_over.items())
+
+
+def _of_unknown_types(source: Source) -> list[Damaged]:
+    """Return an error for each tensor of a type that the safetensors library does not have."""
+    return [
+        Damaged(
+            f"{name} is of the type {dtype!r}, which no version of safetensors known here has",
+            path=source.path,
+        )
+        for name, dtype in source.passed_over.items()
+        if dtype not in BITS
+    ]
 
 
 def _damaged(source: Source, *, quiet: bool) -> list[Damaged]:

@@ -19,22 +19,32 @@ def launched() -> tuple[int, int]:
 
 
 def choose_device(wanted: str) -> str:
-    """``wanted`` if this machine has it, or for "auto" CUDA where there is one: of several devices, each rank of
-    torchrun's on this machine takes another. Raises ``ConfigError``."""
+    """Return ``wanted`` if this machine has it, or for "auto" its accelerator if there is one. It becomes the calling
+    thread's current device. Of several devices, each rank of torchrun's on this machine takes another.
+
+    Raises ``ConfigError``.
+    """
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted in ("auto", "cuda") and count:
-        here = os.environ.get("LOCAL_RANK")
-        return "cuda" if here is None else f"cuda:{int(here) % count}"
-    if wanted == "auto":
-        return "cpu"
-    known = ["cpu", *(["cuda"] if count else []), *(f"cuda:{number}" for number in range(count))]
-    if wanted not in known:
+    from .. import accelerators
+
+    here = accelerators.names_here()
+    kind = accelerators.current_kind() if here else None
+    chosen = wanted
+    if kind is not None and wanted in ("auto", kind):
+        rank = os.environ.get("LOCAL_RANK")
+        chosen = kind if rank is None else here[int(rank) % len(here)]
+        if wanted == "auto" and not accelerators.can_offload(torch.device(kind)):
+            chosen = "cpu"
+    elif wanted == "auto":
+        chosen = "cpu"
+    known = ["cpu", *([kind] if kind else []), *here]
+    if chosen not in known:
         raise ConfigError(
             f"offload.device = {wanted!r}: this machine has {', '.join(known)}; --set offload.device=cpu"
         )
-    return wanted
+    accelerators.use_device(torch.device(chosen))  # threads of the script inherit no device
+    return chosen
 
 
 def choose_dtype(device: str) -> Dtype:

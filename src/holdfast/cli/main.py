@@ -86,7 +86,7 @@ def train(
     --standalone --nproc-per-node=N -m holdfast train ..., with any number that divides train.micro_batches.
     """
     from ..config import key_of, literal, load_config, to_toml
-    from .output import Enduring
+    from .output import Enduring, Visible, beside
 
     if model is not None:
         sets = [*(sets or ()), f"model.path={literal(str(model))}"]
@@ -97,7 +97,8 @@ def train(
         return
     # a run outlives whoever reads what it prints
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    sys.stdout, sys.stderr = Enduring(sys.stdout), Enduring(sys.stderr)  # type: ignore[assignment]
+    sys.stdout = Visible(Enduring(beside(sys.stdout)))  # type: ignore[assignment]
+    sys.stderr = Visible(Enduring(beside(sys.stderr)))  # type: ignore[assignment]
     # torch's threads share the cores with ours: those that wait may spin only briefly (read when torch is loaded)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -221,7 +222,9 @@ def convert(
     destination: Annotated[Path, typer.Argument(metavar="DST", help="What is made; not there yet.")],
     to: Annotated[
         str,
-        typer.Option("--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp or deepspeed."),
+        typer.Option(
+            "--to", metavar="FORMAT", help="holdfast, huggingface, safetensors, dcp, deepspeed or torch."
+        ),
     ],
     dtype: Annotated[
         str | None,
@@ -244,7 +247,9 @@ def convert(
     model: Annotated[
         Path | None,
         typer.Option(
-            "--model", metavar="FOLDER", help="The Hugging Face folder that a script's run trained."
+            "--model",
+            metavar="FOLDER",
+            help="Hugging Face's folder of the model or adapter that a script trained.",
         ),
     ] = None,
     json: AsJson = False,
@@ -333,21 +338,37 @@ def rules_packs(
 
 def main() -> None:
     """The entry point of the ``holdfast`` script."""
+    from .output import names_shown
+
     warnings.showwarning = show_warning
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who only prints leaves when nobody reads it any more
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # no terminal is too plain for a path or a sample
+    with names_shown():
+        sys.exit(_run())
+
+
+def _run() -> int:
+    """Do what is asked for, and return the exit code, with one line for an error."""
     try:
-        sys.exit(app(standalone_mode=False))
+        return app(args=[_at_home(text) for text in sys.argv[1:]], standalone_mode=False) or 0
     except typer.Abort:  # Ctrl-C, where there is nothing to finish
-        sys.exit(128 + signal.SIGINT)
+        return 128 + signal.SIGINT
     except Exception as error:
         if os.environ.get("HOLDFAST_DEBUG"):
             traceback.print_exc()
         rank, _ = launched()
         print(f"error{f' on rank {rank}' if rank else ''}: {text_of(error)}", file=sys.stderr)
-        sys.exit(getattr(error, "exit_code", 3))
+        return getattr(error, "exit_code", 3)
+
+
+def _at_home(text: str) -> str:
+    """Return an argument in which a leading ``~``, or one after the first ``=``, is the home directory."""
+    name, separator, value = text.partition("=")
+    if separator and value.startswith("~"):
+        return f"{name}={os.path.expanduser(value)}"
+    return os.path.expanduser(text)
 
 
 def text_of(error: Exception) -> str:

@@ -6,6 +6,8 @@ import json
 import os
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.cells import cell_len
@@ -18,8 +20,11 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from ..units import visible
 
 PIPE_COLUMNS = 200
 """Of output that is no terminal: tables are as wide as their lines, and none are wrapped before this."""
@@ -28,9 +33,56 @@ LEAST_TEXT = 10
 """Columns that a text in a table has, however narrow the terminal."""
 
 
+class Visible:
+    """A stream on which names show as they are, and command nothing: what is printed has escapes in the place of
+    control characters. ``Console`` writes beside it, with its own."""
+
+    def __init__(self, stream: TextIO | Enduring) -> None:
+        self.stream: Any = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self.stream.write(visible(text, lines=True))
+        return len(text)
+
+
+class VisibleConsole(Console):
+    """A console whose styles are its own, and whose texts are shown as ``Visible`` shows them."""
+
+    def render(self, *args: Any, **options: Any) -> Iterator[Segment]:
+        for segment in super().render(*args, **options):
+            text, style, control = segment
+            yield segment if control else Segment(visible(text, lines=True), style)
+
+
+class _PlainTable(Table):
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(visible(cell) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
+@contextmanager
+def names_shown() -> Iterator[None]:
+    """Let standard output and error be ``Visible`` in the block; nothing where a script has closed them."""
+    before = sys.stdout, sys.stderr
+    streams = [Visible(each or open(os.devnull, "w", encoding="utf-8")) for each in before]  # noqa: SIM115
+    sys.stdout, sys.stderr = streams  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def beside(stream: Any) -> Any:
+    """Return the stream that ``Visible`` writes to."""
+    return stream.stream if isinstance(stream, Visible) else stream
+
+
 def console() -> Console:
     """Standard output."""
-    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    return VisibleConsole(file=beside(sys.stdout), width=width, highlight=False)
 
 
 class Enduring:
@@ -60,9 +112,14 @@ class Enduring:
         os.close(nothing)
 
 
+def error_console() -> Console:
+    """Standard error."""
+    return VisibleConsole(file=beside(sys.stderr))
+
+
 def progress(*columns: ProgressColumn | str, quiet: bool = False) -> Progress:
     """On standard error if that is a terminal, and gone when it ends."""
-    out = Console(stderr=True)
+    out = error_console()
     return Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal)
 
 
@@ -74,7 +131,7 @@ def transfer_progress(what: str, *, quiet: bool) -> Progress:
 
 def plain_table(*columns: str) -> Table:
     """A table of left-aligned columns, those named with ``>`` in front right-aligned."""
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    table = _PlainTable(box=None, padding=(0, 3, 0, 0), header_style="dim")
     for column in columns:
         right = column.startswith(">")
         justify = "right" if right else "left"

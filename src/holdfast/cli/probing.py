@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ..errors import ConfigError
 from ..models.timing import measure_block
 from ..offload.device import open_device
@@ -18,7 +16,7 @@ from ..profiles import load_model, to_toml
 from ..units import format_seconds, parse_bytes
 from .flags import parsed, refuse_no_directory
 from .machine import choose_dtype
-from .output import print_json
+from .output import error_console, print_json
 
 
 def probe(
@@ -39,7 +37,7 @@ def probe(
     chosen = None if model is None else load_model(model)
     target = open_device(device).torch_device
     dtype = DTYPES[choose_dtype(str(target))]
-    with Console(stderr=True).status("measuring") as status:
+    with error_console().status("measuring") as status:
         found = probe_machine(
             directory,
             target,
@@ -51,7 +49,7 @@ def probe(
         )
     text = _text(found)
     if out is not None:
-        out.write_text(text)
+        out.write_text(text, encoding="utf-8")
     if as_json:
         print_json(_document(found))
     elif out is None:

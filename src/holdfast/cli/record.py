@@ -51,7 +51,7 @@ def read_record(directory: Path) -> Config | None:
     """The configuration kept in ``directory``. Warns and is None where it cannot be read."""
     path = directory / NAME
     try:
-        return _with_rate(load_config(path)) if path.exists() else None
+        return _with_rate(load_config(path)) if path.is_file() else None
     except ConfigError as error:
         warnings.warn(f"the run's own configuration is not considered: {error}", stacklevel=2)
         return None

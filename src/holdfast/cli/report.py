@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import BadInput, Damaged, NoCommit
 from ..store.target import Url, place_of
-from ..units import parse_seconds
+from ..units import parse_seconds, visible
 from ..watch.drive import drive_of
 from ..watch.history import History
 from ..watch.report import Look, document, html
@@ -77,7 +77,7 @@ def commits_of(run: Path) -> tuple[list[dict[str, Any]], Path]:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(visible(text, lines=True), encoding="utf-8")
     except OSError as error:
         raise BadInput(
             f"{path} cannot be written: {error.strerror}. Name another file, with --out or --trace."

@@ -42,7 +42,7 @@ def together() -> Iterator[Ranks]:
 
 def console_of(ranks: Ranks) -> Console:
     """Standard output of the first rank; of the others nowhere."""
-    return console() if ranks.rank == 0 else Console(file=open(os.devnull, "w"))
+    return console() if ranks.rank == 0 else Console(file=open(os.devnull, "w", encoding="utf-8"))
 
 
 def share_of(config: Config, ranks: Ranks) -> int:

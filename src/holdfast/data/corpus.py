@@ -155,6 +155,7 @@ def split(corpus: Windowed, validation_fraction: float) -> tuple[Windows, Window
 
 def find_files(text: str) -> tuple[Path, list[Path]]:
     """The files that ``text`` names, sorted, and the directory that their names are relative to."""
+    text = os.path.expanduser(text)
     if text == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
         found = [path for path in _walk(root, NOT_THE_LIBRARY) if path.suffix == ".py"]

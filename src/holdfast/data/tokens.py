@@ -23,7 +23,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..errors import BadInput, DiskFailed
+from ..errors import BadInput, Damaged, DiskFailed
+from ..regular import load_json, open_regular, read_regular
 from ..store.files import Disk, write_durably
 from ..units import MiB, counted
 from .corpus import Windows, find_files, split
@@ -155,9 +156,9 @@ def _mapped(path: Path, dtype: Any, count: int) -> np.ndarray:
 def _kept(folder: Path, of: dict[str, Any]) -> dict[str, Any] | None:
     """What is said of what is kept in ``folder``, if it is whole and was made of the same."""
     try:
-        about = json.loads((folder / ABOUT).read_text())
+        about = load_json(read_regular(folder / ABOUT))
         good = about["of"] == of and about["xxh3"] == _digest(folder)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, Damaged, ValueError, KeyError, TypeError):
         return None
     return about if good else None
 
@@ -165,7 +166,7 @@ def _kept(folder: Path, of: dict[str, Any]) -> dict[str, Any] | None:
 def _digest(folder: Path) -> str:
     digest = xxhash.xxh3_128()
     for name in (IDS, SAMPLES):
-        with open(folder / name, "rb") as file:
+        with open(open_regular(folder / name), "rb") as file:
             while data := file.read(4 * MiB):
                 digest.update(data)
     return digest.hexdigest()

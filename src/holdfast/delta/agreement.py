@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import RankFailed
 from ..ranks import Ranks
+from . import awake
 from .alike import Alike
 
 BUSY_SECONDS, IDLE_SECONDS = 0.02, 0.2
@@ -255,12 +256,12 @@ class Agreement:
 
     def _until(self, met: Callable[[], bool], what: str, seconds: float | None = None) -> None:
         seconds = self._deadline if seconds is None else seconds
-        end = time.monotonic() + seconds
+        end = awake.now() + seconds
         with self._lock:
             self._lock.notify_all()
             while not met():
                 self.check()
-                if time.monotonic() > end:
+                if awake.now() > end:
                     raise RankFailed(
                         f"rank {self._ranks.rank} waited {seconds:.0f} s for {what}; rank {self.standing.behind} has"
                         f" got to step {self.standing.durable_step}, up to which all is {self._sure}. See what that"

@@ -4,31 +4,37 @@ The state is divided into units: some parameters with what belongs to them, or s
 at the end of some step, the next ones at the ends of later steps, and written to a generation file of its own. The
 commit is of the step at which the last one was copied; it names for each unit the step that the unit is of, and the
 records from there on bring it to the commit's step. Sizes are bytes.
+
+Units on a device go into one of two pinned buffers, and the thread that writes waits for their copies, not the one that
+trains.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from holdfast import failpoints
 
+from ..accelerators import devices_of, synchronize
 from ..errors import DoesNotFit
 from ..io.buffers import Buffer
 from ..state.atoms import Atom
 from ..state.live import Held, LiveState
 from ..store.local import LocalStore
 from ..store.manifest import Manifest, Share
-from ..units import format_bytes
+from ..units import PAGE, format_bytes, round_up
 from .division import Unit, atoms_of, divided, of_one_base, owned_by
-from .image import Image, write_tensor
+from .image import Image, place_in, write_tensor
+from .leaving import Departures, pinned
 from .recorder import Inline, Recorder, Task
 
 
@@ -38,6 +44,50 @@ class _Staged:
     step: int
     generation: int = -1
     written: Future[tuple[str, ...]] | None = None
+
+
+class Landing:
+    """Two pinned buffers, each of ``unit_bytes``, that units on ``devices`` are copied into. The thread that trains
+    takes them; they are given back when what was in them is on the disk."""
+
+    def __init__(self, devices: Sequence[torch.device], unit_bytes: int) -> None:
+        self.departures, self.unit_bytes = Departures(devices), unit_bytes
+        self._lock = threading.Lock()
+        self._free: list[Buffer] = []
+        self.is_made = False
+
+    def make(self) -> None:
+        """Make two, if they can be pinned. Called by the thread that writes: it takes a while."""
+        for _ in range(2):
+            buffer = Buffer(round_up(self.unit_bytes), "base")
+            np.frombuffer(buffer.view, np.uint8)[::PAGE] = 0  # fault every page in
+            buffer.unpin = pinned(buffer.view, self.departures.devices[0], "copies for bases")
+            if buffer.unpin is None:
+                return buffer.free()
+            self.give(buffer)
+        self.is_made = True
+
+    def take(self, nbytes: int) -> Buffer | None:
+        """A buffer for a unit; None if none is free, or they are too small."""
+        with self._lock:
+            return self._free.pop() if self._free and nbytes <= self.unit_bytes else None
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether there is, or will be, a buffer for such a unit."""
+        return self.is_made and nbytes <= self.unit_bytes
+
+    def give(self, buffer: Buffer) -> None:
+        with self._lock:
+            self._free.append(buffer)
+
+    def free(self) -> None:
+        """Unpin all that are not in use, and hand their memory back."""
+        with self._lock:
+            for buffer in self._free:
+                assert buffer.unpin is not None
+                buffer.unpin()
+                buffer.free()
+            self._free.clear()
 
 
 class BaseMaker:
@@ -67,6 +117,8 @@ class BaseMaker:
         self.write_seconds = 0.0
         """For which there was something to write, about."""
         self._last_write = 0.0
+        self._landing: Landing | None = None
+        """Where the state is on a device."""
 
     def watch(self, state: LiveState) -> None:
         """From here on bases are of ``state``, which is divided anew. None is under way."""
@@ -120,15 +172,47 @@ class BaseMaker:
             return False
         late_too = self.left_bytes <= most_bytes
         while self._left and self.next_bytes <= most_bytes and (late_too or not self._left[0].late):
-            unit = self._left.pop(0)
+            unit = self._left[0]
+            tensors = unit.tensors_of(owned)
+            copied = self._copied(unit, tensors, now=late_too)
+            if copied is None:
+                break
+            self._left.pop(0)
             most_bytes -= unit.layout.file_bytes
-            buffer = self._buffer(unit.layout.file_bytes)
-            for key, tensor in unit.tensors_of(owned).items():
-                write_tensor(buffer.view, unit.layout, key, tensor)
             self._staged.append(staged := _Staged(unit, step))
-            self._recorder.put(Task(partial(self._write, staged, buffer), at_once=True))
+            self._recorder.put(Task(partial(self._write, staged, *copied), at_once=True))
             failpoints.reach("after_unit_staged")
         return True
+
+    def _copied(
+        self, unit: Unit, tensors: dict[str, torch.Tensor], now: bool
+    ) -> tuple[Buffer, Sequence[Any]] | None:
+        """Copy what is in ``unit``. Returns the buffer, and the events of copies that are under way into it; None where
+        a later step will find a pinned buffer free, unless it has to be ``now``: then training waits for the copies."""
+        nbytes, devices = unit.layout.file_bytes, devices_of(tensors.values())
+        if devices and self._landing is None:
+            self._landing = Landing(
+                devices, max(each.layout.file_bytes for each in self._units if not each.late)
+            )
+            self._recorder.put(Task(self._landing.make, at_once=True))
+        landing = self._landing if devices else None
+        buffer = landing.take(nbytes) if landing is not None else None
+        if landing is not None and buffer is not None:
+            self._count(nbytes)
+            places = [place_in(buffer.view, unit.layout, key, tensor) for key, tensor in tensors.items()]
+            return buffer, landing.departures.send(places, list(tensors.values()))
+        if landing is not None and landing.takes(nbytes) and not now:
+            return None
+        buffer = self._buffer(nbytes)
+        for key, tensor in tensors.items():
+            write_tensor(buffer.view, unit.layout, key, tensor)
+        return buffer, ()
+
+    def let_go(self) -> None:
+        """Free memory that is kept from one base to the next. Nothing is under way."""
+        if self._landing is not None:
+            self._landing.free()
+            self._landing = None
 
     def write_next(self, step: int) -> None:
         """Write the next unit as it is now, at the end of ``step``, without a copy: training waits for it. Raises what
@@ -198,9 +282,12 @@ class BaseMaker:
         return None
 
     def _buffer(self, nbytes: int) -> Buffer:
+        self._count(nbytes)
+        return Buffer(nbytes, "base")
+
+    def _count(self, nbytes: int) -> None:
         with self._counting:
             self.memory_bytes += nbytes
-        return Buffer(nbytes, "base")
 
     # On the recorder's thread
 
@@ -229,20 +316,26 @@ class BaseMaker:
         store.measure()
         self._index = index
 
-    def _write(self, staged: _Staged, buffer: Buffer) -> None:
-        """Begin to write a copy, which goes when it is written."""
-        files = staged.unit.files
+    def _write(self, staged: _Staged, buffer: Buffer, marks: Sequence[Any]) -> None:
+        """Begin to write a copy when it is there; it goes when it is written."""
+        files, nbytes = staged.unit.files, staged.unit.layout.file_bytes
         assert files is not None
+        for mark in marks:
+            mark.synchronize()
         began = time.perf_counter()
         staged.generation = self._store.free_generation(files)
-        staged.written = files.write(staged.generation, buffer.view, kind="state", phase="base", priority=2)
-        staged.written.add_done_callback(lambda _: self._written(buffer, began))
+        staged.written = files.write(
+            staged.generation, buffer.view[:nbytes], kind="state", phase="base", priority=2
+        )
+        staged.written.add_done_callback(lambda _: self._written(buffer, nbytes, began))
 
-    def _written(self, buffer: Buffer, began: float) -> None:
-        nbytes, now = buffer.nbytes, time.perf_counter()
-        buffer.free()
-        with self._counting:
-            self.memory_bytes -= nbytes
+    def _written(self, buffer: Buffer, nbytes: int, began: float) -> None:
+        now = time.perf_counter()
+        if buffer.unpin is None:
+            buffer.free()
+        elif self._landing is not None:
+            self._landing.give(buffer)
+        self._count(-nbytes)
         self._wrote(nbytes, began, now)
 
     def _wrote(self, nbytes: int, began: float, now: float) -> None:
@@ -274,5 +367,5 @@ class BaseMaker:
 
 def settle_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Another thread reads ``tensors``: what was begun on their devices has ended."""
-    if any(tensor.device.type != "cpu" for tensor in tensors):
-        torch.accelerator.synchronize()
+    for device in devices_of(tensors):
+        synchronize(device)

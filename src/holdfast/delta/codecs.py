@@ -95,9 +95,7 @@ class Exact(Codec):
     def write(self, slot: Slot, index: int, consumed: Any) -> memoryview | None:
         part = slot.parts[index]
         if consumed:
-            with torch.no_grad():
-                targets = [slot.tensors[index][name] for name in consumed]
-                torch._foreach_copy_(targets, list(consumed.values()), non_blocking=slot.non_blocking)
+            slot.put([slot.tensors[index][name] for name in consumed], list(consumed.values()))
         if self.compress:  # squeezing was done in place
             part[: len(slot.layouts[index].header)] = slot.layouts[index].header
         return part

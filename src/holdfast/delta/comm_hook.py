@@ -20,6 +20,12 @@ from .averaging import averaged
 from .lossy import TopK
 from .sparse import Arrays, spread
 
+SENT = ("indices", "values")
+"""The arrays that ranks exchange; counts are alike on all."""
+
+Forms = dict[str, tuple[int, torch.dtype]]
+"""By array, its bytes and its dtype."""
+
 
 @dataclass
 class HookState:
@@ -72,7 +78,9 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
     with torch.no_grad():
         arrays = [_select(state, parameter, grad) for parameter, grad in pairs]
-        sent = torch.cat([_bytes(found[name]) for found in arrays for name in ("indices", "values")])
+        sent = torch.cat([_bytes(found[name]) for found in arrays for name in SENT])
+    forms = [{name: (found[name].nbytes, found[name].dtype) for name in SENT} for found in arrays]
+    del arrays  # memory of this stream; what follows is on another one
     received = [torch.empty_like(sent) for _ in range(group.size())]
     work = dist.all_gather(received, sent, group=group, async_op=True)
     assert work is not None
@@ -80,7 +88,7 @@ def topk_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
     def join(_: Any) -> torch.Tensor:
         sums = [torch.zeros(grad.numel(), dtype=_wide(grad), device=grad.device) for _, grad in pairs]
         for one in received:
-            _add(state.codec, arrays, one, sums, bucket.buffer().dtype)
+            _add(state.codec, forms, one, sums, bucket.buffer().dtype)
         for (_, grad), total in zip(pairs, sums, strict=True):
             grad.copy_(total.div_(group.size()).mul_(state.scale).view(grad.shape))
         return bucket.buffer()
@@ -104,15 +112,14 @@ def _select(state: HookState, parameter: torch.Tensor, grad: torch.Tensor) -> Ar
 
 
 def _add(
-    codec: TopK, like: list[Arrays], sent: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype
+    codec: TopK, forms: list[Forms], sent: torch.Tensor, sums: list[torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """Add what one rank sent, whose arrays have the sizes of ``like``."""
+    """Add what one rank sent, whose arrays have the ``forms``."""
     start = 0
-    for own, total in zip(like, sums, strict=True):
-        arrays = {"counts": own["counts"]}
-        for name in ("indices", "values"):
-            nbytes = own[name].nbytes
-            arrays[name] = sent[start : start + nbytes].clone().view(own[name].dtype)
+    for own, total in zip(forms, sums, strict=True):
+        arrays = {"counts": codec.counts(total.numel(), total.device)}
+        for name, (nbytes, kind) in own.items():
+            arrays[name] = sent[start : start + nbytes].clone().view(kind)
             start += nbytes
         total.add_(_expand(codec, arrays, total.numel(), dtype))
 

@@ -159,4 +159,4 @@ def _written(
 def _progress(line: Line, stream: str, state: LiveState) -> dict[str, Any]:
     """Of the writer of ``stream`` after the last step."""
     old = line.base.progress_of(stream)
-    return {**line.chains[stream].progress, "values": state.values(), **beside_records(old)}
+    return {**line.chains[stream].progress, **state.standing(), **beside_records(old)}

@@ -1,7 +1,8 @@
 """Computing: what decides the bits of a step besides numbers, and is the process's own.
 
-How many threads torch has (sums within a matrix are in another order with another number), and whether numbers that
-are nearly zero are computed as zero. Each record says how its step was computed.
+How many threads torch has (sums within a matrix are in another order with another number), whether numbers that are
+nearly zero are computed as zero, and the type of tensors that are made without one, such as the counts of steps. Each
+record says how its step was computed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Told = Mapping[str, Any]
 def computing() -> dict[str, Any]:
     """How this process computes now, as JSON."""
     tiny = torch.tensor(1e-39, dtype=torch.float32, device="cpu")  # the script may have other defaults
-    return {"threads": torch.get_num_threads(), "flush_denormal": bool(tiny * 1 == 0)}
+    dtype = str(torch.get_default_dtype()).removeprefix("torch.")
+    return {"threads": torch.get_num_threads(), "flush_denormal": bool(tiny * 1 == 0), "default_dtype": dtype}
 
 
 def told_in(progress: Mapping[str, Any], base: Mapping[str, Any]) -> Told:
@@ -57,6 +59,8 @@ def _compute_as(before: Told, now: Told) -> None:
         torch.set_flush_denormal(now["flush_denormal"])
     if before["threads"] != now["threads"]:
         set_torch_threads(now["threads"])
+    if before["default_dtype"] != now["default_dtype"]:
+        torch.set_default_dtype(getattr(torch, now["default_dtype"]))
 
 
 def told_of_other(told: Told, threads: bool) -> list[str]:
@@ -69,6 +73,13 @@ def told_of_other(told: Told, threads: bool) -> list[str]:
         texts.append(
             f"the run was trained under {run} and is replayed so, and this script has {script}, with which it goes on."
             f" To go on as before, call {run} at the beginning of the script."
+        )
+    if there["default_dtype"] != here["default_dtype"]:
+        run, script = (f"torch.set_default_dtype(torch.{each['default_dtype']})" for each in (there, here))
+        texts.append(
+            f"the run was trained under {run} and is replayed so, and this script has {script}, with which it goes on:"
+            f" what its optimizer makes from here on has another type. To go on as before, call {run} at the beginning"
+            " of the script."
         )
     if threads and there["threads"] != here["threads"]:
         run, script = there["threads"], here["threads"]

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..accelerators import current_kind, random_states
 from ..state.encoding import decode, encode
 from ..state.progress import restore_random_state
 
 
 def generators() -> list[Any]:
     """The states of all global generators now, as they compare fastest."""
-    state: list[Any] = [random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state += torch.cuda.get_rng_state_all()
-    return state
+    of_devices = [state for states in random_states().values() for state in states]
+    return [random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), *of_devices]
 
 
 def drawn_since(before: list[Any]) -> Any:
@@ -28,7 +27,8 @@ def drawn_since(before: list[Any]) -> Any:
         return None
     version, words, gauss = python
     packed = (version, np.array(words, dtype=np.uint32), gauss)
-    return encode({"python": packed, "numpy": numpy, "torch": torchs[0], "cuda": torchs[1:]})
+    of_devices = {current_kind() or "cuda": torchs[1:]}
+    return encode({"python": packed, "numpy": numpy, "torch": torchs[0], **of_devices})
 
 
 def draw_again(drawn: Any) -> None:

@@ -45,7 +45,7 @@ class Ghost(LiveState):
         self.name_of = {id(parameter.parameter): parameter.name for parameter in self.parameters}
         self._buffers, self._buffers_beside, self.elsewhere = {}, {}, state.elsewhere
         self.residuals, self.subspaces, self.own_residuals = {}, {}, False
-        self.flattened = []
+        self.flattened, self.own, self.layouts, self.carried, self.rebound = [], (), {}, set(), set()
         self.loaded_buffers: dict[str, torch.Tensor] = {}
         """Buffers by key, as they were loaded last."""
         self.wholes = {name: state.wholes[name] for name in self.boxes}
@@ -77,6 +77,7 @@ class Ghost(LiveState):
 
 def pour(source: LiveState, into: LiveState) -> None:
     """Give ``into`` what ``source`` holds of its parameters, each a region of theirs."""
+    into.layouts |= source.layouts_now()
     for parameter in source.parameters:
         box = source.boxes[parameter.name]
         whole = {}

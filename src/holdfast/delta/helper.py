@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import holdfast.errors
 
 from ..errors import EngineFailed, ReplicaDied, WriterHung
+from . import awake
 from .channel import Channel, Gone
 
 LAST_WORD = "closed"
@@ -59,7 +59,7 @@ class Helper:
         self.failure: BaseException | None = None
         self._hear, self._deadline = hear, deadline_seconds
         self._said: set[str] = set()
-        self._heard = time.monotonic()
+        self._heard = awake.now()
         self._process: Process | None = None
         self._channel: Channel | None = None
         self._sending = threading.Lock()
@@ -103,11 +103,11 @@ class Helper:
     def wait_for(self, reached: Callable[[], bool], owes: Callable[[], bool] = lambda: True) -> None:
         """Return when it has said what makes ``reached``. Raises what it failed with, and ``WriterHung`` if it says
         nothing for too long while it ``owes`` something."""
-        started = time.monotonic()
+        started = awake.now()
         with self.changed:
             while not reached():
                 if not owes():
-                    started = time.monotonic()
+                    started = awake.now()
                 self.check(started)
                 self.changed.wait(0.1)
 
@@ -122,7 +122,7 @@ class Helper:
             raise self.failure
         if self._let_go:
             raise ReplicaDied(f"the replica was let go of. Step {self.durable_step} is durable on the disk.")
-        silent = 0.0 if waiting_since is None else time.monotonic() - max(waiting_since, self._heard)
+        silent = 0.0 if waiting_since is None else awake.now() - max(waiting_since, self._heard)
         if silent > self._deadline:
             raise self._hung(silent)
 
@@ -162,7 +162,7 @@ class Helper:
                 message = self._channel.receive()
                 assert message is not None
                 with self.changed:
-                    self._heard = time.monotonic()
+                    self._heard = awake.now()
                     self._note(message.about)
                     self.changed.notify_all()
         if LAST_WORD in self._said or self._let_go:

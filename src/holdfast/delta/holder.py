@@ -54,6 +54,8 @@ def rebuilt(base: Manifest, atoms: dict[str, dict[str, Any]]) -> LiveState:
     with the reason, where it could not be replayed in."""
     progress = base.progress_of(base.streams[0])  # hyper-parameters and flags are alike on all ranks
     about = progress.get("replay")
+    if any(progress.get("own", [])):
+        raise _refused("its optimizer keeps state that belongs to no parameter")
     if about is None:
         raise _refused(
             "its base does not say what optimizer it had: it was made by an older version, or by offload"

@@ -36,9 +36,9 @@ from .channel import Channel, Gone, Inbox, Message
 from .computing import computing_as, needs_threads
 from .helper import LAST_WORD
 from .holder import beside_records
-from .rebuild import adopt, rebuild
+from .rebuild import Part, adopt, rebuild
 from .recorder import Inline
-from .recovery import recover
+from .recovery import BY, recover
 from .replay import Taken, apply, clip_as_told, fingerprint
 from .ring import Ring
 from .script import NoScript
@@ -122,7 +122,12 @@ class Host:
     def _take_place(self) -> None:
         """Make the tier ready. What an earlier replica kept stays until a state is handed over."""
         tier.make(self._place)
+        self._say_owner()
         self._door = kept.Door(self._place)
+
+    def _say_owner(self) -> None:
+        """Let the tier say whose it is, by the run's key where that is known."""
+        tier.say_owner(self._place, self._terms.run, self._store.run_key())
 
     # What the trainer says
 
@@ -170,13 +175,16 @@ class Host:
         if "begin" in about:
             self._begin(about["begin"])
             self._base_step, self._begun = about["begin"]["durable"], True
-        self._state, self._step, self._equal = state, about["step"], True
+        before, self._state = self._state, state
+        self._step, self._equal = about["step"], True
         self._state_number = about["number"]
         if "again" in about:  # the base of this step has something else
             self._base_step = min(self._base_step, self._step - 1)
         if self._bases is None:
             self._bases = BaseMaker(self._store, state, Inline(self._beat), self._prefix)
         self._bases.watch(state)
+        if isinstance(before, Part):
+            before.free()
         if not about["needed"]:
             kept.drop(self._place)
         self._say(word="synced")
@@ -186,8 +194,10 @@ class Host:
     def _begin(self, about: dict[str, Any]) -> None:
         """Open the timeline that the trainer goes on in."""
         fork = about["fork"]
-        self._store.begin(None if fork is None else kept.Fork(**fork))
+        about = {BY: "replica", kept.REPLICA_IN: str(self._place.parent)}
+        self._store.begin(None if fork is None else kept.Fork(**fork), about=about)
         self._run = [self._store.opened.id, self._store.opened.key]
+        self._say_owner()
 
     def _parts_of(self, message: Message) -> list[memoryview]:
         """The memory of a step's parts."""
@@ -207,7 +217,7 @@ class Host:
                 clip_as_told(record, parts)
                 apply(self._state, [Taken(record, parts)])
             failpoints.reach("after_replica_update")
-            standing = {"values": self._state.values(), **beside_records(self._progress)}
+            standing = {**self._state.standing(), **beside_records(self._progress)}
             self._step, self._progress = about["step"], {**record["progress"], **standing}
             self._equal = record["fingerprint"] == fingerprint(self._state.stored, self._step)
             if not self._equal:
@@ -242,7 +252,7 @@ class Host:
         if self._base_step == self._step:
             self._say(base=self._base_step, of=self._state_number)
             return
-        self._base_progress = {**self._progress, "values": self._state.values()}
+        self._base_progress = {**self._progress, **self._state.standing()}
         self._bases.begin()
         if self._bases.left_bytes <= self._terms.memory:
             self._bases.stage(self._step, self._bases.left_bytes)

@@ -66,6 +66,7 @@ class HostAmongOthers(Host):
         else:
             self._store.join(Timeline(**about["join"]), self._ranks.rank)
             self._run = [self._store.opened.id, self._store.opened.key]
+            self._say_owner()
 
     # What the trainer says
 

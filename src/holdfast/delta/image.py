@@ -39,10 +39,15 @@ class Image:
 
 def write_tensor(image: memoryview, layout: Layout, key: str, tensor: torch.Tensor) -> None:
     """Copy ``tensor`` to where ``layout`` has it in ``image``, the whole file."""
+    place_in(image, layout, key, tensor).copy_(tensor)
+
+
+def place_in(image: memoryview, layout: Layout, key: str, like: torch.Tensor) -> torch.Tensor:
+    """Return where ``layout`` has the tensor ``key`` in ``image``, the whole file, as one of the form of ``like``."""
     entry = layout[key]
-    if entry.nbytes:
-        place = torch.frombuffer(image[entry.offset : entry.end], dtype=tensor.dtype).view(tensor.shape)
-        place.copy_(tensor)
+    if not entry.nbytes:
+        return torch.empty(like.shape, dtype=like.dtype)
+    return torch.frombuffer(image[entry.offset : entry.end], dtype=like.dtype).view(like.shape)
 
 
 def image_of(tensors: dict[str, torch.Tensor]) -> memoryview:

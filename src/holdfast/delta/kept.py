@@ -29,14 +29,17 @@ from ..store.lock import own_text
 from ..store.manifest import ALONE, FileRef
 from ..store.reading import index_of_stream, read_file
 from ..store.retention import ancestry
-from ..store.witness import last_memory
 from . import tier
 from .channel import Channel, Gone
 from .division import of_one_base
 from .line import Line
 
-KEPT, SYNC, SOCKET = "state", "sync", "socket"
+KEPT, SYNC = tier.FOLDERS
+SOCKET = "socket"
 """In a tier: what a replica kept, a whole state that a trainer hands over, and where it listens."""
+
+REPLICA_IN = "replica_in"
+"""In the record of a timeline, of its writer: where its replica keeps things."""
 
 MARKS = ("run", "cut")
 """In the progress of a state that is kept."""
@@ -62,6 +65,12 @@ class Kept:
     key: str
     cut: str
     folder: str
+    place: str = ""
+    """The tier."""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.place) / self.folder
 
 
 def mark(run: list[Any], cut: str) -> dict[str, Any]:
@@ -113,8 +122,13 @@ def newest_of(places: Iterable[Path], store: LocalStore) -> int:
 def refuse_to_leave(run: Path, store: LocalStore, step: int) -> None:
     """Raise ``BadInput`` if a replica of ``run`` kept a newer step than ``step``, which the disk has: for who trains
     without one, and would leave it behind."""
-    memories = {tier.MEMORY, last_memory(run / "events.jsonl") or tier.MEMORY}
-    last = max(newest_of(tier.places_of(run, memory), store) for memory in memories)
+    timelines, key = store.timelines()[0], store.run_key()
+    told = {record.writer.get(REPLICA_IN) for record in timelines.values()}
+    memories = {tier.MEMORY, *(Path(place) for place in told if isinstance(place, str))}
+    last = max(
+        newest_of([*tier.places_of(run, memory), *tier.strays_of(run, memory, key)], store)
+        for memory in memories
+    )
     if last > step:
         raise BadInput(
             f"{run}: a replica kept step {last} in memory, and step {step} is on the disk."
@@ -143,7 +157,8 @@ def _look(place: Path, folder: str, store: LocalStore) -> Kept | None:
     last = line.step if limit is None else min(line.step, limit)
     if last < line.base.step:
         return None
-    return Kept(line.base.step, last, timeline, key, line.base.progress.get("cut", ""), folder)
+    cut = line.base.progress.get("cut", "")
+    return Kept(line.base.step, last, timeline, key, cut, folder, str(place))
 
 
 def agreed(found: Sequence[Sequence[Kept]], newest_step: int, target: int | None, exact: bool) -> Fork | None:

@@ -213,6 +213,8 @@ class Line:
             pour(ghost, state)
             buffers = {**ghost.loaded_buffers, **buffers}
         state.load(buffers)
+        if state.own:
+            state.load_own(next(iter(self.shares.values())).progress)
 
     def parts(self, state: LiveState) -> Iterator[tuple[str, Ghost]]:
         """Of each stream, in its writer's cut, what was stored after the last step; ``state`` says how it is held."""
@@ -237,9 +239,12 @@ class Line:
         for stream, each in sorted(taking.items(), key=lambda item: item[0] == with_buffers):  # its own last
             wanted = each.owners | ({RESIDUAL} if stream == with_buffers else set())
             later = {unit for units in each.later.values() for unit in units}
+            state.layouts |= each.share.progress.get("layouts", {})
+            state.rebound |= state.carried.intersection(self.progress(0).get("rebound", ()))
             each.share.load(state, each.share.files.keys() - later, wanted, self.watch.loaded)
-            values = each.share.progress["values"]
-            state.load_values({name: slots for name, slots in values.items() if name in each.owners})
+            state.load_standing(each.share.progress, each.owners)
+        if state.own:
+            state.load_own(taking[with_buffers].share.progress)
         state.share(self._shared(with_buffers) or [])
         self._step_on(state, taking, after_update)
 

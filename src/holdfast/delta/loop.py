@@ -13,12 +13,13 @@ from ..errors import BadInput
 from ..ranks import Ranks
 from ..state.capture import aliases_of
 from ..state.live import LiveState
+from ..state.prepared import refuse_away
 from ..units import shown
 from ..update.kinds import is_elementwise
 from .codecs import Codec
 from .comm_hook import HookState
 from .entering import look
-from .hidden import Marks, hidden_in, told_of_hidden
+from .hidden import OwnState, StateCheck
 from .holder import replay_info
 from .hooks import Hook, with_hook
 from .options import (
@@ -28,6 +29,7 @@ from .options import (
     refuse_taken,
     refuse_without_values,
 )
+from .passing import PassingBuffers
 from .powersgd import PowerState
 from .recovery import Recovered
 from .script import Script
@@ -76,6 +78,7 @@ class Loop:
         self.optimizers = optimizers_of(optimizer)
         refuse_renormalised(model)
         refuse_sparse_gradients(model, self.optimizers)
+        refuse_away(model)
         refuse_without_values(model)
         things = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         refuse_taken(also, things)
@@ -98,7 +101,13 @@ class Loop:
         """Parameters that did not require gradients at the first look."""
         self._looks: list[int] = []
         """Steps of which the last looks were."""
-        self._hidden: list[dict[str, Marks]] = []
+        self._own = [OwnState(optimizer) for optimizer in self.optimizers]
+        self._checks = [StateCheck(optimizer) for optimizer in self.optimizers]
+        self._told_of_own: set[int] = set()
+        self._passing = PassingBuffers(ranks.alone)
+        self.has_new_buffers = False
+        """Whether the last step is the first at which a buffer that is not persistent was seen to change."""
+        self._is_first = False
         self._trained: Collection[str] = ()
         """What the run's last step before a resume did, until one was done since."""
         self._buffers_were: list[tuple[int, int]] = []
@@ -109,8 +118,6 @@ class Loop:
         self.exactness: Literal["state", "continuation"] = "continuation"
         self.rates: dict[str, float] = {}
         """By which the next recovery is predicted."""
-        self.durable_before = -1
-        """What the log of the run says was durable before this process."""
 
     @property
     def is_elementwise(self) -> bool:
@@ -136,7 +143,8 @@ class Loop:
                 " iteration, groups that change, or parameters that the script changes after the step.",
                 stacklevel=5,
             )
-        _tell_of_buffers(before, self._buffers_at_look)
+        passing = self.state.passing.keys()
+        _tell_of_buffers(before - passing, self._buffers_at_look - passing)
 
     def look(self) -> None:
         """See what there is now. Called on all ranks."""
@@ -144,6 +152,11 @@ class Loop:
             self.ranks, self.model, self.optimizers, self._averages, self._residuals, self._subspaces,
             own_residuals=self._hook is not None,
         )  # fmt: skip
+        self.state.carry(self._passing.carried)
+        self._passing.begin(self.state)
+        self.state.own = self._own
+        for own in self._own:
+            own.begin(self.state)
         self._buffers_at_look = {atom.name for atom, _ in self.state.buffers().values()}
         if self._given_frozen is None:
             self._given_frozen = [p.name for p in self.state.parameters if not p.parameter.requires_grad]
@@ -169,6 +182,7 @@ class Loop:
     def go_on(self, found: Recovered) -> None:
         """From the step that was found, with a warning of what was odd."""
         self.steps_done, self._trained = found.point.step, found.trained
+        self._passing.restore(self.state, found.progress)
         for text in found.odd:
             warnings.warn(f"resuming after step {self.steps_done}: {text}", stacklevel=4)
         if not self.codec.error_feedback:
@@ -185,7 +199,11 @@ class Loop:
     def attend(self) -> None:
         """``steps_done`` have been done, and the next iteration is of the step after those."""
         self._scale = self._scale_now()
-        self._hidden = [hidden_in(optimizer) for optimizer in self.optimizers]
+        self._is_first = True
+        for own in self._own:
+            own.settle()
+        self._passing.settle(self.state)
+        self._buffers_at_look = {atom.name for atom, _ in self.state.buffers().values()}
         self.note()
 
     def begins_step(self) -> None:
@@ -214,18 +232,34 @@ class Loop:
     def stepped(self, updates: Sequence[Update]) -> None:
         """One more step has been done, of these ``updates`` or, without any, skipped."""
         self.steps_done += 1
-        if self._hidden and updates:
+        self.has_new_buffers = self._passing.look(self.state)
+        for number in {update.optimizer for update in updates}:
+            self._checks[number].look(self.state)
+            self._tell_of_own(number)
+        if self._is_first and updates:
             self.state.refuse_odd_state()
-            told_of_hidden(self.optimizers, self._hidden)
-            self._hidden = []  # once is enough
+            self._is_first = False  # once is enough
             _tell_of_frozen(self.state, self._trained, updates)
         self.note()
+
+    def _tell_of_own(self, number: int) -> None:
+        """Warn of what a step has changed that neither bases nor records can hold."""
+        lost = self._own[number].lost
+        if lost is None or number in self._told_of_own:
+            return
+        self._told_of_own.add(number)
+        warnings.warn(
+            f"{type(self.optimizers[number]).__name__}.{lost} was changed by a step, and is nothing that a base could"
+            " hold: a resume would not bring it back. If steps depend on it, keep numbers and tensors instead, or keep"
+            " it in param_groups.",
+            stacklevel=5,
+        )
 
     def note(self) -> None:
         """What the script holds now is what it has after ``steps_done``."""
         if isinstance(self._hook, PowerState):
             self._hook.steps_done = self.steps_done
-        self.now = self.script.now()
+        self.now = {**self.script.now(), **self._passing.told(self.state)}
         self._schedule_at = self._schedule_now()
         self._buffers_were = self._buffers_are()
 
@@ -282,7 +316,7 @@ class Loop:
             "given": self.script.given,
             "given_schedule": self.script.given_schedule,
             "given_frozen": self._given_frozen,
-            "values": self.state.values(),
+            **self.state.standing(),
             "replay": about,
             "rates": self.rates,
             **({"aliases": aliases} if aliases else {}),

@@ -6,18 +6,21 @@ optimizer consumes what ``codecs.expand_into`` makes of the arrays that are reco
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..accelerators import is_accelerator
 from ..errors import BadInput, ModelNotSupported
 from ..state.cuts import local_of
 from ..state.dtypes import TO_NAME
 from ..state.live import LiveState
 from ..store.layout import METADATA, Layout
 from .codecs import ArrayReader, Codec, Trained, array_key, expand_into, trained_of
-from .quantise import quantise
+from .grids import Grid, alike, give, gradient_of, largest_places, residuals_of, tails_of
+from .quantise import quantise, quantise_rows, scaled_rows
 from .slots import Slot
 from .sparse import BITS, Arrays, num_blocks, pick
 
@@ -68,7 +71,49 @@ class Lossy(Codec):
     def consume(
         self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
     ) -> dict[str, Arrays]:
-        return {name: self._consume(parameter, residuals, skipped) for name, parameter in trained}
+        found = {
+            name: self._consume(parameter, residuals, skipped)
+            for name, parameter in trained
+            if not self._is_together(parameter)
+        }
+        for group in alike([(name, p) for name, p in trained if name not in found]):
+            found |= self._consume_together(group, residuals, skipped)
+        return {name: found[name] for name, _ in trained}
+
+    def compress_rows(
+        self, rows: torch.Tensor, grid: Grid, dtype: torch.dtype
+    ) -> tuple[list[Arrays], torch.Tensor]:
+        """Return the arrays that ``compress`` gives for each tensor of ``grid``, whose matrix is ``rows``, and a matrix
+        of what they stand for, in ``dtype``. Does not wait for the device."""
+        raise NotImplementedError
+
+    @property
+    def width(self) -> int:
+        """The columns of the grid that ``compress_rows`` is for; 0 for a codec that has no such method."""
+        return 0
+
+    def _is_together(self, parameter: torch.Tensor) -> bool:
+        """Return whether a gradient is compressed with others: a host compresses each in its caches."""
+        return self.width > 0 and is_accelerator(parameter.device)
+
+    def _consume_together(
+        self, trained: Trained, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
+    ) -> dict[str, Arrays]:
+        """``_consume`` for gradients of one dtype on one device, in a number of operations that is always the same."""
+        grads = [gradient_of(parameter) for _, parameter in trained]
+        dtype, wide = grads[0].dtype, torch.promote_types(grads[0].dtype, torch.float32)
+        grid = Grid(tuple(grad.numel() for grad in grads), self.width)
+        rows = grid.filled([grad.reshape(-1) for grad in grads]).to(wide)
+        if skipped:
+            return _by_name(trained, self.compress_rows(rows.zero_(), grid, dtype)[0])
+        kept = residuals_of(trained, residuals, wide) if self.error_feedback else []
+        if kept:
+            rows = grid.filled(kept).add_(rows)
+        arrays, given = self.compress_rows(rows, grid, dtype)
+        if kept:
+            torch._foreach_copy_(kept, grid.parts(rows.sub_(given)))
+        give(trained, grid.parts(given))
+        return _by_name(trained, arrays)
 
     def _consume(
         self, parameter: torch.Tensor, residuals: dict[torch.Tensor, torch.Tensor], skipped: bool
@@ -106,11 +151,13 @@ class Lossy(Codec):
         if layout.file_bytes > len(part):
             return None
         part[: len(layout.header)] = layout.header
-        for entry in layout.entries:
-            if entry.nbytes:
-                joined = torch.cat(pieces[entry.key])
-                place = torch.frombuffer(part[entry.offset : entry.end], dtype=joined.dtype)
-                place.copy_(joined, non_blocking=slot.non_blocking)
+        entries = [entry for entry in layout.entries if entry.nbytes]
+        joined = [torch.cat(pieces[entry.key]) for entry in entries]
+        places = [
+            torch.frombuffer(part[entry.offset : entry.end], dtype=array.dtype)
+            for entry, array in zip(entries, joined, strict=True)
+        ]
+        slot.put(places, joined, lasting=True)
         return part[: layout.file_bytes]
 
 
@@ -145,6 +192,13 @@ class TopK(Lossy):
         """Of a block, or the part of one, with so many ``elements``."""
         return min(elements, max(1, round(self.ratio * elements)))
 
+    def counts(self, elements: int, device: torch.device) -> torch.Tensor:
+        """Return what ``compress`` keeps of each block of a tensor with so many ``elements``."""
+        counts = torch.full((num_blocks(elements, self.block),), self.kept(self.block), device=device)
+        if elements % self.block:
+            counts[-1:] = self.kept(elements % self.block)
+        return counts.to(torch.uint16)
+
     def sizes(self, elements: int, dtype: torch.dtype) -> Sizes:
         blocks, rest = divmod(elements, self.block)
         kept = blocks * self.kept(self.block) + (self.kept(rest) if rest else 0)
@@ -176,6 +230,34 @@ class TopK(Lossy):
             indices, values = places.to(torch.uint16).view(-1), rows.gather(1, places)
         return {"counts": counts, "indices": indices, "values": values.to(dtype).reshape(-1)}
 
+    @property
+    def width(self) -> int:
+        return self.block
+
+    def compress_rows(
+        self, rows: torch.Tensor, grid: Grid, dtype: torch.dtype
+    ) -> tuple[list[Arrays], torch.Tensor]:
+        kept = self.kept(self.block)
+        of_tails = tuple(self.kept(size % self.block) if size % self.block else 0 for size in grid.sizes)
+        tails = tails_of(grid, kept, of_tails, rows.device)
+        if kept == self.block:  # so each tail is kept whole, too
+            given = values = rows.to(dtype, copy=True)
+            places = rows.new_empty((len(rows), 0), dtype=torch.uint16)
+        else:
+            found = largest_places(rows, kept, tails)
+            values, places = rows.gather(1, found).to(dtype), found.to(torch.uint16)
+            own = torch.arange(kept, device=rows.device) < tails.kept
+            given = torch.zeros_like(rows, dtype=dtype).scatter_(1, found, torch.where(own, values, 0.0))
+        whole = [size // self.block for size in grid.sizes]
+        of_values = [n * kept + tail for n, tail in zip(whole, of_tails, strict=True)]
+        of_places = [
+            n * places.shape[1] + (tail if tail < size % self.block else 0)
+            for n, tail, size in zip(whole, of_tails, grid.sizes, strict=True)
+        ]
+        return _each(
+            counts=tails.counts, indices=grid.parts(places, of_places), values=grid.parts(values, of_values)
+        ), given
+
     def about(self) -> dict[str, Any]:
         return {"kind": "sparse", "block": self.block, "feedback": self.error_feedback}
 
@@ -197,6 +279,17 @@ class Int8(Lossy):
 
     def compress(self, flat: torch.Tensor, dtype: torch.dtype) -> Arrays:
         return quantise(flat, self.block)
+
+    @property
+    def width(self) -> int:
+        return self.block
+
+    def compress_rows(
+        self, rows: torch.Tensor, grid: Grid, dtype: torch.dtype
+    ) -> tuple[list[Arrays], torch.Tensor]:
+        scales, steps = quantise_rows(rows)
+        given = scaled_rows(scales, steps).to(dtype)
+        return _each(scales=scales.split(grid.rows), steps=grid.parts(steps)), given
 
     def about(self) -> dict[str, Any]:
         return {"kind": "int8", "block": self.block, "feedback": self.error_feedback}
@@ -243,6 +336,15 @@ def _largest_of(rows: torch.Tensor, kept: int) -> torch.Tensor:
         at_once = max(1, RANKED_AT_ONCE * torch.get_num_threads() // rows.shape[1])
     found = [part.abs().topk(kept, dim=1, sorted=False).indices for part in rows.split(at_once)]
     return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def _each(**arrays: Sequence[torch.Tensor]) -> list[Arrays]:
+    """Return the arrays of each tensor, from those of all by what they are."""
+    return [dict(zip(arrays, of_one, strict=True)) for of_one in zip(*arrays.values(), strict=True)]
+
+
+def _by_name(trained: Trained, arrays: Sequence[Arrays]) -> dict[str, Arrays]:
+    return {name: of_one for (name, _), of_one in zip(trained, arrays, strict=True)}
 
 
 def _keyed(arrays: Arrays) -> Arrays:

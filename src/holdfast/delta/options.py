@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -18,6 +18,7 @@ from ..state.live import LiveState
 from ..store.retention import Keep
 from ..units import format_bytes, parse_bytes
 from ..update.kinds import is_elementwise
+from .closures import refuse_closures
 from .codecs import Codec, Exact
 from .pace import POLICIES
 from .recorder import BOUND
@@ -89,11 +90,17 @@ class Options:
 
 def optimizers_of(given: Any) -> tuple[torch.optim.Optimizer, ...]:
     """The one, or the several, that were given."""
-    optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
+    several = isinstance(given, Iterable) and not isinstance(given, (torch.optim.Optimizer, str))
+    optimizers: tuple[Any, ...] = tuple(given) if several else (given,)
     if not optimizers or not all(isinstance(item, torch.optim.Optimizer) for item in optimizers):
-        raise BadInput("optimizer is not an optimizer of torch, nor several of them")
+        kinds = ", ".join(dict.fromkeys(type(item).__name__ for item in optimizers)) or "nothing"
+        raise BadInput(
+            f"optimizer is not an optimizer of torch, nor several of them ({kinds}). One that wraps another is given as"
+            " the one inside."
+        )
     for optimizer in optimizers:
         _refuse_wrapper(optimizer)
+        refuse_closures(optimizer)
     return optimizers
 
 

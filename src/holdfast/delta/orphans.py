@@ -17,6 +17,7 @@ from ..errors import HoldfastError
 from ..ranks import Ranks
 from ..store.files import AnyDisk, write_durably
 from ..store.lock import lock_of
+from . import awake
 
 LOOK_SECONDS = 0.02
 
@@ -66,7 +67,7 @@ class Notes:
         """What every rank has said, by rank; None if one does not within ``seconds``, or ``when_asked`` seconds since a
         trainer is waiting, or one has given up, or is gone."""
         ranks = range(self._ranks.world_size)
-        end = time.monotonic() + seconds
+        end = awake.now() + seconds
         while not any(self._says(GAVE_UP, rank) for rank in ranks):
             missing = [rank for rank in ranks if not self._says(what, rank)]
             if not missing:
@@ -74,8 +75,8 @@ class Notes:
             if any(self._locks.gone(rank) and not self._says(what, rank) for rank in missing):
                 return None
             if self._asked():
-                end = min(end, time.monotonic() + when_asked)
-            if time.monotonic() > end:
+                end = min(end, awake.now() + when_asked)
+            if awake.now() > end:
                 return None
             time.sleep(LOOK_SECONDS)
         return None

@@ -6,10 +6,10 @@ left is one that is slow, or stopped: as long as it gives signs of life it is wa
 
 from __future__ import annotations
 
-import time
 import warnings
 
 from ..errors import RankFailed
+from . import awake
 from .agreement import PROBE_SECONDS, Agreement
 
 GRACE_SECONDS = 2 * PROBE_SECONDS
@@ -25,13 +25,13 @@ class Others:
         self._agreement, self._deadline = agreement, deadline_seconds
         self._step, self._number, self._base_step = step, number, base_step
         self._sign: object = None
-        self._since = self._began = time.monotonic()
+        self._since = self._began = awake.now()
         self._has_warned = False
 
     def check(self, durable_step: int) -> None:
         """Asked again and again while others are waited for. Warns of one that is slow, once; raises ``RankFailed``
         when nothing was heard of it for too long. ``durable_step`` is what survives whatever it does."""
-        now, standing = time.monotonic(), self._agreement.standing
+        now, standing = awake.now(), self._agreement.standing
         sign = (standing.durable_step, standing.base_wanted, standing.missing)
         if sign != self._sign:
             self._sign, self._since = sign, now

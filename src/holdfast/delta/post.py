@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
+
+from ..accelerators import use_device
 from ..update.threads import keep_torch_threads, one_torch_thread
 from .recorder import Sealed
 
@@ -17,8 +20,9 @@ from .recorder import Sealed
 class Post:
     """``send`` is called with each step that is there."""
 
-    def __init__(self, send: Callable[[Sealed], None]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[Sealed], None], devices: Sequence[torch.device] = ()) -> None:
+        """``devices`` are those that steps come from."""
+        self._send, self._devices = send, list(devices)
         self._failure: BaseException | None = None
         self._waiting: queue.SimpleQueue[Sealed | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -45,6 +49,8 @@ class Post:
 
     def _work(self) -> None:
         one_torch_thread()
+        for device in self._devices[:1]:
+            use_device(device)
         while (sealed := self._waiting.get()) is not None:
             try:
                 sealed.settle()

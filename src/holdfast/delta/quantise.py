@@ -13,11 +13,16 @@ def quantise(flat: torch.Tensor, block: int) -> Arrays:
     """``flat``, in fp32 or wider, to the nearest of 255 multiples of a scale: the block's largest value over 127."""
     padded = torch.zeros(num_blocks(flat.numel(), block) * block, dtype=flat.dtype, device=flat.device)
     padded[: flat.numel()] = flat
-    rows = padded.view(-1, block)
+    scales, steps = quantise_rows(padded.view(-1, block))
+    return {"scales": scales, "steps": steps.view(-1)[: flat.numel()]}
+
+
+def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale of each row, and the rows in 8 bits."""
     scales = (rows.abs().amax(1) / LARGEST).to(torch.float32) if rows.numel() else rows.new_empty(0).float()
-    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).to(flat.dtype)
+    steps = torch.where(scales > 0, scales, torch.ones_like(scales)).to(rows.dtype)
     values = (rows / steps[:, None]).round_().nan_to_num_().clamp_(-LARGEST, LARGEST)
-    return {"scales": scales, "steps": values.to(torch.int8).view(-1)[: flat.numel()]}
+    return scales, values.to(torch.int8)
 
 
 def scaled(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.Tensor:
@@ -26,4 +31,9 @@ def scaled(take: Take, elements: int, dtype: torch.dtype, block: int) -> torch.T
     steps = take("steps", torch.int8, elements)
     padded = torch.zeros(scales.numel() * block, dtype=torch.float32, device=steps.device)
     padded[:elements] = steps
-    return (padded.view(-1, block) * scales[:, None]).view(-1)[:elements].to(dtype)
+    return scaled_rows(scales, padded.view(-1, block)).view(-1)[:elements].to(dtype)
+
+
+def scaled_rows(scales: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Return what rows in 8 bits stand for, in fp32."""
+    return steps * scales[:, None]

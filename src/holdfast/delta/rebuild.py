@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accelerators import is_accelerator, use_device
 from ..errors import BadInput
 from ..state.boxes import Box
 from ..state.capture import CapturedParameter
@@ -30,7 +31,7 @@ from ..units import packed
 from ..update.kinds import is_elementwise
 from . import visiting
 from .shell import members_of, module_of, optimizer_of
-from .visiting import Visit, visit_bytes
+from .visiting import Homes, Visit, visit_bytes
 
 _KNOWN = {
     "defaults", "state", "param_groups", "step", "grad_scale", "found_inf", "_opt_called", "_step_supports_amp_scaling",
@@ -62,6 +63,7 @@ class Part(LiveState):
         super().__init__(model, optimizers)
         self.boxes, self.wholes = boxes, wholes
         self._devices, self._on_host = devices, on_host
+        self._homes = {device: Homes(device) for device in {*devices.values()} if is_accelerator(device)}
 
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
         """As those of the whole; only an optimizer that is known to be elementwise has several."""
@@ -77,19 +79,31 @@ class Part(LiveState):
         }
         sizes = {name: visit_bytes(parameter, optimizer) for name, parameter in members.items()}
         some_at_a_time = list(packed(members, lambda name: sizes[name], visiting.VISIT_BYTES))
-        for some in [list(members)] if with_all else some_at_a_time or [[]]:
-            visits = {name: self._visit(name, members[name], optimizer) for name in some}
-            try:
-                yield some
-            finally:
-                self._on_host |= {name: visit.end() for name, visit in visits.items()}
+        try:
+            for some in [list(members)] if with_all else some_at_a_time or [[]]:
+                for homes in self._homes.values():
+                    homes.make_room()
+                visits = {name: self._visit(name, members[name], optimizer) for name in some}
+                try:
+                    yield some
+                finally:
+                    self._on_host |= {name: visit.end() for name, visit in visits.items()}
+        finally:
+            for homes in self._homes.values():
+                homes.settle()
 
     def _visit(self, name: str, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Visit:
         stays = self._on_host.get(name)
         if stays is None:  # it was loaded, to where an optimizer that was made anew would have it
             group = optimizer.param_groups[self.parameter(name).group or 0]
             stays = {"step"} if counts_on_host(group) else set()
-        return Visit(parameter, optimizer, self._devices[name], stays)
+        device = self._devices[name]
+        return Visit(parameter, optimizer, device, stays, self._homes.get(device))
+
+    def free(self) -> None:
+        """Hand back the memory in which what visits devices rests. The state means nothing any more."""
+        for homes in self._homes.values():
+            homes.free()
 
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """As that of the whole; ``kinds`` have the shapes of whole parameters."""
@@ -118,11 +132,11 @@ def refuse_what_cannot_be_rebuilt(state: LiveState) -> None:
             )
     _refuse_shared(state)
     kinds = {p.parameter.device.type: p for p in state.parameters}
-    odd = [p for kind, p in kinds.items() if kind not in ("cpu", "cuda")] or list(kinds.values())[1:]
+    odd = [p for kind, p in kinds.items() if kind == "meta"] or list(kinds.values())[1:]
     if odd:
         raise BadInput(
             f"{odd[0].name} is on {odd[0].parameter.device}, and a replica takes parameters that are all on the host or"
-            f" all on CUDA devices. {_INSTEAD}"
+            f" all on accelerators of one kind. {_INSTEAD}"
         )
 
 
@@ -152,6 +166,7 @@ def describe(state: LiveState) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "precision": torch.get_float32_matmul_precision(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
     }
 
 
@@ -182,7 +197,10 @@ def adopt(about: dict[str, Any]) -> None:
     torch.set_num_threads(about["threads"])
     torch.use_deterministic_algorithms(about["deterministic"])
     torch.set_float32_matmul_precision(about["precision"])
+    torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     sys.path[:] = about["path"]
+    for device in [item["device"] for item in about["parameters"] if item["device"]][:1]:
+        use_device(torch.device(device))
 
 
 def rebuild(about: dict[str, Any]) -> Part:

@@ -21,10 +21,12 @@ from typing import Any, TypeVar
 
 from holdfast import failpoints
 
+from ..accelerators import use_device
 from ..errors import BadInput, WriterHung
 from ..store.journal import JournalWriter, Record
 from ..units import PAGE
 from ..update.threads import keep_torch_threads, one_torch_thread
+from . import awake
 from .slots import Slot, SlotPool
 
 T = TypeVar("T")
@@ -185,7 +187,7 @@ class Recorder:
 
     def beat(self) -> None:
         """Called by a task that gets on: the deadline counts from here."""
-        self._busy_since = time.monotonic()
+        self._busy_since = awake.now()
 
     def hold(self) -> None:
         """Nothing waits. The steps put from here on are written, and durable only from ``restart`` on: the base that
@@ -293,7 +295,7 @@ class Recorder:
 
     def _hung(self) -> bool:
         since = self._busy_since
-        return since is not None and time.monotonic() - since > self._deadline
+        return since is not None and awake.now() - since > self._deadline
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -301,12 +303,14 @@ class Recorder:
 
     def _work(self) -> None:
         one_torch_thread()
+        for device in self._pool.devices[:1]:
+            use_device(device)
         while True:
             with self._changed:
                 group = self._next_group()
                 if not group:
                     return
-                self._busy_since = time.monotonic()
+                self._busy_since = awake.now()
             try:
                 self._do(group)
             except BaseException as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast import failpoints
 
+from ..accelerators import devices_of
 from ..events import EventLog
 from ..store import entering
 from ..store.local import LocalStore
@@ -17,12 +18,11 @@ from . import kept
 from .agreement import Agreement
 from .allotment import Allotment
 from .division import owned_by
-from .leaving import devices_of
 from .loop import Loop
 from .options import Options
 from .pace import Means, Pace
 from .recorder import Recorder
-from .recovery import Recovered, recover
+from .recovery import BY, RECORDS, Recovered, recover
 from .slots import Slot, SlotPool
 from .survival import Asked, Survival
 from .tap import Tap, Update
@@ -101,7 +101,6 @@ class Recording(Survival):
         found = recover(
             store, loop.state, loop.script, ranks=loop.ranks, target=asked.target, exact=asked.exact,
             continuing=asked.continuing, after_update=loop.update_again, watch=recovery,
-            durable_step=loop.durable_before,
         )  # fmt: skip
         loop.rates = recovery.rates
         self._events.emit("recovered", step=found.point.step, **recovery.facts())
@@ -111,7 +110,9 @@ class Recording(Survival):
 
     def begin(self, found: Recovered | None) -> None:
         self._num_slots = self._slots_that_fit()  # beside what the script holds, which is known now
-        entering.begin(self._store, self._loop.ranks, None if found is None else found.point)
+        self._loop.ranks.first_does(lambda: self._store.disk.makedirs("journal"))
+        point = None if found is None else found.point
+        entering.begin(self._store, self._loop.ranks, point, {BY: RECORDS})
         self._store.measure()
         self._pool = self._slot_pool()
         self._recorder = self._make_recorder(self._pool)
@@ -243,3 +244,5 @@ class Recording(Survival):
     def let_go(self) -> None:
         if self._pool is not None:
             self._pool.close()
+        if self._pace is not None:
+            self._pace.bases.let_go()

@@ -8,9 +8,10 @@ recover the same step, the newest that every one of them can have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ..errors import Damaged, DiskFailed, NoCommit, RunMismatch, Unreadable
 from ..ranks import Ranks
@@ -30,6 +31,9 @@ from .script import Script
 from .shell import members_of, places_of
 from .watching import Recovery
 
+BY, RECORDS = "by", "records"
+"""In the record of a timeline, of its writer: how its steps survive."""
+
 
 @dataclass
 class Recovered:
@@ -44,6 +48,8 @@ class Recovered:
     """Whether steps have changed residuals since those that a base has, so that they begin at zero."""
     trained: Collection[str] = ()
     """Parameters that the last step trained, as far as that is known."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """What the last step's record had of all that is no tensor."""
 
 
 def recover(
@@ -58,24 +64,22 @@ def recover(
     continuing: bool = False,
     after_update: Callable[[int], None] | None = None,
     watch: Recovery | None = None,
-    durable_step: int = -1,
 ) -> Recovered:
     """Bring ``state`` and ``script`` to the newest step that can be had, at most ``target``; just that one if
     ``exact``; with ``continuing`` to the newest from which training goes on as it did. Residuals are there if they are
     those of that point. What ``exact`` asks for is taken of the line of the timeline ``tip``; without one of the
-    present line, or where that has not come so far, which is told, of one that was left. ``durable_step`` is known to
-    have been durable: that the disk has no way to it any more is told. Called on all ranks, which get the same.
+    present line, or where that has not come so far, which is told, of one that was left. Called on all ranks, which get
+    the same.
 
     Raises ``NoCommit`` if ``target`` cannot be had, ``Damaged`` if no base is whole, ``Unreadable`` if a later step may
     be in what cannot be read, ``RunMismatch`` if the run is that of another model (with nothing changed then).
     """
     told = ""
     if exact and target is not None and tip is None:
-        tip, told = ranks.first_does(lambda: _looked_up(store, target, durable_step))
+        tip, told = ranks.first_does(lambda: _looked_up(store, target))
     bases = [ref for ref in store.line(tip) if target is None or ref.step <= target]
     search = _Search(
         store, state, script, ranks, target, tip, continuing=continuing, after_update=after_update, watch=watch,
-        durable_step=durable_step,
     )  # fmt: skip
     odd, unread = search.odd, search.unread
     continuing_ones = [ref for ref in bases if not (continuing and _has_lost_residuals(ref, store, tip))]
@@ -106,9 +110,7 @@ def recover(
             )
         if target is None and not continuing:
             # without a journal it is a replica's, whose forks are from steps that were in memory alone
-            if streams(store.disk):
-                durable_step = max(durable_step, line.acknowledged)
-            _tell_lost(line, durable_step, odd)
+            _tell_lost(line, line.acknowledged if streams(store.disk) else -1, odd)
         others = _other_members(line, state)
         same_cut = len(line.chains) == ranks.world_size and all(
             ranks.everyone(_stores_alike(line, state, ranks) and not others)
@@ -132,7 +134,7 @@ def recover(
         script.restore(progress)
         if ranks.rank >= len(line.chains):
             script.scatter(ranks.rank)
-        return Recovered(line.point, odd, same_cut, lost, trained)
+        return Recovered(line.point, odd, same_cut, lost, trained, progress)
     if not bases:
         raise NoCommit(f"{store.root} has no commit of step {target} or before it.")
     if unread:
@@ -140,9 +142,9 @@ def recover(
     raise Damaged(f"no commit of {store.root} is whole: {odd[0]} {NONE_WHOLE}")
 
 
-def _looked_up(store: LocalStore, step: int, durable_step: int) -> tuple[int | None, str]:
+def _looked_up(store: LocalStore, step: int) -> tuple[int | None, str]:
     """The timeline of whose line ``step`` is taken, and what is to be told of that."""
-    tip = tip_with(store, step, durable_step)
+    tip = tip_with(store, step)
     return tip, told_of_left(store, tip, step)
 
 
@@ -150,15 +152,15 @@ def _tell_lost(line: Line, durable_step: int, odd: list[str]) -> None:
     """Add to ``odd`` which steps to ``durable_step`` are lost. Raises ``Damaged`` where nothing is left that would say
     why."""
     step, root = line.step, line.store.root
-    if durable_step <= step:
-        return
-    if not odd and not any(chain.records for chain in line.chains.values()):
+    newest = line.store.timelines()[0].get(line.store.tip())
+    if newest is not None and newest.writer.get(BY) == RECORDS and not line.store.disk.exists("journal"):
         raise Damaged(
-            f"{root} has no record after step {step}, and step {durable_step} was durable: files of journal/ were"
-            f" removed or not restored. Nothing on the disk was changed: put them back, or call resume(step={step}) to"
-            " go on from there without them.",
+            f"{root} has no journal/, and its steps were recorded there: it was removed or not restored. Nothing on the"
+            f" disk was changed: put it back, or call resume(step={step}) to go on from there without it.",
             path="journal",
         )
+    if durable_step <= step:
+        return
     several = f"Steps {step + 1} to {durable_step} had been durable, and are lost."
     one = f"Step {durable_step} had been durable, and is lost."
     lost = one if durable_step == step + 1 else several
@@ -304,7 +306,8 @@ class _Search:
     continuing: bool
     after_update: Callable[[int], None] | None
     watch: Recovery | None
-    durable_step: int
+    acknowledged: int = -1
+    """A step that was durable on all streams, as the journals show."""
     odd: list[str] = field(default_factory=list)
     unread: dict[str, int] = field(default_factory=dict)
     """By what the device said, the step of the base that it did not give back."""
@@ -350,7 +353,7 @@ class _Search:
     def _replayed(self, ref: CommitRef, target: int | None) -> Line:
         """The line to ``target`` at most, which the state is at then."""
         line = Line.of(self.store, self.store.load(ref), target, self.tip)
-        line.acknowledged = self.durable_step = max(line.acknowledged, self.durable_step)
+        line.acknowledged = self.acknowledged = max(line.acknowledged, self.acknowledged)
         if self.continuing:
             line.end_before_feedback()
         self.script.check(line.progress(self.ranks.rank), len(line.chains), self.ranks.world_size)

@@ -24,6 +24,7 @@ from ..state.live import BUFFERS, LiveState
 from ..state.plain import flat_bytes
 from ..state.progress import load_hyper_parameters
 from . import codecs
+from .closures import closure_again
 from .drawing import draw_again
 from .slots import tensors_of
 from .tap import CONSUMED, scale
@@ -111,6 +112,8 @@ def apply(state: LiveState, records: Sequence[Taken], after_update: Callable[[],
         for record in records:
             grads |= _gradients(record, number, by_name)
         load_hyper_parameters(optimizer.param_groups, update["groups"])
+        if state.own and "own" in update:
+            state.own[update["optimizer"]].apply(state, update["own"])
         draw_again(update.get("drawn"))
         with closing(state.rounds(optimizer, grads.keys())) as rounds:
             for names in rounds:
@@ -154,7 +157,9 @@ def _step(
     grads: dict[str, torch.Tensor],
     update: dict[str, Any],
 ) -> None:
-    consumed, (args, kwargs) = update["consumed"], update.get("arguments", ((), {}))
+    consumed, (args, kwargs, *loss) = update["consumed"], update.get("arguments", ((), {}))
+    if loss:  # the step was given a closure that had been called
+        kwargs = {**kwargs, "closure": closure_again(loss[0])}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in parameters]
     there = [p.device for p in parameters if state.name_of[id(p)] in grads] or [p.device for p in parameters]

@@ -10,13 +10,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, astuple
+from contextlib import suppress
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
 from holdfast import failpoints
 
-from ..errors import BadInput, Damaged
+from ..accelerators import devices_of
+from ..errors import BadInput, Damaged, RunLocked
 from ..events import EventLog
 from ..ranks import Ranks
 from ..state.live import LiveState
@@ -28,7 +30,6 @@ from . import drift, kept, tier
 from .agreement import Agreement
 from .codecs import Exact
 from .helper import Helper
-from .leaving import devices_of
 from .post import Post
 from .rebuild import describe, refuse_what_cannot_be_rebuilt
 from .recorder import Sealed
@@ -69,7 +70,9 @@ class Replica:
             raise BadInput(f"replica: {memory} is not a directory. Give replica= one in memory (a tmpfs).")
         self._state, self._base_every, self._events = state, base_every or BASE_EVERY, events
         self._deadline = deadline_seconds
-        self._place = tier.place_of(run, memory, "" if ranks.alone else f".{ranks.stream}")
+        self._suffix = "" if ranks.alone else f".{ranks.stream}"
+        self._place = tier.place_of(run, memory, self._suffix)
+        """The tier, which ``start`` finds."""
         self._memory = memory
         self._terms = Terms(
             os.path.realpath(run), str(self._place), astuple(keep), direct, staging_bytes, LINGER_SECONDS, os.getpid(),
@@ -85,7 +88,7 @@ class Replica:
         self._states = 0
         """That were handed over."""
         self._helper = Helper(self._hear, deadline_seconds)
-        self._post = Post(self._send)
+        self._post = Post(self._send, devices_of(p.parameter for p in state.parameters))
         self.agreement: Agreement | None = None
         """With other ranks, where there are some."""
         self._started = False
@@ -121,7 +124,13 @@ class Replica:
         self._start()
 
     def _make_earlier_ones_leave(self, takes: bool) -> None:
-        """Also those of another number of ranks, which bring to the disk what they can."""
+        """Also those of another number of ranks, which bring to the disk what they can, and those of this run in a
+        directory that is not where it was: these finish what they have, and keep it."""
+        self._place = tier.place_for(self._terms.run, self._memory, self._suffix)
+        self._terms = replace(self._terms, place=str(self._place))
+        for place in self._strays():
+            with suppress(RunLocked):  # a copy of this run trains
+                kept.make_earlier_one_leave(place, self._terms.run, self._deadline, False)
         for place in self._places():
             kept.make_earlier_one_leave(
                 place, self._terms.run, self._deadline, takes and place == self._place
@@ -130,6 +139,28 @@ class Replica:
     def _places(self) -> list[Path]:
         """The tiers of the run on this host, whoever left them."""
         return tier.places_of(self._terms.run, self._memory)
+
+    def _strays(self) -> list[Path]:
+        """Return the tiers of this rank that may be this run's, and are not of its directory."""
+        with LocalStore(self._terms.run) as reader:
+            key = reader.run_key()
+        found = tier.strays_of(self._terms.run, self._memory, key)
+        return [place for place in found if tier.suffix_of(place) == self._suffix]
+
+    def _kept(self, store: LocalStore) -> list[kept.Kept]:
+        """Return what this rank finds in memory, its own tier's first."""
+        return [each for place in (self._place, *self._strays()) for each in kept.look(place, store)]
+
+    def _told_of_stray(self, own: kept.Kept) -> list[str]:
+        """Return what is to be said where a step is taken from a tier that stays as it is."""
+        if Path(own.place) == self._place:
+            return []
+        owner = tier.owner_of(Path(own.place))
+        where = "another directory" if owner is None else owner.run
+        return [
+            f"step {own.last} was in memory of a replica of this run when that was in {where}, and is taken from there."
+            f" Remove {own.place} if no copy of the run needs it."
+        ]
 
     def _start(self) -> None:
         self._helper.start()
@@ -140,22 +171,24 @@ class Replica:
     def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
         """As ``recovery.recover`` from ``store``, unless an earlier replica kept a step that is at least as new."""
         odd: list[str] = []
-        found = kept.agreed([kept.look(self._place, store)], kept.newest(store, target), target, exact)
-        if found is not None:
+        mine = self._kept(store)
+        found = kept.agreed([mine], kept.newest(store, target), target, exact)
+        own = None if found is None else kept.leading_to(found.step, mine)
+        if found is not None and own is not None:
             try:
-                with tier.opened(self._place / kept.KEPT) as memory:
-                    recover(memory, self._state, script, ranks=Ranks())
+                with tier.opened(own.path) as memory:
+                    progress = recover(memory, self._state, script, ranks=Ranks()).progress
             except Damaged as error:
                 odd.append(f"what the replica kept is not whole: {error}")
             else:
                 durable = self._helper.durable_step = kept.newest(store, target)
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=durable)
-                return Recovered(found, odd)
+                return Recovered(found, self._told_of_stray(own), progress=progress)
         recovered = recover(store, self._state, script, ranks=Ranks(), target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
         if target is None and not odd:
             odd = self._not_used(store, recovered.point.step, "which go with other ranks than these")
-        return Recovered(recovered.point, odd + recovered.odd, trained=recovered.trained)
+        return replace(recovered, odd=odd + recovered.odd, same_cut=True, residuals_lost=False)
 
     def _not_used(self, store: LocalStore, step: int, why: str) -> list[str]:
         """What is to be told if memory has newer steps than ``step``, which was found on the disk."""
@@ -175,9 +208,10 @@ class Replica:
 
     def _clean_up_after_others(self) -> None:
         """Nothing that other numbers of ranks left in memory is on the run's line any more."""
-        own = {tier.place_of(self._terms.run, self._memory, suffix) for suffix in self._suffixes()}
-        for place in set(self._places()) - own:
-            tier.remove(place)
+        for place in self._places():
+            suffix = tier.suffix_of(place)
+            if suffix not in self._suffixes() or (suffix == self._suffix and place != self._place):
+                tier.remove(place)
 
     def _suffixes(self) -> list[str]:
         """Of the places of all ranks."""

@@ -82,7 +82,7 @@ class Replicas(Replica):
     def recover(self, store: LocalStore, script: Script, *, target: int | None, exact: bool) -> Recovered:
         """As that of one replica: from memory if all ranks can have the same step there."""
         ranks, odd = self._ranks, list[str]()
-        mine = [each for each in kept.look(self._place, store) if each.cut == cut_of(self._state, ranks)]
+        mine = [each for each in self._kept(store) if each.cut == cut_of(self._state, ranks)]
         newest = ranks.first_does(lambda: kept.newest(store, target))
         there = ranks.everyone(mine)
         found = kept.agreed(there, newest, target, exact)
@@ -96,12 +96,12 @@ class Replicas(Replica):
                 if text
             ]
             if not odd:
-                if own.folder == kept.SYNC:
+                if own.folder == kept.SYNC and not self._told_of_stray(own):
                     kept.take_sync(self._place)
                 give_to_others(self._state, ranks)
                 self._helper.durable_step = newest
                 self._events.emit("resumed", source="replica", step=found.step, durable_step=newest)
-                return Recovered(found, odd)
+                return Recovered(found, self._told_of_stray(own))
         recovered = recover(store, self._state, script, ranks=ranks, target=target, exact=exact)
         self._helper.durable_step = recovered.point.step
         if target is None and not odd:
@@ -113,7 +113,7 @@ class Replicas(Replica):
         """Bring what this rank stores to ``step``, to which its ``own`` leads; why not, if that cannot be."""
         part = rebuild(describe(self._state))
         try:
-            with tier.opened(self._place / own.folder) as memory:
+            with tier.opened(own.path) as memory:
                 recover(memory, part, script, ranks=Ranks(), target=step, exact=True)
         except (Damaged, NoCommit) as error:
             return str(error)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..accelerators import devices_of
 from ..events import EventLog
 from ..store.entering import see_alike
 from ..store.local import LocalStore
 from .averaging import averaging
 from .layers import LayerTap
-from .leaving import devices_of
 from .loop import Loop
 from .options import Options
 from .recovery import Recovered

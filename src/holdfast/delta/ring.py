@@ -20,22 +20,28 @@ from .slots import Slot, SlotPool
 
 RING = "ring"
 
+ADVICE = " {place} has to be on a tmpfs, as /dev/shm is: memory of files elsewhere is refused."
+"""For who cannot have a ring pinned."""
+
 
 class SharedPool(SlotPool):
     """``count`` slots in the file ``ring`` of a tier, which is made and whose every page is faulted in; pinned, where
-    gradients come from CUDA ``devices``."""
+    gradients come from ``devices``."""
 
     def __init__(
         self, place: Path, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device] = ()
     ) -> None:
-        super().__init__(layouts, 0)
+        super().__init__(layouts, 0, devices)
         self.part_bytes = [layout.file_bytes for layout in layouts]
         disk = Disk(place)
         disk.allocate(
             RING, max(1, count * self.slot_bytes)
         )  # or a write would end the process for want of space
         self._ring = Ring(place, self.part_bytes, count)
-        self.slots = [Slot(layouts, self._ring.parts(number), devices) for number in range(count)]
+        self.slots = [
+            Slot(layouts, self._ring.parts(number), self._departures, ADVICE.format(place=place))
+            for number in range(count)
+        ]
         self._free = list(self.slots)
 
     def close(self) -> None:

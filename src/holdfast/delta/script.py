@@ -78,7 +78,7 @@ class Script:
             "computing": computing(),
             "optimizers": [type(optimizer).__name__ for optimizer in self._optimizers],
             "groups": [hyper_parameters(optimizer.param_groups) for optimizer in self._optimizers],
-            "things": {name: encode(state, name) for name, state in states.items()},
+            "things": {name: encode(state, f"{name}.state_dict()") for name, state in states.items()},
         }
 
     def again(self, before: dict[str, Any], which: Callable[[str, Any], bool]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Script:
         own = {name: thing for name, thing in self._things.items() if which(name, thing)}
         things = {
             **before["things"],
-            **{name: encode(thing.state_dict(), name) for name, thing in own.items()},
+            **{name: encode(thing.state_dict(), f"{name}.state_dict()") for name, thing in own.items()},
         }
         groups = [hyper_parameters(optimizer.param_groups) for optimizer in self._optimizers]
         return {**before, "groups": groups, "things": things}

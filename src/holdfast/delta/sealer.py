@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from ..accelerators import devices_of
 from ..errors import BadInput
 from ..state.growing import shorten
 from ..state.live import LiveState
 from .drift import digest
 from .image import image_of
-from .leaving import Leaving, devices_of
+from .leaving import Leaving
 from .recorder import Sealed
 from .replay import hashed, sampled
 from .tap import Update
@@ -40,7 +41,7 @@ class Sealer:
     def seal(
         self, state: LiveState, step: int, updates: Sequence[Update], progress: dict[str, Any], base_step: int
     ) -> Sealed:
-        """``step``, which ``state`` is at. What is on a CUDA device is put into it when it has left that."""
+        """``step``, which ``state`` is at. What is on a device is put into it when it has left that."""
         parts, slots = [], []
         forgotten, self._forgotten = self._forgotten, False
         told = shorten(progress, None if forgotten else self._progress)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from ..io.buffers import Buffer
 from ..state.dtypes import FROM_NAME
 from ..store.layout import Layout
 from ..units import PAGE
-from .leaving import marks, pin, unpin
+from .leaving import Departures, pinned
 
 
 class Slot:
@@ -28,10 +29,11 @@ class Slot:
         self,
         layouts: Sequence[Layout],
         parts: Sequence[memoryview] | None = None,
-        devices: Sequence[torch.device] = (),
+        departures: Departures | None = None,
+        advice: str = "",
     ) -> None:
-        """In memory of its own, or in ``parts``, which somebody else frees. Copies from CUDA ``devices`` may be under
-        way when what began them returns."""
+        """In memory of its own, or in ``parts``, which somebody else frees; pinned where there are ``departures``.
+        ``advice`` is for who cannot have that."""
         self.layouts = layouts
         self._memory = [Buffer(layout.file_bytes, "records") for layout in layouts if parts is None]
         self.parts = [buffer.view for buffer in self._memory] if parts is None else list(parts)
@@ -41,22 +43,34 @@ class Slot:
         for view, layout in zip(self.parts, layouts, strict=True):
             np.frombuffer(view, np.uint8)[::PAGE] = 0  # fault every page in
             view[: len(layout.header)] = layout.header
-        self._devices, self._marks = devices, []
-        self._pinned = [view for view in self.parts if devices and len(view) and pin(view)]
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether copies into the slot are not waited for where they are begun."""
-        return bool(self._pinned)
+        self._departures, self._marks = departures, list[Any]()
+        found = [
+            pinned(view, device, "records", advice)
+            for device in (departures.devices[:1] if departures is not None else ())
+            for view in self.parts
+            if len(view)
+        ]
+        self._unpins = [unpin for unpin in found if unpin is not None]
+        self._is_pinned = bool(found) and len(self._unpins) == len(found)
 
     @property
     def is_late(self) -> bool:
         """Whether anything may be under way."""
         return bool(self._marks)
 
-    def begun(self) -> None:
-        """Copies were begun, for which ``settle`` waits."""
-        self._marks += marks(self._devices)
+    @torch.no_grad()
+    def put(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], lasting: bool = False
+    ) -> None:
+        """Copy ``sources`` into ``targets``, which are places in this slot; ``settle`` waits for what may be under way.
+
+        Args:
+            lasting: nobody writes to the sources after this, and nobody else holds them.
+        """
+        if self._departures is None or not self._is_pinned:
+            torch._foreach_copy_(list(targets), list(sources))
+        else:
+            self._marks += self._departures.send(targets, sources, lasting)
 
     def settle(self) -> None:
         """Return when everything has arrived."""
@@ -66,9 +80,9 @@ class Slot:
 
     def free(self) -> None:
         self.settle()
-        for view in self._pinned:
-            unpin(view)
-        self._pinned.clear()
+        for unpin in self._unpins:
+            unpin()
+        self._unpins.clear()
         self.tensors.clear()
         self.parts.clear()
         for buffer in self._memory:
@@ -76,10 +90,12 @@ class Slot:
 
 
 class SlotPool:
-    """``count`` slots. One thread takes, another gives back."""
+    """``count`` slots, for gradients on ``devices``. One thread takes, another gives back."""
 
     def __init__(self, layouts: Sequence[Layout], count: int, devices: Sequence[torch.device] = ()) -> None:
-        self.slots = [Slot(layouts, devices=devices) for _ in range(count)]
+        self.devices = list(devices)
+        self._departures = Departures(devices) if devices else None
+        self.slots = [Slot(layouts, departures=self._departures) for _ in range(count)]
         self.slot_bytes = sum(layout.file_bytes for layout in layouts)
         self._free = list(self.slots)
         self._changed = threading.Condition()
@@ -89,7 +105,10 @@ class SlotPool:
         with self._changed:
             if not self._free and timeout > 0:
                 self._changed.wait_for(lambda: bool(self._free), timeout)
-            return self._free.pop() if self._free else None
+            slot = self._free.pop() if self._free else None
+        if slot is not None:
+            slot.settle()  # one given back without a record may have copies under way
+        return slot
 
     def give(self, slots: Sequence[Slot]) -> None:
         with self._changed:

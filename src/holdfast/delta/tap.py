@@ -7,12 +7,12 @@ optimizer takes from a ``GradScaler`` are kept by value.
 
 from __future__ import annotations
 
-import copy
 import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from ..state.cuts import is_distributed, local_of
 from ..state.live import LiveState
 from ..state.plain import is_plain, odd_kind
 from ..state.progress import hyper_parameters
+from .closures import Computed
 from .codecs import Codec, Trained, trained_of
 from .drawing import drawn_since, generators
 from .slots import Slot
@@ -33,13 +34,13 @@ from .unseen import Unseen
 CONSUMED = ("grad_scale", "found_inf")
 """Attributes by which a ``GradScaler`` hands over to a fused optimizer."""
 
-OPTIONAL = ("coefficient", "arguments", "drawn", "drawn_after")
+OPTIONAL = ("coefficient", "arguments", "drawn", "drawn_after", "own")
 """Of an update, what records have only where there is any."""
 
 
 @dataclass
 class Update:
-    """One optimizer step: its hyper-parameters by group, and the names of the parameters without gradient."""
+    """One optimizer step: its hyper-parameters by group, as JSON, and the names of the parameters without gradient."""
 
     optimizer: int
     slot: Slot | None
@@ -58,12 +59,15 @@ class Update:
     """As JSON, the random generators before the step; None where it drew nothing."""
     drawn_after: Any = None
     """The same of ``after_update``, with the last update of an iteration."""
+    own: Any = None
+    """As JSON, what else than the parameters' state of the optimizer was changed since its last step; None if nothing
+    was."""
 
     def about(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "optimizer": self.optimizer,
-            "groups": hyper_parameters(self.groups),
+            "groups": self.groups,
             "without": self.without,
             "consumed": self.consumed,
             "codec": self.codec,
@@ -99,6 +103,7 @@ class Tap:
         self.seconds = 0.0
         """Spent in hooks since the iteration began."""
         self._hooks: list[Any] = []
+        self._switched: list[torch.optim.Optimizer] = []
         self._ended: list[Any] = []
         self._open = [0 for _ in state.optimizers]
         self._generators: list[Any] = [None for _ in state.optimizers]
@@ -134,9 +139,32 @@ class Tap:
             cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(
                 ended.id, last=False
             )
+            self._watch_modes(optimizer)
         self._changes.settle()
 
+    def _watch_modes(self, optimizer: Any) -> None:
+        """Have it known when ``train()`` or ``eval()`` of a schedule-free optimizer has moved parameters, which may be
+        done where no count of changes tells."""
+        for name in ("train", "eval"):
+            if not (
+                callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+            ):
+                return
+            setattr(optimizer, name, partial(self._switch, optimizer, getattr(optimizer, name)))
+        self._switched.append(optimizer)
+
+    def _switch(self, optimizer: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = [group.get("train_mode", self) for group in optimizer.param_groups]
+        made = method(*args, **kwargs)
+        if self in before or before != [group.get("train_mode") for group in optimizer.param_groups]:
+            self._changes.settle()
+            self.lost = "train() or eval() of the optimizer has moved parameters since the step before"
+        return made
+
     def detach(self) -> None:
+        for optimizer in self._switched:
+            vars(optimizer).pop("train", None), vars(optimizer).pop("eval", None)
+        self._switched.clear()
         for hook in [*(hook for _, hook in self._hooks), *self._ended]:
             hook.remove()
         self._hooks.clear()
@@ -172,7 +200,7 @@ class Tap:
     @property
     def has_changes(self) -> bool:
         """Whether parameters or optimizers' state are not as the last step left them."""
-        return bool(self.lost) or self._changes.is_other
+        return bool(self.lost) or self._changes.is_other or any(own.has_changed for own in self._state.own)
 
     def saved(self) -> None:
         """A base of what there is now was made."""
@@ -193,6 +221,8 @@ class Tap:
         if self._open[index]:
             return
         self._changes.stepped(index)
+        if self._state.own:
+            self._state.own[index].stepped(self._state)
         update = next((update for update in reversed(self.updates) if update.optimizer == index), None)
         if update is not None:
             update.drawn = self._drawn_since(self._generators[index])
@@ -219,10 +249,11 @@ class Tap:
     def before_step(self, index: int, args: tuple, kwargs: dict[str, Any], within: bool) -> None:
         """The pre-hook of optimizer ``index``; ``within`` another step of it."""
         started = time.perf_counter()
-        if (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is not None and not isinstance(closure, Computed):
             raise BadInput(
-                "an optimizer step with a closure computes several gradients, of which only the last could be recorded."
-                " Call closure() yourself and then optimizer.step(). MeZO, which needs it, is durable out of core."
+                "an optimizer step with a closure may compute several gradients, of which only the last could be"
+                " recorded. Call closure() yourself and then optimizer.step()."
             )
         optimizer = self._state.optimizers[index]
         if self._open[index] and within:  # a subclass calls the step() it overrides: part of the open update
@@ -253,8 +284,9 @@ class Tap:
         if slot is not room:
             self.changed = True
         update = Update(
-            index, slot, None, self._codec.about(), _by_value(optimizer), without, scaled,
-            arguments=_arguments(args[1:], kwargs),
+            index, slot, None, self._codec.about(), hyper_parameters(optimizer.param_groups), without, scaled,
+            arguments=_arguments(args[1:], kwargs, closure),
+            own=self._state.own[index].changed(self._state) if self._state.own else None,
         )  # fmt: skip
         self.updates.append(update)
         try:
@@ -284,9 +316,7 @@ class Tap:
         if slot is None:
             return None, None
         stored = {name: what for name, what in consumed.items() if name in self._stored}
-        part = self._codec.write(slot, index, stored)
-        slot.begun()
-        return part, None
+        return self._codec.write(slot, index, stored), None
 
     def _clipped(self, index: int, grads: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Clip ``grads``, if that was asked for. Returns what they were multiplied by."""
@@ -407,10 +437,13 @@ def _refuse_odd(name: str, grad: torch.Tensor) -> None:
         )
 
 
-def _arguments(args: tuple, kwargs: dict[str, Any]) -> Any:
-    """As JSON, but for a closure that is None. Raises ``BadInput`` for what no record holds by value."""
+def _arguments(args: tuple, kwargs: dict[str, Any], closure: Computed | None) -> Any:
+    """As JSON, but for a closure that is None; of another what a replay needs. Raises ``BadInput`` for what no record
+    holds by value."""
     named = {name: value for name, value in kwargs.items() if name != "closure"}
-    if not named and all(value is None for value in args):
+    args = args if closure is None else args[1:]
+    loss = None if closure is None else closure.about()
+    if not named and all(value is None for value in args) and loss is None:
         return None
     for value in (*args, *named.values()):
         if not isinstance(value, (bool, int, float, str, type(None))):
@@ -418,15 +451,7 @@ def _arguments(args: tuple, kwargs: dict[str, Any]) -> Any:
                 f"the optimizer's step() was given a {type(value).__name__}, and records hold numbers and text. Give"
                 " it those (tensor.item()), or put what it needs into param_groups before."
             )
-    return [list(args), named]
-
-
-def _by_value(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {key: copy.copy(value) if not isinstance(value, torch.Tensor) else value.clone()
-         for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]  # fmt: skip
+    return [list(args), named] if loss is None else [list(args), named, loss]
 
 
 def _consumed(optimizer: torch.optim.Optimizer) -> dict[str, float]:

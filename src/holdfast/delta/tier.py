@@ -1,22 +1,28 @@
 """Tier: where a replica keeps things in shared memory, and a whole state there in the format of any run directory.
 
-A run's tier is a directory of its own in ``/dev/shm``, named after the run's: what is in it survives the processes,
-and not the machine.
+A run's tier is a directory of its own in ``/dev/shm``: what is in it survives the processes, and not the machine. A
+file in it says whose it is: by the key of the run, which its timelines have, and by the directory itself (device and
+inode), which a rename, a link, a bind mount or a container's mount leave as they are. So a run that was moved finds its
+memory, and a copy, which has the same key, does not take that of the run that it was copied from.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from ..errors import BadInput
+from ..errors import BadInput, Damaged
 from ..io.threads import open_file
+from ..regular import load_json, read_regular
 from ..state.live import LiveState
 from ..store.files import Disk
 from ..store.journal import Record
@@ -27,6 +33,14 @@ from .recorder import Inline
 
 MEMORY = Path("/dev/shm")
 
+OWNER = "run.json"
+"""In a tier: whose it is."""
+
+MOST_OWNER_BYTES = 1 << 16
+
+FOLDERS = ("state", "sync")
+"""In a tier: what ``kept`` has there."""
+
 
 class MemoryDisk(Disk):
     """A directory in memory: space is taken when it is written."""
@@ -36,16 +50,93 @@ class MemoryDisk(Disk):
             os.ftruncate(file.fd, nbytes)
 
 
-def place_of(run: str | Path, memory: Path, suffix: str = "") -> Path:
-    """The tier of the run in directory ``run``; of several ranks each has its own ``suffix``."""
-    name = xxhash.xxh3_64_hexdigest(os.path.realpath(run).encode())
+@dataclass(frozen=True)
+class Owner:
+    """Whose a tier is: the run's directory, by its path and by what no rename changes, and the run's key."""
+
+    run: str
+    device: int
+    inode: int
+    key: str = ""
+
+    def is_at(self, path: str | Path) -> bool:
+        """Return whether the directory is at ``path`` now."""
+        try:
+            found = os.stat(path)
+        except (OSError, ValueError):
+            return False
+        return (found.st_dev, found.st_ino) == (self.device, self.inode)
+
+
+def say_owner(place: Path, run: str | Path, key: str) -> None:
+    """Write into the tier that it is that of the run in directory ``run``, which has this key ("": none yet)."""
+    found = os.stat(run)
+    owner, disk = Owner(os.path.realpath(run), found.st_dev, found.st_ino, key), Disk(place)
+    disk.write_bytes(f"{OWNER}.tmp", json.dumps(asdict(owner)).encode())
+    disk.rename(f"{OWNER}.tmp", OWNER)
+
+
+def owner_of(place: Path) -> Owner | None:
+    """Return whose the tier is; None where that cannot be read, as in one of an earlier version."""
+    try:
+        owner = Owner(**load_json(read_regular(place / OWNER, MOST_OWNER_BYTES)))
+    except (OSError, Damaged, ValueError, TypeError):
+        return None
+    told = isinstance(owner.run, str) and isinstance(owner.key, str)
+    return owner if told and isinstance(owner.device, int) and isinstance(owner.inode, int) else None
+
+
+def place_of(run: str | Path, memory: Path, suffix: str = "", number: int = 0) -> Path:
+    """The tier that a run begun in directory ``run`` gets, or the next by ``number`` where another run has that; of
+    several ranks each has its own ``suffix``. Where a run has one it is found by its owner."""
+    name = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(run)) + b"\0%d" % number * bool(number))
     return memory / f"holdfast-{os.getuid()}-{name}{suffix}"
 
 
+def place_for(run: str | Path, memory: Path, suffix: str = "") -> Path:
+    """Return the tier that the run has already, or one that no other has."""
+    own = [place for place in places_of(run, memory) if suffix_of(place) == suffix]
+    if own:
+        return max(own, key=lambda place: (any((place / name).is_dir() for name in FOLDERS), place.name))
+    names = (place_of(run, memory, suffix, number) for number in count())
+    return next(place for place in names if not _is_of_another(place, run))
+
+
+def _is_of_another(place: Path, run: str | Path) -> bool:
+    owner = owner_of(place)
+    return owner is not None and not owner.is_at(run)
+
+
 def places_of(run: str | Path, memory: Path) -> list[Path]:
-    """The tiers of the run in directory ``run`` that are there, of whatever ranks left them on this host."""
+    """Return the tiers of the run in directory ``run`` that are there, of whatever ranks left them on this host."""
     name = place_of(run, memory).name
-    found = sorted(path for path in memory.glob(f"{name}*") if path.name.removeprefix(name)[:1] in ("", "."))
+
+    def is_own(place: Path) -> bool:
+        owner = owner_of(place)
+        return place.name.partition(".")[0] == name if owner is None else owner.is_at(run)
+
+    return [place for place in _tiers(memory) if is_own(place)]
+
+
+def strays_of(run: str | Path, memory: Path, key: str) -> list[Path]:
+    """Return the tiers of a run with this ``key`` whose directory is not where it was: this run, moved to another disk,
+    or one that it is a copy of. They may be read, and are not this one's to remove."""
+
+    def is_stray(place: Path) -> bool:
+        owner = owner_of(place)
+        return owner is not None and owner.key == key and not owner.is_at(run) and not owner.is_at(owner.run)
+
+    return [place for place in _tiers(memory) if key and is_stray(place)]
+
+
+def suffix_of(place: Path) -> str:
+    """Return what says of which rank a tier is."""
+    return "".join(place.name.partition(".")[1:])
+
+
+def _tiers(memory: Path) -> list[Path]:
+    """Return the tiers of all runs of this user."""
+    found = sorted(memory.glob(f"holdfast-{os.getuid()}-*"))
     return [path for path in found if os.lstat(path).st_uid == os.getuid() and not path.is_symlink()]
 
 

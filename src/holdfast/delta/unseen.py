@@ -7,13 +7,17 @@ This is asked three times in every step, so that each look is a few passes over 
 
 from __future__ import annotations
 
+import random
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 
 from ..errors import BadInput
 from ..state.cuts import is_distributed
@@ -150,22 +154,61 @@ def _linked(parameters: Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
 
 
 _VERSION = attrgetter("_version")
-_PLAIN = (bool, int, float, str)
+_PLAIN = {bool, int, float, str, bytes, type(None)}
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def _changes(things: Sequence[Any]) -> list[Any]:
-    """How often each was changed, or what it is if it is a number or text."""
+    """How often each was changed, or what it is if it is no tensor."""
     try:
         return list(map(_VERSION, things))
     except (AttributeError, RuntimeError):  # no tensor, or one of inference mode
-        return [
-            changes_of(thing)
-            if isinstance(thing, torch.Tensor)
-            else thing
-            if isinstance(thing, _PLAIN)
-            else None
-            for thing in things
-        ]
+        return [changes_of(thing) if isinstance(thing, torch.Tensor) else mark_of(thing) for thing in things]
+
+
+def mark_of(value: Any, odd: list[Any] | None = None) -> Any:
+    """Return what is another one when ``value``, or anything in it, has changed in place or was exchanged.
+
+    Args:
+        value: A value of an optimizer's state, or of an attribute.
+        odd: Gets everything in it that is neither a number, text or tensor nor a plain container of such.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        if odd is not None and (kind not in _TENSORS or value.layout != torch.strided):
+            odd.append(value)
+        return (id(value), None if kind is torch.nn.Parameter else changes_of(value))
+    if kind in (list, tuple, deque):
+        return (kind, *[mark_of(item, odd) for item in value])
+    if isinstance(value, dict):
+        if odd is not None and kind is not dict:
+            odd.append(value)
+        return tuple((mark_of(key, odd), mark_of(item, odd)) for key, item in value.items())
+    if odd is not None:
+        odd.append(value)
+    if isinstance(value, GENERATORS):
+        return _hashed(generator_state(value))
+    if isinstance(value, (np.ndarray, set, bytearray)):
+        return _hashed(value.tobytes() if isinstance(value, np.ndarray) else value)
+    return id(value)
+
+
+def _hashed(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(value if isinstance(value, bytes) else repr(value).encode())
+
+
+def generator_state(generator: Any) -> Any:
+    """Return the state of a random generator, of torch, NumPy or Python."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate()
 
 
 def _held(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[Any]:

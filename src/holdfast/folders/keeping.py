@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 from ..errors import BadInput
+from ..regular import home_path
 from ..store.files import Disk, write_durably
 from ..universal.convert.huggingface import INDEX, SINGLE
 
 CONFIG = "config.json"
+ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
+"""What a folder of an adapter of PEFT has."""
 
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".ckpt")
 """Ends of the names of files that hold weights in other formats."""
@@ -20,7 +23,7 @@ MODEL = "model"
 
 def checked(folder: str | Path) -> Path:
     """``folder``, which has a configuration. Raises ``BadInput`` if it has none."""
-    path = Path(folder)
+    path = home_path(folder)
     if not (path / CONFIG).is_file():
         what = "is not a directory" if not path.is_dir() else f"has no {CONFIG}"
         raise BadInput(

@@ -84,11 +84,15 @@ def by_model(source: Source, model: nn.Module, here: Mapping[str, Any]) -> Conve
 
 
 def as_folder(source: Source, model: nn.Module) -> Converted:
-    """``source``, a state of ``model``, under the names that a folder of it has. Of the optimizer's state nothing."""
+    """``source``, a state of ``model``, under the names that a folder of it has. Of the optimizer's state nothing, and
+    none of the buffers that ``model`` makes itself."""
     forward = [each for each in _known(model, add_legacy=False) if type(each).__name__ != "PrefixChange"]
     renamings, converters = _apart([each.reverse_transform() for each in reversed(forward)])
     groups: dict[str, Group] = {}
+    made_by_model = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
     for name in _names(source):
+        if name in made_by_model:
+            continue
         new, pattern, converter = _converted(name, converters)
         if converter is None:
             new = _under(new, renamings)

@@ -53,8 +53,9 @@ def transformers_for(what: str) -> Any:
         ) from error
 
 
-def empty_model(path: Path) -> nn.Module:
-    """The causal language model that ``config.json`` describes, in training mode, with its parameters on ``meta``."""
+def empty_model(path: Path, *, as_saved: bool = False) -> nn.Module:
+    """The causal language model that ``config.json`` describes, in training mode, with its parameters on ``meta``; with
+    ``as_saved`` a model of the class that was saved, where ``config.json`` says it."""
     transformers = transformers_for(f"the model in {path}")
     told = _told(path)
     if told.get("quantization_config"):
@@ -70,7 +71,11 @@ def empty_model(path: Path) -> nn.Module:
     try:
         with deferred(), empty_parameters():
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            made = getattr(transformers, str((config.architectures or [""])[0]), None) if as_saved else None
+            if made is None:
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            else:
+                model = made._from_config(config, dtype=torch.float32)
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ModelNotSupported(
             f"{path} is no causal language model that transformers {transformers.__version__} knows:"

@@ -31,6 +31,16 @@ class Buffer:
         self.view = memoryview(self._memory)
         self.unpin: Callable[[], object] | None = None
 
+    def keep_from_forks(self, kept: bool = True) -> None:
+        """Leave the memory out of processes that fork from this one, or no longer do.
+
+        A device copies from and to pages, not addresses: a fork that shares them makes the system give others to who
+        writes next, or copy all of them for every worker of a loader.
+        """
+        advice = getattr(mmap, "MADV_DONTFORK" if kept else "MADV_DOFORK", None)
+        if advice is not None:
+            self._memory.madvise(advice)
+
     def free(self) -> None:
         """Hand the memory back to the system, even if somebody still looks at it (and then sees zeros)."""
         try:
@@ -41,6 +51,20 @@ class Buffer:
                 self._memory.madvise(mmap.MADV_DONTNEED)
 
 
+EIGHTHS = 8
+"""Sizes that ``classed`` knows of between a power of two and the next."""
+
+
+def classed(nbytes: int) -> int:
+    """Return the next of eight sizes between powers of two that has room for ``nbytes``: at most an eighth more.
+
+    >>> classed(1000), classed(1025), classed(9)
+    (1024, 1152, 9)
+    """
+    step = max(1, (1 << max(nbytes - 1, 0).bit_length()) // 2 // EIGHTHS)
+    return round_up(nbytes, step)
+
+
 class BufferPool:
     """Hands out buffers of exact sizes. Safe to use from several threads; ``take`` never waits."""
 
@@ -48,9 +72,13 @@ class BufferPool:
         self,
         pin: Callable[[memoryview], Callable[[], object] | None] | None = None,
         pinned_kinds: Collection[str] = (),
+        pinned_limit: int | None = None,
     ) -> None:
         """Memory for ``pinned_kinds`` is pinned by ``pin``, once, until what that returns is called; None says that it
-        could not be."""
+        could not be. Idle pinned buffers go back to the system where a new one would make more than ``pinned_limit``
+        bytes."""
+        self.pinned_limit = pinned_limit
+        self.pins = pin is not None
         self._pin, self._pinned_kinds = pin, frozenset(pinned_kinds if pin else ())
         self._pinned: list[Buffer] = []
         self.pinned_bytes = 0
@@ -76,6 +104,7 @@ class BufferPool:
             else:
                 buffer = Buffer(size, kind)
                 if pinned:
+                    self._make_room(size)
                     self._pin_it(buffer)
             self.in_use_bytes += size
             self._by_kind[kind] += size
@@ -97,16 +126,30 @@ class BufferPool:
             self._unpin_it(buffer)
         buffer.free()
 
+    def _make_room(self, nbytes: int) -> None:
+        """Free idle pinned buffers, those that were idle longest first of each size, until ``nbytes`` fit below the
+        limit or none is left."""
+        if self.pinned_limit is None:
+            return
+        for (pinned, size), idle in self._idle.items():
+            while pinned and idle and self.pinned_bytes + nbytes > self.pinned_limit:
+                buffer = idle.pop(0)
+                self.idle_bytes -= size
+                self._unpin_it(buffer)
+                buffer.free()
+
     def _pin_it(self, buffer: Buffer) -> None:
         assert self._pin is not None
         buffer.unpin = self._pin(buffer.view)
         if buffer.unpin is not None:
+            buffer.keep_from_forks()
             self._pinned.append(buffer)
             self.pinned_bytes += buffer.nbytes
 
     def _unpin_it(self, buffer: Buffer) -> None:
         if buffer.unpin is not None:
             buffer.unpin()
+            buffer.keep_from_forks(False)
             self._pinned.remove(buffer)
             self.pinned_bytes -= buffer.nbytes
 

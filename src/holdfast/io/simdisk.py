@@ -148,6 +148,9 @@ class SimDisk:
     def size(self, path: str) -> int:
         return len(self._state.files[self.open(path, write=False).inode])
 
+    def data_end(self, path: str) -> int:
+        return self.size(path)
+
     def read_bytes(self, path: str) -> bytes:
         return bytes(self._state.files[self.open(path, write=False).inode])
 

@@ -11,11 +11,13 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import DiskFailed, DiskFull
+from holdfast.regular import open_regular
 from holdfast.units import PAGE, format_bytes
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
@@ -121,21 +123,22 @@ class File:
 def open_file(path: str | Path, *, write: bool, create: bool = False, direct: bool = True) -> File:
     """Open ``path`` for reading, or for both; ``create`` makes it if it is absent.
 
-    Raises ``FileNotFoundError`` if it is absent and ``DiskFailed`` if it cannot be opened otherwise.
+    Raises ``FileNotFoundError`` if it is absent, ``Damaged`` if it is no regular file, and ``DiskFailed`` if it cannot
+    be opened otherwise.
     """
     path = Path(path)
-    flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0) | os.O_CLOEXEC
+    flags = (os.O_RDWR if write else os.O_RDONLY) | (os.O_CREAT if create else 0)
     if direct and not O_DIRECT:
         _warn_buffered(path, OSError(errno.EINVAL, "this system has no O_DIRECT"))
     if direct and O_DIRECT:
         try:
-            return File(path, os.open(path, flags | O_DIRECT, 0o644), True)
+            return File(path, open_regular(path, flags | O_DIRECT), True)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise _open_failure(path, error) from error
             _warn_buffered(path, error)
     try:
-        return File(path, os.open(path, flags, 0o644), False)
+        return File(path, open_regular(path, flags), False)
     except OSError as error:
         raise _open_failure(path, error) from error
 
@@ -155,12 +158,32 @@ def disk_full(path: Path, nbytes: int, error: OSError) -> DiskFull:
     )
 
 
+def advice_of(error: OSError, otherwise: str) -> str:
+    """Return the way out of an error of the system: ``otherwise``, where it has none of its own."""
+    if error.errno == errno.EMFILE:
+        return (
+            f"This process has as many files open as it may ({_most_open()}): raise that with `ulimit -n`, or"
+            " LimitNOFILE= of a service. Nothing is wrong with the device, and what was acknowledged is durable."
+        )
+    if error.errno == errno.ENFILE:
+        return (
+            "The system has as many files open as it may: raise fs.file-max, or end what has so many open. Nothing is"
+            " wrong with the device, and what was acknowledged is durable."
+        )
+    return otherwise
+
+
+def _most_open() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def _open_failure(path: Path, error: OSError) -> OSError | DiskFailed:
     if isinstance(error, FileNotFoundError):
         return error
     if error.errno in NO_SPACE:
         return disk_full(path, PAGE, error)
-    return DiskFailed(f"cannot open {path}: {error.strerror}. Check its owner, its mode and the device.")
+    way_out = advice_of(error, "Check its owner, its mode and the device.")
+    return DiskFailed(f"cannot open {path}: {error.strerror}. {way_out}")
 
 
 def _warn_buffered(path: Path, error: OSError) -> None:

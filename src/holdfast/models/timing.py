@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from ..accelerators import is_accelerator, synchronize
 from ..probe.clock import median_seconds
 from ..probe.machine import BlockTimes
 from ..profiles import ModelProfile
@@ -35,7 +36,7 @@ def measure_block(
 ) -> BlockTimes:
     """Time a decoder's block in ``dtype``, of ``model``'s sizes if one of those is done in time and fits on the device.
     It has a gated MLP and no biases, whatever the model has."""
-    usual = ON_DEVICE if device.type == "cuda" else ON_CPU
+    usual = ON_DEVICE if is_accelerator(device) else ON_CPU
     if model is None:
         return _time_block(device, usual, seconds, dtype)
     small = _time_block(device, usual, seconds / 2, dtype)
@@ -68,19 +69,14 @@ def _time_block(device: torch.device, model: ModelProfile, seconds: float, dtype
     def forward() -> None:
         with torch.no_grad():
             block(x, cos, sin)
-        _wait(device)
+        synchronize(device)
 
     def backward() -> None:
         block(x, cos, sin).sum().backward()
         block.zero_grad()
-        _wait(device)
+        synchronize(device)
 
     one, other = median_seconds(forward, seconds / 2), median_seconds(backward, seconds / 2)
     rate = 4 * timed.forward_flop / (one + other)
     what = f"a block of width {timed.width}, {timed.tokens} tokens, in {str(dtype).removeprefix('torch.')}"
     return BlockTimes(one, other, rate, what)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

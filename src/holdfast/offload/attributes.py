@@ -2,14 +2,16 @@
 
 A block runs twice, and in the vertical order every micro-batch runs through it before any reaches the next. So
 a tensor that a block leaves in an attribute brings no gradient from where the model reads it, and one that the
-model sets before its blocks may be another micro-batch's when they read it. Both are refused by name. Looking
-takes too long for every step: it is done in an engine's first step and in the first of several micro-batches.
+model sets before its blocks may be another micro-batch's when they read it. Both are refused by name where they are
+read, and only there. Looking for such attributes takes too long for every step: it is done in an engine's first step
+and in the first of several micro-batches. Reads of those that were found are watched in every step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,8 +23,53 @@ from .blocks import Blocks
 Named = list[tuple[str, nn.Module]]
 
 
+TAKEN_IN_TURNS = "is set by every micro-batch before", "several micro-batches take turns"
+SET_BEFORE = "is set before", "the blocks run apart from the rest of the model"
+KEEPS_GRADIENT = "keeps a gradient of", "the model reads it apart from the block's backward"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which code of the model runs for ``micro_batch``: ``block`` itself, or what comes before it."""
+
+    micro_batch: int
+    block: int
+    inside: bool
+
+    @property
+    def is_prologue(self) -> bool:
+        return self.block == 0 and not self.inside
+
+
+@dataclass(eq=False)
+class Suspect:
+    """A tensor in an attribute, whose reads are watched. ``block`` is the one that keeps it, if one does."""
+
+    name: str
+    block: int | None = None
+    set_by: int | None = None
+    """The micro-batch that set it last, where they take turns."""
+    of_prologue: bool = False
+    """It has a gradient, and the prologue, or code between blocks, has set it."""
+    of_block: bool = False
+    """It has a gradient, and ``block`` has set it."""
+    read_elsewhere: bool = False
+
+    def read(self, place: Place, interleaved: bool) -> None:
+        """Raise ``ModelNotSupported`` where the value read at ``place`` would not be that of a plain loop."""
+        if place.is_prologue or (place.inside and place.block == self.block):
+            return
+        self.read_elsewhere = True
+        if self.of_block:
+            raise _refused(self.name, *KEEPS_GRADIENT)
+        if self.of_prologue:
+            raise _refused(self.name, *SET_BEFORE)
+        if interleaved and self.set_by not in (None, place.micro_batch):
+            raise _refused(self.name, *TAKEN_IN_TURNS)
+
+
 class Attributes:
-    """Looks at the attributes of a model's modules while ``looking``."""
+    """Looks at the attributes of a model's modules while ``looking``, and watches reads of those it suspects."""
 
     def __init__(self, model: nn.Module, blocks: Blocks) -> None:
         inside = {id(module) for block in blocks.modules for module in block.modules()}
@@ -34,36 +81,134 @@ class Attributes:
         ]
         self._done: set[bool] = set()
         self._set_by: dict[str, int] = {}
-        self.looking = False
+        self._suspects: dict[tuple[int, str], Suspect] = {}
+        self._watches: dict[tuple[type, str], _Watch] = {}
+        self.looking = self.interleaved = False
+        self.place: Place | None = None
+        """Where the model's code is now; None while it does not run."""
 
-    def begin(self, micro_batches: int) -> None:
-        """A step begins."""
+    @property
+    def attending(self) -> bool:
+        """Return whether it is of interest in this step which code runs when."""
+        return self.looking or bool(self._suspects)
+
+    def begin(self, micro_batches: int, interleaved: bool) -> None:
+        """A step begins, in which micro-batches take turns if they are ``interleaved``."""
         self.looking = (micro_batches > 1) not in self._done
         self._done.add(micro_batches > 1)
-        self._set_by = {}
+        self._set_by, self.interleaved = {}, interleaved and micro_batches > 1
+        for watch in self._watches.values():
+            watch.install()
+
+    def end(self) -> None:
+        """The step is over or has failed: classes are as they were."""
+        for watch in self._watches.values():
+            watch.remove()
 
     @contextmanager
-    def between_blocks(self, micro_batch: int, block: int, interleaved: bool) -> Iterator[None]:
-        """Around the model's own code before ``block``: refuse a tensor that it sets with a gradient, and one
-        that another of the ``interleaved`` micro-batches has set, which blocks to come would read."""
-        modules = self._outside if block else self._all
+    def before(self, block: int, micro_batch: int) -> Iterator[None]:
+        """Around the model's own code before ``block``, or after the last: find tensors that it sets with a gradient,
+        and those that another of the interleaved micro-batches has set, too."""
+        modules = (self._outside if block else self._all) if self.looking else []
         before = _look(modules)
-        yield
-        for name, held in _look(modules).items():
-            if _same(held, before.get(name)):
+        with self._at(Place(micro_batch, block, False)):
+            yield
+        for (holder, name), held in _look(modules).items():
+            if _same(held, before.get((holder, name))):
                 continue
             if any(tensor.requires_grad for tensor, _ in held):
-                raise _refused(name, "is set before", "the blocks run apart from the rest of the model")
-            if interleaved and self._set_by.setdefault(name, micro_batch) != micro_batch:
-                raise _refused(name, "is set by every micro-batch before", "several micro-batches take turns")
+                self._suspect(holder, name).of_prologue = True
+            others = self._set_by.setdefault(f"{holder}.{name}", micro_batch) != micro_batch
+            if others and self.interleaved:
+                self._suspect(holder, name).set_by = micro_batch
 
-    def refuse_gradients(self, block: int) -> None:
-        """After a block ran with a graph: refuse a tensor of that graph in an attribute of its modules."""
-        for name, held in _look(self._blocks[block]).items():
+    @contextmanager
+    def inside(self, block: int, micro_batch: int) -> Iterator[None]:
+        """Around a run of ``block``: find tensors that it keeps."""
+        modules = self._blocks[block] if self.looking else []
+        before = _look(modules)
+        with self._at(Place(micro_batch, block, True)):
+            yield
+        for (holder, name), held in _look(modules).items():
+            if not _same(held, before.get((holder, name))):
+                self._suspect(holder, name).block = block
+
+    def find_gradients(self, block: int) -> None:
+        """After a block ran with a graph: find tensors of that graph in attributes of its modules."""
+        for (holder, name), held in _look(self._blocks[block]).items():
             if any(tensor.requires_grad for tensor, _ in held):
-                raise _refused(
-                    name, "keeps a gradient of", "the model reads it apart from the block's backward"
-                )
+                suspect = self._suspect(holder, name)
+                suspect.of_block, suspect.block = True, block
+                if suspect.read_elsewhere:
+                    raise _refused(suspect.name, *KEEPS_GRADIENT)
+
+    def suspect_of(self, module: nn.Module, attribute: str) -> Suspect | None:
+        return self._suspects.get((id(module), attribute))
+
+    def _suspect(self, holder: str, name: str) -> Suspect:
+        """Return the suspect, which is watched from now on."""
+        module = next(module for path, module in self._all if path == holder)
+        key, kind = (id(module), name), type(module)
+        if key not in self._suspects:
+            self._suspects[key] = Suspect(f"{holder}.{name}" if holder else name)
+            self._watches.setdefault((kind, name), _Watch(self, kind, name)).install()
+        return self._suspects[key]
+
+    @contextmanager
+    def _at(self, place: Place) -> Iterator[None]:
+        self.place = place
+        try:
+            yield
+        finally:
+            self.place = None
+
+
+_ABSENT: Any = object()
+
+
+class _Watch:
+    """Stands in a class for one attribute of its instances while it is installed, and sees reads and writes."""
+
+    def __init__(self, attributes: Attributes, kind: type, name: str) -> None:
+        self._attributes, self._kind, self._name = attributes, kind, name
+        self._own: Any = _ABSENT
+        self._installed = False
+
+    def install(self) -> None:
+        if not self._installed:
+            self._own = vars(self._kind).get(self._name, _ABSENT)
+            setattr(self._kind, self._name, self)
+            self._installed = True
+
+    def remove(self) -> None:
+        if self._installed:
+            delattr(self._kind, self._name)
+            if self._own is not _ABSENT:
+                setattr(self._kind, self._name, self._own)
+            self._installed = False
+
+    def __get__(self, module: Any, kind: type | None = None) -> Any:
+        if module is not None and self._name in vars(module):
+            suspect, place = self._attributes.suspect_of(module, self._name), self._attributes.place
+            if suspect is not None and place is not None:
+                suspect.read(place, self._attributes.interleaved)
+            return vars(module)[self._name]
+        if self._own is not _ABSENT:
+            return self._own
+        above = next((vars(k) for k in self._kind.__mro__[1:] if self._name in vars(k)), {})
+        if self._name not in above:
+            raise AttributeError(self._name)  # and Python asks the module's __getattr__
+        return above[self._name]
+
+    def __set__(self, module: Any, value: Any) -> None:
+        vars(module)[self._name] = value
+        suspect, place = self._attributes.suspect_of(module, self._name), self._attributes.place
+        if suspect is not None and place is not None and not place.inside:
+            suspect.set_by = place.micro_batch
+
+    def __delete__(self, module: Any) -> None:
+        if vars(module).pop(self._name, _ABSENT) is _ABSENT:
+            raise AttributeError(self._name)
 
 
 def _refused(name: str, what: str, why: str) -> ModelNotSupported:
@@ -77,15 +222,15 @@ Held = list[tuple[torch.Tensor, int]]
 """Tensors with their versions."""
 
 
-def _look(modules: Named) -> dict[str, Held]:
-    """The tensors in attributes, by name; not parameters and buffers."""
-    found: dict[str, Held] = {}
+def _look(modules: Named) -> dict[tuple[str, str], Held]:
+    """The tensors in attributes, by the names of module and attribute; not parameters and buffers."""
+    found: dict[tuple[str, str], Held] = {}
     for prefix, module in modules:
         for name, value in vars(module).items():
             if isinstance(value, (torch.Tensor, list, tuple, dict)) and name not in _OF_EVERY_MODULE:
                 held = list(_tensors(value))
                 if held:
-                    found[f"{prefix}.{name}" if prefix else name] = held
+                    found[prefix, name] = held
     return found
 
 

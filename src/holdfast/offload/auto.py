@@ -220,7 +220,7 @@ def _timed(parts: Parts, device: Device, sample: Any, loss_fn: Callable[..., Any
         give_back_freed()
         return times
     except ModelNotSupported as error:
-        warnings.warn(f"steps are predicted by their floating-point operations: {error}", stacklevel=6)
+        warnings.warn(f"steps are predicted by their floating-point operations: {error}", stacklevel=7)
         return None
 
 

@@ -102,4 +102,4 @@ def take_up(beginning: Beginning, told: list[str], captured: Captured, user: Use
     if not beginning.fresh:
         told += left
     for text in told:
-        warnings.warn(f"beginning from {beginning.path}: {text}", stacklevel=4)
+        warnings.warn(f"beginning from {beginning.path}: {text}", stacklevel=5)

@@ -1,8 +1,8 @@
 """Blocks: the repeated units of a model, and which parameter belongs to which.
 
-Blocks are the longest ``nn.ModuleList`` of one class, or one that the user names. A parameter belongs to a
-block if every module that holds it lies in that block; what the prologue, the epilogue or several blocks
-hold is resident.
+Blocks are the ``nn.ModuleList`` of one class that has most bytes of parameters, or modules that the user names. A
+parameter belongs to a block if every module that holds it lies in that block; what the prologue, the epilogue or
+several blocks hold is resident.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from ..units import KiB
 SMALL = 64 * KiB
 """Bytes. Tensors below leave no holes worth the name."""
 
+EMPTY = "_holdfast_empty"
+"""Set on a parameter that ``empty_parameters`` has made empty."""
+
 Place = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter."""
 
@@ -36,6 +39,12 @@ class Blocks:
 
     modules: tuple[nn.Module, ...]
     names: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """Which they are, for a person."""
+        more = f" to {self.names[-1]}" if len(self.names) > 1 else ""
+        return f"{self.names[0]}{more}"
 
     @cached_property
     def buffer_holders(self) -> list[list[tuple[str, nn.Module]]]:
@@ -120,19 +129,38 @@ def find_blocks(model: nn.Module, chosen: Sequence[nn.Module] | nn.ModuleList | 
     ``ModelNotSupported`` if there are none."""
     if chosen is not None:
         return _chosen(model, list(chosen))
-    lists = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and _repeats(module)
-    ]
+    lists = candidates(model)
     if not lists:
         raise ModelNotSupported(
             f"{type(model).__name__} has no nn.ModuleList of blocks of one class. Pass blocks=model.path.to.the.list,"
             " or several modules in the order in which they run: out-of-core training streams repeated blocks."
         )
-    name, module = max(_outermost(lists), key=lambda item: len(item[1]))
+    name, module = lists[0]
     prefix = plain_paths(model)[name]
     return Blocks(tuple(module), tuple(join(prefix, str(i)) for i in range(len(module))))
+
+
+def candidates(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """Return the lists of modules of one class that are in no other, by name, the likeliest blocks first.
+
+    Modules that consist of others come before layers by themselves, such as tables and heads; then sizes decide.
+    """
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and _repeats(module)
+    ]
+    return sorted(
+        _outermost(lists), key=lambda item: (_is_composed(item[1]), parameter_bytes(item[1])), reverse=True
+    )
+
+
+def _is_composed(modules: nn.ModuleList) -> bool:
+    return any(True for _ in modules[0].children())
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def _chosen(model: nn.Module, modules: list[nn.Module]) -> Blocks:
@@ -150,7 +178,7 @@ def _chosen(model: nn.Module, modules: list[nn.Module]) -> Blocks:
             )
     if not modules:
         raise ModelNotSupported(
-            "blocks= is empty. Leave it out to take the longest list of modules of one class."
+            "blocks= is empty. Leave it out to take the largest list of modules of one class."
         )
     plain = plain_paths(model)
     return Blocks(tuple(modules), tuple(plain[names[id(module)]] for module in modules))
@@ -163,6 +191,22 @@ def _outermost(lists: list[tuple[str, nn.ModuleList]]) -> list[tuple[str, nn.Mod
 
 def _repeats(module: nn.ModuleList) -> bool:
     return len(module) > 0 and len({type(child) for child in module}) == 1
+
+
+def configurations(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return every configuration of ``model`` and its modules, and those inside of them, each once, by a name."""
+    found: dict[int, tuple[str, Any]] = {}
+
+    def visit(name: str, config: Any) -> None:
+        if not hasattr(config, "to_dict") or isinstance(config, type) or id(config) in found:
+            return
+        found[id(config)] = name, config
+        for key, value in vars(config).items():
+            visit(f"{name}.{key}", value)
+
+    for path, module in model.named_modules():
+        visit(join("model" if not path else f"model.{path}", "config"), getattr(module, "config", None))
+    return list(found.values())
 
 
 def owned_parameters(
@@ -243,7 +287,7 @@ def _register_empty(module: nn.Module, name: str, param: nn.Parameter | None) ->
     _EmptyParameters._register(module, name, param)
     if _patch.depth and param is not None and not param.is_meta:
         empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
-        empty.__dict__.update(param.__dict__)
+        empty.__dict__.update(param.__dict__, **{EMPTY: True})
         module._parameters[name] = empty
 
 

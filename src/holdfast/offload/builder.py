@@ -13,6 +13,7 @@ from ..store.drives import HOME
 from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
+from ..units import round_up
 from ..update.forms import anew
 from . import rng
 from .beginning import Beginning
@@ -55,7 +56,8 @@ def build(
     seed: int,
 ) -> Runtime:
     """The runtime, with all its files and resident memory, not yet filled."""
-    pool = BufferPool() if device.unified else BufferPool(device.pin, CROSSING)
+    limit = None if plan.memory is None else plan.memory.pinned_bytes
+    pool = BufferPool() if device.unified else BufferPool(device.pin, CROSSING, limit)
     resident, extents = parts.resident, count()
     kept = 0 if device.unified else buffers(plan.operations).get(("host", "kept_inputs"), 0)
     for files in stored.values():
@@ -73,7 +75,7 @@ def build(
             resident=resident,
             placement=plan.placement,
             optimizer=parts.optimizer,
-            residency=Residency(pool, parts.units, resident, device.torch_device, kept),
+            residency=Residency(pool, parts.units, resident, device.torch_device, kept, _largest_lent(plan)),
             store=store,
             patch=Patch(parts.blocks, hand_over(parts.blocks)),
             stored=stored,
@@ -92,6 +94,12 @@ def build(
         )
         undo.pop_all()
     return run
+
+
+def _largest_lent(plan: Plan) -> int:
+    """The most bytes that the plan has for one input of a block, or for its gradient."""
+    holds = (hold for op in plan.operations for hold in op.takes)
+    return round_up(max((hold.nbytes for hold in holds if hold.kind in ("inputs", "input_grads")), default=0))
 
 
 def _offsets(sizes: list[int]) -> list[int]:

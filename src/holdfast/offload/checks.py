@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ..accelerators import emulates_bf16, is_accelerator, name_of
 from ..errors import BadInput, ModelNotSupported
 from ..plan.orders import ORDERS
 from ..plan.work import CLIPPING
 from ..probe.host import product_seconds
 from ..update.mezo import epsilon_of
-from .blocks import Blocks
+from .blocks import Blocks, candidates, configurations, parameter_bytes
 from .planning import SCHEDULES, Budget
 from .scaling import LossScale
 
@@ -116,13 +117,14 @@ RECORDED = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 def check_recorded(model: nn.Module) -> None:
     """Blocks run apart from the model's forward, so what it would record of them while they run is not there."""
-    for name in RECORDED:
-        if getattr(getattr(model, "config", None), name, False):
-            lost = "; experts are then trained without their balancing loss" if "router" in name else ""
-            raise ModelNotSupported(
-                f"model.config.{name} records what happens inside of blocks, and these run apart from the model's"
-                f" forward. Set model.config.{name} = False{lost}."
-            )
+    for path, config in configurations(model):
+        for name in RECORDED:
+            if getattr(config, name, False):
+                lost = "; experts are then trained without their balancing loss" if "router" in name else ""
+                raise ModelNotSupported(
+                    f"{path}.{name} records what happens inside of blocks, and these run apart from the model's"
+                    f" forward. Set {path}.{name} = False{lost}."
+                )
 
 
 def check_renormalised(model: nn.Module) -> None:
@@ -152,6 +154,22 @@ def check_compiled(model: nn.Module, blocks: Blocks) -> None:
                 f"{name} is compiled and has hooks on its forward, which would be called twice. Remove them, or wrap"
                 " it: blocks[i] = torch.compile(blocks[i])."
             )
+
+
+def check_graphs(device: torch.device, blocks: Blocks) -> None:
+    """Raise ``ModelNotSupported`` for a block that is compiled to replay recorded graphs of ``device``: its parameters
+    lie elsewhere in every pass, and a graph's output is overwritten while a copy of it is under way."""
+    if not is_accelerator(device):
+        return
+    for name, block in zip(blocks.names, blocks.modules, strict=True):
+        for module in block.modules():
+            compiled = module if type(module).__name__ == "OptimizedModule" else module._compiled_call_impl
+            config = getattr(compiled, "get_compiler_config", lambda: None)() or {}
+            if config.get("triton.cudagraphs"):
+                raise ModelNotSupported(
+                    f'{name} is compiled with mode="reduce-overhead" (CUDA graphs), which replays the addresses of its'
+                    ' parameters, and these move. Compile blocks without a mode, or with "max-autotune-no-cudagraphs".'
+                )
 
 
 def check_sample(sample: Any) -> None:
@@ -201,12 +219,34 @@ def check_zeroth(
         raise BadInput(f"{error}. Give all groups of MeZO the same.") from None
 
 
+def warn_of_resident(model: nn.Module, blocks: Blocks, stacklevel: int) -> None:
+    """Warn where blocks that nobody has chosen have less than half of the parameters, and others might be added."""
+    streamed, whole = sum(map(parameter_bytes, blocks.modules)), parameter_bytes(model)
+    others = [(name, each) for name, each in candidates(model) if each[0] not in blocks.modules]
+    others = [(name, each) for name, each in others if any(True for _ in each[0].children())]
+    if others and 2 * streamed < whole:
+        name, other = others[0]
+        warnings.warn(
+            f"blocks are {blocks.summary}, with {streamed / whole:.0%} of the parameters; all others stay in memory,"
+            f" with their optimizer state. {name} has {parameter_bytes(other) / whole:.0%}: to stream both, pass"
+            " blocks=[*one, *other], in the order in which they run",
+            stacklevel=1 + stacklevel,
+        )
+
+
 MANY = 4
 """Times as fast in fp32 as in bf16, for a product of matrices, is worth a word."""
 
 
 def warn_of_slow_bf16(device: torch.device, dtype: str, stacklevel: int) -> None:
-    """Warn where ``device`` is a processor that computes many times faster in fp32 than in ``dtype``, bf16."""
+    """Warn where ``device`` computes many times faster in fp32 than in ``dtype``, bf16: a processor that was timed, or
+    an accelerator that says that it emulates bf16."""
+    if dtype == "bf16" and is_accelerator(device) and emulates_bf16(device):
+        warnings.warn(
+            f'dtype="bf16": {name_of(device)} has no arithmetic in bf16 and emulates it, many times slower, so'
+            ' dtype="fp16" or "fp32" trains faster. A run keeps what it began with',
+            stacklevel=1 + stacklevel,
+        )
     if dtype == "bf16" and device.type == "cpu" and (times := _times_as_fast()) >= MANY:
         warnings.warn(
             f'dtype="bf16": this processor multiplies matrices {times:.0f} times as fast in fp32, so dtype="fp32" may'

@@ -3,11 +3,12 @@
 On a CPU the device is host memory: an upload or a download hands the tensor over. The byte counters count
 what an operation hands over, which on a separate device is what crosses the bus.
 
-A CUDA device has three streams: the caller's, which computes, one for copies to the device, and one for copies from
-it. Where ``ahead`` says so, an operation is begun as soon as what it needs has been begun, and waits for it on the
-device, by an event. Everything else waits until what it needs is over there, which a thread for each stream finds out.
-So host memory is read, written and lent again only when no copy is under way, no more device memory is in use than a
-schedule has slots, and nothing waits for a whole device.
+A separate device (CUDA, and whatever else has streams, events and memory of its own) has three streams: the caller's,
+which computes, one for copies to the device, and one for copies from it. Where ``ahead`` says so, an operation is begun
+as soon as what it needs has been begun, and waits for it on the device, by an event. Everything else waits until what
+it needs is over there, which a thread for each stream finds out. So host memory is read, written and lent again only
+when no copy is under way, no more device memory is in use than a schedule has slots, and nothing waits for a whole
+device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .. import accelerators
 from ..errors import BadInput
 from ..plan.ops import COMPUTE, DOWNLOAD, UPLOAD, Key, Op
 from ..units import format_bytes
@@ -40,6 +42,9 @@ class HostDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
+
+    def use(self) -> None:
+        """Called first by every thread that waits for the device or pins memory: the device is that thread's own."""
 
     def begins(self) -> None:
         """The calling thread begins a step."""
@@ -100,17 +105,16 @@ class HostDevice:
         """Move the model's buffers to the device."""
 
 
-class CudaDevice:
-    """One CUDA device. Never run on one yet: its order is tested with streams that are played."""
+class SeparateDevice:
+    """One accelerator, asked by way of ``accelerators`` alone. Never run on one yet: tests play a device in Python,
+    which this very class drives."""
 
     unified = False
     ahead = frozenset({(COMPUTE, COMPUTE), (UPLOAD, COMPUTE), (COMPUTE, DOWNLOAD)})
     """Pairs of lanes: an operation of the second waits on the device for one of the first."""
 
     def __init__(self, name: str) -> None:
-        self.torch_device = torch.device(name)
-        if self.torch_device.index is None:
-            self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.torch_device = accelerators.with_index(torch.device(name))
         self._prepare()
 
     def _prepare(self) -> None:
@@ -120,11 +124,14 @@ class CudaDevice:
         """Of the newest operation of each key: its lane, and the event of its end."""
         self._pins = True
 
+    def use(self) -> None:
+        accelerators.use_device(self.torch_device)
+
     def begins(self) -> None:
         if not self._watchers:
             self._streams = {lane: self._new_stream(lane) for lane in (UPLOAD, DOWNLOAD)}
             lanes = (COMPUTE, UPLOAD, DOWNLOAD)
-            self._watchers = {lane: Lane(1, f"holdfast-{lane}-over") for lane in lanes}
+            self._watchers = {lane: Lane(1, f"holdfast-{lane}-over", self.use) for lane in lanes}
         self._streams[COMPUTE] = self._current_stream()
 
     @contextmanager
@@ -181,6 +188,8 @@ class CudaDevice:
         return {name: t.to("cpu", non_blocking=True, copy=True) for name, t in tensors.items()}
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
         here = tensor.to("cpu", non_blocking=True)
         self._record(self._current_stream()).synchronize()
         return here
@@ -188,54 +197,49 @@ class CudaDevice:
     def pin(self, memory: memoryview) -> Callable[[], object] | None:
         if not self._pins:
             return None
-        cudart: Any = torch.cuda.cudart()
-        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        error = int(cudart.cudaHostRegister(address, len(memory), 0))
-        if not error:
-            return partial(cudart.cudaHostUnregister, address)
-        self._pins = False
-        warnings.warn(
-            f"{format_bytes(len(memory))} of host memory cannot be pinned (CUDA error {error}), so copies wait for each"
-            " other and for the host. Give a smaller host budget, or raise what may be locked (ulimit -l), which some"
-            " drivers keep to.",
-            stacklevel=2,
-        )
-        with suppress(RuntimeError):  # the runtime keeps the error for the next who asks, which is this
-            torch.zeros(1, device=self.torch_device)
-        return None
+        try:
+            return accelerators.pin(memory, self.torch_device)
+        except accelerators.CannotPin as error:
+            self._pins = False
+            warnings.warn(
+                f"{format_bytes(len(memory))} of host memory cannot be pinned ({error.reason}), so copies wait for each"
+                " other and for the host. Give a smaller host budget, or raise what may be locked (ulimit -l), which"
+                " some drivers keep to.",
+                stacklevel=2,
+            )
+            return None
 
     def free_bytes(self) -> int:
         """Memory of the device that nobody has taken, with what this process has taken and does not use."""
-        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return torch.cuda.mem_get_info(self.torch_device)[0] + kept
+        return accelerators.free_bytes(self.torch_device)
 
     def take_batch(self, batch: Any) -> Any:
         return pytree.tree_map(self._sent, batch)
 
     def take_buffers(self, model: nn.Module) -> None:
+        moved: dict[int, torch.Tensor] = {}  # a buffer of several modules stays one
         for module in model.modules():
             for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(self.torch_device)
+                if buffer is not None:
+                    module._buffers[name] = moved.setdefault(id(buffer), buffer.to(self.torch_device))
 
     def _hold(self, lane: str, tensors: list[torch.Tensor], done: Callable[[], object] | None = None) -> None:
         """Keep ``tensors`` until the copies of them that the calling thread has begun are over, then call ``done``."""
         self._watchers[lane].put(partial(_let_go, self._record(self._current_stream()), tensors, done))
 
-    # What asks CUDA for something
+    # The calls that a device which is played answers otherwise
 
     def _new_stream(self, lane: str) -> Any:
-        return torch.cuda.Stream(self.torch_device)
+        return accelerators.new_stream(self.torch_device)
 
     def _current_stream(self) -> Any:
-        return torch.cuda.current_stream(self.torch_device)
+        return accelerators.current_stream(self.torch_device)
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+        return accelerators.on_stream(stream)
 
     def _record(self, stream: Any) -> Any:
-        mark = torch.cuda.Event(blocking=True)  # who waits for it sleeps
-        mark.record(stream)
-        return mark
+        return accelerators.record_event(stream)
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Room for ``tensor`` on the device. The allocator does not give it to a later copy while something computes
@@ -255,7 +259,7 @@ class CudaDevice:
         return pinned.to(self.torch_device, non_blocking=True)
 
 
-Device = HostDevice | CudaDevice
+Device = HostDevice | SeparateDevice
 
 
 def _tell(mark: Any, over: Future) -> None:
@@ -277,17 +281,23 @@ def _let_go(mark: Any, tensors: list[torch.Tensor], done: Callable[[], object] |
 
 
 def open_device(name: str) -> Device:
-    """``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"``: CUDA where there is one."""
+    """Open ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or with ``"auto"`` this machine's accelerator if there is one.
+
+    Raises ``BadInput`` for a device that is not here, or that cannot copy beside computing.
+    """
+    kind = accelerators.current_kind()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = kind if kind and accelerators.can_offload(torch.device(kind)) else "cpu"
     try:
         wanted = torch.device(name)
     except RuntimeError as error:
         raise BadInput(f"device {name!r} is not one of cpu, cuda, cuda:N, auto") from error
     if wanted.type == "cpu":
         return HostDevice()
-    if wanted.type != "cuda" or (wanted.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        here = ["cpu", *(f"cuda:{number}" for number in range(count))]
-        raise BadInput(f'device {name!r} is not here: pass device="auto", or one of {", ".join(here)}')
-    return CudaDevice(name)
+    here = accelerators.names_here()
+    if wanted.type != kind or (wanted.index or 0) >= len(here):
+        known = ", ".join(["cpu", *here])
+        raise BadInput(f'device {name!r} is not here: pass device="auto", or one of {known}')
+    accelerators.refuse_without_streams(wanted)
+    accelerators.refuse_unrecorded([wanted])
+    return SeparateDevice(name)

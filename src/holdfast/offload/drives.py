@@ -170,7 +170,7 @@ def _warn_of_one_file_system(wanted: dict[str, str]) -> None:
             warnings.warn(
                 f"the drives {other} and {directory} are on one file system, so they share what it takes: a directory"
                 " on another disk is of use",
-                stacklevel=6,
+                stacklevel=7,
             )
 
 

@@ -31,13 +31,14 @@ from .alike import digest, hyper_parameters_by_key, refuse_unlike
 from .beginning import Beginning
 from .blocks import install
 from .correcting import Corrections
+from .defaults import on_host_by_default
 from .edits import Edits
 from .edits import told as told_of_edits
 from .executor import Executor
 from .export import newest_values, state_dict, trained_values
 from .interrupts import deferred
 from .leaving import closed, finish_at_exit
-from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, module_call
+from .microbatches import all_cancelled, checked_batches, evaluating, extract_loss, late_call
 from .ops import handlers
 from .ops.commit import publish
 from .planning import Plan
@@ -47,9 +48,9 @@ from .reports import Traffic, by_lane, count_tokens, difference, engine_event, s
 from .runtime import Runtime, Step
 from .sampling import chooser, continued
 from .steps import Rules, StepMaker
-from .takeover import MARK, Taken, Watched, give_back, let_go, refuse_use
+from .takeover import MARK, Homes, Taken, Watched, give_back, let_go, refuse_use, switch_on_cache
 from .timelines import Timelines
-from .weights import mean_of
+from .weights import first_label_counts, mean_of, questions
 
 POSITIONS = ("random", "loader")
 """Of the progress, what moves when a batch is fetched."""
@@ -69,15 +70,19 @@ class Engine:
         preflight: Preflight,
         events: EventLog,
         update_workers: int,
+        caches: list[Any],
     ) -> None:
+        """``caches`` are the configurations in which a key-value cache is to be switched on again in the end."""
         self._run, self._plan, self._rules, self._steps = run, plan, rules, StepMaker(run, plan, rules)
         self._captured, self._user, self._events = captured, user, events
         self._were_real = {
             p.name for p in captured.parameters if not p.parameter.is_meta or hasattr(p.parameter, MARK)
         }
-        self.taken = Taken(str(run.store.root))
+        self._homes = Homes(run.model, captured)
+        self.taken = Taken(str(run.store.root), self._homes)
         self._owed = False  # the model's values, by a close that was broken off
         self._busy = False
+        self._caches = caches
         self._watched: Watched | None = None
         self._edits: Edits | None = None
         self._hooks: list[RemovableHandle] = []
@@ -85,7 +90,11 @@ class Engine:
         self._told: Traffic = {}
         """What had moved up to the last step that the log tells of, evaluations included."""
         self._executor = Executor(
-            handlers(run), update_workers, one_torch_thread, run.device.ahead, exchanges=not run.fellows.alone
+            handlers(run),
+            update_workers,
+            lambda: (one_torch_thread(), run.device.use()),
+            run.device.ahead,
+            exchanges=not run.fellows.alone,
         )
         self._timelines = Timelines(self._executor, events)
         self._corrections = Corrections(self._executor, plan.prediction, events)
@@ -105,6 +114,7 @@ class Engine:
 
     # What a user calls
 
+    @on_host_by_default
     def step(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """One optimizer step over ``micro_batches``: mappings of the model's keywords, or tuples with
         ``loss_fn``.
@@ -114,6 +124,7 @@ class Engine:
         """
         self._check_usable()
         what = f"step {self.steps_done + 1}"
+        micro_batches = self._ask_about_labels(what, micro_batches, loss_fn)
         micro_batches, told = self._call_with(what, micro_batches, loss_fn, self._checked)
         self._refuse_unlike_rates(what, [rates for _, _, rates, _ in told])
         self._refuse_edits([edited for _, _, _, edited in told])
@@ -156,6 +167,7 @@ class Engine:
         counts = self._steps.counts(micro_batches)
         return counts, count_tokens(micro_batches), digest(self._rates()), self._edited()
 
+    @on_host_by_default
     def evaluate(self, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None = None) -> float:
         """The mean loss over ``micro_batches``, with the weights of the last step and nothing recorded. Each counts
         what ``normalize`` says: all the same, whatever their sizes, unless it says otherwise. NaN where none counts. Of
@@ -167,14 +179,53 @@ class Engine:
             return self._steps.counts(micro_batches)
 
         self._check_usable()
+        micro_batches = self._ask_about_labels("an evaluation", micro_batches, loss_fn)
         micro_batches, counts = self._call_with("an evaluation", micro_batches, loss_fn, counted)
         weights = self._steps.weights(counts, len(micro_batches))
-        calls = [module_call(self._run.model, self._run.device.take_batch(b), loss_fn) for b in micro_batches]
+        model, send = self._run.model, self._run.device.take_batch
+        calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches]
         losses = self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
         told = self._call("the end of an evaluation", lambda: list(zip(losses, weights, strict=True)))
         losses, weights = zip(*(pair for each in told for pair in each), strict=True)
         return mean_of(losses, weights) if any(weight != 0 for weight in weights) else math.nan
 
+    def _ask_about_labels(
+        self, what: str, micro_batches: Sequence[Any], loss_fn: Callable[..., Any] | None
+    ) -> Sequence[Any]:
+        """Find out by two forward passes, once, whether the model counts first labels, where counts depend on it.
+
+        Collective: all ranks take part if one of them has to ask. A model that fails at it is not asked again now.
+        """
+        if not self._steps.may_ask:
+            return micro_batches
+        batches, told = self._call_with(
+            f"{what}, whose labels are counted",
+            micro_batches,
+            loss_fn,
+            lambda batches: self._steps.unclear(batches) is not None,
+        )
+        if not any(told):
+            return batches
+        mine = self._steps.unclear(batches)
+        pair = [batches[0]] * 2 if mine is None else questions(mine)
+        model, send = self._run.model, self._run.device.take_batch
+        calls = [late_call(model, batch, loss_fn, send) for batch in pair]
+        try:
+            losses = self._forward([lambda call=call: float(extract_loss(call())) for call in calls])
+        except Exception as error:
+            if self._closed:
+                raise
+            raise BadInput(
+                f'normalize="tokens" asks the model whether it counts the first of its "labels", with a micro-batch of'
+                f" which no other counts, and the model failed: {error}. Pass a function from a micro-batch to its"
+                " number of target tokens instead."
+            ) from error
+        answer = None if mine is None else not first_label_counts(losses)
+        answers = self._call(f"{what}, whose labels are known", lambda: answer)
+        self._steps.shifts = next((each for each in answers if each is not None), None)
+        return batches
+
+    @on_host_by_default
     def generate(
         self,
         tokens: torch.Tensor,
@@ -190,12 +241,13 @@ class Engine:
 
         def model(window: torch.Tensor) -> Any:
             (value,) = self._forward(
-                [module_call(self._run.model, self._run.device.take_batch((window,)), None)]
+                [late_call(self._run.model, (window,), None, self._run.device.take_batch)]
             )
             return value
 
         return continued(model, tokens, max_new_tokens, chooser(temperature, top_k, seed), context)
 
+    @on_host_by_default
     def save(self) -> None:
         """Make the present state a commit. It is durable when this returns."""
         self._check_usable()
@@ -205,12 +257,14 @@ class Engine:
         if self.durable_step < self.steps_done or self._is_behind:
             self._save(commit=True)
 
+    @on_host_by_default
     def wait(self) -> None:
         """Wait until everything under way is over: updates done, and the commit, where one was due, durable."""
         self._check_usable()
         with self._closing_on_error():
             self._executor.drain()
 
+    @on_host_by_default
     def state_dict(self, *, trained: bool = False) -> dict[str, torch.Tensor]:
         """Every parameter in fp32 and every persistent buffer, by the model's names, in host memory; only what is
         ``trained``, such as an adapter, without reading the rest."""
@@ -225,6 +279,7 @@ class Engine:
             values = trained_values if trained else state_dict
             return values(self._run, self._captured)
 
+    @on_host_by_default
     def close(self) -> None:
         """Finish and commit what is under way, give the model back, and let go of the run directory.
 
@@ -234,7 +289,7 @@ class Engine:
         """
         if self._closed:
             if self._owed:
-                give_back(self._captured, newest_values(self._run, self._were_real))
+                give_back(self._captured, newest_values(self._run, self._were_real), self._homes)
                 self._owed = False
             return
         self._owed = bool(self._were_real)
@@ -249,10 +304,10 @@ class Engine:
             trained = self._values() if any(real for real, _ in told) else {}
             self._call("the end of close")  # nobody leaves before all have what they wanted
         self._shut_down()
-        give_back(self._captured, {name: trained[name] for name in self._were_real})
+        give_back(self._captured, {name: trained[name] for name in self._were_real}, self._homes)
         self._owed = False
         if edited:
-            warnings.warn(f"{told_of_edits(edited)}: it was lost", stacklevel=2)
+            warnings.warn(f"{told_of_edits(edited)}: it was lost", stacklevel=3)
 
     def __enter__(self) -> Engine:
         return self
@@ -269,6 +324,7 @@ class Engine:
             else:
                 self.give_up()
 
+    @on_host_by_default
     def give_up(self) -> None:
         """Stop without a further commit: what is under way ends, nothing else is written. The run stays whole."""
         self._executor.abort()
@@ -341,6 +397,7 @@ class Engine:
                     yield
             finally:
                 self._busy = False
+                self._run.attributes.end()
                 torch.set_grad_enabled(grad)  # a key press may have left it otherwise
 
     @contextmanager
@@ -393,7 +450,9 @@ class Engine:
         for unit in self._run.units:
             for member in unit.members:
                 install(member.owned, member.owned.captured.parameter)
+        self._homes.give_back_buffers()
         let_go(self._captured, self.taken, self._were_real)
+        switch_on_cache(self._caches)
         self._run.store.queue.close()  # nothing is under way any more when files are closed
         self._run.store.close()
         self._edits = None

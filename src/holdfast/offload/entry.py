@@ -21,6 +21,8 @@ from ..errors import BadInput, HoldfastError, RunLocked
 from ..events import EventLog
 from ..plan.work import Clipping
 from ..ranks import Ranks
+from ..regular import home_path
+from ..state.prepared import refuse_in_block, refuse_prepared
 from ..state.progress import hyper_parameters
 from ..store.entering import begin, see_alike
 from ..store.files import AnyDisk
@@ -28,7 +30,6 @@ from ..store.generations import Generations
 from ..store.local import LocalStore
 from ..store.manifest import Manifest
 from ..store.places import check_place
-from ..store.witness import last_durable
 from ..update.mezo import MeZO
 from ..update.threads import keep_torch_threads
 from .alike import agree_on_choices, agree_on_placement, agree_on_source
@@ -41,13 +42,16 @@ from .checks import (
     check_clipping,
     check_compiled,
     check_counts,
+    check_graphs,
     check_recorded,
     check_renormalised,
     check_sample,
     check_stateful,
     check_zeroth,
+    warn_of_resident,
     warn_of_slow_bf16,
 )
+from .defaults import on_host_by_default
 from .device import open_device
 from .drives import Drives
 from .engine import Engine
@@ -62,9 +66,18 @@ from .progress import UserState
 from .resume import newest_commit, progress_here, same_files
 from .scaling import LossScale
 from .steps import Rules
-from .takeover import refuse_emptied, refuse_held, refuse_open, switch_off_cache, take_over
+from .takeover import (
+    refuse_emptied,
+    refuse_held,
+    refuse_open,
+    refuse_partly_empty,
+    switch_off_cache,
+    switch_on_cache,
+    take_over,
+)
 
 
+@on_host_by_default
 def offload(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -126,7 +139,8 @@ def offload(
     another list, files are read where they are, and written to their new places when the run goes on. Several ranks
     give the same list, of directories that all of them see.
 
-    ``blocks`` are streamed, one at a time; without it they are the longest ``nn.ModuleList`` of one class. A list of
+    ``blocks`` are streamed, one at a time; without it they are the ``nn.ModuleList`` of one class with most bytes of
+    parameters; a warning says so where that leaves more than half in memory and there is another list. A list of
     modules of the model, in the order in which they run, takes those: of an encoder and of a decoder, for example.
 
     ``delayed_fraction`` of the blocks, spread evenly, are updated beside the next step's forward pass, with the
@@ -169,8 +183,9 @@ def offload(
     ``"speculate"``, whether it clips or not.
 
     ``normalize`` says what a micro-batch counts in the step's gradient: all the same, or ``"tokens"``: by the target
-    tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row for causal
-    language models, which shift them); or a function from a micro-batch to its number.
+    tokens that are not -100 in its ``"targets"``, or in its ``"labels"`` (without the first of each row where the
+    model's loss does not count it, since it shifts labels: it is asked, once, by a forward pass of two micro-batches);
+    or a function from a micro-batch to its number.
 
     ``init`` initialises what one module itself holds, where parameters are on ``meta``; without it that is done by
     ``reset_parameters`` and the model's ``_init_weights``.
@@ -201,9 +216,11 @@ def offload(
     if another rank fails or does not come. Of several ranks, what fails once files are made (``init``, a full disk)
     leaves them behind, without a commit: remove the directory.
     """
+    ssd = home_path(ssd) if disk is None else ssd
     fellows = Fellows.here(deadline_seconds)
     queue = store = run = engine = None
     before: set[str] | None = None
+    caches: list[Any] = []
     try:
         with fellows.control.agreeing():
             check_choices(schedule, order, normalize, delayed_fraction, recomputed_fraction)
@@ -228,6 +245,7 @@ def offload(
                 schedule = ZEROTH
             refuse_alone_only(fellows, schedule)
             check_sample(sample)
+            refuse_prepared(model)
             check_recorded(model)
             check_renormalised(model)
             if disk is None:
@@ -242,6 +260,8 @@ def offload(
             refuse_open(model)
             parts = Parts.of(model, optimizer, dtype, blocks, fellows.control)
             check_compiled(model, parts.blocks)
+            for name, block in zip(parts.blocks.names, parts.blocks.modules, strict=True):
+                refuse_in_block(name, block)
             rules = Rules(
                 schedule=schedule, order=order, delayed_fraction=0.0, recomputed_fraction=1.0,
                 clip_norm=clip_norm, clipping=clipping,
@@ -266,8 +286,11 @@ def offload(
                 parts.captured, optimizer, scheduler, loader, settings, given, fellows.world_size
             )
             target = open_device(device)
+            check_graphs(target.torch_device, parts.blocks)
             if fellows.rank == 0:
-                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=2)
+                warn_of_slow_bf16(target.torch_device, dtype, stacklevel=3)
+                if blocks is None:
+                    warn_of_resident(model, parts.blocks, stacklevel=3)
             budget = (AUTO if budget == "auto" else budget or Budget()).resolved(target, fellows.on_host)
             shape = rules.shape(micro_batches, commit_every > 0)
             plan = make_plan(
@@ -303,10 +326,10 @@ def offload(
         store = LocalStore(ssd, retain=retain, spare=spare, disk=disk, queue=queue, direct=direct)
         found = _found(store, parts, fellows.control)
         beginning, stored, preflight = _ready(
-            store, parts, user, plan, budget, confirm, source, found, placed, fellows.control
+            store, parts, user, plan, budget, confirm, source, init, found, placed, fellows.control
         )
         before = store.names() if found is None and fellows.alone else None
-        switch_off_cache(model)
+        caches = switch_off_cache(model)
         share_heaps()
         begin(store, fellows.control, found)
         fellows.control.first_does(lambda: store.take_drives(placed.all))
@@ -320,7 +343,7 @@ def offload(
             engine = Engine(
                 run, plan, rules, captured=parts.captured, user=user, preflight=preflight,
                 events=events or EventLog(Path(ssd) / "events.jsonl" if told else None),
-                update_workers=update_workers,
+                update_workers=update_workers, caches=caches,
             )  # fmt: skip
         engine.begin(found, beginning)
         with fellows.control.agreeing():
@@ -329,6 +352,7 @@ def offload(
         return engine
     except BaseException as error:
         fellows.close()  # who waits for this rank need not
+        switch_on_cache(caches)
         if engine is not None:
             engine.give_up()
         if queue is not None:
@@ -354,6 +378,7 @@ def _ready(
     budget: Budget,
     confirm: Callable[[Preflight], None] | None,
     source: Opens | None,
+    init: Callable[[nn.Module], Any] | None,
     found: Manifest | None,
     drives: Drives,
     ranks: Ranks,
@@ -363,6 +388,8 @@ def _ready(
     with ranks.agreeing():
         if found is None:
             refuse_emptied(parts.captured)
+            if source is None and init is None:
+                refuse_partly_empty(parts.captured)
         stored = stored_units(parts, store, drives)
         if found is not None and ranks.alone and not found.shares:
             same_files(stored, store, found)
@@ -407,7 +434,7 @@ def _found(store: LocalStore, parts: Parts, ranks: Ranks) -> Manifest | None:
         if not store.commits():
             return None
         store.enter()
-        return newest_commit(store, parts.whole(), last_durable(Path(store.root) / "events.jsonl"))
+        return newest_commit(store, parts.whole())
 
     with ranks.agreeing():
         found = ranks.first_takes_its_time(newest)  # every byte of the commit is read

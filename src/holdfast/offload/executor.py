@@ -75,7 +75,7 @@ class Executor:
         self,
         handlers: dict[str, Handler],
         update_workers: int,
-        prepare_worker: Callable[[], None],
+        prepare_worker: Callable[[], object],
         ahead: frozenset[tuple[str, str]] = frozenset(),
         exchanges: bool = False,
     ) -> None:
@@ -286,7 +286,7 @@ class Lane:
     """Threads that do what is put, in order. A pool of the standard library would start them late and wait on
     locks in Python, both of which a key press can break off half way."""
 
-    def __init__(self, workers: int, name: str, prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, workers: int, name: str, prepare: Callable[[], object] = lambda: None) -> None:
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.put = self._todo.put
         self._threads = [
@@ -303,7 +303,7 @@ class Lane:
         for thread in self._threads:
             thread.join()
 
-    def _work(self, prepare: Callable[[], None]) -> None:
+    def _work(self, prepare: Callable[[], object]) -> None:
         prepare()
         while (do := self._todo.get()) is not None:
             do()

@@ -23,7 +23,7 @@ def state_dict(run: Runtime, captured: Captured) -> dict[str, torch.Tensor]:
     ordered = {name: values[p.name] for p in captured.parameters for name in p.names}
     plain, held = plain_paths(run.model), {(id(module), key) for module, key in captured.buffers.values()}
     buffers = {
-        join(plain[path], key): buffer_at((module, key)).detach().clone()
+        join(plain[path], key): buffer_at((module, key)).detach().to("cpu", copy=True)
         for path, module in run.model.named_modules(
             remove_duplicate=False
         )  # also by the other names of a module

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from ..io.buffers import Buffer, BufferPool
+from ..io.buffers import Buffer, BufferPool, classed
 from ..units import round_up
 from .units import ALIGN
 
@@ -41,10 +41,18 @@ Form = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 
 
 class Lending:
-    """Lends memory of ``pool``, of which ``kept_bytes`` for what is kept."""
+    """Lends memory of ``pool``, of which ``kept_bytes`` for what is kept.
 
-    def __init__(self, pool: BufferPool, kept_bytes: int) -> None:
+    Micro-batches of other lengths take other sizes. What is pinned comes in few sizes all the same (``classed``), since
+    pinning is slow and a size is kept for the next of its kind; up to ``planned_bytes``, the largest that the plan has
+    counted, none takes more than that.
+    """
+
+    def __init__(
+        self, pool: BufferPool, kept_bytes: int, in_classes: bool = False, planned_bytes: int = 0
+    ) -> None:
         self._pool = pool
+        self._in_classes, self._planned_bytes = in_classes, planned_bytes
         self._arena: Arena | None = None
         self._buffer: Buffer | None = None
         if kept_bytes:
@@ -72,8 +80,15 @@ class Lending:
             offset = self._arena.take(length, from_top)
             if offset is not None:
                 return self._buffer.view[offset : offset + length], partial(self._arena.give, offset)
-        buffer = self._pool.take(length, kind)
+        buffer = self._pool.take(self._size(length), kind)
         return buffer.view[:length], partial(self._pool.give, buffer)
+
+    def _size(self, nbytes: int) -> int:
+        """How much is taken for ``nbytes``."""
+        if not self._in_classes:
+            return nbytes
+        size = classed(nbytes)
+        return self._planned_bytes if nbytes <= self._planned_bytes < size else size
 
     def lender(
         self, kind: str, from_top: bool = False

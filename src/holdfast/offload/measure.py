@@ -208,10 +208,11 @@ def _trace(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     bytes_, flop = _LiveBytes(), FlopCounterMode(display=False)
     probe = _Probe(blocks, bytes_, flop, backward)
-    fakes = swapped(model.modules(), partial(_faked, dtype=dtype), fake.from_tensor)
+    here = partial(_fake_here, fake)
+    fakes = swapped(model.modules(), partial(_faked, dtype=dtype), here)
     with fake, restored(model), fakes, probe.patch.applied():
         inputs = dict(sample) if isinstance(sample, Mapping) else sample
-        inputs = pytree.tree_map(lambda x: fake.from_tensor(x) if isinstance(x, torch.Tensor) else x, inputs)
+        inputs = pytree.tree_map(lambda x: here(x) if isinstance(x, torch.Tensor) else x, inputs)
         with flop, bytes_, torch.enable_grad():
             loss = extract_loss(module_call(model, inputs, loss_fn)())
             after = flop.get_total_flops()
@@ -270,6 +271,15 @@ def swapped(
     finally:
         for table, name, value in saved:
             table[name] = value
+
+
+def _fake_here(fake: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of ``tensor`` on the CPU, wherever that is: parameters, buffers and inputs are to be on one device."""
+    if tensor.device.type == "cpu":
+        return fake.from_tensor(tensor)
+    with fake:
+        there = fake.from_tensor(tensor.detach().to("meta"))
+        return torch.empty_like(there, device="cpu").requires_grad_(tensor.requires_grad)
 
 
 def _faked(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

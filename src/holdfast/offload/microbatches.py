@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accelerators import current_kind, current_stream_in_use, on_stream, use_device
 from ..errors import BadInput, BlockInputChanged, ModelNotSupported
 from .blocks import BlockFunction, Blocks
+from .defaults import callers_default_device
 from .process import end_openmp_threads
 
 _running = threading.local()
@@ -179,14 +181,13 @@ def _in_place(error: RuntimeError) -> BlockInputChanged | None:
 
 def _thread_state() -> Callable[[ExitStack], None]:
     """The caller's thread-local settings of torch, to be entered by another thread."""
-    grad, threads, device = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_device()
+    grad, threads, device = torch.is_grad_enabled(), torch.get_num_threads(), callers_default_device()
     autocast, inference, cached = (
         autocast_state(),
         torch.is_inference_mode_enabled(),
         torch.is_autocast_cache_enabled(),
     )
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    stream = torch.cuda.current_stream() if cuda else None
+    stream = current_stream_in_use()
 
     def enter(stack: ExitStack) -> None:
         torch.set_num_threads(threads)
@@ -197,8 +198,8 @@ def _thread_state() -> Callable[[ExitStack], None]:
             stack.enter_context(device)
         stack.enter_context(autocast_as(autocast, cached))
         if stream is not None:
-            torch.cuda.set_device(stream.device)
-            stack.enter_context(torch.cuda.stream(stream))
+            use_device(stream.device)
+            stack.enter_context(on_stream(stream))
 
     return enter
 
@@ -210,9 +211,8 @@ def casts(autocast: Autocast) -> bool:
 
 def autocast_state() -> Autocast:
     """How this thread autocasts at present."""
-    return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-    )
+    kinds = ("cpu", current_kind() or "cuda")
+    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 @contextmanager
@@ -310,6 +310,14 @@ def _checked(index: int, batch: Any, loss_fn: Callable[..., Any] | None) -> Any:
             " tuple of its positional ones, (tokens,) for a single tensor."
         )
     return batch
+
+
+def late_call(
+    model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None, send: Callable[[Any], Any]
+) -> Callable[[], Any]:
+    """Return a call of ``model`` that has ``send`` bring ``batch`` to the device when the call begins, and lets go of
+    what came when it ends: of many micro-batches, only those under way are on the device."""
+    return lambda: module_call(model, send(batch), loss_fn)()
 
 
 def module_call(model: nn.Module, inputs: Any, loss_fn: Callable[..., Any] | None) -> Callable[[], Any]:

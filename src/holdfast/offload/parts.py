@@ -70,6 +70,8 @@ class Parts:
                     f"{unit.name} has no parameters of its own, so there is nothing to stream."
                 )
         rest = Unit("resident", resident, host, DTYPES[dtype], captured.buffers, captured.absent, **place)
+        for unit in (*units, rest):
+            _check_layouts(unit, host, ranks)
         return cls(model, blocks, units, rest, host, captured, ranks.rank, ranks.world_size)
 
     def whole(self) -> Parts:
@@ -177,6 +179,22 @@ def _check_modules(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise OptimizerNotSupported(
             "the optimizer has differentiable=True; out-of-core updates have no graph."
+        )
+
+
+def _check_layouts(unit: Unit, host: HostOptimizer, ranks: Ranks) -> None:
+    """Raise ``ModelNotSupported`` where a parameter that is not contiguous would not be updated as in a plain loop."""
+    for member in unit.members:
+        if member.order is None or (
+            ranks.alone and (not member.trained or host.keeps_order(member.group, member.shape))
+        ):
+            continue
+        why = "several ranks cut parameters along their first dim"
+        if ranks.alone:
+            why = "this optimizer does not update each of its elements by itself"
+        raise ModelNotSupported(
+            f"parameter {member.name} is not contiguous (it is transposed or channels_last), and {why}. Make it so"
+            " before offload(): parameter.data = parameter.data.contiguous()."
         )
 
 

@@ -310,7 +310,7 @@ def _measured(
             parts.model, parts.blocks, sample, parts.resident.dtype, loss_fn, parts.optimizer.takes_gradients
         )
     except ModelNotSupported as error:
-        warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=4)
+        warnings.warn(f"memory is not predicted and no budget is checked: {error}", stacklevel=5)
     if budget.host_bytes() is not None:
         _refuse_auto(on_host)
     return None

@@ -40,6 +40,8 @@ class Preflight:
     """Memory of a separate device at its peak; None where the device is the host, or if not predicted."""
     device_budget: int | None
     block_names: tuple[str, ...]
+    streamed_parameters: int = 0
+    """Of ``parameters``, those of blocks: the others stay in memory."""
     drives: tuple[tuple[str, int, int], ...] = ()
     """Of each further drive: its directory, the space that the run still has to take there, and what is free."""
     prediction: Prediction | None = None
@@ -100,7 +102,8 @@ def preflight_of(
         host_budget=budget.host_bytes(),
         device_bytes_predicted=plan.device_bytes,
         device_budget=None if plan.work.unified else budget.device_bytes(),
-        block_names=tuple(unit.name for unit in parts.units),
+        block_names=parts.blocks.names,
+        streamed_parameters=sum(member.elements for unit in parts.units for member in unit.members),
         prediction=plan.prediction,
         plan=plan.line,
     )

@@ -53,7 +53,7 @@ class UserState:
         if aliases := aliases_of(self.model.parameters):
             progress["aliases"] = aliases
         for name, thing in self._stateful():
-            progress[name] = encode(thing.state_dict(), name)
+            progress[name] = encode(thing.state_dict(), f"{name}.state_dict()")
         return progress
 
     def restore(self, progress: dict[str, Any]) -> None:
@@ -107,19 +107,19 @@ class UserState:
                 warnings.warn(
                     f"the run had no {name} so far: this {type(thing).__name__} starts from its own state, not "
                     "from the run's step",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
         saved = progress.get("settings", {})  # a run of an earlier version does not say
         changed = [f"{k} was {saved[k]} and is {v}" for k, v in self.settings.items() if saved.get(k, v) != v]
         if changed:
             warnings.warn(
                 f"this run goes on with other settings, so with other numbers than without them: {'; '.join(changed)}",
-                stacklevel=5,
+                stacklevel=6,
             )
         before = progress.get("given", [])  # a run of an earlier version does not say
         kept = told_of_kept(before, progress["groups"], self.given, "offload returns")
         if kept is not None:
-            warnings.warn(kept, stacklevel=5)
+            warnings.warn(kept, stacklevel=6)
 
     def _refuse_another(self, progress: dict[str, Any]) -> None:
         given = dict(self._stateful())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import accelerators
 from .planning import Plan
 from .preflight import Preflight
 from .process import process_bytes
@@ -64,7 +65,9 @@ def engine_event(run: Runtime, plan: Plan, preflight: Preflight, first_step: int
         "device": str(run.device.torch_device),
         "unified": run.device.unified,
         "blocks": len(run.blocks),
+        "block_names": [preflight.block_names[0], preflight.block_names[-1]],
         "parameters": preflight.parameters,
+        "streamed_parameters": preflight.streamed_parameters,
         "state_bytes": preflight.state_bytes,
         "host_budget": preflight.host_budget,
         "device_budget": preflight.device_budget,
@@ -100,8 +103,8 @@ def step_event(
         "moved": by_lane(moved),
         "buffers": dict(run.residency.pool.most_by_kind),
     }
-    if run.device.torch_device.type == "cuda":
-        event["device_bytes"] = torch.cuda.max_memory_allocated(run.device.torch_device)
+    if accelerators.is_accelerator(run.device.torch_device):
+        event["device_bytes"] = accelerators.most_bytes(run.device.torch_device)
         event["pinned_bytes"] = run.residency.pool.pinned_bytes
     return event
 

@@ -35,10 +35,18 @@ class Residency:
     """The places of one engine's bytes. Handlers of different lanes touch different keys."""
 
     def __init__(
-        self, pool: BufferPool, blocks: list[Unit], resident: Unit, device: torch.device, kept_bytes: int = 0
+        self,
+        pool: BufferPool,
+        blocks: list[Unit],
+        resident: Unit,
+        device: torch.device,
+        kept_bytes: int = 0,
+        planned_bytes: int = 0,
     ) -> None:
+        """``kept_bytes``: for what is kept on the host for a separate device. ``planned_bytes``: of the largest input
+        of a block, or gradient of one, that the plan has counted."""
         self.pool, self.blocks = pool, blocks
-        self._lending = Lending(pool, kept_bytes)
+        self._lending = Lending(pool, kept_bytes, pool.pins, planned_bytes)
         self.lend, self.lender = self._lending.lend, self._lending.lender
         self.copies: dict[int, Buffer] = {}
         """Working copies that stay on the host."""

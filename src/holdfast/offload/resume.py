@@ -16,26 +16,19 @@ from ..store.manifest import Manifest
 from .parts import Parts
 
 
-def newest_commit(store: LocalStore, parts: Parts, durable_before: int) -> Manifest:
-    """The newest whole commit to continue. Warns about commits passed over, and about any between it and the step
-    ``durable_before``, which the log says was durable.
+def newest_commit(store: LocalStore, parts: Parts) -> Manifest:
+    """The newest whole commit to continue. Warns about commits passed over.
 
     Raises ``RunMismatch`` if it is another model's, ``Damaged`` if none is whole.
     """
     for problem in restore_index(store, parts.index()):
-        warnings.warn(f"the model says the same, so it was written anew: {problem}", stacklevel=6)
+        warnings.warn(f"the model says the same, so it was written anew: {problem}", stacklevel=7)
     readable = _newest_readable(store)
     if readable is not None:
         _same_model(parts, store, readable)
     manifest, damaged = store.newest_whole()
     for problem in dict.fromkeys(map(str, damaged)):
-        warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=6)
-    if manifest.step < durable_before and not damaged:
-        warnings.warn(
-            f"resuming from step {manifest.step}, the newest that is in {store.root}: its events.jsonl says that step"
-            f" {durable_before} was durable, so newer files of commits/ were removed or not restored",
-            stacklevel=6,
-        )
+        warnings.warn(f"resuming from step {manifest.step} in spite of damage: {problem}", stacklevel=7)
     _same_model(parts, store, manifest)
     return manifest
 

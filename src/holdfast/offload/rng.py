@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..accelerators import generator_state, seed_generator, set_generator_state, with_index
 from .blocks import find_blocks
 
 PROLOGUE = "prologue"
@@ -45,23 +46,21 @@ def seed_generators(seed: int, device: torch.device) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFF_FFFF)
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    seed_generator(seed, device)
 
 
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
     """Leave the default generators as they were."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    on_device = generator_state(device)
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+        set_generator_state(on_device, device)
 
 
 _taken = threading.Lock()
@@ -115,7 +114,7 @@ def keyed_rng(
     Inside, call ``keys.at(step, micro_batch)`` before each ``model(...)``. Hooks are removed and the
     generators restored on exit.
     """
-    keys = Keys(seed, torch.device(device))
+    keys = Keys(seed, with_index(torch.device(device)))
     found = find_blocks(model, blocks)
     hooks = [model.register_forward_pre_hook(lambda *_: keys.enter(PROLOGUE))]
     for index, block in enumerate(found.modules):

@@ -192,6 +192,9 @@ class Step:
     """What clips those of one unit, by its name, where each is clipped by itself."""
     left_out: set[str] = field(default_factory=set)
     """Units that are not updated: each is clipped by itself, and their gradients are not finite."""
+    unsettled: dict[str, Callable[[], None]] = field(default_factory=dict)
+    """By unit: decides on its clipping, once its norm has arrived from the device."""
+    _settling: threading.Lock = field(default_factory=threading.Lock)
     before: dict[int, Stored] = field(default_factory=dict)
     """The state that a guess began from, by block."""
     redone: bool = False
@@ -208,12 +211,25 @@ class Step:
         count, batches = self.shape.micro_batches, self.micro_batches
         return [_mean_loss(batches[start : start + count]) for start in range(0, len(batches), count)]
 
+    def settle_later(self, unit: Unit, decide: Callable[[], None]) -> None:
+        """Have ``decide`` called before anybody asks what happens to ``unit``."""
+        self.unsettled[unit.name] = decide
+
+    def settle(self, unit: Unit | None = None) -> None:
+        """Decide on the clipping of ``unit``, or of all. Its norm has arrived. Called by threads of updates and by the
+        one that computes."""
+        with self._settling:
+            for name in [*self.unsettled] if unit is None else [unit.name]:
+                self.unsettled.pop(name, lambda: None)()
+
     def leaves(self, unit: Unit) -> bool:
         """Is ``unit`` left as it is? One that a zeroth-order step has brought was moved by the step before."""
+        self.settle(unit)
         return (self.skipped and self.delta is None) or unit.name in self.left_out
 
     def factor(self, unit: Unit) -> torch.Tensor | None:
         """What the gradients of ``unit`` are multiplied by."""
+        self.settle(unit)
         return self.scales.get(unit.name, self.scale)
 
 

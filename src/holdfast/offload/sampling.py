@@ -18,12 +18,13 @@ def continued(
     context: int | None,
 ) -> torch.Tensor:
     """``tokens`` (int64, shape (1, T)) and ``count`` more, each chosen from what ``model`` makes of the last
-    ``context`` before it: logits of shape (1, T, vocabulary), alone or as ``.logits``."""
+    ``context`` before it: logits of shape (1, T, vocabulary), alone or as ``.logits``. On the device of ``tokens``."""
+    given, tokens = tokens.device, tokens.cpu()
     for _ in range(count):
         value = model(tokens if context is None else tokens[:, -context:])
         logits = value if isinstance(value, torch.Tensor) else value.logits
         tokens = torch.cat([tokens, choose(logits[:, -1].float().cpu())], dim=1)
-    return tokens
+    return tokens.to(given)
 
 
 def chooser(temperature: float, top_k: int | None, seed: int) -> Callable[[torch.Tensor], torch.Tensor]:

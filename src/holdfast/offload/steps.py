@@ -12,11 +12,11 @@ from ..plan.orders import kept_blocks
 from ..plan.vertical import commit_only, forward_only
 from ..plan.work import Clipping, StepShape
 from ..plan.zeroth import STREAMS, catch_up
-from .microbatches import Coroutine, module_call
+from .microbatches import Coroutine, autocast_state, casts, late_call
 from .planning import LISTS, Plan
 from .runtime import MicroBatch, Runtime, Step
 from .scaling import LossScale
-from .weights import shares, shifts_labels, target_tokens
+from .weights import depends_on_shift, shares, target_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,15 +58,26 @@ class StepMaker:
         self.loss_scale = rules.loss_scale
         """Of the next step."""
         self._streams = 1 if run.zeroth is None else STREAMS
+        self.shifts: bool | None = None
+        """Does the model shift labels? None until that has been asked."""
         self.lists: dict[tuple[str, StepShape], list[Op]] = {}
         """The operation lists made so far, by schedule and shape."""
+
+    @property
+    def may_ask(self) -> bool:
+        """Return whether counts may depend on what is not known of the model yet."""
+        return self._rules.normalize == "tokens" and self.shifts is None
+
+    def unclear(self, micro_batches: Sequence[Any]) -> Any | None:
+        """Return the first micro-batch of which the count depends on whether the model shifts labels, if one does."""
+        return next((batch for batch in micro_batches if depends_on_shift(batch)), None)
 
     def counts(self, micro_batches: Sequence[Any]) -> list[float]:
         """What each micro-batch counts; nothing where all count the same."""
         rule = self._rules.normalize
         if rule == "micro_batches":
             return []
-        count = rule if callable(rule) else partial(target_tokens, shifts_labels(self._run.model))
+        count = rule if callable(rule) else partial(target_tokens, self.shifts)
         return [count(batch) for batch in micro_batches]
 
     def weights(self, counts: Sequence[Sequence[float]], num_micro_batches: int) -> list[float | None]:
@@ -83,10 +94,12 @@ class StepMaker:
         rules = self._rules
         commit = rules.commit_every > 0 and (number + 1) % rules.commit_every == 0
         shape = rules.shape(len(micro_batches), commit)
-        calls = [
-            module_call(self._run.model, self._run.device.take_batch(batch), loss_fn)
-            for batch in micro_batches
-        ] * self._streams
+        if casts(
+            autocast_state()
+        ):  # then every block is computed again, and its inputs are to come in time for that
+            shape = replace(shape, recomputed_fraction=1.0)
+        model, send = self._run.model, self._run.device.take_batch
+        calls = [late_call(model, batch, loss_fn, send) for batch in micro_batches] * self._streams
         return Step(
             number=number,
             shape=shape,

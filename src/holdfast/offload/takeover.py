@@ -17,10 +17,53 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import BadInput, ModelNotSupported
 from ..state.capture import Captured
-from .blocks import install
+from .blocks import EMPTY, configurations, install
 from .runtime import Runtime
+from .units import memory_order
 
 MARK = "_holdfast_taken"
+
+
+class Homes:
+    """Where a model's parameters and buffers were when it was handed over, and where they go back to.
+
+    An engine computes on its device and keeps parameters out of memory; a model that is given back works as before only
+    if everything is on one device again. Frees nothing and copies nothing until ``give_back_buffers``.
+    """
+
+    def __init__(self, whole: nn.Module, model: Captured) -> None:
+        self._whole = whole
+        self._parameters = {p.name: _home_of(p.name, p.parameter) for p in model.parameters}
+        self._buffers = {(id(module), key): held.device for module, key, held in _buffers(whole)}
+        known = [*self._parameters.values(), *self._buffers.values()]
+        self._usual = next((device for device in known if device.type != "meta"), torch.device("cpu"))
+
+    def of_parameter(self, name: str) -> torch.device:
+        return self._parameters[name]
+
+    def give_back_buffers(self) -> None:
+        """Put every buffer back on its device; one that the model has made since goes where its parameters go."""
+        moved: dict[int, torch.Tensor] = {}  # a buffer of several modules stays one
+        for module, key, held in _buffers(self._whole):
+            home = self._buffers.get((id(module), key), self._usual)
+            if home != held.device and home.type != "meta":
+                module._buffers[key] = moved.setdefault(id(held), held.to(home))
+
+
+def _home_of(name: str, parameter: nn.Parameter) -> torch.device:
+    """The device of a parameter; of one that a failed engine has emptied, the one that it was on before."""
+    taken = getattr(parameter, MARK, None)
+    return parameter.device if taken is None else taken.homes.of_parameter(name)
+
+
+def _buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Every buffer of every module, by the module and its name there."""
+    return [
+        (module, key, held)
+        for module in model.modules()
+        for key, held in module._buffers.items()
+        if held is not None
+    ]
 
 
 @dataclass
@@ -28,6 +71,7 @@ class Taken:
     """Set on a parameter, as ``MARK``: the run that it was handed over to."""
 
     directory: str
+    homes: Homes
     open: bool = True
     """An engine is training it. If not, and it is still on ``meta``, the directory alone has its values."""
 
@@ -51,6 +95,21 @@ def refuse_emptied(model: Captured) -> None:
                 f"parameter {captured.name} has no values: an engine that failed had taken them to {taken.directory}. "
                 "Resume that directory, or build the model anew."
             )
+
+
+def refuse_partly_empty(model: Captured) -> None:
+    """Raise ``BadInput`` where some parameters have values and others, on ``meta``, seem to have lost theirs.
+
+    Parameters that ``empty_parameters()`` made are meant to be initialised, and so is a model that is all on ``meta``.
+    """
+    empty = [each for each in model.parameters if each.parameter.is_meta]
+    lost = next((each.name for each in empty if not hasattr(each.parameter, EMPTY)), None)
+    if lost is not None and len(empty) < len(model.parameters):
+        raise BadInput(
+            f"parameter {lost} is on meta and has no values, while {len(model.parameters) - len(empty)} others have"
+            " theirs: a fresh run would give it random ones. Load the rest, build the model in"
+            " holdfast.empty_parameters(), or say by init= or source= what it begins with."
+        )
 
 
 def refuse_held(model: Captured) -> None:
@@ -190,14 +249,28 @@ def _empty_originals(model: Captured, taken: Taken) -> None:
         moved.append((parameter, empty))
 
 
-def switch_off_cache(model: nn.Module) -> None:
-    """A key-value cache is an input that changes; training does not need it."""
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False  # type: ignore[union-attr]
+def switch_off_cache(model: nn.Module) -> list[Any]:
+    """Switch off key-value caches in every configuration of ``model``; return those that had them on.
+
+    A cache is an input that changes, and training does not need it.
+    """
+    on = [(name, config) for name, config in configurations(model) if getattr(config, "use_cache", False)]
+    for _, config in on:
+        config.use_cache = False
+    if on:
+        names = ", ".join(f"{name}.use_cache" for name, _ in on)
         warnings.warn(
-            "model.config.use_cache was switched off: out-of-core blocks keep no cache", stacklevel=3
+            f"{names} {'was' if len(on) == 1 else 'were'} switched off until the engine is closed: out-of-core blocks"
+            " keep no cache",
+            stacklevel=4,
         )
+    return [config for _, config in on]
+
+
+def switch_on_cache(configs: list[Any]) -> None:
+    """Undo ``switch_off_cache``."""
+    while configs:
+        configs.pop().use_cache = True
 
 
 def let_go(model: Captured, taken: Taken, were_real: set[str]) -> None:
@@ -208,12 +281,15 @@ def let_go(model: Captured, taken: Taken, were_real: set[str]) -> None:
             captured.parameter.__dict__.pop(MARK, None)
 
 
-def give_back(model: Captured, values: dict[str, torch.Tensor]) -> None:
-    """Give those of the model's own parameters that ``values`` names their trained values, in their own dtype."""
+def give_back(model: Captured, values: dict[str, torch.Tensor], homes: Homes) -> None:
+    """Give those of the model's own parameters that ``values`` names their trained values, in their own dtype and on
+    the device that each was on."""
     for captured in model.parameters:
         if captured.name in values:
             parameter = captured.parameter
-            value = values[captured.name].to(parameter.dtype)
+            value = values[captured.name].to(parameter.dtype).to(homes.of_parameter(captured.name))
+            if memory_order(parameter) is not None:
+                value = torch.empty_like(parameter, device=value.device, requires_grad=False).copy_(value)
             real = nn.Parameter(value, requires_grad=parameter.requires_grad)
             real.__dict__.update({k: v for k, v in parameter.__dict__.items() if k != MARK})
             torch.utils.swap_tensors(parameter, real)

@@ -18,8 +18,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..accelerators import synchronize
 from ..errors import ModelNotSupported
+from . import rng
 from .blocks import Blocks, Patch
+from .defaults import callers_default
 from .device import Device
 from .measure import detached, moves, moving, restored, swapped
 from .microbatches import extract_loss, module_call
@@ -81,14 +84,14 @@ class _Timing:
 
     def run(self, sample: Any, loss_fn: Callable[..., Any] | None) -> Times:
         inputs = self.device.take_batch(dict(sample) if isinstance(sample, Mapping) else sample)
-        cuda = [self.device.torch_device] if self.device.torch_device.type == "cuda" else []
         ends = time.perf_counter() + self.seconds
         with (
-            torch.random.fork_rng(devices=cuda),
+            rng.preserved_generators(self.device.torch_device),
             restored(self.model),
             _random_parameters(self.model, self.blocks, self.dtype, self.device.torch_device),
             self.patch.applied(),
             torch.enable_grad(),
+            callers_default(),
         ):
             while len(self.head) < 2 or (time.perf_counter() < ends and len(self.head) <= TIMES):
                 self.once(inputs, loss_fn)
@@ -145,8 +148,7 @@ class _Timing:
         return detached(output)
 
     def now(self) -> float:
-        if self.device.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.device.torch_device)
+        synchronize(self.device.torch_device)
         return time.perf_counter()
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ from .blocks import Owned
 from .pieces import Piece, copy_parts, range_of
 from .shares import divided
 
-ALIGN = 64
-"""Bytes. Tensors in working copies, gradients and packed inputs start at multiples of it."""
+ALIGN = 256
+"""Bytes. Tensors in working copies, gradients and packed inputs start at multiples of it. cuBLASLt chooses its
+algorithm, and with it the last bits, by alignment up to this; a tensor that torch allocates has at least as much."""
 
 
 def as_tensor(buffer: Buffer) -> torch.Tensor:
@@ -70,6 +72,31 @@ class Member:
     def group(self) -> int:
         assert self.owned.captured.group is not None
         return self.owned.captured.group
+
+    @cached_property
+    def order(self) -> tuple[int, ...] | None:
+        """Dims from the slowest to the fastest in memory, as of a ``channels_last`` one; None if it is contiguous.
+
+        Kernels, and so the last bits, depend on it: working copies have it, and files do not.
+        """
+        return memory_order(self.owned.captured.parameter)
+
+    def arranged(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the elements in ``flat`` in the parameter's shape, laid out as the parameter is."""
+        if self.order is None:
+            return flat.view(self.shape)
+        there = flat.view([self.shape[dim] for dim in self.order])
+        return there.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dims of ``tensor`` from the slowest to the fastest in memory; None if that is their order."""
+    strides = torch.empty_like(tensor, device="meta").stride()  # those of a clone, without gaps
+    dims = [dim for dim, size in enumerate(tensor.shape) if size != 1]
+    order = sorted(dims, key=lambda dim: -strides[dim])
+    if order == dims or not tensor.numel():
+        return None
+    return (*(dim for dim, size in enumerate(tensor.shape) if size == 1), *order)
 
 
 class Unit:
@@ -227,7 +254,7 @@ class Unit:
     def copy_view(self, copy: torch.Tensor, member: Member) -> torch.Tensor:
         """A parameter inside a working copy."""
         end = member.copy_offset + member.elements * self.dtype.itemsize
-        return copy[member.copy_offset : end].view(self.dtype).view(member.shape)
+        return member.arranged(copy[member.copy_offset : end].view(self.dtype))
 
     def grad_view(self, grads: torch.Tensor, member: Member) -> torch.Tensor:
         """A gradient inside the gradients."""
@@ -238,7 +265,8 @@ class Unit:
         """A piece inside this rank's share of a working copy, or inside a ``whole`` one."""
         size = self.dtype.itemsize
         start = piece.member.copy_offset + piece.start * size if whole else piece.copy_at
-        return copy[start : start + piece.elements * size].view(self.dtype).view(piece.shape)
+        flat = copy[start : start + piece.elements * size].view(self.dtype)
+        return piece.member.arranged(flat) if piece.is_whole else flat.view(piece.shape)
 
     def piece_of_grads(self, grads: torch.Tensor, piece: Piece) -> torch.Tensor:
         """A piece inside this rank's share of the gradients."""
@@ -266,6 +294,7 @@ class Unit:
             scalars={slot: view(slot) for slot in slots.scalars},
             copy=None if copy is None else self.piece_of_copy(copy, piece, whole_copy),
             group=piece.group,
+            order=piece.member.order,
         )
 
     # Whole-unit conversions, used when a run begins or resumes

@@ -1,7 +1,8 @@
 """Weights: what each micro-batch counts in its step.
 
 By target tokens, the step's loss is the mean over all of them, whatever micro-batch they are in. A model's loss
-leaves out those of -100, and a causal language model those that nothing precedes, since it shifts its labels.
+leaves out those of -100. Most causal language models also leave out the first label of each row, since they shift
+labels, and some do not. So the model is asked: its loss with the first labels alone is compared with that without any.
 """
 
 from __future__ import annotations
@@ -10,20 +11,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+import torch
 
 from ..errors import BadInput
 
 IGNORED = -100
 """The target that no loss of torch or transformers counts."""
-
-SHIFTING = ("ForCausalLM", "LMHeadModel", "DoubleHeadsModel")
-"""Ends of the names of models, of transformers and after its manner, that shift their labels."""
-
-UNSHIFTED = (
-    "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice",
-    "ForImageClassification", "ForAudioClassification",
-)  # fmt: skip
 
 
 def shares(counts: Sequence[float]) -> list[float | None]:
@@ -45,7 +38,7 @@ def mean_of(losses: Sequence[float], weights: Sequence[float | None]) -> float:
 
 
 def target_tokens(shifts: bool | None, batch: Any) -> int:
-    """Target tokens of a micro-batch; ``shifts`` is what is known of its model."""
+    """Return the number of target tokens of a micro-batch, given whether its model ``shifts`` labels."""
     if isinstance(batch, dict) and "targets" in batch:
         return int((batch["targets"] != IGNORED).sum())
     if not isinstance(batch, dict) or batch.get("labels") is None:
@@ -53,23 +46,41 @@ def target_tokens(shifts: bool | None, batch: Any) -> int:
             'normalize="tokens" needs "labels" or "targets" in every micro-batch; otherwise pass a function from a '
             "micro-batch to its number of target tokens"
         )
-    if shifts is None:
+    labels = batch["labels"]
+    if shifts is None and depends_on_shift(batch):
         raise BadInput(
-            'normalize="tokens" does not know whether this model shifts its "labels". Pass a function from a '
+            'normalize="tokens" could not find out whether this model shifts its "labels". Pass a function from a '
             'micro-batch to its number of target tokens, such as lambda batch: int((batch["labels"] != -100).sum()).'
         )
-    labels = batch["labels"]
-    return int(((labels[..., 1:] if shifts else labels) != IGNORED).sum())
+    return int(((labels[..., 1:] if shifts and _is_of_tokens(labels) else labels) != IGNORED).sum())
 
 
-def shifts_labels(model: nn.Module) -> bool | None:
-    """Whether ``model`` predicts each label from what precedes it; None if its name does not say so."""
-    for module in model.modules():  # wrappers come first
-        name, config = type(module).__name__, getattr(module, "config", None)
-        if name.endswith("ForConditionalGeneration") and config is not None:
-            return not getattr(config, "is_encoder_decoder", False)
-        if name.endswith(UNSHIFTED) or name == "XLMWithLMHeadModel":
-            return False
-        if name.endswith(SHIFTING):
-            return True
-    return None
+def depends_on_shift(batch: Any) -> bool:
+    """Return whether a model that shifts labels counts fewer of them in ``batch`` than one that does not."""
+    if not isinstance(batch, dict) or "targets" in batch:
+        return False
+    labels: Any = batch.get("labels")
+    return _is_of_tokens(labels) and bool((labels[..., 0] != IGNORED).any())
+
+
+def _is_of_tokens(labels: Any) -> bool:
+    return (
+        isinstance(labels, torch.Tensor)
+        and labels.dim() > 1
+        and labels.shape[-1] > 0
+        and not (labels.is_floating_point() or labels.is_complex())
+    )
+
+
+def questions(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return ``batch`` with the first label of each row alone, and without labels that count."""
+    none = torch.full_like(batch["labels"], IGNORED)
+    first = none.clone()
+    first[..., 0] = batch["labels"][..., 0]
+    return [{**batch, "labels": labels} for labels in (first, none)]
+
+
+def first_label_counts(losses: Sequence[float]) -> bool:
+    """Return whether the loss of a model depends on first labels, by its ``losses`` of both ``questions``."""
+    first, none = losses
+    return not (first == none or (math.isnan(first) and math.isnan(none)))

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from ..accelerators import is_accelerator, name_of
 from ..errors import ConfigError, HoldfastError
 from ..profiles import MachineProfile, load_machine, to_toml
 from ..store.files import Disk, write_durably
@@ -110,6 +111,6 @@ def _now(profile: MachineProfile, directory: Path) -> MachineProfile:
 
 def _path(directory: Path, device: torch.device) -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {torch.get_num_threads()}"
+    name = name_of(device) if is_accelerator(device) else f"cpu {torch.get_num_threads()}"
     identity = f"{platform.node()}|{name}|{os.stat(directory).st_dev}"
     return Path(home, "holdfast", f"machine-{xxhash.xxh3_64_hexdigest(identity.encode())}.toml")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 
+from .. import accelerators
+from ..io.buffers import Buffer
 from ..units import MiB
 from .clock import median_seconds
 
@@ -22,29 +26,44 @@ class Copies:
     """At once, in all."""
 
 
-def measure_copies(device: torch.device, seconds: float) -> Copies | None:
-    """Copies of pinned memory; None where the device computes in host memory."""
-    if device.type != "cuda":
+def measure_copies(device: torch.device, seconds: float, nbytes: int = COPY_BYTES) -> Copies | None:
+    """Measure copies of ``nbytes`` for about ``seconds``; None where the device computes in host memory."""
+    if not accelerators.is_accelerator(device):
         return None
-    host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    with _pinned(device, nbytes) as up, _pinned(device, nbytes) as down:
+        return _measure(device, up, down, seconds)
+
+
+def _measure(device: torch.device, source: torch.Tensor, target: torch.Tensor, seconds: float) -> Copies:
+    there = [torch.empty_like(source, device=device) for _ in range(2)]
+    streams = [accelerators.new_stream(device) for _ in range(2)]
 
     def copy(up: bool, down: bool) -> None:
-        if up:
-            with torch.cuda.stream(streams[0]):
-                there[0].copy_(host[0], non_blocking=True)
-        if down:
-            with torch.cuda.stream(streams[1]):
-                host[1].copy_(there[1], non_blocking=True)
-        _wait(device)
+        with accelerators.on_stream(streams[0]) if up else nullcontext():
+            if up:
+                there[0].copy_(source, non_blocking=True)
+        with accelerators.on_stream(streams[1]) if down else nullcontext():
+            if down:
+                target.copy_(there[1], non_blocking=True)
+        accelerators.synchronize(device)
 
-    up = COPY_BYTES / median_seconds(lambda: copy(True, False), seconds / 3)
-    down = COPY_BYTES / median_seconds(lambda: copy(False, True), seconds / 3)
-    both = 2 * COPY_BYTES / median_seconds(lambda: copy(True, True), seconds / 3)
+    up = source.nbytes / median_seconds(lambda: copy(True, False), seconds / 3)
+    down = source.nbytes / median_seconds(lambda: copy(False, True), seconds / 3)
+    both = 2 * source.nbytes / median_seconds(lambda: copy(True, True), seconds / 3)
     return Copies(up, down, both)
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@contextmanager
+def _pinned(device: torch.device, nbytes: int) -> Iterator[torch.Tensor]:
+    """Host memory, pinned where that can be had, that is the system's again afterwards: torch would keep what it pins
+    itself until the process ends, and the engine's host budget would count it."""
+    buffer = Buffer(nbytes, "probe")
+    unpin = None
+    try:
+        with suppress(accelerators.CannotPin):  # then the engine's copies are of such memory, too
+            unpin = accelerators.pin(buffer.view, device)
+        yield torch.frombuffer(buffer.view, dtype=torch.uint8)
+    finally:
+        if unpin is not None:
+            unpin()
+        buffer.free()

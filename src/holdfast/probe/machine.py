@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .. import accelerators
 from ..profiles import MachineProfile
 from ..units import format_bytes
 from .copies import Copies, measure_copies
@@ -76,7 +77,7 @@ def probe_machine(
     checks = measure_checks(SHARES["checks"] * seconds)
     profile = MachineProfile(
         description=_description(device),
-        device_memory_bytes=_whole(torch.cuda.mem_get_info(device)[0]) if copies else 0,
+        device_memory_bytes=_whole(accelerators.unclaimed_bytes(device)) if copies else 0,
         device_flop_per_second=_rounded(block.flop_per_second),
         device_shares_host=copies is None,
         upload_bytes_per_second=_whole(copies.upload) if copies else None,
@@ -97,8 +98,8 @@ def probe_machine(
 
 
 def _description(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, measured by holdfast probe"
+    if accelerators.is_accelerator(device):
+        return f"{accelerators.name_of(device)}, measured by holdfast probe"
     return f"a CPU with {torch.get_num_threads()} threads, measured by holdfast probe"
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from ..config import literal
 from ..errors import ConfigError
+from ..regular import home_path
 from .keys import from_document, path_of
 from .machine import MachineProfile
 from .model import ModelProfile
@@ -76,7 +77,7 @@ def _load(kind: type[Profile], name: str, noun: str) -> Profile:
     if name in here:
         text = (files(HERE) / FOLDERS[kind] / f"{name}.toml").read_text()
     elif name.endswith(".toml") or "/" in name:
-        text = _read(Path(name), noun)
+        text = _read(home_path(name), noun)
     else:
         close = get_close_matches(name, here, n=1)
         hint = f"; did you mean {close[0]}?" if close else "."

@@ -19,6 +19,7 @@ _TYPES = {
     "I32": (4, "int32"), "U32": (4, "uint32"), "I64": (8, "int64"), "U64": (8, "uint64"),
     "F8_E4M3": (1, "float8_e4m3fn"), "F8_E5M2": (1, "float8_e5m2"), "F16": (2, "float16"), "BF16": (2, "bfloat16"),
     "F32": (4, "float32"), "F64": (8, "float64"), "C64": (8, "complex64"),
+    "F8_E8M0": (1, "float8_e8m0fnu"), "F8_E4M3FNUZ": (1, "float8_e4m3fnuz"), "F8_E5M2FNUZ": (1, "float8_e5m2fnuz"),
 }  # fmt: skip
 DTYPE_BYTES = {name: nbytes for name, (nbytes, _) in _TYPES.items()}
 """Bytes of one element, by safetensors name: all that a payload file holds."""

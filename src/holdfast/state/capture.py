@@ -7,7 +7,7 @@ parameters by object, so groups may be built in any way; an unknown one is refus
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -67,6 +67,8 @@ class Captured:
     parameters: tuple[CapturedParameter, ...]
     buffers: dict[str, BufferPlace]
     absent: dict[str, BufferPlace]
+    passing: dict[str, BufferPlace] = field(default_factory=dict)
+    """Where buffers are that are not persistent."""
 
 
 def aliases_of(parameters: Iterable[CapturedParameter]) -> dict[str, str]:
@@ -146,10 +148,12 @@ def capture(
 
 def _persistent_buffers(
     model: nn.Module, plain: dict[str, str], known: _Known
-) -> tuple[dict[str, BufferPlace], dict[str, BufferPlace]]:
-    """Where the buffers are that a ``state_dict`` would hold, by plain name; and where those that are None."""
+) -> tuple[dict[str, BufferPlace], dict[str, BufferPlace], dict[str, BufferPlace]]:
+    """Where the buffers are that a ``state_dict`` would hold, by plain name; where those that are None; and where those
+    that are not persistent."""
     found: dict[str, BufferPlace] = {}
     absent: dict[str, BufferPlace] = {}
+    passing: dict[str, BufferPlace] = {}
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -158,12 +162,13 @@ def _persistent_buffers(
                     'holdfast.empty_parameters() instead of torch.device("meta"): it leaves buffers real.'
                 )
             if name in module._non_persistent_buffers_set:
+                passing[join(plain[path], name)] = (module, name)
                 continue
             if buffer is not None:
                 _refuse_unstorable(join(path, name), buffer)
                 known.add(join(plain[path], name), join(path, name), buffer)
             (absent if buffer is None else found)[join(plain[path], name)] = (module, name)
-    return found, absent
+    return found, absent, passing
 
 
 class _Known:
@@ -189,6 +194,15 @@ def _refuse_extra_state(model: nn.Module) -> None:
                 f"{path or 'the model'} ({type(module).__name__}) keeps state by get_extra_state(), which commits do "
                 "not hold. Keep it in buffers: self.register_buffer(name, tensor)."
             )
+
+
+def storable(buffer: torch.Tensor) -> bool:
+    """Return whether commits hold such a buffer."""
+    try:
+        _refuse_unstorable("", buffer)
+    except ModelNotSupported:
+        return False
+    return True
 
 
 def _refuse_odd_parameter(name: str, parameter: nn.Parameter) -> None:

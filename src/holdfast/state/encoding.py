@@ -1,13 +1,22 @@
-"""Encoding: what the progress of a training holds, as plain JSON and back, and that of several ranks as one.
+"""Encoding of values that are no tensors of the model: plain JSON and back, each with its own type and value.
 
-Tensors are base64. There is no pickle, so an object whose state is code is refused by name.
+One encoder for hyper-parameters, optimizer state that is no tensor, schedules, places in data and what a script adds.
+What it takes is a closed list: a value comes back with the same type and the same value, or it is refused by name when
+it is first seen. There is no pickle and nothing is imported, so an object whose state is code is refused.
 """
 
 from __future__ import annotations
 
 import base64
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+import datetime
+import enum
+import sys
+import uuid
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PosixPath
 from typing import Any
 
 import numpy as np
@@ -15,55 +24,190 @@ import numpy as np
 from ..errors import BadInput
 from .atoms import TORCH_NAMES
 
-ARRAYS = {
-    np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8")
+_NUMPY_NAMES = {**TORCH_NAMES, "C128": "complex128"}
+_NUMPY_NAMES = {
+    name: theirs for name, theirs in _NUMPY_NAMES.items() if hasattr(np, theirs) or name == "BOOL"
 }
-"""What arrays may be of: what torch has too."""
+ARRAYS = {np.dtype(theirs): name for name, theirs in _NUMPY_NAMES.items()}
+"""Types of arrays and numbers of NumPy that can be stored, each with its name."""
 
-_NAMES = {theirs: name for name, theirs in TORCH_NAMES.items()}
+Known = Callable[[Any], Any]
+"""Returns JSON for a value that the caller stores otherwise, such as a parameter by its name; None for all others."""
+
+Resolve = Callable[[dict[str, Any]], Any]
+"""The inverse of ``Known``: the value of a JSON dict that it made; None for all others."""
+
+_FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
+"""What a ``defaultdict`` may make its values by."""
+
+_OF_TORCH = ("dtype", "layout", "memory_format")
+"""Kinds of constants of torch, each stored by the name that torch gives it."""
+
+_MOST_JSON_INT = 2**63
 
 
-def encode(value: Any, where: str = "progress") -> Any:
-    """``value`` as JSON-able data. Raises ``BadInput`` naming the first thing that cannot be stored."""
-    if value is None or (isinstance(value, (bool, int, float, str)) and not isinstance(value, np.generic)):
+def encode(value: Any, where: str = "progress", known: Known | None = None) -> Any:
+    """Return ``value`` as JSON-able data.
+
+    Args:
+        value: What is to be stored.
+        where: Its name in errors.
+        known: Asked first about everything that is neither a number, text nor a plain container.
+
+    Raises:
+        BadInput: For the first thing in it that would not come back with its own type and value.
+    """
+    try:
+        return _encode(value, where, known)
+    except RecursionError as error:
+        raise _refused(where, f"{type(value).__name__} that holds itself, or is nested too deep") from error
+
+
+def _encode(value: Any, where: str, known: Known | None) -> Any:
+    kind = type(value)
+    if value is None or kind is bool or kind is float or kind is str:
         return value
-    if isinstance(value, bytes):
-        return {"__bytes__": base64.b64encode(value).decode()}
+    if kind is int:
+        return value if -_MOST_JSON_INT <= value < _MOST_JSON_INT else {"__int__": hex(value)}
+    if kind is list:
+        return _encode_items(value, where, known)
+    if kind is tuple:
+        return {"__tuple__": _encode_items(value, where, known)}
+    if kind is dict:
+        return _encode_dict(value, where, known)
+    if known is not None and (found := known(value)) is not None:
+        return found
+    if kind in _SCALARS:
+        mark, to_json, _ = _SCALARS[kind]
+        return {mark: to_json(value)}
     if isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
-        if array.dtype.newbyteorder("=") not in ARRAYS:
-            raise _refused(where, f"{type(value).__name__} of {array.dtype}")
-        native = np.array(array, dtype=array.dtype.newbyteorder("="), order="C")
-        key = "__array__" if isinstance(value, np.ndarray) else "__number__"
-        return {key: tensor_json(_NAMES[native.dtype.name], native.shape, native.tobytes())}
-    if type(value) is tuple:
-        return {"__tuple__": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
-    if isinstance(value, list):
-        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, Counter):
-        return {"__counter__": encode(dict(value), where)}
-    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
-        items = [[encode(key, where), encode(item, f"{where}[{key!r}]")] for key, item in value.items()]
-        plain = all(isinstance(key, str) and not key.startswith("__") for key in value)
-        return dict(items) if plain else {"__dict__": items}
-    return _encode_of_torch(value, where)
+        return _encode_array(value, where)
+    if isinstance(value, enum.Enum):
+        return _encode_member(value, where)
+    return _encode_container(value, where, known) or _encode_of_torch(value, where)
+
+
+def _encode_items(items: Any, where: str, known: Known | None) -> list[Any]:
+    return [_encode(item, f"{where}[{i}]", known) for i, item in enumerate(items)]
+
+
+def _encode_dict(value: dict, where: str, known: Known | None) -> dict[str, Any]:
+    if all(type(key) is str and not key.startswith("__") for key in value):
+        return {key: _encode(item, f"{where}[{key!r}]", known) for key, item in value.items()}
+    return {"__dict__": _encode_pairs(value, where, known)}
+
+
+def _encode_pairs(value: dict, where: str, known: Known | None) -> list[list[Any]]:
+    return [
+        [_encode(key, f"a key of {where}", known), _encode(item, f"{where}[{_said(key)}]", known)]
+        for key, item in value.items()
+    ]
+
+
+def _said(key: Any) -> str:
+    """Return a key of a dictionary as an error names it: of a tensor its shape alone."""
+    shape = getattr(key, "shape", None)
+    return repr(key) if shape is None else f"a {type(key).__name__} of shape {tuple(shape)}"
+
+
+def _encode_container(value: Any, where: str, known: Known | None) -> dict[str, Any] | None:
+    """Return the JSON of the containers of the standard library that are no list, tuple or dict; None for others."""
+    kind = type(value)
+    if kind is set or kind is frozenset:
+        return {f"__{kind.__name__}__": _encode_items(value, where, known)}
+    if kind is deque:
+        return {"__deque__": _encode_items(value, where, known), "maxlen": value.maxlen}
+    if kind is Counter:
+        return {"__counter__": _encode(dict(value), where, known)}
+    if kind is defaultdict:
+        factory = value.default_factory
+        name = getattr(factory, "__name__", "")
+        if factory is not None and _FACTORIES.get(name) is not factory:
+            raise _refused(where, f"defaultdict of {name or factory!r}")
+        return {"__defaultdict__": name or None, "items": _encode_pairs(value, where, known)}
+    if kind is OrderedDict:
+        made: dict[str, Any] = {"__ordered__": _encode_pairs(value, where, known)}
+        if more := vars(value):  # nn.Module.state_dict() keeps versions there
+            made["attributes"] = _encode(more, f"{where}.__dict__", known)
+        return made
+    return None
+
+
+def _encode_array(value: Any, where: str) -> dict[str, Any]:
+    native = value.dtype.newbyteorder("=")
+    if native not in ARRAYS or not (type(value) is np.ndarray or isinstance(value, np.generic)):
+        raise _refused(where, f"{type(value).__name__} of {value.dtype}")
+    plain = np.array(value, dtype=native, order="C")
+    data = tensor_json(ARRAYS[native], plain.shape, plain.tobytes())
+    if isinstance(value, np.generic):
+        return {"__number__": data}
+    made: dict[str, Any] = {"__array__": data}
+    if value.dtype != native:
+        made["order"] = value.dtype.byteorder
+    if value.flags.f_contiguous and not value.flags.c_contiguous:
+        made["fortran"] = True
+    return made
+
+
+def _encode_member(value: enum.Enum, where: str) -> dict[str, Any]:
+    kind = type(value)
+    name = value.name if value.name in kind.__members__ else None
+    found = {"__enum__": [kind.__module__, kind.__qualname__, name]}
+    if name is None or _member(found["__enum__"]) is not value:
+        raise _refused(
+            where, f"member of {kind.__qualname__}, an enumeration that its module does not have by that name"
+        )
+    return found
+
+
+def _member(told: Sequence[Any]) -> enum.Enum | None:
+    """Return the member of an enumeration in a module that has been imported here; None if there is none."""
+    module, path, name = told
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    is_one = isinstance(found, type) and issubclass(found, enum.Enum)
+    return found.__members__.get(name) if is_one else None
 
 
 def _encode_of_torch(value: Any, where: str) -> Any:
     import torch  # here alone, so that verbs which read a progress begin without it
 
+    if type(value) is torch.Size:
+        return {"__size__": list(value)}
+    if type(value) is torch.device:
+        return {"__device__": str(value)}
+    for kind in _OF_TORCH:
+        if type(value) is getattr(torch, kind):
+            return {"__torch__": [kind, str(value).removeprefix("torch.")]}
+    if not isinstance(value, torch.Tensor):
+        raise _refused(where, type(value).__name__)
+    return _encode_tensor(value, where)
+
+
+def _encode_tensor(value: Any, where: str) -> dict[str, Any]:
+    import torch
+
     from .dtypes import TO_NAME
     from .plain import host_bytes, odd_kind
 
-    if isinstance(value, torch.Size):
-        return encode(tuple(value), where)
-    if not isinstance(value, torch.Tensor):
-        raise _refused(where, type(value).__name__)
+    kind = "on meta" if value.is_meta else odd_kind(value)
+    if kind is None and type(value) not in (torch.Tensor, torch.nn.Parameter):
+        kind = f"of the class {type(value).__name__}"
+    if kind:
+        raise _refused(where, f"tensor that is {kind}")
     if value.dtype not in TO_NAME:
         raise _refused(where, f"tensor of {value.dtype}")
-    if kind := "on meta" if value.is_meta else odd_kind(value):
-        raise _refused(where, f"tensor that is {kind}")
-    return tensor_json(TO_NAME[value.dtype], value.shape, host_bytes(value).tobytes())
+    held = value.detach().resolve_conj().resolve_neg()
+    raw = host_bytes(held).tobytes()
+    made = tensor_json(TO_NAME[value.dtype], value.shape, raw)
+    if held.stride() != torch.empty(held.shape, device="meta").stride():
+        made["strides"] = list(held.stride())
+    if type(value) is torch.nn.Parameter:
+        made["parameter"] = value.requires_grad
+    elif value.requires_grad:
+        made["requires_grad"] = True
+    return made
 
 
 def tensor_json(dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]:
@@ -73,38 +217,182 @@ def tensor_json(dtype: str, shape: Sequence[int], data: bytes) -> dict[str, Any]
 
 def _refused(where: str, what: str) -> BadInput:
     return BadInput(
-        f"{where} holds a {what}, which cannot be stored by value. Leave it out of state_dict() and rebuild it on"
-        " resume, or make plain numbers, lists and dicts of it."
+        f"{where} holds a {what}, which cannot be stored by value. Leave it out and make it anew on resume, or make"
+        " plain numbers, tensors, lists and dicts of it."
     )
 
 
-def decode(value: Any) -> Any:
-    """The inverse of ``encode``."""
+def decode(value: Any, resolve: Resolve | None = None, strict: bool = True) -> Any:
+    """Return what ``encode`` was given.
+
+    Args:
+        value: What ``encode`` returned.
+        resolve: Asked first about every dict that is no plain one.
+        strict: False leaves members of enumerations that are not imported here as the JSON that they are.
+
+    Raises:
+        BadInput: For a member of an enumeration that no module imported here has.
+    """
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, resolve, strict) for item in value]
     if not isinstance(value, dict):
         return value
-    if "__tensor__" in value:
-        import torch
+    mark = next(iter(value), "")
+    if not mark.startswith("__"):
+        return {key: decode(item, resolve, strict) for key, item in value.items()}
+    if resolve is not None and (found := resolve(value)) is not None:
+        return found
+    if mark in _FROM_SCALARS:
+        return _FROM_SCALARS[mark](value[mark])
+    if mark in _FROM_JSON:
+        return _FROM_JSON[mark](value)
+    if mark == "__enum__":
+        member = _member(value[mark])
+        if member is None and strict:
+            raise BadInput(
+                "{1} of {0} has no member {2} here: import what defines it first".format(*value[mark])
+            )
+        return value if member is None else member
+    if mark in _FROM_ITEMS:
+        return _FROM_ITEMS[mark](value, lambda item: decode(item, resolve, strict))
+    return {key: decode(item, resolve, strict) for key, item in value.items()}
 
-        from .dtypes import FROM_NAME
 
-        dtype, raw = FROM_NAME[value["__tensor__"]], bytearray(base64.b64decode(value["bytes"]))
-        made = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-        return made.reshape(value["shape"])
-    if "__bytes__" in value:
-        return base64.b64decode(value["__bytes__"])
-    if "__array__" in value:
-        return decode(value["__array__"]).numpy()
-    if "__number__" in value:
-        return decode(value["__number__"]).numpy()[()]
-    if "__counter__" in value:
-        return Counter(decode(value["__counter__"]))
-    if "__tuple__" in value:
-        return tuple(decode(item) for item in value["__tuple__"])
-    if "__dict__" in value:
-        return {decode(key): decode(item) for key, item in value["__dict__"]}
-    return {key: decode(item) for key, item in value.items()}
+def _decode_array(told: dict[str, Any], key: str = "__array__") -> Any:
+    data = told[key]
+    raw, dtype = bytearray(base64.b64decode(data["bytes"])), np.dtype(_NUMPY_NAMES[data["__tensor__"]])
+    made = np.frombuffer(raw, dtype=dtype) if raw else np.empty(0, dtype=dtype)
+    made = made.reshape(data["shape"])
+    if "order" in told:
+        made = made.astype(dtype.newbyteorder(told["order"]))
+    return np.asfortranarray(made) if told.get("fortran") else made
+
+
+def _decode_tensor(told: dict[str, Any]) -> Any:
+    import torch
+
+    from .dtypes import FROM_NAME
+
+    dtype, raw = FROM_NAME[told["__tensor__"]], bytearray(base64.b64decode(told["bytes"]))
+    made = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    made = made.reshape(told["shape"])
+    if "strides" in told:
+        made = laid_out(made, told["strides"])
+    if "parameter" in told:
+        return torch.nn.Parameter(made, requires_grad=told["parameter"])
+    return made.requires_grad_() if told.get("requires_grad") else made
+
+
+def laid_out(tensor: Any, strides: Sequence[int]) -> Any:
+    """Return a copy of ``tensor`` with these ``strides``, in elements. Axes of stride 0 have one element in memory."""
+    import torch
+
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    first = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+    try:
+        made[first].copy_(tensor[first])
+    except RuntimeError:  # its elements overlap otherwise, as those of unfold()
+        return tensor.clone()
+    return made
+
+
+def _decode_constant(told: Sequence[str]) -> Any:
+    import torch
+
+    kind, name = told
+    found = getattr(torch, name)
+    if kind not in _OF_TORCH or type(found) is not getattr(torch, kind):
+        raise ValueError(f"torch.{name} is no {kind}")
+    return found
+
+
+def _decode_size(told: Sequence[int]) -> Any:
+    import torch
+
+    return torch.Size(told)
+
+
+def _decode_device(told: str) -> Any:
+    import torch
+
+    return torch.device(told)
+
+
+def _decode_ordered(told: dict[str, Any], inner: Callable[[Any], Any]) -> Any:
+    made = OrderedDict((inner(key), inner(item)) for key, item in told["__ordered__"])
+    vars(made).update(inner(told.get("attributes", {})))
+    return made
+
+
+def _decode_default(told: dict[str, Any], inner: Callable[[Any], Any]) -> Any:
+    name = told["__defaultdict__"]
+    factory = None if name is None else _FACTORIES[name]
+    return defaultdict(factory, [(inner(key), inner(item)) for key, item in told["items"]])
+
+
+def _from_iso(kind: Any) -> Callable[[Any], Any]:
+    def made(told: Any) -> Any:
+        found = kind.fromisoformat(told[0])
+        return found.replace(fold=1) if told[1] else found
+
+    return made
+
+
+def _to_iso(value: Any) -> list[Any]:
+    zone = value.tzinfo
+    if zone is not None and (
+        type(zone) is not datetime.timezone
+        or repr(type(value).fromisoformat(value.isoformat()).tzinfo) != repr(zone)
+    ):
+        raise _refused("a time", f"{type(value).__name__} of the time zone {zone!r}")
+    return [value.isoformat(), value.fold]
+
+
+_SCALARS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: ("__bytes__", lambda v: base64.b64encode(v).decode(), base64.b64decode),
+    bytearray: (
+        "__bytearray__",
+        lambda v: base64.b64encode(v).decode(),
+        lambda t: bytearray(base64.b64decode(t)),
+    ),
+    complex: ("__complex__", lambda v: [v.real, v.imag], lambda t: complex(*t)),
+    range: ("__range__", lambda v: [v.start, v.stop, v.step], lambda t: range(*t)),
+    Decimal: ("__decimal__", str, Decimal),
+    Fraction: ("__fraction__", str, Fraction),
+    PosixPath: ("__path__", str, PosixPath),
+    uuid.UUID: ("__uuid__", str, uuid.UUID),
+    datetime.date: ("__date__", datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: ("__time__", _to_iso, _from_iso(datetime.time)),
+    datetime.datetime: ("__datetime__", _to_iso, _from_iso(datetime.datetime)),
+    datetime.timedelta: (
+        "__timedelta__",
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda t: datetime.timedelta(*t),
+    ),
+}
+"""By type: its mark, how it becomes JSON and how it comes back."""
+
+_FROM_SCALARS: dict[str, Callable[[Any], Any]] = {mark: back for mark, _, back in _SCALARS.values()} | {
+    "__int__": lambda told: int(told, 16),
+    "__torch__": _decode_constant,
+    "__size__": _decode_size,
+    "__device__": _decode_device,
+}
+_FROM_JSON: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "__tensor__": _decode_tensor,
+    "__array__": _decode_array,
+    "__number__": lambda told: _decode_array(told, "__number__")[()],
+}
+_FROM_ITEMS: dict[str, Callable[[dict[str, Any], Callable[[Any], Any]], Any]] = {
+    "__tuple__": lambda told, inner: tuple(inner(told["__tuple__"])),
+    "__dict__": lambda told, inner: {inner(key): inner(item) for key, item in told["__dict__"]},
+    "__set__": lambda told, inner: set(inner(told["__set__"])),
+    "__frozenset__": lambda told, inner: frozenset(inner(told["__frozenset__"])),
+    "__deque__": lambda told, inner: deque(inner(told["__deque__"]), told["maxlen"]),
+    "__counter__": lambda told, inner: Counter(inner(told["__counter__"])),
+    "__ordered__": _decode_ordered,
+    "__defaultdict__": _decode_default,
+}
 
 
 def joined(progress: Sequence[dict[str, Any]]) -> dict[str, Any]:

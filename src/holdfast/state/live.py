@@ -7,7 +7,7 @@ it is the local part that is held: shapes are local, and ``box`` says where the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from .boxes import Box
 from .capture import Captured, CapturedParameter, buffer_at, capture
 from .cuts import Copied, box_of, is_cut_alike, is_distributed, local_of
 from .dtypes import TO_NAME
-from .encoding import decode, encode
+from .encoding import decode, encode, laid_out
 from .overlaps import PLACED, Key, Memory, Shared, described, overlaps, put_within, said_keys, tensors_within
 from .plain import is_plain, odd_kind
 from .stretches import Region, copy_common, is_nothing
@@ -58,11 +58,18 @@ class LiveState:
         self.subspaces: dict[torch.Tensor, torch.Tensor] = {} if subspaces is None else subspaces
         self.parameters: tuple[CapturedParameter, ...] = captures[0].parameters
         self._buffers, self._buffers_beside = captures[0].buffers, {}
+        self.passing = dict(captures[0].passing)
+        """Buffers that are not persistent, by name."""
+        self.carried: set[str] = set()
+        """Names of those of them that are in the run all the same."""
+        self.rebound: set[str] = set()
+        """Names of those of them that are exchanged and not changed in place."""
         self._modules = [part for module in (model, *(beside or {}).values()) for part in module.modules()]
         for prefix, module in (beside or {}).items():
             captured = capture(module)
             self.parameters += tuple(_named(p, prefix) for p in captured.parameters)
             self._buffers_beside |= {f"{prefix}:{name}": place for name, place in captured.buffers.items()}
+            self.passing |= {f"{prefix}:{name}": place for name, place in captured.passing.items()}
         self._had_buffers = self._buffer_names()
         self._optimizer_of: dict[str, int] = {}
         for index, captured in enumerate(captures):
@@ -91,6 +98,10 @@ class LiveState:
         """The parameters that this process stores, with what belongs to them."""
         self.copies: Sequence[Copied] = ()
         """Regions of parameters that several ranks hold, whichever."""
+        self.own: Sequence[Any] = ()
+        """By optimizer, what it keeps that belongs to no parameter, where a training loop has that watched."""
+        self.layouts: dict[str, list[list[int]]] = {}
+        """By key, shape and strides of tensors that are loaded, where those are not the usual ones."""
         self.elsewhere: Collection[str] = ()
         """Names of parameters and buffers that some rank holds, of a pipeline not this one."""
 
@@ -244,11 +255,74 @@ class LiveState:
         for parameter in self.stored:
             plain = {s: v for s, v in self._state(parameter).items() if not isinstance(v, torch.Tensor)}
             if plain:
-                found[parameter.name] = {s: encode(v, f"{parameter.name}/{s}") for s, v in plain.items()}
+                known = self._known_beside(parameter.parameter.device)
+                found[parameter.name] = (
+                    {s: encode(v, f"{parameter.name}/{s}", known) for s, v in plain.items()}
+                    if all(isinstance(slot, str) and not slot.startswith("__") for slot in plain)
+                    else encode(plain, parameter.name, known)
+                )
         return found
+
+    def _known_beside(self, home: torch.device) -> Any:
+        """Return what ``encode`` asks about tensors among values: parameters are stored by name, and tensors that are
+        on another device than ``home`` with theirs."""
+
+        def known(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return None
+            if id(value) in self.name_of:
+                return {"__parameter__": self.name_of[id(value)]}
+            return None if value.device == home else {**encode(value), "device": str(value.device)}
+
+        return known
+
+    def layouts_now(self) -> dict[str, list[list[int]]]:
+        """By key, shape and strides of the tensors of optimizers that ``load`` would lay out otherwise, as JSON."""
+        found = {}
+        for parameter in self.stored:
+            for slot, value in self._state(parameter).items():
+                plain = type(value) is torch.Tensor and value.layout == torch.strided
+                if plain and value.stride() != self._usual_strides(parameter, value.shape):
+                    found[f"{parameter.name}/{slot}"] = [list(value.shape), list(value.stride())]
+        return found
+
+    def _usual_strides(self, parameter: CapturedParameter, shape: Sequence[int]) -> tuple[int, ...]:
+        """Those of the parameter for a tensor of its shape, and those of a contiguous tensor for others."""
+        held = local_of(parameter.held())
+        if held.shape == shape and torch.ops.aten.is_non_overlapping_and_dense(held):
+            return held.stride()
+        return torch.empty(shape, device="meta").stride()
+
+    def standing(self) -> dict[str, Any]:
+        """Return what a base has in its progress of the optimizers' state, besides tensors: values, layouts, and what
+        belongs to no parameter. As JSON."""
+        layouts, own = self.layouts_now(), [each.carried(self) for each in self.own]
+        return {
+            "values": self.values(),
+            **({"layouts": layouts} if layouts else {}),
+            **({"own": own} if any(own) else {}),
+        }
+
+    def load_standing(self, progress: Mapping[str, Any], owners: Collection[str]) -> None:
+        """Put back the values of ``standing`` that are of parameters among ``owners``."""
+        self.load_values({name: slots for name, slots in progress["values"].items() if name in owners})
+
+    def load_own(self, progress: Mapping[str, Any]) -> None:
+        """Put back what ``standing`` had of what belongs to no parameter."""
+        carried = progress.get("own", [])
+        for number, each in enumerate(self.own):
+            each.restore(self, carried[number] if number < len(carried) else [])
+
+    def carry(self, names: Iterable[str]) -> None:
+        """Have those of the buffers ``names`` that are not persistent as if they were."""
+        for name in names:
+            if name in self.passing and name not in self.carried:
+                self.carried.add(name)
+                (self._buffers_beside if ":" in name else self._buffers)[name] = self.passing[name]
 
     def check(self, kinds: dict[str, tuple[str, tuple[int, ...]]]) -> None:
         """Raise ``RunMismatch`` unless atoms of these kinds (dtype and shape by key) are a state of this model."""
+        self.carry(key.removesuffix("/buffer") for key in kinds if key.endswith("/buffer"))
         targets = {f"{p.name}/param": (p.parameter.dtype, p.shape) for p in self.parameters}
         targets |= {key: (held.dtype, tuple(held.shape)) for key, (_, held) in self.buffers().items()}
         for key, (dtype, shape) in targets.items():
@@ -270,7 +344,8 @@ class LiveState:
     def forget_optimizer_state(self) -> None:
         """Before ``load`` and ``load_values`` of all there is: what they do not name, optimizers do not hold."""
         for optimizer in self.optimizers:
-            optimizer.state.clear()
+            for key in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
+                del optimizer.state[key]
         self.forget_residuals()
 
     def forget_residuals(self) -> None:
@@ -286,7 +361,10 @@ class LiveState:
         for key, value in atoms.items():
             name, _, slot = key.rpartition("/")
             if slot == "buffer":
-                if key in buffers or name not in self.elsewhere:
+                if name in self.rebound:
+                    module, own = self.passing[name]
+                    module._buffers[own] = value.to(buffers[key][1].device, copy=True)
+                elif key in buffers or name not in self.elsewhere:
                     buffers[key][1].copy_(value)
             elif self.lacks(name):
                 continue
@@ -316,17 +394,28 @@ class LiveState:
         held = captured.held() if slot == "param" else self._state(captured)[slot]
         copy_common(local_of(held), here, value, box)
 
-    def load_values(self, values: dict[str, dict[str, Any]]) -> None:
-        """Put back what ``values`` gave."""
+    def load_values(self, values: Mapping[str, dict[str, Any]], counts_anew: bool = False) -> None:
+        """Put back what ``values`` gave. Of somebody else's state, which ``counts_anew``, numbers of steps become what
+        the optimizer counts with."""
         values = {name: slots for name, slots in values.items() if not self.lacks(name)}
         for name, slots in values.items():
             optimizer, parameter = self.optimizers[self._optimizer_of[name]], self._parameter[name].parameter
-            held = {slot: _on(parameter.device, decode(value)) for slot, value in slots.items()}
-            optimizer.state[parameter].update(held)
+            resolve = self._resolve_on(parameter.device)
+            optimizer.state[parameter].update(decode(slots, resolve))
         counted = {self._optimizer_of[name] for name, slots in values.items() if "step" in slots}
-        for optimizer in (self.optimizers[number] for number in sorted(counted)):
+        for optimizer in (self.optimizers[number] for number in sorted(counted) if counts_anew):
             # as load_state_dict does: torch's own make tensors of the numbers that they counted with before 1.12
             optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+
+    def _resolve_on(self, home: torch.device) -> Any:
+        def resolve(told: dict[str, Any]) -> Any:
+            if "__parameter__" in told:
+                return self._parameter[told["__parameter__"]].parameter
+            if "__tensor__" not in told or (home.type == "cpu" and "device" not in told):
+                return None
+            return decode(told).to(told.get("device", home))
+
+        return resolve
 
     def rounds(self, optimizer: torch.optim.Optimizer, names: Collection[str]) -> Rounds:
         """The parameters ``names``, as many at a time as ``optimizer`` is to update at once, while they are where they
@@ -339,6 +428,10 @@ class LiveState:
         group = optimizer.param_groups[parameter.group or 0]
         on_host = slot == "step" and counts_on_host(group)
         device = torch.device("cpu") if on_host else parameter.parameter.device
+        shape, strides = self.layouts.get(f"{name}/{slot}", (None, ()))
+        if shape == list(value.shape) and not is_distributed(parameter.parameter):
+            optimizer.state[parameter.parameter][slot] = laid_out(value.to(device), strides)
+            return
         if value.shape == self.boxes[name].shape:  # fused kernels take it that both lie alike in memory
             made = torch.empty_like(parameter.held(), dtype=value.dtype, device=device)
             local_of(made).copy_(value)
@@ -369,15 +462,6 @@ def _persistent(module: nn.Module) -> list[str]:
     """Names of the buffers that it has now."""
     hidden = module._non_persistent_buffers_set
     return [name for name, buffer in module._buffers.items() if buffer is not None and name not in hidden]
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    """``value`` with the tensors in it on ``device``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return type(value)({key: _on(device, item) for key, item in value.items()})
-    return type(value)(_on(device, item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _named(parameter: CapturedParameter, prefix: str) -> CapturedParameter:

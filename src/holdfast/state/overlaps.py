@@ -161,7 +161,9 @@ class Memory:
         if key not in self._made:
             made = torch.empty(0, dtype=like.dtype, device=like.device)
             made.set_(self._storage, start // like.itemsize, like.shape, tuple(strides))
-            self._made[key] = made.copy_(like)
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+            made[once].copy_(like[once])
+            self._made[key] = made
         return self._made[key]
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import RunMismatch
+from ..accelerators import random_states, set_random_states
+from ..errors import BadInput, RunMismatch
 from ..units import counted
 from .encoding import decode, encode
 
@@ -24,6 +25,9 @@ OF_VERSIONS = {
 }
 """In the state of a schedule: what some versions of torch keep and others do not."""
 
+HOST_GENERATORS = {"python", "numpy", "torch"}
+"""What ``random_state`` has of every process."""
+
 ELASTIC = (
     "a loader that counts the samples of all ranks: holdfast.loader(dataset, batch_size) does, and one of your own that"
     " does says so by an attribute elastic = True."
@@ -32,17 +36,38 @@ ELASTIC = (
 
 
 def hyper_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of an optimizer's parameter ``groups``, as JSON. Raises ``BadInput`` naming the first that cannot be stored by
-    value."""
+    """Of an optimizer's parameter ``groups``, as JSON; parameters in it by their place. Raises ``BadInput`` naming the
+    first that cannot be stored by value."""
+    for number, group in enumerate(groups):
+        if odd := [key for key in group if type(key) is not str]:
+            raise BadInput(
+                f"param_groups[{number}] has the key {odd[0]!r}, and commits have texts as keys: use one"
+            )
+    places: dict[int, list[int]] = {}
+
+    def known(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not places:
+            places.update(
+                {id(p): [i, k] for i, each in enumerate(groups) for k, p in enumerate(each["params"])}
+            )
+        return {"__member__": places[id(value)]} if id(value) in places else None
+
     return [
-        {k: encode(v, f"param_groups[{i}][{k!r}]") for k, v in group.items() if k != "params"}
+        {k: encode(v, f"param_groups[{i}][{k!r}]", known) for k, v in group.items() if k != "params"}
         for i, group in enumerate(groups)
     ]
 
 
 def load_hyper_parameters(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
     """Give parameter ``groups`` what ``hyper_parameters`` said of them, as ``fill_groups`` does."""
-    fill_groups(groups, [{key: decode(value) for key, value in each.items()} for each in saved])
+
+    def resolve(told: dict[str, Any]) -> Any:
+        if "__member__" not in told:
+            return None
+        group, position = told["__member__"]
+        return groups[group]["params"][position]
+
+    fill_groups(groups, [{key: decode(value, resolve) for key, value in each.items()} for each in saved])
 
 
 def fill_groups(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:
@@ -192,24 +217,22 @@ def _is_of_one_rank(loader: Any, progress: Mapping[str, Any]) -> bool:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's global generators (and of every CUDA device in use)."""
+    """The states of the global generators of Python, NumPy and torch, and by its type ("cuda") of an accelerator's, if
+    one is in use."""
     version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
+    return {
         "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": np.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
+        **random_states(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the global generators to ``state``; CUDA states go to as many devices as there are."""
+    """Set the global generators to ``state``; those of accelerators go to as many devices as there are of the type."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    for device, cuda_state in enumerate(state.get("cuda", ())):
-        if device < torch.cuda.device_count():
-            torch.cuda.set_rng_state(cuda_state, device)
+    for kind in state.keys() - HOST_GENERATORS:
+        set_random_states(kind, state[kind])

@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 
 from holdfast.errors import BadInput, DiskFailed, ManifestCorrupt, RunLocked, RunMismatch
+from holdfast.regular import home_path, load_json, read_regular
 from holdfast.store.files import TEMPORARY, AnyDisk, Disk, alone_in, write_durably
 from holdfast.store.places import check_place
 from holdfast.store.sealing import FORMAT, VERSION, reading, seal, unseal
@@ -29,6 +30,8 @@ HOME = "data"
 
 OWNER = "holdfast-drive.json"
 """In the directory of a drive: whose it is."""
+
+MOST_OWNER_BYTES = 1 << 20
 
 RECORD = "drives.json"
 """In the run: what its drives were found to take, and so how much of the state each has."""
@@ -77,7 +80,7 @@ def directories_for(disk: AnyDisk, drives: Sequence[str | Path]) -> dict[str, st
     found: dict[str, str] = {}
     for drive in drives:
         check_place(drive)
-        directory = os.path.realpath(drive)
+        directory = os.path.realpath(home_path(drive))
         for other in (str(root), os.path.realpath(root / HOME), *found.values()):
             if _within(directory, other) or _within(other, directory):
                 raise BadInput(
@@ -222,8 +225,8 @@ def _within(path: str, other: str) -> bool:
 
 def _owner(directory: str) -> dict:
     """What the directory says of whose it is."""
-    with suppress(OSError, ValueError):
-        found = json.loads((Path(directory) / OWNER).read_bytes())
+    with suppress(OSError, ValueError, ManifestCorrupt):
+        found = load_json(read_regular(Path(directory) / OWNER, MOST_OWNER_BYTES))
         return found if isinstance(found, dict) else {}
     return {}
 

@@ -67,11 +67,13 @@ def see_drives(drives: Mapping[str, Path], ranks: Together) -> None:
         ranks.all_do(see)
 
 
-def begin(store: LocalStore, ranks: Together, point: Point | None) -> None:
+def begin(
+    store: LocalStore, ranks: Together, point: Point | None, about: Mapping[str, Any] | None = None
+) -> None:
     """Open the timeline that continues ``point``, on the first rank; the others join it. Called on all ranks."""
 
     def opened() -> Timeline:
-        store.begin(point)
+        store.begin(point, about=about)
         return store.opened
 
     store.is_mine = ranks.is_mine

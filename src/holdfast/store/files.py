@@ -18,13 +18,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from holdfast.errors import DiskFailed, RunLocked
-from holdfast.io.threads import NO_SPACE, File, disk_full, open_file
-from holdfast.store.lock import HeldLock, Lock, is_file_of, locked_text, refuse_other_content
+from holdfast.errors import BadInput, Damaged, DiskFailed, RunLocked
+from holdfast.io.threads import NO_SPACE, File, advice_of, disk_full, open_file
+from holdfast.regular import home_path, open_regular, read_regular
+from holdfast.store.lock import (
+    HeldLock,
+    Lock,
+    is_file_of,
+    is_our_content,
+    locked_text,
+    refuse_without_locks,
+    set_aside,
+)
 from holdfast.store.places import NO_PLACE, bad_place, refuse_dangling
 
 TEMPORARY = ".tmp"
 """What a file's name ends with until its content is durable."""
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""What a file system says that has no locks."""
 
 _data_sync = getattr(os, "fdatasync", os.fsync)
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves the bytes in the drive's cache
@@ -60,6 +72,7 @@ class AnyDisk(Protocol):
     def exists(self, path: str) -> bool: ...
     def size(self, path: str) -> int: ...
     def read_bytes(self, path: str) -> bytes: ...
+    def data_end(self, path: str) -> int: ...
     def write_bytes(self, path: str, data: bytes) -> None: ...
     def free_bytes(self) -> int: ...
     def lock(self, path: str, owner: dict) -> HeldLock: ...
@@ -74,7 +87,7 @@ class Disk:
     """
 
     def __init__(self, root: str | Path) -> None:
-        self.root = Path(os.path.realpath(root))
+        self.root = Path(os.path.realpath(home_path(root)))
 
     def open(self, path: str, *, write: bool = True, direct: bool = True) -> File:
         """Open ``path``; the caller closes it. ``FileNotFoundError`` if it is absent."""
@@ -103,7 +116,7 @@ class Disk:
         if not isinstance(target, str):
             return _sync_fd(target.fd, target.path, _data_sync)
         try:
-            fd = os.open(self.root / target, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(self.root / target)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -202,10 +215,21 @@ class Disk:
         """Bytes of ``path``; ``FileNotFoundError`` if it is absent."""
         return os.stat(self.root / path).st_size
 
-    def read_bytes(self, path: str) -> bytes:
-        """All of a small file. ``FileNotFoundError`` if it is absent."""
+    def data_end(self, path: str) -> int:
+        """Return the end of the last bytes of ``path`` that anybody wrote, as far as the file system knows."""
+        fd, end = open_regular(self.root / path), 0
         try:
-            return (self.root / path).read_bytes()
+            while True:
+                end = os.lseek(fd, os.lseek(fd, end, os.SEEK_DATA), os.SEEK_HOLE)
+        except OSError as error:
+            return end if error.errno == errno.ENXIO else os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    def read_bytes(self, path: str) -> bytes:
+        """All of a small file. ``FileNotFoundError`` if it is absent, ``ManifestCorrupt`` if it is no regular one."""
+        try:
+            return read_regular(self.root / path)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -214,9 +238,14 @@ class Disk:
     def write_bytes(self, path: str, data: bytes) -> None:
         """Make ``path`` a file of ``data``. Not durable until it is synced."""
         try:
-            (self.root / path).write_bytes(data)
+            with self._created(path) as file:
+                file.write(data)
         except OSError as error:
             raise _failure("write", self.root / path, error, len(data)) from error
+
+    def _created(self, path: str) -> BinaryIO:
+        """Open ``path``, made if it is absent and emptied, for writing."""
+        return open(open_regular(self.root / path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), "wb")
 
     @contextmanager
     def made(self, path: str, nbytes: int) -> Iterator[BinaryIO]:
@@ -225,7 +254,7 @@ class Disk:
         Raises ``DiskFull`` and ``DiskFailed`` for what the system refuses.
         """
         try:
-            with open(self.root / path, "wb") as file:
+            with self._created(path) as file:
                 yield file
         except OSError as error:
             raise _failure("write", self.root / path, error, nbytes) from error
@@ -241,38 +270,55 @@ class Disk:
     def lock(self, path: str, owner: dict) -> Lock:
         """Take the lock file ``path`` for ``owner`` (JSON), or raise ``RunLocked``.
 
-        The lock is an ``flock``, which the system drops with the process; what an ended one left in the
-        file is overwritten.
+        The lock is an ``flock``, which the system drops with the process. The content of the file decides nothing: what
+        an ended process or a power cut has left in it is overwritten, and what may be another program's set aside.
+        Raises ``BadInput`` where the file system has no locks.
         """
+        target = self.root / path
+        lock = self._locked(target)
+        text = json.dumps(owner).encode() + b"\n"
         try:
-            fd = open_file(self.root / path, write=True, create=True, direct=False).fd
+            lock.check()
+            if not self._is_run() and not is_our_content(os.pread(lock.fd, 4096, 0)):
+                set_aside(target)
+                lock.release(emptied=False)
+                lock = self._locked(target)
+            os.ftruncate(lock.fd, 0)
+            os.pwrite(lock.fd, text, 0)
+        except OSError as error:
+            lock.release()
+            raise _failure("write", target, error, len(text)) from error
+        except BaseException:
+            lock.release(emptied=False)
+            raise
+        return lock
+
+    def _locked(self, path: Path) -> Lock:
+        """Open the file at ``path``, made if it is absent, and lock it, or raise ``RunLocked``."""
+        try:
+            fd = open_file(path, write=True, create=True, direct=False).fd
+        except Damaged as error:
+            raise BadInput(str(error)) from error
         except (DiskFailed, OSError) as error:
             cause = error.__cause__ or error
             if isinstance(cause, OSError) and cause.errno in (*NO_PLACE, errno.EISDIR, errno.ENOENT):
-                raise bad_place(self.root / path, cause) from error
+                raise bad_place(path, cause) from error
             raise
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(fd, 4096, 0)
             os.close(fd)
+            if error.errno in NO_LOCKS:
+                raise refuse_without_locks(path, error) from error
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise _failure("lock", self.root / path, error, 0) from error
+                raise _failure("lock", path, error, 0) from error
             raise RunLocked(locked_text(self.root, holder)) from None
-        text = json.dumps(owner).encode() + b"\n"
-        lock = Lock(self.root / path, fd)
-        try:
-            lock.check()
-            refuse_other_content(self.root / path, os.pread(fd, 4096, 0))
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, text, 0)
-        except OSError as error:
-            lock.release()
-            raise _failure("write", self.root / path, error, len(text)) from error
-        except BaseException:
-            lock.release(emptied=False)
-            raise
-        return lock
+        return Lock(path, fd)
+
+    def _is_run(self) -> bool:
+        """Return whether the directory is a run's, as far as it was begun."""
+        return (self.root / "commits").is_dir() or (self.root / "timelines").is_dir()
 
     def is_locked(self, path: str) -> bool:
         """Whether somebody holds the lock file ``path``, or that cannot be told."""
@@ -346,7 +392,7 @@ def _lock(fd: int, path: Path) -> None:
     except (BlockingIOError, PermissionError):  # SMB says the latter of a lock that is held
         raise RunLocked(_written_by_another(path)) from None
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL, errno.EBADF):
+        if error.errno not in (*NO_LOCKS, errno.EBADF):
             raise _failure("lock", path, error, 0) from error
 
 
@@ -366,7 +412,12 @@ def _reserve(fd: int, nbytes: int) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise _failure("open", directory, error, 0) from error
     try:
         _sync_fd(fd, directory, os.fsync)
     finally:
@@ -385,7 +436,5 @@ def _sync_fd(fd: int, path: Path, call: Callable[[int], None]) -> None:
 def _failure(verb: str, path: Path, error: OSError, nbytes: int) -> DiskFailed:
     if error.errno in NO_SPACE:
         return disk_full(path, nbytes, error)
-    return DiskFailed(
-        f"cannot {verb} {path}: {error.strerror or error}. What was acknowledged before is still durable:"
-        f" check the device, then run again to resume."
-    )
+    otherwise = "What was acknowledged before is still durable: check the device, then run again to resume."
+    return DiskFailed(f"cannot {verb} {path}: {error.strerror or error}. {advice_of(error, otherwise)}")

@@ -15,8 +15,8 @@ import xxhash
 from holdfast.errors import Damaged, NoCommit, RunMismatch
 from holdfast.store.drives import HOME, data_paths, folders, unneeded
 from holdfast.store.files import TEMPORARY, AnyDisk, write_durably
-from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
-from holdfast.store.reading import encode_index, index_of
+from holdfast.store.manifest import CommitRef, FileRef, Manifest, Timeline, is_ours
+from holdfast.store.reading import encode_index, index_of, unverified_layout
 from holdfast.store.segments import segments, streams
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ def sync_all(disk: AnyDisk, retained: Mapping[CommitRef, Manifest | None]) -> No
         ("reopen commits", [ref.path for ref in retained]),
     ):
         for path in sorted(paths):
-            with suppress(FileNotFoundError):  # a commit that is not whole, which verifying it will say
+            with suppress(
+                FileNotFoundError, Damaged
+            ):  # of a commit that is not whole, which verifying it will say
                 disk.sync(path, why=why)
         directory = why.removeprefix("reopen ")
         needed = {path.rpartition("/")[0] for path in paths}
@@ -106,10 +108,12 @@ def refuse_two_runs(store: LocalStore, retained: Mapping[CommitRef, Manifest | N
     beginnings = {}
     for ref in retained:
         record = records.get(ref.timeline)
-        while record is not None and record.parent is not None and record.parent < record.id:
+        while (
+            record is not None and not record.run and record.parent is not None and record.parent < record.id
+        ):
             record = records.get(record.parent)
         if record is not None:
-            beginnings[record.id] = ref.path
+            beginnings[record.run or record.key or str(record.id)] = ref.path
     if len(beginnings) > 1:
         raise RunMismatch(
             f"{store.root} holds parts of two runs: {' and '.join(beginnings.values())} have no beginning in common."
@@ -126,15 +130,12 @@ _OTHER_PLACE = (
 def _was_written_later(disk: AnyDisk, path: str) -> bool:
     """Whether the file is a generation that is first written when there is a commit."""
     number = path.removesuffix(".safetensors").rpartition(".")[2]
-    if number == "0" or not number.isdecimal() or disk.size(path) < 8:
+    if number == "0" or not number.isdecimal():
         return False
-    length = bytearray(8)
-    file = disk.open(path, write=False, direct=False)
-    try:
-        file.read(memoryview(length), 0)
-    finally:
-        file.close()
-    return any(length)
+    with suppress(Damaged):  # space that was reserved holds anything after a power cut
+        unverified_layout(disk, FileRef(path, disk.size(path), ()))
+        return True
+    return False
 
 
 def restore(disk: AnyDisk, timelines: Mapping[int, Timeline], damaged: Iterable[Damaged]) -> None:

@@ -120,12 +120,19 @@ class Layout:
 
     @classmethod
     def _of(cls, placed: list[Entry], header: bytes) -> Layout:
-        pads = tuple(entry for entry in placed if entry.key.startswith(PAD))
-        named = all(pad.key == f"{PAD}{number}" and pad.dtype == "U8" for number, pad in enumerate(pads))
-        if not named or len(header) % PAGE:  # as nobody else writes it
-            pads = ()
-        entries = tuple(entry for entry in placed if not (pads and entry.key.startswith(PAD)))
-        return cls(entries, pads, header, placed[-1].end if placed else len(header))
+        entries = without_pads(placed, len(header))
+        left = {entry.key for entry in entries}
+        pads = tuple(entry for entry in placed if entry.key not in left)
+        return cls(tuple(entries), pads, header, placed[-1].end if placed else len(header))
+
+
+def without_pads(placed: list[Entry], header_bytes: int) -> list[Entry]:
+    """Return the tensors of a file, in its order, that are no fillers. What another writer calls so is a tensor."""
+    pads = [entry for entry in placed if entry.key.startswith(PAD)]
+    named = all(pad.key == f"{PAD}{number}" and pad.dtype == "U8" for number, pad in enumerate(pads))
+    if not named or header_bytes % PAGE:  # as nobody else writes it
+        return placed
+    return [entry for entry in placed if not entry.key.startswith(PAD)]
 
 
 def block_spans(file_bytes: int) -> Iterator[tuple[int, int]]:

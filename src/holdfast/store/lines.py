@@ -17,18 +17,18 @@ from holdfast.store.retention import ancestry, forked_at, writer_of
 from holdfast.store.segments import segments, streams
 
 
-def tip_with(store: RunReader, step: int, durable_step: int = -1) -> int | None:
+def tip_with(store: RunReader, step: int) -> int | None:
     """The timeline of whose line ``step`` can be had: the present one, or else the newest that a later resume left;
     None if there is none.
 
-    Raises ``NoCommit`` where the present line has come so far, by what is there or as it is known to have been durable
-    to ``durable_step``, and only one that was left can be had at ``step``.
+    Raises ``NoCommit`` where the present line has come so far, by what is there, and only one that was left can be had
+    at ``step``.
     """
     present = store.tip()
     tips = dict.fromkeys((present, *sorted(store.timelines()[0], reverse=True)))
     tip = next((tip for tip in tips if any(step in steps for steps in reached(store, tip, step))), None)
     if tip is not None and _is_left(store, tip, step):
-        came = max(come_to(store, present), durable_step)
+        came = come_to(store, present)
         if step <= came:
             raise NoCommit(
                 f"step {step} of {store.root} cannot be had any more: the present line, timeline {present}, has come to"

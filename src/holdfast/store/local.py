@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any
@@ -26,7 +26,7 @@ from holdfast.store.layout import Layout
 from holdfast.store.lock import LOCK
 from holdfast.store.manifest import Point, Timeline, is_ours, this_writer
 from holdfast.store.places import check_place
-from holdfast.store.reader import RunReader
+from holdfast.store.reader import RunReader, run_key_of
 from holdfast.store.retention import Keep
 from holdfast.store.scratch import Scratch
 from holdfast.store.segments import segments, streams, trim
@@ -120,9 +120,12 @@ class LocalStore(SharedCommits):
             raise NoCommit(f"{root} is not a run directory: it has no commits/ in it")
         return reader
 
-    def begin(self, fork: Point | None, *, by_saves: bool = False) -> int:
+    def begin(
+        self, fork: Point | None, *, by_saves: bool = False, about: Mapping[str, Any] | None = None
+    ) -> int:
         """Open a timeline that continues ``fork``, a commit or a record (None: from nothing); durable before this
-        returns. ``by_saves``: the run is on it from its first commit on, and until then where it was.
+        returns. ``by_saves``: the run is on it from its first commit on, and until then where it was. ``about`` is what
+        else its record says of its writer.
 
         Retires what an earlier process had no time to retire, but with ``by_saves``, and repairs timeline records.
         Verify ``fork`` before.
@@ -130,15 +133,18 @@ class LocalStore(SharedCommits):
         self._check_writer()
         known = {*self.timeline_ids(), *(ref.timeline for ref in self.commits())}
         known |= {ref.timeline for stream in streams(self.disk) for ref in segments(self.disk, stream)}
+        key, now, records = secrets.token_hex(16), time.time(), self.timelines()[0]
         record = Timeline(
             max(known, default=0) + 1,
             None if fork is None else fork.timeline,
             None if fork is None else fork.step,
-            secrets.token_hex(16),
+            key,
             None if fork is None else fork.key,
-            time.time(),
-            this_writer(),
+            now,
+            {**this_writer(), **(about or {})},
             by_saves,
+            run_key_of(records) or key,
+            min((record.begun or record.created or now for record in records.values()), default=now),
         )
         with self._failing():
             write_durably(self.disk, record.path, record.encode(), why="timeline")
@@ -148,6 +154,7 @@ class LocalStore(SharedCommits):
             restore(self.disk, self._timelines, damaged)
             if not by_saves:  # else the run is on another line until the first commit, which retires
                 self._retire()
+                self._prune_timelines()
         return record.id
 
     def go_on(self, timeline: Timeline) -> None:
@@ -161,7 +168,7 @@ class LocalStore(SharedCommits):
 
     def writer(self) -> str:
         """What the lock says of the one that has entered: its process, host and time. Empty if nobody ever has."""
-        return self.disk.read_bytes(LOCK).decode() if self.disk.exists(LOCK) else ""
+        return self.disk.read_bytes(LOCK).decode(errors="replace") if self.disk.exists(LOCK) else ""
 
     @property
     def opened(self) -> Timeline:

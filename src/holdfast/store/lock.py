@@ -1,18 +1,21 @@
 """Locks: the file by which one process says that it alone writes to a run.
 
-A lock is an ``flock``, which the system drops with the process. What the file says of its holder is for people.
+A lock is an ``flock``, which the system drops with the process. What the file says of its holder is for people, and
+decides nothing: it is never synced.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import secrets
 import socket
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.errors import RunMismatch, StaleCommit
+from holdfast.errors import BadInput, StaleCommit
+from holdfast.regular import load_json
 
 LOCK = "lock"
 """Of a run: the file of the first rank, which publishes."""
@@ -34,13 +37,13 @@ class Lock:
     """A lock file that this process holds."""
 
     def __init__(self, path: Path, fd: int) -> None:
-        self.path, self._fd = path, fd
+        self.path, self.fd = path, fd
         _held_locks.add(self)
 
     @property
     def held(self) -> bool:
         """Whether it was neither released nor left with the parent of a forked process."""
-        return self._fd >= 0
+        return self.fd >= 0
 
     def check(self) -> None:
         """Raise ``StaleCommit`` unless the file of that name is still the one that is locked.
@@ -52,7 +55,7 @@ class Lock:
                 f"{self.path.parent} is not open for writing in this process, which let go of its lock or was forked"
                 f" from the one that has it. Nothing was written: go on in the process that opened the run."
             )
-        if not is_file_of(self.path, self._fd):
+        if not is_file_of(self.path, self.fd):
             raise StaleCommit(
                 f"{self.path.parent} was moved, removed or replaced, or its lock was removed, while this process had"
                 f" the run open: {self.path} is not the file that it locked. Nothing more is written; what was"
@@ -62,7 +65,7 @@ class Lock:
 
     def release(self, emptied: bool = True) -> None:
         """Let go, whatever the disk says. A second call does nothing, nor does one in a forked child."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         _held_locks.discard(self)
         if fd >= 0:
             with suppress(OSError):  # what a lock that nobody holds contains means nothing
@@ -73,7 +76,7 @@ class Lock:
 
     def leave_to_parent(self) -> None:
         """Forget it in a forked child (a data loader's worker), which must not keep its dead parent's lock."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         os.close(fd)
 
 
@@ -87,13 +90,23 @@ _held_locks: set[Lock] = set()
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-def refuse_other_content(path: Path, content: bytes) -> None:
-    """Raise ``RunMismatch`` if a lock file holds what no writer of a run leaves in it, even through a power cut."""
-    if content.strip(b"\0") and not content.startswith(b'{"pid"'):
-        raise RunMismatch(
-            f"{path} is not a lock of this library: it holds {content[:40]!r}. Nothing was changed: move it away,"
-            f" or give the run another directory."
-        )
+def is_our_content(content: bytes) -> bool:
+    """Return whether a lock file holds what a writer of a run leaves in it. Nothing is refused for it."""
+    return not content.strip(b"\0") or content.startswith(b'{"pid"')
+
+
+def set_aside(path: Path) -> None:
+    """Give the file at ``path``, which is locked here, another name: it may be another program's.
+
+    A lock file is never synced, so after a power cut it may hold blocks of any other file. In a run it is ours whatever
+    it holds; elsewhere what it holds is kept.
+    """
+    aside = path.with_name(f"{path.name}.found-{secrets.token_hex(4)}")
+    os.rename(path, aside)
+    warnings.warn(
+        f"{path} was no lock of this library, or a power cut has left other bytes in it: it is {aside} now.",
+        stacklevel=6,
+    )
 
 
 def is_file_of(path: Path, fd: int) -> bool:
@@ -107,7 +120,7 @@ def is_file_of(path: Path, fd: int) -> bool:
 def locked_text(root: Path, holder: bytes) -> str:
     who = "another process"
     with suppress(ValueError, KeyError, TypeError):
-        owner = json.loads(holder)
+        owner = load_json(holder)
         if (owner["pid"], owner["host"]) == (os.getpid(), socket.gethostname()):
             return own_text(root)
         who = f"process {owner['pid']} on {owner['host']}"
@@ -122,4 +135,13 @@ def own_text(root: str | Path) -> str:
     return (
         f"{root} is being written by this very process ({os.getpid()}), which has it open: close() that first, as a"
         " cell of a notebook has to that is run again. Where no name is left for it, start the process anew."
+    )
+
+
+def refuse_without_locks(path: Path, error: OSError) -> BadInput:
+    """Return the error for a file system that has no locks: two writers could not be kept apart there."""
+    return BadInput(
+        f"{path.parent} is on a file system that locks no files ({error.strerror}), so two writers of a run could not"
+        " be kept apart. Mount it with locks (Lustre: -o flock; NFS: with its lock service), or put the run on another"
+        " file system."
     )

@@ -130,6 +130,10 @@ class Timeline:
     writer: dict[str, Any] = field(default_factory=dict)
     by_saves: bool = False
     """Whether saves of whole states make it: then it leads anywhere from its first commit on, not from being opened."""
+    run: str = ""
+    """Key of the run: that of its first timeline, whose record may be gone. Empty in records of earlier versions."""
+    begun: float = 0.0
+    """When the run was begun; 0 where that is not known."""
 
     @property
     def path(self) -> str:
@@ -137,8 +141,9 @@ class Timeline:
 
     def encode(self) -> bytes:
         table = asdict(self)
-        if not self.by_saves:  # which is what a record without it says
-            del table["by_saves"]
+        for name in ("by_saves", "run", "begun"):  # which say as much where they are not there
+            if not table[name]:
+                del table[name]
         return seal({"format": FORMAT, "version": VERSION, "timeline": table.pop("id"), **table})
 
     @classmethod
@@ -147,7 +152,12 @@ class Timeline:
         with reading(path):
             names = ("parent", "fork_step", "key", "parent_key", "created", "writer")
             record = cls(table["timeline"], **{name: table[name] for name in names})
-            record = replace(record, by_saves=table.get("by_saves") is True)
+            record = replace(
+                record,
+                by_saves=table.get("by_saves") is True,
+                run=str(table.get("run", "")),
+                begun=float(table.get("begun", 0.0)),
+            )
         if record.path != path:
             raise unreadable(path, f"it is the record of timeline {record.id}", len(data))
         return record

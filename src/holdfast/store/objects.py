@@ -9,12 +9,14 @@ variables: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGI
 from __future__ import annotations
 
 import os
+import secrets
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ..errors import BadInput, DiskFailed
 from ..units import KiB, MiB
@@ -24,11 +26,19 @@ from .target import Url
 if TYPE_CHECKING:
     from obstore.store import S3Store
 
+T = TypeVar("T")
+
 AHEAD = 64 * KiB
 """Read at once where less is asked for: the headers of small records lie close together."""
 PART_BYTES = 8 * MiB
 """Of an object that is sent in parts."""
 RETRIES = 5
+
+LISTINGS = 3
+"""How often a listing is asked for that seems to lack its end."""
+
+ATTEMPTS, SOON = 3, 5.0
+"""How often something is read whose answer breaks off, if that took less than so many seconds."""
 
 
 class ObjectDisk:
@@ -44,13 +54,13 @@ class ObjectDisk:
     def listdir(self, path: str) -> list[str]:
         """The names directly below ``path``, sorted; none if there are no such objects."""
         with self._asking("list", path):
-            found = self._list(path)
+            found = _repeated(lambda: self._list(path))
             return sorted(name.rpartition("/")[2] for name in (*found["common_prefixes"], *_paths(found)))
 
     def sizes(self, path: str) -> dict[str, int]:
         """Of the objects directly below ``path``, by their whole paths."""
         with self._asking("list", path):
-            return {item["path"]: item["size"] for item in self._list(path)["objects"]}
+            return {item["path"]: item["size"] for item in _repeated(lambda: self._list(path))["objects"]}
 
     def exists(self, path: str) -> bool:
         """Whether there is such an object, or any below it."""
@@ -64,21 +74,30 @@ class ObjectDisk:
         import obstore
 
         with self._asking("find", path):
-            return obstore.head(self._store, path)["size"]
+            return _repeated(lambda: obstore.head(self._store, path))["size"]
 
     def read_bytes(self, path: str) -> bytes:
         """All of a small object. ``FileNotFoundError`` if it is absent."""
         import obstore
 
         with self._asking("read", path):
-            return obstore.get(self._store, path).bytes().to_bytes()
+            return _repeated(lambda: obstore.get(self._store, path).bytes().to_bytes())
 
     def read_range(self, path: str, offset: int, nbytes: int) -> memoryview:
         """Less than ``nbytes`` where the object ends before."""
         import obstore
 
         with self._asking("read", path):
-            return memoryview(obstore.get_range(self._store, path, start=offset, length=nbytes))
+            for _ in range(ATTEMPTS):
+                data = memoryview(
+                    _repeated(lambda: obstore.get_range(self._store, path, start=offset, length=nbytes))
+                )
+                if len(data) == nbytes or offset + len(data) >= self.size(path):
+                    return data
+        raise DiskFailed(
+            f"cannot read {self.root / path}: fewer than the {nbytes} bytes from {offset} were given, {ATTEMPTS} times."
+            " Check the network, then run again."
+        )
 
     def open(self, path: str, *, write: bool = True, direct: bool = True) -> ObjectFile:
         """For reading by ranges, whatever is asked for. That it is absent shows when it is read."""
@@ -140,6 +159,9 @@ class ObjectDisk:
     def is_named(self, path: str, file: Any) -> bool:
         self._refuse()
 
+    def data_end(self, path: str) -> int:
+        return self.size(path)
+
     def write_bytes(self, path: str, data: bytes) -> None:
         self._refuse()
 
@@ -156,9 +178,38 @@ class ObjectDisk:
         )
 
     def _list(self, path: str) -> Any:
+        """Return the listing of ``path``, which a second look has confirmed: a page that lacks its end, or that is none
+        at all, reads like the last one."""
         import obstore
 
-        return obstore.list_with_delimiter(self._store, path or None)
+        for _ in range(LISTINGS):
+            found = obstore.list_with_delimiter(self._store, path or None)
+            if self._is_whole(path, found):
+                return found
+        raise DiskFailed(
+            f"cannot list {self.root / path}: its answers end before their end, {LISTINGS} times. Nothing was concluded"
+            " from them: check the network and what lies between here and the bucket, then run again."
+        )
+
+    def _is_whole(self, path: str, found: Any) -> bool:
+        """Return whether nothing follows what was ``found`` directly below ``path``."""
+        import obstore
+
+        ends = [*_paths(found), *(f"{prefix}0" for prefix in found["common_prefixes"])]  # "0" follows "/"
+        rest = obstore.list(self._store, path or None, offset=max(ends, default=None), chunk_size=1)
+        if next(iter(rest), None):
+            return False
+        return bool(ends) or not self._has_any_object()
+
+    def _has_any_object(self) -> bool:
+        """Return whether the other end says that it has an object of a random name: it is no object store then."""
+        import obstore
+
+        try:
+            obstore.head(self._store, f"none-{secrets.token_hex(8)}")
+        except FileNotFoundError:
+            return False
+        return True
 
     @contextmanager
     def _asking(self, verb: str, path: str) -> Iterator[None]:
@@ -245,6 +296,23 @@ def _connected(root: Url) -> S3Store:
             },
         },
     )
+
+
+def _repeated(ask: Callable[[], T]) -> T:
+    """Return what ``ask`` reads, asked again where the answer breaks off: the library tries again only what fails
+    before there is one."""
+    from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+
+    for _ in range(ATTEMPTS - 1):
+        started = time.monotonic()
+        try:
+            return ask()
+        except (FileNotFoundError, PermissionDeniedError, UnauthenticatedError):
+            raise
+        except BaseError as error:
+            if "NoSuchBucket" in str(error) or time.monotonic() - started > SOON:
+                raise
+    return ask()
 
 
 def _paths(found: Any) -> list[str]:

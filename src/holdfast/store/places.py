@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from holdfast.errors import BadInput
+from holdfast.regular import home_path
 
 NO_PLACE = (
     errno.ENOTDIR,
@@ -32,7 +33,7 @@ def check_place(root: str | Path) -> None:
             f"{root} is in a bucket, and no run is written there: write it in a directory, and copy it with remote= or"
             " `holdfast push`."
         )
-    path = Path(root)
+    path = home_path(root)
     try:
         if path.is_symlink() and not path.exists():
             raise BadInput(

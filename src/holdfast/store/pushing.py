@@ -26,10 +26,11 @@ from .generations import corrupt
 from .layout import block_spans
 from .manifest import CommitRef, FileRef, Manifest, Share, Timeline
 from .objects import ObjectDisk
-from .reader import RunReader
+from .reader import RunReader, run_key_of
 from .reading import INSPECT, check_size, read_verified
-from .retention import Keep, ancestry, dropped, kept_for_good, lineage, newest_tip
+from .retention import Keep, ancestry, dropped, kept_for_good, lineage, newest_tip, unneeded_timelines
 from .room import needs, unneeded_segments
+from .segments import segments, streams
 from .target import Url
 
 _OBJECT = re.compile(r"data/.+\.[0-9a-f]{32}\.safetensors")
@@ -71,6 +72,11 @@ class Pusher:
             )
         for timeline in sorted(here.keys() & there.keys()):
             self._refuse_another(here[timeline], there[timeline])
+        keys = {run_key_of(here), run_key_of(there)} - {""}
+        if len(keys) > 1:  # also where no two timelines have one number any more
+            raise RunMismatch(
+                f"{self._disk.root} holds another run than {self._local.root}. Push to another place."
+            )
 
     def push(self, told: Told | None = None) -> Pushed:
         """Copy what is not there. When it returns, what the directory had when it was called is in the bucket, but for
@@ -299,6 +305,14 @@ class Pusher:
         if gone:
             for path in list(unneeded_segments(self._disk, needs(kept, alone), None)):
                 self._disk.unlink(path)
+            self._retire_timelines()
+
+    def _retire_timelines(self) -> None:
+        """Remove the timeline records that the directory has no more and that lead to nothing in the bucket."""
+        used = {ref.timeline for ref in self._published} | self._local.timelines()[0].keys()
+        used |= {ref.timeline for stream in streams(self._disk) for ref in segments(self._disk, stream)}
+        for timeline in unneeded_timelines(self._timelines, used, max(self._timelines, default=0)):
+            self._disk.unlink(self._timelines.pop(timeline).path)
 
 
 def object_path(ref: FileRef) -> str:

@@ -8,7 +8,7 @@ listed, and if not, it was retired.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from typing import Any, Self, TypeVar
@@ -132,8 +132,10 @@ class RunReader:
             record = Timeline(timeline)
             try:
                 record = Timeline.decode(self.disk.read_bytes(record.path), record.path)
-            except (ManifestCorrupt, FileNotFoundError) as error:
-                damaged[record.path] = error if isinstance(error, ManifestCorrupt) else _missing(record)
+            except ManifestCorrupt as error:
+                damaged[record.path] = error
+            except FileNotFoundError:  # its writer needs it no more
+                continue
             else:
                 records[timeline] = record
         for ref in self.commits():
@@ -220,11 +222,22 @@ class RunReader:
         ids = (timeline_of_name(name) for name in self.disk.listdir("timelines"))
         return [timeline for timeline in ids if timeline is not None]
 
+    def run_key(self) -> str:
+        """Return the key of the run, which its copies have as well; "" before it is begun."""
+        return run_key_of(self.timelines()[0])
+
     def _load_or_none(self, ref: CommitRef) -> Manifest | None:
         try:
             return self.load(ref)
         except (Damaged, NoCommit):
             return None
+
+
+def run_key_of(records: Mapping[int, Timeline]) -> str:
+    """Return the key of the run that has these timelines: its first one's."""
+    newest_first = sorted(records.values(), key=lambda record: -record.id)
+    said = (record.run or (record.key if record.parent is None else "") for record in newest_first)
+    return next(filter(None, said), "")
 
 
 def _missing(record: Timeline) -> FileMissing:

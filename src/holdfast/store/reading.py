@@ -15,6 +15,7 @@ import xxhash
 
 from holdfast.errors import FileMissing, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
+from holdfast.regular import load_json
 from holdfast.state.boxes import Box
 from holdfast.state.stretches import boxes_of, regions_of
 from holdfast.store.drives import lost_drive
@@ -22,6 +23,7 @@ from holdfast.store.files import AnyDisk
 from holdfast.store.generations import corrupt
 from holdfast.store.layout import CHECKSUM_BLOCK, Layout, block_spans
 from holdfast.store.manifest import FileRef, Manifest, Share
+from holdfast.store.sealing import reading
 
 INSPECT = (
     "`holdfast ls RUN` lists the steps, `holdfast verify RUN@STEP` checks one; running again resumes from the newest "
@@ -87,7 +89,8 @@ def read_shares(disk: AnyDisk, manifest: Manifest) -> Manifest:
 
 def read_named(disk: AnyDisk, ref: dict[str, Any], what: str) -> dict[str, Any]:
     """The JSON in a file that is named with its hash. Raises ``FileMissing`` or ``ManifestCorrupt``."""
-    return json.loads(read_verified(disk, ref, what))
+    with reading(ref["path"]):
+        return load_json(read_verified(disk, ref, what))
 
 
 def read_verified(disk: AnyDisk, ref: dict[str, Any], what: str) -> bytes:

@@ -16,8 +16,9 @@ from holdfast.store.files import AnyDisk
 from holdfast.store.generations import Generations, remove_generations
 from holdfast.store.manifest import CommitRef, Manifest, Timeline, is_ours
 from holdfast.store.reader import RunReader
-from holdfast.store.retention import Keep, dropped, kept_for_good, lineage
+from holdfast.store.retention import Keep, dropped, kept_for_good, lineage, unneeded_timelines
 from holdfast.store.room import needs, unneeded_segments, used_bytes
+from holdfast.store.segments import segments, streams
 
 
 class RetainedCommits(RunReader):
@@ -96,8 +97,12 @@ class RetainedCommits(RunReader):
     def restarts(self) -> tuple[float, int]:
         """Seconds since the run was begun, and how often it has been resumed. Not all that stops a run is a failure;
         what does not know better counts it as one."""
-        created = [record.created for record in self._timelines.values() if record.created]
-        return (time.time() - min(created), len(created) - 1) if created else (0.0, 0)
+        records = self._timelines.values()
+        begun = [record.begun or record.created for record in records if record.begun or record.created]
+        restarts = (
+            max(self._timelines, default=1) - 1 if any(record.begun for record in records) else len(begun) - 1
+        )
+        return (time.time() - min(begun), restarts) if begun else (0.0, 0)
 
     def measure(self) -> int:
         """What the run takes of the disk now."""
@@ -116,6 +121,18 @@ class RetainedCommits(RunReader):
         for path in unneeded_segments(self.disk, needs(manifests, alone), self.timeline):
             failpoints.reach("before_segment_unlink")
             self.disk.unlink(path)
+        self._prune_timelines()
+
+    def _prune_timelines(self) -> None:
+        """Remove the timeline records that lead to no commit and no segment any more. One that a power cut brings back
+        leads nowhere either."""
+        records = self._timelines
+        used = {ref.timeline for ref in self.commits()}
+        used |= {ref.timeline for stream in streams(self.disk) for ref in segments(self.disk, stream)}
+        gone = unneeded_timelines(records, used, max(self.timeline_ids(), default=0))
+        for timeline in gone:
+            self.disk.unlink(records[timeline].path)
+        self._timelines = {number: record for number, record in records.items() if number not in gone}
 
     def make_room(self, nbytes: int) -> bool:
         """Retire the oldest commits until ``nbytes`` more are within the cap; whether they are. The two newest that are

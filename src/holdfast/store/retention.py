@@ -99,6 +99,27 @@ def ancestry(timelines: Mapping[int, Timeline], tip: int) -> list[tuple[int, int
         found.append((record.parent, fork_step if limit is None else min(limit, fork_step)))
 
 
+ANCESTORS_KEPT = 4
+"""Timelines of the newest line whose records stay whatever they lead to: a replica may hold a step of one in memory."""
+
+
+def unneeded_timelines(timelines: Mapping[int, Timeline], used: Collection[int], newest: int) -> list[int]:
+    """Return the timelines whose records nothing needs, lowest first: neither they nor those that they continue are
+    ``used`` by a commit or a segment. ``newest`` is needed, since its number may not be given again.
+
+    >>> line = {1: Timeline(1), 2: Timeline(2, 1, 7), 3: Timeline(3, 2, 9), 4: Timeline(4, 3, 9), 5: Timeline(5, 3, 9)}
+    >>> unneeded_timelines(line, {3}, 5), unneeded_timelines({**line, 9: Timeline(9, 5, 9)}, {9}, 9)
+    ([4], [1, 4])
+    """
+    kept = [timeline for timeline, _ in ancestry(timelines, newest)[:ANCESTORS_KEPT]]
+    needed = {*used, *kept}
+    for tip in needed.copy():
+        line = [timeline for timeline, _ in ancestry(timelines, tip)]
+        oldest = max(place for place, timeline in enumerate(line) if timeline in needed)
+        needed.update(line[:oldest])
+    return sorted(timelines.keys() - needed)
+
+
 def writer_of(timelines: Mapping[int, Timeline], tip: int, step: int) -> int:
     """The timeline that ``step`` of the line of ``tip`` was made in.
 

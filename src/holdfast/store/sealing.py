@@ -60,7 +60,7 @@ def reading(path: str) -> Iterator[None]:
         yield
     except HoldfastError:
         raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise unreadable(path, f"it does not read as one ({error!r})", 0) from error
 
 

@@ -21,7 +21,7 @@ import xxhash
 from holdfast.errors import ChunkCorrupt, Damaged, DiskFailed, ManifestCorrupt
 from holdfast.io.queue import IOQueue, Request
 from holdfast.store.files import AnyDisk, OpenFile
-from holdfast.store.layout import block_spans
+from holdfast.store.layout import CHECKSUM_BLOCK, block_spans
 from holdfast.store.manifest import Timeline
 from holdfast.store.sealing import unseal
 from holdfast.units import PAGE, MiB, round_up
@@ -133,6 +133,8 @@ def trim(disk: AnyDisk, stream: str) -> list[DiskFailed]:
         except DiskFailed as error:
             unread.append(error)
             continue
+        except Damaged:  # no regular file: nothing is reserved
+            continue
         if end < disk.size(ref.path):
             disk.cut(ref.path, end)
     return unread
@@ -140,7 +142,7 @@ def trim(disk: AnyDisk, stream: str) -> list[DiskFailed]:
 
 def _written_bytes(disk: AnyDisk, path: str) -> int:
     """Of a segment: up to its last page that is not zeros."""
-    end, piece = disk.size(path), bytearray(MiB)
+    end, piece = min(disk.size(path), round_up(disk.data_end(path))), bytearray(MiB)
     file = disk.open(path, write=False, direct=False)
     try:
         while end > 0:
@@ -178,6 +180,8 @@ def read_what_can_be(
         file = disk.open(ref.path, write=False, direct=False)
     except FileNotFoundError:
         return [], None
+    except Damaged as error:
+        return [], error
     try:
         while offset + PAGE <= size:
             header = _read_header(file, offset, size)
@@ -205,16 +209,21 @@ def _read_header(file: OpenFile, offset: int, size: int) -> bytes | None:
     nbytes = int(match[1]) if match else 0
     if nbytes % PAGE or not nbytes or offset + nbytes > size:
         raise _torn(str(file.path), offset, "no header of a record")
-    rest = bytearray(nbytes - PAGE)
-    if rest:
-        file.read(memoryview(rest), offset + PAGE)
-    return bytes(page + rest)
+    while len(page) < nbytes:
+        rest = bytearray(min(nbytes - len(page), MiB))
+        file.read(memoryview(rest), offset + len(page))
+        if not any(rest):  # a header is text to its end
+            raise _torn(str(file.path), offset, "no header of a record")
+        page += rest
+    return bytes(page)
 
 
 def _decode(header: bytes, path: str, offset: int) -> StoredRecord:
     try:
         table = unseal(header, path)
         parts = tuple((part["bytes"], tuple(part["xxh3_64"])) for part in table["parts"])
+        if not all(_is_part(*part) for part in parts):
+            raise ManifestCorrupt("a part has other sizes than checksums")
         names = ("step", "timeline", "key", "previous", "about")
         fields = {name: table[name] for name in names}
         fork = tuple(table["fork"]) if "fork" in table else None
@@ -224,6 +233,12 @@ def _decode(header: bytes, path: str, offset: int) -> StoredRecord:
     return StoredRecord(
         **fields, parts=parts, path=path, offset=offset, header_bytes=len(header), digest=digest, fork=fork
     )
+
+
+def _is_part(nbytes: Any, checksums: tuple[str, ...]) -> bool:
+    """Return whether a part of so many bytes has so many checksums."""
+    whole = isinstance(nbytes, int) and nbytes >= 0 and nbytes % PAGE == 0
+    return whole and len(checksums) == len(range(0, nbytes, CHECKSUM_BLOCK))
 
 
 def _torn(path: str, offset: int, what: str) -> Damaged:

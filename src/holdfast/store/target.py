@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 
+from ..regular import home_path
 from .files import AnyDisk
 
 
@@ -36,14 +37,14 @@ class Target:
     @classmethod
     def parse(cls, text: str) -> Target:
         match = re.fullmatch(r"(.+)@(\d+)(?:\.t(\d+))?", text)
-        if match is None or Path(text).is_dir():
+        if match is None or home_path(text).is_dir():
             return cls(place_of(text))
         return cls(place_of(match[1]), int(match[2]), int(match[3]) if match[3] else None)
 
 
 def place_of(path: str | PurePath) -> Path | Url:
     """Of a run. ``Path`` makes one slash of the two of an address."""
-    return Url(path) if str(path).startswith("s3:/") else Path(path)
+    return Url(path) if str(path).startswith("s3:/") else home_path(path)
 
 
 def remote_disk(place: Path | Url) -> AnyDisk | None:

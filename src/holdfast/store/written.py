@@ -128,6 +128,8 @@ class WrittenCommits(RetainedCommits):
             for path in unneeded_segments(self.disk, needed, None):
                 failpoints.reach("before_segment_unlink")
                 self.disk.unlink(path)
+            self._timelines = self.timelines()[0]
+            self._prune_timelines()
 
     def _stay_on_line(self, without: Collection[CommitRef]) -> None:
         """Where the line's timeline is one by saves and loses all its commits: let its record say that it is begun."""

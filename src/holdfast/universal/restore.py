@@ -67,19 +67,19 @@ def restore(state: LiveState, source: Source, allowed: Allowed) -> tuple[Match, 
     refuse_unequal(source, (each.stored for each in live + slots))
     check_all(source, sorted({number for each in live for number in _parts_of(each)}))
     _refuse_joined(state, source, live)
-    before, residuals = [dict(optimizer.state) for optimizer in state.optimizers], dict(state.residuals)
+    before, residuals = [_of_parameters(optimizer) for optimizer in state.optimizers], dict(state.residuals)
     state.forget_optimizer_state()
     try:
         _load(state, source, slots)
-        state.load_values(found.values)
+        state.load_values(found.values, counts_anew=True)
         _nest(state, found.nested)
         for optimizer, held in zip(state.optimizers, before, strict=True):
             lacking = {p: anew(of) for p, of in held.items() if not optimizer.state.get(p)}
             optimizer.state.update({p: kept for p, kept in lacking.items() if kept})
         source.refuse_rewritten()
     except BaseException:
+        state.forget_optimizer_state()
         for optimizer, held in zip(state.optimizers, before, strict=True):
-            optimizer.state.clear()
             optimizer.state.update(held)
         state.residuals.update(residuals)
         raise
@@ -115,6 +115,11 @@ def _refuse_joined(state: LiveState, source: Source, live: list[_Wanted]) -> Non
                 f"{said_keys(made)} are one memory here, and {source.path} has other values for each, so not all could"
                 " be brought back. Give each memory of its own (.clone())."
             )
+
+
+def _of_parameters(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, Any]:
+    """What its state has of parameters."""
+    return {key: held for key, held in optimizer.state.items() if isinstance(key, torch.Tensor)}
 
 
 def _parts_of(wanted: _Wanted) -> set[int]:

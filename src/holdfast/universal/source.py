@@ -98,6 +98,8 @@ class Source:
     """For a person: what wrote it, as far as that is known."""
     unnested: set[str] = field(default_factory=set, repr=False, compare=False)
     """Slots of nested state that cannot be put together again."""
+    passed_over: dict[str, str] = field(default_factory=dict)
+    """By name the type of each tensor in it that has a type which no tensor has here: they are not read."""
     unread: tuple[str, ...] = ()
     """Names of what lies beside it that has more of the training's state, and is not read."""
 
@@ -192,7 +194,7 @@ class Made(Source):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.path, source.format, progress=dict(source.progress), unread=source.unread)
-        self.unnested = source.unnested
+        self.unnested, self.passed_over = source.unnested, source.passed_over
         self._source = source
 
     def made_of(self, part: int) -> Iterable[Stored]:

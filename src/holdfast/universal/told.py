@@ -40,7 +40,7 @@ def told_progress(text: str | None, what: str, path: str) -> dict[str, Any]:
 
 def check_progress(progress: dict[str, Any]) -> None:
     """Raise something, of any kind, if what means the same in all formats is not of the form that it has."""
-    decode(progress)
+    decode(progress, strict=False)
     step, groups = progress.get("step"), groups_of(progress)
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"{step!r} is no step")

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, BinaryIO, ClassVar
 
 import numpy as np
 
 from ..errors import BadInput
-from ..state.atoms import DTYPE_BYTES
+from ..state.atoms import DTYPE_BYTES, TORCH_NAMES
 from ..state.pieces import row_major
-from ..store.files import Disk
+from ..store.files import TEMPORARY, Disk, written_durably
 from ..units import MiB
 from .load import converted, read_flat
 from .pickles import STORAGES
@@ -62,19 +62,69 @@ def save_torch(disk: Disk, path: str, content: Any) -> None:
     """Make ``path`` such a file of ``content``, whatever was there: dictionaries, lists, bytes and numbers, those of
     NumPy as Python has them, with tensors and ``Streamed`` ones in them. Not durable until it is synced. Raises
     ``BadInput`` for what is none of these, ``DiskFull`` and ``DiskFailed``."""
-    name, buffer = Path(path).stem, io.BytesIO()
-    pickler = _Pickler(buffer)
-    try:
-        pickler.dump(content)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise BadInput(f"{name}.pt would hold what is no data: {error}") from error
-    nbytes = buffer.tell() + sum(tensor.nbytes for tensor in pickler.tensors)
-    with disk.made(path, nbytes) as file, zipfile.ZipFile(file, "w") as archive:
-        _put(archive, f"{name}/data.pkl", [buffer.getvalue()], buffer.tell())
-        _put(archive, f"{name}/byteorder", [b"little"], 6)
-        for number, tensor in enumerate(pickler.tensors):
-            _put(archive, f"{name}/data/{number}", tensor.chunks(), tensor.nbytes)
-        _put(archive, f"{name}/version", [b"3\n"], 2)
+    pickled = _Pickled(Path(path).stem, content)
+    with disk.made(path, pickled.nbytes) as file:
+        pickled.write(file)
+
+
+def save_torch_durably(disk: Disk, path: str, content: Any, check: Callable[[], None]) -> None:
+    """Make ``path`` such a file of ``content`` that survives power loss, and never anything in between. ``check`` is
+    called before the file gets its name. Raises as ``save_torch`` does, and ``RunLocked``."""
+    pickled = _Pickled(Path(path).stem, content)
+    with written_durably(disk, path, pickled.nbytes, why="payload") as file:
+        with io.BufferedWriter(_InOrder(file), MiB) as stream:
+            pickled.write(stream)
+            end = stream.tell()
+        check()
+        disk.cut(path + TEMPORARY, end)
+
+
+class _Pickled:
+    """The content of a file named ``name``: its pickle, and the tensors in it, which are not read yet."""
+
+    def __init__(self, name: str, content: Any) -> None:
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer)
+        try:
+            pickler.dump(content)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise BadInput(f"{name}.pt would hold what is no data: {error}") from error
+        self._name, self._data, self._tensors = name, buffer.getvalue(), pickler.tensors
+        self.nbytes = len(self._data) + sum(tensor.nbytes for tensor in self._tensors)
+
+    def write(self, file: BinaryIO) -> None:
+        name = self._name
+        with zipfile.ZipFile(file, "w") as archive:
+            _put(archive, f"{name}/data.pkl", [self._data], len(self._data))
+            _put(archive, f"{name}/byteorder", [b"little"], 6)
+            for number, tensor in enumerate(self._tensors):
+                _put(archive, f"{name}/data/{number}", tensor.chunks(), tensor.nbytes)
+            _put(archive, f"{name}/version", [b"3\n"], 2)
+
+
+class _InOrder(io.RawIOBase):
+    """A file that is written at offsets, as one that is written where the last write ended."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._at = file, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            raise io.UnsupportedOperation("its end is where writing ends")
+        self._at = offset + (self._at if whence == io.SEEK_CUR else 0)
+        return self._at
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view, self._at)
+        self._at += len(view)
+        return len(view)
 
 
 NUMBERS = {np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")}
@@ -95,8 +145,19 @@ class _Named:
         """It is called by whoever reads it."""
 
 
+@dataclass(frozen=True)
+class _Made:
+    """What is made by calling something of torch."""
+
+    function: _Named
+    arguments: tuple[Any, ...]
+
+
+_COMPLEX, _DEVICE = _Named("__builtin__", "complex"), _Named("torch", "device")
 _REBUILD, _SIZE = _Named("torch._utils", "_rebuild_tensor_v2"), _Named("torch", "Size")
-_ENCODE = _Named("_codecs", "encode")
+_ENCODE, _REBUILD_OF_BYTES = _Named("_codecs", "encode"), _Named("torch._utils", "_rebuild_tensor_v3")
+_UNTYPED = _Named("torch.storage", "UntypedStorage")
+_DTYPES = {dtype: _Named("torch", name) for dtype, name in TORCH_NAMES.items()}
 _STORAGES = {dtype: _Named("torch", kind) for dtype, kind in _STORAGE.items()}
 _PLAIN = (type(None), bool, int, float, str, tuple, list, dict, set, frozenset, type, OrderedDict, _Named)
 
@@ -119,12 +180,15 @@ class _Pickler(_OfPython):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Place):
             return None
-        dtype, elements = obj.tensor.dtype, prod(obj.tensor.shape)
-        return "storage", _STORAGES[dtype], str(obj.number), "cpu", elements
+        dtype = obj.tensor.dtype
+        if dtype not in _STORAGES:  # torch has no kind of storage for it
+            return "storage", _UNTYPED, str(obj.number), "cpu", obj.tensor.nbytes
+        return "storage", _STORAGES[dtype], str(obj.number), "cpu", prod(obj.tensor.shape)
 
     def save(self, obj: Any, **how: Any) -> None:
         is_number = isinstance(obj, np.generic) and obj.dtype.newbyteorder("=") in NUMBERS
-        super().save(obj.item() if is_number else obj, **how)
+        obj = obj.item() if is_number else obj
+        super().save(_named_dtype(obj) if type(obj).__name__ == "dtype" else obj, **how)
 
     def save_named(self, obj: _Named) -> None:
         self.write(pickle.GLOBAL + obj.text.encode())
@@ -137,17 +201,28 @@ class _Pickler(_OfPython):
             return NotImplemented
         if type(obj) is bytes:  # as this protocol has them
             return _ENCODE, (obj.decode("latin1"), "latin1")
+        if type(obj) is complex:
+            return _COMPLEX, (obj.real, obj.imag)
         obj = obj if isinstance(obj, Size | Streamed) else _of_torch(obj)
+        if isinstance(obj, _Made):
+            return obj.function, obj.arguments
         if isinstance(obj, Size):
             return _SIZE, (tuple(obj),)
         if isinstance(obj, Streamed):
-            if obj.dtype not in _STORAGE:
-                raise BadInput(f"a tensor of {obj.dtype} cannot be put into a file of torch here")
             self.tensors.append(obj)
             place = _Place(len(self.tensors) - 1, obj)
             arguments = (place, 0, obj.shape, row_major(obj.shape), False, OrderedDict())
+            if obj.dtype not in _STORAGES:
+                return _REBUILD_OF_BYTES, (*arguments, _DTYPES[obj.dtype])
             return _REBUILD, arguments
         raise BadInput(f"a {type(obj).__name__} is no data")
+
+
+def _named_dtype(obj: Any) -> Any:
+    """Return what names a type of elements of torch."""
+    import torch
+
+    return _Named("torch", str(obj).removeprefix("torch.")) if isinstance(obj, torch.dtype) else obj
 
 
 def _of_torch(obj: Any) -> Any:
@@ -159,6 +234,8 @@ def _of_torch(obj: Any) -> Any:
 
     if isinstance(obj, torch.Size):
         return Size(obj)
+    if isinstance(obj, torch.device):
+        return _Made(_DEVICE, (str(obj),))
     if not isinstance(obj, torch.Tensor):
         return obj
     if obj.dtype not in TO_NAME or (kind := odd_kind(obj)):

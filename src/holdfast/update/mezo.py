@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..accelerators import devices_of
 from ..errors import OptimizerNotSupported
 from ..state.atoms import PENDING, SEED, STEP
 from .formed import FormedOptimizer
@@ -93,7 +94,9 @@ class MeZO(FormedOptimizer):
         kept = [param.detach().clone(memory_format=torch.contiguous_format) for param, _ in moving]
         epsilon = epsilon_of(self.param_groups)
         try:
-            with torch.random.fork_rng({p.device for p, _ in moving if p.device.type == "cuda"}):
+            devices = devices_of(param for param, _ in moving)
+            kind = devices[0].type if devices else "cuda"
+            with torch.random.fork_rng(devices, device_type=kind):
                 plus = self._loss_at(epsilon, moving, kept, closure)
             minus = self._loss_at(-epsilon, moving, kept, closure)
         finally:

@@ -34,7 +34,8 @@ GRAD_BYTES = 4
 class ParameterState:
     """One parameter in host memory during an update: views into the block's buffers, in their own shapes.
 
-    ``copy`` receives the parameter in the compute dtype. ``scalars`` always holds ``step``: updates so far.
+    ``copy`` receives the parameter in the compute dtype. ``scalars`` always holds ``step``: updates so far. ``order``
+    is that of the dims in memory, from slow to fast, where ``copy`` is not contiguous and all else is.
     """
 
     param: torch.Tensor
@@ -43,6 +44,7 @@ class ParameterState:
     scalars: dict[str, torch.Tensor]
     copy: torch.Tensor | None
     group: int
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class HostOptimizer:
         """Whether the update of a part of a parameter in ``group`` is that part of its update."""
         return self._kinds[group].cut
 
+    def keeps_order(self, group: int, shape: tuple[int, ...]) -> bool:
+        """Return whether elements of a parameter of ``shape`` may be updated in another order than that of its dims."""
+        forms = self.slots(group, shape).tensors.values()
+        return self.takes_gradients and self.cuts(group) and all(form.shape == shape for form in forms)
+
     def temporary_bytes(self, group: int, elements: int, keep_grad: bool = False) -> int:
         """What an update of a parameter takes besides its state, and a copy of its gradient with ``keep_grad``; next to
         nothing where it is cut."""
@@ -116,6 +123,9 @@ class HostOptimizer:
     ) -> None:
         """One optimizer step of one parameter, in place. ``scale`` multiplies the gradient first (clipping). An
         optimizer may change the gradient it is given; with ``keep_grad`` it gets a copy."""
+        if state.order is not None:
+            self._update_in_order(state, state.order, hyper, scale)
+            return
         kind = self._kinds[state.group]
         slots = kind.slots(tuple(state.param.shape))
         first = kind.makes_state and float(state.scalars[STEP]) == 0
@@ -132,6 +142,32 @@ class HostOptimizer:
             state.scalars[name].copy_(value)
         if STEP not in scalars:
             state.scalars[STEP].add_(1)
+
+    def _update_in_order(
+        self,
+        state: ParameterState,
+        order: tuple[int, ...],
+        hyper: HyperParameters,
+        scale: torch.Tensor | None,
+    ) -> None:
+        """Update copies whose elements lie in the order that the parameter's have in memory: by that a fused kernel
+        decides which of them it computes together, and which, at the end, one by one."""
+
+        def arranged(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.permute(order).contiguous()
+
+        ordered = replace(
+            state,
+            param=arranged(state.param),
+            grad=arranged(state.grad),
+            tensors={name: arranged(tensor) for name, tensor in state.tensors.items()},
+            copy=None if state.copy is None else state.copy.permute(order),
+            order=None,
+        )
+        self.update(ordered, hyper, scale)
+        state.param.permute(order).copy_(ordered.param)
+        for name, tensor in state.tensors.items():
+            tensor.permute(order).copy_(ordered.tensors[name])
 
     def _update_part(
         self, state: ParameterState, slots: Slots, hyper: HyperParameters, part: _Part, first: bool

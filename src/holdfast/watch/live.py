@@ -19,6 +19,7 @@ from rich.text import Text
 
 from ..events import parsed
 from ..plan.ops import SSD_READ, SSD_WRITE
+from ..regular import open_regular
 from ..units import counted, format_bytes, format_seconds
 from . import facts
 from .drive import percent
@@ -26,6 +27,9 @@ from .gantt import milliseconds
 from .history import History
 from .lanes import NAMES
 from .panel import memory_bar, number, sparkline
+
+PIECE_BYTES = 1 << 24
+"""Of a log, read at once."""
 
 BARS, LOSSES, CLASSES = 20, 1000, 5
 
@@ -41,15 +45,16 @@ class Tail:
     def new(self) -> Iterator[dict[str, Any]]:
         """What was written since the last call."""
         try:
-            with open(self._path, "rb") as file:
-                self._place(os.fstat(file.fileno()))
-                file.seek(self._offset)
-                data = file.read()
+            file = open(open_regular(self._path), "rb")  # noqa: SIM115
         except FileNotFoundError:
             return
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        yield from parsed(lines)
+        with file:
+            self._place(os.fstat(file.fileno()))
+            file.seek(self._offset)
+            while data := file.read(PIECE_BYTES):
+                self._offset += len(data)
+                *lines, self._rest = (self._rest + data).split(b"\n")
+                yield from parsed(lines)
 
     def _place(self, found: os.stat_result) -> None:
         if found.st_ino != self._inode or found.st_size < self._offset:

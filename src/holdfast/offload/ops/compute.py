@@ -23,6 +23,7 @@ from .. import rng
 from ..blocks import install
 from ..boundaries import Boundary, Delivery, Graph, refuse_hidden
 from ..changes import Watch
+from ..defaults import callers_default
 from ..microbatches import BlockCall, Returned, autocast_as, casts, extract_loss, without_autocast
 from ..residency import Gradients
 from ..runtime import Runtime, Step
@@ -61,7 +62,7 @@ def evaluate(run: Runtime, op: Op, step: Step) -> None:
         boundary = _reach(run, step, m, block)
         del batch.boundaries[block]
         args, kwargs, _ = boundary.inputs()
-        with autocast_as(boundary.autocast):
+        with autocast_as(boundary.autocast), callers_default():
             output = run.patch.forwards[block](*args, **kwargs)
     _deliver(run, step, m, boundary, output)
     if block == len(run.blocks) - 1:
@@ -77,7 +78,7 @@ def displaced(run: Runtime, op: Op, step: Step) -> None:
         del batch.boundaries[block]
         args, kwargs, _ = boundary.inputs()
         _enter(run, step, m, rng.inside(block))
-        with autocast_as(boundary.autocast):
+        with autocast_as(boundary.autocast), callers_default():
             output = run.patch.forwards[block](*args, **kwargs)
         _deliver(run, step, m, boundary, output)
         if block == len(run.blocks) - 1:
@@ -148,10 +149,9 @@ def _reach(run: Runtime, step: Step, m: int, block: int) -> Boundary:
     """Let the thread of micro-batch ``m`` run to its call of ``block``, and describe the call."""
     batch = step.micro_batches[m]
     if step.training and block == m == 0:
-        run.attributes.begin(len(step.micro_batches))
-    looking = step.training and run.attributes.looking
-    interleaved = not step.horizontal
-    with run.attributes.between_blocks(m, block, interleaved) if looking else nullcontext():
+        run.attributes.begin(len(step.micro_batches), not step.horizontal)
+    attending = step.training and run.attributes.attending
+    with run.attributes.before(block, m) if attending else nullcontext():
         event = _to_next_block(run, step, m, block)
     if not isinstance(event, BlockCall) or event.block != block:
         got = f"called block {event.block}" if isinstance(event, BlockCall) else "returned"
@@ -181,7 +181,7 @@ def _with_graph(run: Runtime, step: Step, m: int, boundary: Boundary) -> tuple[A
     args, kwargs, leaves = boundary.inputs()
     output = _run_block(run, step, m, boundary, args, kwargs)
     if run.attributes.looking:
-        run.attributes.refuse_gradients(boundary.block)
+        run.attributes.find_gradients(boundary.block)
     refuse_hidden(pytree.tree_leaves(output), name, "output")
     return output, Graph.of(output, boundary.constants, leaves)
 
@@ -190,7 +190,9 @@ def _run_block(run: Runtime, step: Step, m: int, boundary: Boundary, args: tuple
     """The block's own forward, with its random numbers, and a check that it left all else alone."""
     watch = Watch(args, kwargs, run.patch.blocks.buffer_holders[boundary.block])
     _enter(run, step, m, rng.inside(boundary.block))
-    with autocast_as(boundary.autocast):
+    attending = step.training and run.attributes.attending
+    inside = run.attributes.inside(boundary.block, m) if attending else nullcontext()
+    with inside, autocast_as(boundary.autocast), callers_default():
         output = run.patch.forwards[boundary.block](*args, **kwargs)
     watch.refuse_changes(run.blocks[boundary.block].name)
     return output
@@ -210,7 +212,9 @@ def _finish(run: Runtime, step: Step, m: int) -> Any:
     """Let the thread run from the last block's output to the model's return; returns what it returned."""
     batch, last = step.micro_batches[m], len(run.blocks) - 1
     _enter(run, step, m, rng.after(last))
-    event = batch.coroutine.resume(batch.deliveries[last].reply())
+    attending = step.training and run.attributes.attending
+    with run.attributes.before(last + 1, m) if attending else nullcontext():
+        event = batch.coroutine.resume(batch.deliveries[last].reply())
     if not isinstance(event, Returned):
         raise ModelNotSupported(f"the model called block {event.block} after its last block.")
     return event.value

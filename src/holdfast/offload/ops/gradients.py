@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 
@@ -125,6 +126,7 @@ def norm(run: Runtime, op: Op, step: Step) -> None:
     step.norms = run.fellows.joined_norms(run.fellows.control, step.norms)
     total = run.device.fetch(_joined(step.norms, run.parameter_order))
     step.total_norm = float(total)
+    step.settle()  # the norms of units have come before this one
     if step.shape.clipping == "per_block" or step.skipped:
         return
     if not math.isfinite(step.total_norm):
@@ -142,17 +144,27 @@ def _measure(run: Runtime, unit: Unit, held: Gradients, step: Step) -> None:
             grad = unit.piece_of_grads(held.flat, piece)
             if step.loss_scale is not None:
                 step.loss_scale.reduce(grad)
-            norms[piece.name] = torch.linalg.vector_norm(grad)
+            order = piece.member.order
+            norms[piece.name] = torch.linalg.vector_norm(
+                grad if order is None else grad.permute(order).contiguous()
+            )
     step.norms |= norms
     if step.shape.clipping != "per_block":
         return
     assert step.clip_norm is not None
     norms = run.fellows.joined_norms(run.fellows.exchange, norms)
-    total = run.device.fetch(_joined(norms, [member.name for member in unit.trained]))
+    total = _joined(norms, [member.name for member in unit.trained])
+    here = run.device.leave({"": total})[""]  # there when this operation is over; nothing waits for it now
+    bound = step.clip_norm * math.sqrt(run.share(unit))
+    step.settle_later(unit, partial(_decide, step, unit.name, here, bound))
+
+
+def _decide(step: Step, name: str, total: torch.Tensor, bound: float) -> None:
+    """Leave a unit out whose norm ``total`` is not finite, or note what clips it to ``bound``."""
     if not math.isfinite(float(total)):
-        step.left_out.add(unit.name)
-    elif (scale := _scale(total, step.clip_norm * math.sqrt(run.share(unit)))) is not None:
-        step.scales[unit.name] = scale
+        step.left_out.add(name)
+    elif (scale := _scale(total, bound)) is not None:
+        step.scales[name] = scale
 
 
 def _joined(norms: dict[str, torch.Tensor], names: list[str]) -> torch.Tensor:

@@ -50,10 +50,13 @@ class ShardedSafetensors(Files):
         self.progress = {"roots": named.roots}
 
     def _add_file(self, path: Path) -> None:
-        layout, metadata = header_of(path)
+        header = header_of(path)
+        self.passed_over |= header.passed_over
         try:
-            begins = {key: ints(item["saved_offsets"]) for key, item in json.loads(metadata[_INFO]).items()}
-            for entry in layout.entries:
+            begins = {
+                key: ints(item["saved_offsets"]) for key, item in json.loads(header.metadata[_INFO]).items()
+            }
+            for entry in header.entries:
                 start = begins[entry.key]
                 box = Box(start, tuple(a + n for a, n in zip(start, entry.shape, strict=True)))
                 if self._dtypes.setdefault(entry.key, entry.dtype) != entry.dtype:

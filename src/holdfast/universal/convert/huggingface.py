@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -157,6 +157,27 @@ def write_single(
     disk = Disk(path.parent)
     disk.makedirs("")
     _write_file(source, disk, path.name, wanted, metadata, told)
+    return path
+
+
+def write_named(
+    source: Source,
+    path: Path,
+    names: Mapping[str, str],
+    *,
+    dtype: str | None = None,
+    told: Callable[[int], None] = lambda nbytes: None,
+) -> Path:
+    """Write the atoms of ``source`` with the keys of ``names``, each under its name there, as one safetensors file.
+
+    Durable when it returns. Raises ``BadInput`` if there is such a file, ``RunLocked`` if another conversion writes it.
+    """
+    _refuse_existing(path)
+    atoms = [(name, source.atoms[key]) for key, name in names.items()]
+    wanted = [Wanted(name, stored, _cast(stored.atom.dtype, dtype)) for name, stored in atoms]
+    disk = Disk(path.parent)
+    disk.makedirs("")
+    _write_file(source, disk, path.name, wanted, {"format": "pt"}, told)
     return path
 
 

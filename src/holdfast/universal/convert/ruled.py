@@ -55,7 +55,9 @@ class RuledFolder(Files):
 
     def _rows(self, path: Path, at: Mapping[str, tuple[int, int]]) -> Iterator[StoredTensor]:
         if path.suffix == SAFETENSORS:
-            for entry, part in parts_of(path)[0]:
+            tensors, header = parts_of(path)
+            self.passed_over |= header.passed_over
+            for entry, part in tensors:
                 yield StoredTensor(self.add_part(part), entry.key, entry.shape, entry.dtype, at=at)
             return
         archive, rest = Archive(path), dict[str, Any]()

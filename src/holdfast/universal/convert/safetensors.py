@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import re
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from ...errors import Damaged
-from ...state.atoms import Atom
+from ...state.atoms import DTYPE_BYTES, Atom
 from ...state.boxes import Box
 from ...state.pieces import Pieces, dense
-from ...store.layout import Entry, Layout
-from ...units import MiB
+from ...store.layout import Entry, without_pads
 from ..files import Files
 from ..source import Part, Stored, Sums
 from ..told import told, told_progress
@@ -33,8 +33,14 @@ _UNREAD = re.compile(
 )
 DIGITS = 16
 """Of a checksum."""
-HEADER_BYTES = 100 * MiB
+HEADER_BYTES = 100_000_000
 """More than any header has (the limit of the safetensors library)."""
+OTHERS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of an element of the types of the safetensors library that no tensor has here, as they are less than a byte."""
+BITS = {name: 8 * nbytes for name, nbytes in DTYPE_BYTES.items()} | OTHERS
+"""Bits of an element of each type that the safetensors library has."""
+MOST = 1 << 62
+"""More than any size or offset is."""
 
 
 def is_safetensors(path: Path) -> bool:
@@ -65,10 +71,12 @@ class SafetensorsFiles(Files):
     def _where(self) -> set[str]:
         return {
             stored.atom.name if stored.atom.slot == "param" else key for key, stored in self.atoms.items()
-        }
+        } | self.passed_over.keys()
 
     def _add_file(self, path: Path) -> None:
-        tensors, metadata = parts_of(path)
+        tensors, header = parts_of(path)
+        metadata = header.metadata
+        self.passed_over |= header.passed_over
         slots = told(metadata.get(KEYS), KEYS, str(path))
         self.progress |= told_progress(metadata.get(PROGRESS), PROGRESS, str(path))
         self.writer = self.writer or ("holdfast" if XXH3 in metadata else _library_of(path.parent))
@@ -98,8 +106,20 @@ def _name_of(slots: dict[str, Any], key: str, path: Path) -> tuple[str, str]:
     return found[0], found[1]
 
 
-def header_of(path: Path) -> tuple[Layout, dict[str, str]]:
-    """Where the tensors of a safetensors file lie, and its metadata. Raises ``Damaged`` if it is none, or not whole."""
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of itself: where its tensors lie, in the order of their bytes."""
+
+    entries: list[Entry]
+    metadata: dict[str, str]
+    table: dict[str, Any]
+    passed_over: dict[str, str]
+    """By name the type of each tensor whose type no tensor has here."""
+
+
+def header_of(path: Path) -> Header:
+    """Return the header of a safetensors file. Raises ``Damaged`` for what the safetensors library would not open, but
+    for tensors of types that it does not know."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
@@ -109,24 +129,97 @@ def header_of(path: Path) -> tuple[Layout, dict[str, str]]:
             )
         header = file.read(length)
     try:
-        table = json.loads(header)
-        metadata = table.get("__metadata__") or {}
-        metadata = {str(key): str(value) for key, value in metadata.items()}
-        layout = Layout.parse(struct.pack("<Q", length) + header)
-    except (ValueError, AttributeError, RecursionError, Damaged) as error:
-        why = error.__cause__ if isinstance(error, Damaged) else error
+        table = _table_of(header)
+        metadata = _metadata_of(table)
+        entries, end = _entries_of(table, 8 + length)
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else error
         raise Damaged(f"{path} does not read as a safetensors file: {why}", path=str(path)) from error
-    if layout.file_bytes != size:
-        raise Damaged(
-            f"{path} has {size} bytes, its header says {layout.file_bytes}: it was cut short", path=str(path)
-        )
+    if end != size:
+        what = "it was cut short" if size < end else "something was put behind it"
+        raise Damaged(f"{path} has {size} bytes, its header says {end}: {what}", path=str(path))
     if XXH3 in metadata and not _agrees(table, told(metadata[XXH3], XXH3, str(path))):
         raise Damaged(
             f"{path}: the header fails its checksum. Take another copy of it. If the file was changed on purpose, or"
             " made with the metadata of another, save it without the holdfast.xxh3 in its metadata.",
             path=str(path),
         )
-    return layout, metadata
+    entries = without_pads(entries, 8 + length)
+    known = [entry for entry in entries if entry.dtype in DTYPE_BYTES]
+    others = {entry.key: entry.dtype for entry in entries if entry.dtype not in DTYPE_BYTES}
+    return Header(known, metadata, table, others)
+
+
+def _table_of(header: bytes) -> dict[str, Any]:
+    """Return a header as JSON, as strictly as the safetensors library reads it. Raises ``ValueError``."""
+    text = header.decode("utf-8")
+    table = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse_constant)
+    if type(table) is not dict:
+        raise ValueError(f"it is a {type(table).__name__} and no object")
+    for name in table:
+        name.encode()  # raises for half of a surrogate pair, which no other reader takes
+    return table
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of ``pairs``. Raises ``ValueError`` if two have one key, of which readers take either."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"{again!r} is in it twice")
+    return made
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _metadata_of(table: dict[str, Any]) -> dict[str, str]:
+    metadata = table.get("__metadata__")
+    metadata = {} if metadata is None else metadata
+    if type(metadata) is not dict or any(type(value) is not str for value in metadata.values()):
+        raise ValueError("its __metadata__ is no object of texts")
+    for text in (*metadata, *metadata.values()):
+        text.encode()
+    return metadata
+
+
+def _entries_of(table: dict[str, Any], start: int) -> tuple[list[Entry], int]:
+    """Return the tensors of a header in the order of their bytes, which begin at ``start``, and where the last ends.
+    Raises ``ValueError`` unless they follow one another and each has as many bytes as its shape takes."""
+    entries = []
+    for key, about in table.items():
+        if key == "__metadata__":
+            continue
+        dtype, shape, (first, last) = about["dtype"], tuple(about["shape"]), about["data_offsets"]
+        if type(dtype) is not str or type(about["shape"]) is not list:
+            raise ValueError(f"tensor {key!r} has the type {dtype!r} and the shape {about['shape']!r}")
+        if not all(type(number) is int and 0 <= number < MOST for number in (*shape, first, last)):
+            raise ValueError(f"tensor {key!r} has the shape {list(shape)} and lies at {first} to {last}")
+        entries.append(Entry(key, dtype, shape, start + first, last - first))
+    entries.sort(key=lambda entry: (entry.offset, entry.end))
+    end = start
+    for entry in entries:
+        bits = BITS.get(entry.dtype)
+        if bits is not None and (_elements(entry.shape) * bits != 8 * entry.nbytes):
+            raise ValueError(
+                f"tensor {entry.key!r} {list(entry.shape)} of {entry.dtype} has {entry.nbytes} bytes"
+            )
+        if entry.offset != end or entry.nbytes < 0:
+            raise ValueError(f"tensor {entry.key!r} at {entry.offset} does not follow the one before it")
+        end = entry.end
+    return entries, end
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    """Return the product of ``shape``. Raises ``ValueError`` where it is too large, even before a last zero."""
+    elements = 1
+    for size in shape:
+        elements *= size
+        if elements >= MOST:
+            raise ValueError(f"a shape of {list(shape)} is more than any tensor has")
+    return elements
 
 
 def _agrees(table: dict[str, Any], said: dict[str, Any]) -> bool:
@@ -144,15 +237,16 @@ def digest_of(table: dict[str, Any], tensors: Any) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def parts_of(path: Path) -> tuple[list[tuple[Entry, Part]], dict[str, str]]:
-    """The tensors of a safetensors file with their checksums, if it has any, and its metadata."""
-    layout, metadata = header_of(path)
+def parts_of(path: Path) -> tuple[list[tuple[Entry, Part]], Header]:
+    """The tensors of a safetensors file with their checksums, if it has any, and its header."""
+    header = header_of(path)
+    metadata = header.metadata
     said = told(metadata.get(XXH3), XXH3, str(path)).get("tensors")
     found = []
-    for entry in layout.entries:
+    for entry in header.entries:
         sums = None if XXH3 not in metadata else _sums_of(entry, said, path)
         found.append((entry, Part(str(path), entry.offset, entry.nbytes, entry.dtype, sums=sums)))
-    return found, metadata
+    return found, header
 
 
 def _sums_of(entry: Entry, said: Any, path: Path) -> Sums:

@@ -7,6 +7,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from ...errors import BadInput
+from ...regular import home_path
 from ...state.rules import Rules, numbers_of
 
 HERE = __name__
@@ -37,7 +38,7 @@ def find(rules: str, values: Path | None, known: Mapping[str, int] | None = None
         numbers = dict(known or {}) | ({} if values is None else numbers_of(_read(values)))
     except ValueError as error:
         raise BadInput(f"{values} gives no values: {error}") from None
-    path = Path(rules)
+    path = home_path(rules)
     if not path.is_file() and rules in names():
         return load(rules, numbers)
     if path.name == rules and not path.suffix and not path.exists():  # as packs are named
@@ -48,7 +49,7 @@ def find(rules: str, values: Path | None, known: Mapping[str, int] | None = None
 def _read(path: Path) -> str:
     """Raises ``BadInput`` if it is not text."""
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read as a text file: {error}") from None
 

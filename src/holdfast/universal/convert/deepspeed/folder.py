@@ -138,6 +138,6 @@ def _named_by(path: Path) -> Path | None:
         return None
     if path.stat().st_size > 4096:
         raise BadInput(f"{path} is no name of a tag: it has {path.stat().st_size} bytes")
-    tag = path.read_text(errors="replace").strip()
+    tag = path.read_text(encoding="utf-8", errors="replace").strip()
     inside = tag and not Path(tag).is_absolute() and ".." not in Path(tag).parts
     return path.parent / tag if inside and (path.parent / tag).is_dir() else None

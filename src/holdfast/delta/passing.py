@@ -1,0 +1,158 @@
+"""Buffers that are not persistent: which of them forward passes change, and what their modules keep beside them.
+
+A buffer with ``persistent=False`` is a constant or a cache, which a model makes anew. One that changes from step to
+step is neither: from the step at which that is seen first it is in the run as any other buffer, with the numbers and
+small tensors that its module keeps in attributes. Where that cannot be, it is told at that step. Called by the training
+thread, at the end of each step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..state.capture import storable
+from ..state.encoding import decode
+from ..state.live import LiveState
+from ..units import MiB
+from .hidden import encoded_leaf
+from .unseen import changes_of
+
+MOST_BYTES = 16 * MiB
+"""Of such buffers, in all, that are copied in every step."""
+
+SMALL = 16
+"""Most elements of a tensor in an attribute that is kept."""
+
+Kind = tuple[torch.dtype, torch.Size]
+
+
+class PassingBuffers:
+    """Those of the model of one training loop, which is ``alone`` if it is of one process."""
+
+    def __init__(self, alone: bool) -> None:
+        self._alone = alone
+        self.carried: set[str] = set()
+        """Names of those that the run has."""
+        self._rebound: set[str] = set()
+        self._told: set[str] = set()
+        self._marks: dict[str, tuple[int, int]] = {}
+        self._kinds: dict[str, Kind] = {}
+        self._attributes: dict[str, dict[str, Any]] = {}
+        """By module, its attributes as it was made, as JSON."""
+
+    def begin(self, state: LiveState) -> None:
+        """See what the model was made with."""
+        for name, (module, own) in state.passing.items():
+            buffer = module._buffers.get(own)
+            if buffer is not None and name not in self._kinds and storable(buffer):
+                self._kinds[name] = (buffer.dtype, buffer.shape)
+            self._attributes.setdefault(_above(name), _small_attributes(module))
+
+    def settle(self, state: LiveState) -> None:
+        """The run goes on from what there is now, of which ``state`` has ``carried`` some."""
+        self.carried |= state.carried
+        self._rebound |= state.rebound
+        self._marks = self._now(state)
+
+    def _now(self, state: LiveState) -> dict[str, tuple[int, int]]:
+        found = {}
+        for name, (module, own) in state.passing.items():
+            buffer = module._buffers.get(own)
+            if buffer is not None:
+                found[name] = (id(buffer), changes_of(buffer))
+        return found
+
+    def look(self, state: LiveState) -> bool:
+        """Return whether others are in the run than before this step, so that its form is another one."""
+        if not state.passing:
+            return False
+        before, self._marks = self._marks, self._now(state)
+        if before == self._marks:
+            return False
+        carried = set(self.carried)
+        for name, mark in self._marks.items():
+            if before.get(name) != mark:
+                self._see_changed(state, name, is_other=before.get(name, mark)[0] != mark[0])
+        return carried != self.carried
+
+    def _see_changed(self, state: LiveState, name: str, is_other: bool) -> None:
+        module, own = state.passing[name]
+        buffer = module._buffers[own]
+        assert buffer is not None
+        if is_other:
+            self._rebound.add(name)
+        why = self._why_not(state, name, buffer)
+        if why:
+            self.carried.discard(name)
+            self._tell(
+                name, f"It is not in the run, since {why}: a resume begins with what the model makes anew."
+            )
+        elif name not in self.carried:
+            self.carried.add(name)
+            self._tell(
+                name, "From this step on it is in the run, with numbers that its module keeps in attributes."
+            )
+
+    def _why_not(self, state: LiveState, name: str, buffer: torch.Tensor) -> str:
+        if not self._alone:
+            return "it is on several ranks"
+        if not storable(buffer):
+            return "it is of a kind that commits do not hold"
+        if (buffer.dtype, buffer.shape) != self._kinds.get(name):
+            return "its shape or type changes"
+        sizes = [state.passing[each] for each in {*self.carried, name}]
+        if (
+            sum(found.nbytes for module, own in sizes if (found := module._buffers.get(own)) is not None)
+            > MOST_BYTES
+        ):
+            return f"such buffers have more than {MOST_BYTES // MiB} MiB"
+        return ""
+
+    def _tell(self, name: str, text: str) -> None:
+        if name in self._told:
+            return
+        self._told.add(name)
+        warnings.warn(
+            f"buffer {name} is registered with persistent=False, and iterations change it. {text} Register it with"
+            " persistent=True if it is a part of the training state.",
+            stacklevel=6,
+        )
+
+    def told(self, state: LiveState) -> dict[str, Any]:
+        """Return what records have of the modules of buffers that are carried, as JSON; nothing where none is."""
+        if not self.carried:
+            return {}
+        modules: dict[str, dict[str, Any]] = {}
+        for name in sorted(self.carried & state.passing.keys()):
+            above, module = _above(name), state.passing[name][0]
+            made, now = self._attributes.get(above, {}), _small_attributes(module)
+            modules[above] = {key: value for key, value in now.items() if made.get(key) != value}
+        return {"modules": modules, "rebound": sorted(self._rebound & self.carried)}
+
+    def restore(self, state: LiveState, progress: Mapping[str, Any]) -> None:
+        """Give modules the attributes that ``told`` had of them."""
+        module_of = {_above(name): module for name, (module, _) in state.passing.items()}
+        for above, attributes in progress.get("modules", {}).items():
+            module = module_of.get(above)
+            for name, value in attributes.items() if module is not None else ():
+                setattr(module, name, decode(value))
+
+
+def _above(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _small_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers, and tensors of few elements, that a module has as attributes of its own, as JSON."""
+    found, buffers = {}, set(map(id, module._buffers.values()))  # a further name of a buffer stays one
+    for name, value in vars(module).items():
+        is_number = type(value) in (bool, int, float)
+        is_small = type(value) is torch.Tensor and value.numel() <= SMALL and id(value) not in buffers
+        if name != "training" and (is_number or is_small) and (told := encoded_leaf(value)) is not None:
+            found[name] = told
+    return found

@@ -1,0 +1,72 @@
+"""Timeline records stay for as long as something needs them, and a run keeps its key."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from holdfast.checkpointer import Checkpointer
+from holdfast.errors import RunMismatch
+from holdfast.store.local import LocalStore
+from holdfast.store.manifest import Timeline
+from holdfast.store.retention import ANCESTORS_KEPT
+
+
+def resumed(root, saves=True):
+    """The step of a run that is opened, does one step more, and is closed."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(root, model=model, optimizer=optimizer, base_every=1000) as checkpointer:
+        step = checkpointer.resume()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        checkpointer.step()
+        if saves:
+            checkpointer.save()
+    return step
+
+
+def test_records_that_lead_to_nothing_go(tmp_path):
+    keys = set()
+    for number in range(12):
+        assert resumed(tmp_path) == number
+        with LocalStore.read(tmp_path) as reader:
+            keys.add(reader.run_key())
+            assert reader.tip() == number + 1 and len(reader.line()) == 2
+    assert len(list((tmp_path / "timelines").iterdir())) <= ANCESTORS_KEPT
+    assert len(keys) == 1
+    with LocalStore.open(tmp_path) as store:
+        store.begin(None if not store.line() else store.load(store.line()[0]))
+        seconds, resumes = store.restarts()
+        assert resumes == 12 and seconds > 0  # though most of the records are gone
+        assert store.opened.id == 13  # no number is given again
+
+
+def test_records_that_lead_to_steps_stay(tmp_path):
+    for number in range(8):
+        assert resumed(tmp_path, saves=False) == number
+    assert len(list((tmp_path / "timelines").iterdir())) == 8
+    assert resumed(tmp_path) == 8
+
+
+def test_a_copy_of_the_run_has_its_key(tmp_path):
+    """Which is in every record, so that two runs are told apart when their first timelines are gone."""
+    record = Timeline(3, 2, 7, "own", "parents", run="first", begun=12.5)
+    again = Timeline.decode(record.encode(), record.path)
+    assert (again.run, again.begun) == ("first", 12.5)
+    assert b'"run"' not in Timeline(3, 2, 7, "own", "parents").encode()  # as an earlier version wrote it
+
+
+def test_two_runs_are_told_apart_without_their_beginnings(tmp_path):
+    """Though none of their timelines have one number."""
+    resumed(tmp_path / "a")
+    for _ in range(7):
+        resumed(tmp_path / "b")
+    assert min(path.name for path in (tmp_path / "b" / "timelines").iterdir()) == "t0004.json"
+    for name in ("commits", "timelines"):
+        shutil.copytree(tmp_path / "b" / name, tmp_path / "a" / name, dirs_exist_ok=True)
+    with pytest.raises(RunMismatch, match="no beginning in common"):
+        LocalStore.open(tmp_path / "a")

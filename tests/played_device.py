@@ -233,6 +233,9 @@ class Played(torch.Tensor):
     def record_stream(self, stream):
         PLAYED.listener.used_by(self.held, stream)
 
+    def untyped_storage(self):
+        return self.held.untyped_storage()
+
     def __repr__(self):
         return f"Played({self.held!r})"
 

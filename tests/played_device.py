@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+import holdfast.offload.entry  # noqa: F401 - loaded before any of it is patched
 from holdfast.delta import hidden
 from holdfast.state import encoding, live, prepared
 from holdfast.state import plain as plain_tensors

@@ -25,7 +25,9 @@ class Forgotten:
     """Looks for schedulers of ``optimizers`` that are not in ``given``. Called after every step."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], given: Iterable[Any]) -> None:
-        members = [member for each in optimizers for member in getattr(each, "members", ())]
+        each_has = [getattr(each, "members", ()) for each in optimizers]
+        inside = [member for members in each_has if isinstance(members, (list, tuple)) for member in members]
+        members = [member for member in inside if isinstance(member, torch.optim.Optimizer)]
         self._optimizers, self._given = [*optimizers, *members], list(given)
         self._rates: list[Any] | None = None
         self._looked = {"bound": False, "moved": False}
